@@ -1,0 +1,71 @@
+# `make demo` and `make test` need Python >= 3.11 with pip and nothing else: they make $(VENV) and install into it.
+
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+# Set to run part of the tests: make test ARGS='tests/test_readme.py -k notebook'
+ARGS ?=
+
+.PHONY: help demo test test-fast lint format bench constraints clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo         train a tiny T5, kill it, resume it, look at its checkpoints (under 90 s)'
+	@echo 'make test         all tests                     make test-fast    without those marked slow'
+	@echo 'make lint         ruff and pyright              make format       rewrite the sources with ruff'
+	@echo 'make bench        against Orbax and raw I/O     make constraints  pin the newest versions (needs uv)'
+
+demo: $(VENV)/installed-docs
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed-test
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+# A distribution may ship Python without ensurepip; its own pip then fills the environment.
+$(BIN)/python:
+	@test -n '$(PYTHON)' || { echo 'No Python >= 3.11 on PATH. Set PYTHON=/path/to/python.' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null && $(PYTHON) -m venv $(VENV) || { \
+		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+
+# Modules are compiled when first imported, which is less than pip compiling all of them.
+define install
+	@echo 'installing t5ckpt[$(EXTRAS)] into $(VENV)'
+	@pins=constraints/py$$($(BIN)/python -c 'import sys; print("%d%d" % sys.version_info[:2])').txt; \
+	if test -f $$pins; then set -- -c $$pins; \
+	else set --; echo "no $$pins: taking the newest versions, which nobody has tried"; fi; \
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check "$$@" -e '.[$(EXTRAS)]'
+	@touch $@
+endef
+
+$(VENV)/installed-docs: EXTRAS := docs
+$(VENV)/installed-test: EXTRAS := docs,hf,orbax,test
+$(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
+	$(install)
+
+$(VENV)/installed-test: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
+	$(install)
+
+# No hashes and no addresses: the files say which versions were tried, not where they came from.
+constraints:
+	for v in 11 12 13; do uv pip compile setup.py --upgrade --extra docs --extra hf --extra orbax --extra test \
+		--python-version 3.$$v --python-platform linux --no-annotate --no-header --no-emit-index-url \
+		--no-emit-find-links --quiet --output-file constraints/py3$$v.txt || exit 1; done
+
+clean:
+	rm -rf $(VENV) build demo_run *.egg-info .pytest_cache .ruff_cache .hypothesis

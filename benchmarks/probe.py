@@ -1,0 +1,124 @@
+"""Clocks, caches and counters: everything that is asked of the operating system."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pathlib
+import platform
+import resource
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_STATUS = pathlib.Path('/proc/self/status')
+_CLEAR_REFS = pathlib.Path('/proc/self/clear_refs')
+_DROP_CACHES = pathlib.Path('/proc/sys/vm/drop_caches')
+
+
+def make_durable(directory: pathlib.Path) -> None:
+    """Returns when everything written to the file system of `directory` is on the disk.
+
+    One `syncfs` rather than an fsync a file: most peers do neither, and for thousands of files the first is far
+    cheaper. A peer that has synced its own files finds next to nothing left to do here.
+    """
+    if not hasattr(_LIBC, 'syncfs'):
+        os.sync()
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        if _LIBC.syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), f'syncfs {directory}')
+    finally:
+        os.close(descriptor)
+
+
+def settle(directory: pathlib.Path) -> None:
+    """Leaves nothing behind that the next measurement would pay for: garbage, or pages waiting for the disk."""
+    gc.collect()
+    make_durable(directory)
+
+
+def _files(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+    return (path for path in directory.rglob('*') if path.is_file())
+
+
+def warm_cache(directory: pathlib.Path) -> None:
+    """Reads every file once, so that all peers find theirs in the page cache, however they were written."""
+    buffer = bytearray(1 << 20)
+    for path in _files(directory):
+        with path.open('rb', buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def cool_cache(directory: pathlib.Path) -> str:
+    """Empties the page cache, all of it where root allows and else of these files. Returns which it was."""
+    make_durable(directory)
+    try:
+        _DROP_CACHES.write_text('3')
+    except OSError:
+        cool_files(directory)
+        return 'posix_fadvise'
+    return 'drop_caches'
+
+
+def cool_files(directory: pathlib.Path) -> None:
+    """Has these files leave the page cache."""
+    for path in _files(directory):
+        with path.open('rb') as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def disk_bytes(directory: pathlib.Path) -> int:
+    """Bytes allocated under `directory`, a file of several names counted once."""
+    blocks = {stat.st_ino: stat.st_blocks for stat in (path.stat() for path in _files(directory))}
+    return 512 * sum(blocks.values())
+
+
+class Clock:
+    """Runs from when it is made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Since then."""
+        return time.perf_counter() - self._start
+
+
+class PeakMemory:
+    """The peak of the resident memory from when it is made, above what was resident then.
+
+    Linux keeps the number that `ru_maxrss` reports as VmHWM too, and only that one can be reset: `ru_maxrss` starts at
+    the peak of the parent process and remembers how the state was made. Free memory is given back to the system first,
+    so that using it again counts; `settle` has collected the garbage.
+    """
+
+    def __init__(self) -> None:
+        if hasattr(_LIBC, 'malloc_trim'):
+            _LIBC.malloc_trim(0)
+        with contextlib.suppress(OSError):
+            _CLEAR_REFS.write_text('5')
+        self._start = _status('VmRSS') if _STATUS.exists() else _peak()
+
+    def above_start(self) -> float:
+        """In bytes."""
+        return float(_peak() - self._start)
+
+
+def _peak() -> int:
+    if _STATUS.exists():
+        return _status('VmHWM')
+    unit = 1 if platform.system() == 'Darwin' else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _status(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f'{field}:'))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,61 @@
+"""Package metadata; `pyproject.toml` holds the settings of tools only."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(
+    "^__version__ = '(.*)'$", ROOT.joinpath('t5ckpt', '_version.py').read_text(encoding='utf-8'), re.MULTILINE
+)[1]
+
+EXTRAS = {
+    # Each extra is imported only inside the call that needs it; the error names the extra to install.
+    'tf': ['tensorflow>=2.16'],
+    'tensorboard': ['tensorboard>=2.16'],
+    'orbax': ['orbax-checkpoint>=0.11'],
+    'hf': ['safetensors>=0.4'],
+    'grain': ['grain>=0.2'],
+    'cli': ['rich>=13'],
+    'docs': ['matplotlib>=3.8', 'optax>=0.2.3'],  # what the examples in README.md, docs/ and examples/ import
+    'test': [
+        'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
+        'hypothesis>=6.100',
+        'pyright>=1.1.400',
+        'pytest>=8',
+        'pytest-xdist>=3.5',
+        'ruff>=0.12',
+    ],
+}
+
+setup(
+    name='t5ckpt',
+    version=VERSION,
+    description="A checkpointer for JAX in T5X's format: fast, crash-safe, readable by T5X itself.",
+    long_description=ROOT.joinpath('README.md').read_text(encoding='utf-8'),
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    license_files=['LICENSE'],
+    python_requires='>=3.11',
+    packages=find_packages(include=['t5ckpt', 't5ckpt.*']),
+    package_data={'t5ckpt': ['py.typed']},
+    install_requires=[
+        'flax>=0.10.4',
+        'jax>=0.6',
+        'ml_dtypes>=0.5',
+        'msgpack>=1.0.5',
+        'numpy>=1.26',
+        'tensorstore>=0.1.71',
+        'xxhash>=3.4',
+    ],
+    extras_require=EXTRAS,
+    classifiers=[
+        'Operating System :: POSIX :: Linux',
+        'Programming Language :: Python :: 3.11',
+        'Programming Language :: Python :: 3.12',
+        'Programming Language :: Python :: 3.13',
+        'Topic :: Scientific/Engineering :: Artificial Intelligence',
+        'Typing :: Typed',
+    ],
+)

@@ -1,0 +1,96 @@
+"""t5ckpt: T5X checkpoints for JAX, read and written exactly, at the disk's speed.
+
+Names are imported when they are first used (PEP 562), so that ``import t5ckpt`` loads neither jax nor tensorstore.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from t5ckpt._version import __version__
+
+if TYPE_CHECKING:
+    from t5ckpt._commit import CommittedCheckpoint
+    from t5ckpt._pending import PendingSave
+    from t5ckpt._plan import ParameterInfo
+    from t5ckpt._types import RestoreStateTransformationFn, SaveStateTransformationFn
+    from t5ckpt.checkpointer import Checkpointer
+    from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
+    from t5ckpt.load import load_t5x_checkpoint
+    from t5ckpt.policies import KeepLatest
+    from t5ckpt.steps import (
+        all_dataset_checkpoint_steps,
+        all_steps,
+        find_checkpoint,
+        get_checkpoint_dir,
+        is_pinned_checkpoint,
+        latest_step,
+        pin_checkpoint,
+        unpin_checkpoint,
+    )
+    from t5ckpt.translate import apply_assignment_map
+    from t5ckpt.view import CheckpointView, open_checkpoint
+
+__all__ = [
+    'CheckpointView',
+    'Checkpointer',
+    'CommittedCheckpoint',
+    'KeepLatest',
+    'LazyArray',
+    'LazyAwaitableArray',
+    'LazyThreadPoolArray',
+    'ParameterInfo',
+    'PendingSave',
+    'RestoreStateTransformationFn',
+    'SaveStateTransformationFn',
+    '__version__',
+    'all_dataset_checkpoint_steps',
+    'all_steps',
+    'apply_assignment_map',
+    'find_checkpoint',
+    'get_checkpoint_dir',
+    'is_pinned_checkpoint',
+    'latest_step',
+    'load_t5x_checkpoint',
+    'open_checkpoint',
+    'pin_checkpoint',
+    'unpin_checkpoint',
+]
+
+_MODULES = {
+    'CheckpointView': 'view',
+    'Checkpointer': 'checkpointer',
+    'CommittedCheckpoint': '_commit',
+    'KeepLatest': 'policies',
+    'LazyArray': 'lazy',
+    'LazyAwaitableArray': 'lazy',
+    'LazyThreadPoolArray': 'lazy',
+    'ParameterInfo': '_plan',
+    'PendingSave': '_pending',
+    'RestoreStateTransformationFn': '_types',
+    'SaveStateTransformationFn': '_types',
+    'all_dataset_checkpoint_steps': 'steps',
+    'all_steps': 'steps',
+    'apply_assignment_map': 'translate',
+    'find_checkpoint': 'steps',
+    'get_checkpoint_dir': 'steps',
+    'is_pinned_checkpoint': 'steps',
+    'latest_step': 'steps',
+    'load_t5x_checkpoint': 'load',
+    'open_checkpoint': 'view',
+    'pin_checkpoint': 'steps',
+    'unpin_checkpoint': 'steps',
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f't5ckpt.{_MODULES[name]}'), name)
+    if name == 'errors':
+        return importlib.import_module('t5ckpt.errors')
+    raise AttributeError(f'module t5ckpt has no attribute {name!r}')
+
+
+def __dir__() -> list[str]:
+    return [*__all__, 'errors']

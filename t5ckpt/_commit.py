@@ -1,0 +1,235 @@
+"""The commit: from a temporary directory to a checkpoint that is there or is not.
+
+File systems: ``begin`` makes ``checkpoint_<step>.tmp-<unix s>``, takes its owner's lock and writes the owner's
+sidecar; the arrays are written; ``commit`` writes the sidecar and, last, the manifest, fsyncs every directory, renames,
+and fsyncs the parent. A crash before the rename leaves a directory that no listing shows and that the next start
+sweeps; a crash after it leaves the checkpoint.
+
+Stores without rename: the same, in ``checkpoint_<step>`` itself; the manifest's write is the commit.
+
+Delete: rename to ``checkpoint_<step>.deleted-<unix s>`` (or delete the manifest first), then remove.
+
+Sweeping: a leftover is removed when nobody holds its lock and it is known to be dead: it is ours and was written on
+this host (the kernel drops the lock of a dead process), it was being deleted, it is empty, or the second in its name
+is older than an hour, which also covers what T5X leaves, since T5X takes no lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt._layout import (
+    MANIFEST,
+    SIDECAR,
+    Leftover,
+    deleted_dir,
+    join,
+    parse_leftover,
+    parse_step_dir,
+    step_dir,
+    tmp_dir,
+)
+from t5ckpt._manifest import decode_manifest
+from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
+from t5ckpt._types import Clock
+from t5ckpt.errors import FormatError, T5CkptError
+from t5ckpt.storage import Storage
+
+__all__ = [
+    'STALE_AFTER_SECONDS',
+    'CommittedCheckpoint',
+    'Workspace',
+    'abandon',
+    'begin',
+    'commit',
+    'delete_checkpoint',
+    'is_complete',
+    'sweep',
+    'writer_facts',
+]
+
+STALE_AFTER_SECONDS = 3600.0
+_log = logging.getLogger('t5ckpt')
+
+
+@dataclasses.dataclass(frozen=True)
+class CommittedCheckpoint:
+    """A checkpoint that is on storage, durably.
+
+    Attributes:
+      step: its step.
+      path: its directory, as a user would write it.
+      nbytes: bytes of all its files.
+      seconds: from the call of save to the commit.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+
+
+@dataclasses.dataclass
+class Workspace:
+    """A directory that is being written, and the lock that says so."""
+
+    storage: Storage
+    step: int
+    directory: str
+    claim: Any
+
+
+def writer_facts(version: str) -> dict[str, Any]:
+    """Who writes: for the sidecar, and for the sweep of another process."""
+    return {'name': 't5ckpt', 'version': version, 'host': socket.gethostname(), 'pid': os.getpid()}
+
+
+def is_complete(storage: Storage, directory: str) -> bool:
+    """Whether a directory's manifest exists and decodes."""
+    key = join(directory, MANIFEST)
+    if storage.kind(key) != 'file':
+        return False
+    try:
+        decode_manifest(storage.read(key), storage.url(key))
+    except FormatError:
+        return False
+    return True
+
+
+def begin(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Workspace:
+    """Makes the directory that a save writes into, and locks it."""
+    storage.make_dir('')
+    if not storage.renames:
+        storage.delete_tree(step_dir(step))
+        return Workspace(storage, step, step_dir(step), storage.claim(step_dir(step)))
+    unix = int(clock())
+    while True:
+        directory = tmp_dir(step, unix)
+        if storage.make_dir(directory, exclusive=True):
+            claim = storage.claim(directory)
+            if claim is not None:
+                break
+        unix += 1
+    work = Workspace(storage, step, directory, claim)
+    try:
+        storage.write(join(directory, SIDECAR), encode_sidecar(Sidecar(extra={'writer': dict(writer), 'step': step})))
+    except BaseException:
+        abandon(work)
+        raise
+    return work
+
+
+def commit(work: Workspace, manifest: bytes, sidecar: Sidecar, clock: Clock) -> str:
+    """Makes a written directory the checkpoint of its step.
+
+    Returns:
+      The directory's name.
+
+    Raises:
+      StorageError: nothing became visible; call :func:`abandon`.
+    """
+    storage, final = work.storage, step_dir(work.step)
+    storage.write(join(work.directory, SIDECAR), encode_sidecar(sidecar))
+    storage.write(join(work.directory, MANIFEST), manifest)
+    if storage.renames:
+        storage.sync_tree(work.directory)
+        broken = None
+        if storage.kind(final) == 'dir' and not is_complete(storage, final):
+            broken = _rename_away(storage, work.step, clock)
+        storage.publish(work.directory, final)
+        work.directory = final
+        if broken is not None:
+            storage.delete_tree(broken)
+    work.claim.close()
+    return final
+
+
+def abandon(work: Workspace) -> None:
+    """Removes what a failed save wrote; what it cannot remove is left to the next sweep and logged."""
+    try:
+        work.storage.delete_file(join(work.directory, MANIFEST))
+        work.storage.delete_tree(work.directory)
+    except T5CkptError as error:
+        _log.warning('t5ckpt: could not remove %s after a failed save: %s', work.storage.url(work.directory), error)
+    finally:
+        if work.claim is not None:
+            work.claim.close()
+
+
+def _rename_away(storage: Storage, step: int, clock: Clock) -> str:
+    unix = int(clock())
+    while storage.kind(deleted_dir(step, unix)) is not None:
+        unix += 1
+    storage.publish(step_dir(step), deleted_dir(step, unix))
+    return deleted_dir(step, unix)
+
+
+def delete_checkpoint(storage: Storage, step: int, clock: Clock) -> None:
+    """Deletes a step: invisible first, in one atomic operation, then gone."""
+    if storage.renames:
+        doomed = _rename_away(storage, step, clock)
+        storage.delete_tree(doomed)
+    else:
+        storage.delete_file(join(step_dir(step), MANIFEST))
+        storage.delete_tree(step_dir(step))
+
+
+def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> list[str]:
+    """Removes leftovers of dead writers and deleters.
+
+    Returns:
+      The names that were removed. One that cannot be removed is logged and does not stop the rest.
+    """
+    removed: list[str] = []
+    for entry in storage.entries():
+        leftover = parse_leftover(entry.name) if entry.is_dir else None
+        if leftover is None and not _is_unfinished(storage, entry.name):
+            continue
+        try:
+            if _sweep_one(storage, entry.name, leftover, clock() - stale_after):
+                removed.append(entry.name)
+        except T5CkptError as error:
+            _log.warning('t5ckpt: could not sweep %s: %s', storage.url(entry.name), error)
+    if removed:
+        _log.info('t5ckpt: swept %s from %s', ', '.join(removed), storage.url())
+    return removed
+
+
+def _is_unfinished(storage: Storage, name: str) -> bool:
+    """Where nothing is renamed, a step's directory of ours without a manifest is a leftover."""
+    if storage.renames or parse_step_dir(name) is None:
+        return False
+    return storage.kind(join(name, MANIFEST)) is None and storage.kind(join(name, SIDECAR)) == 'file'
+
+
+def _sweep_one(storage: Storage, name: str, leftover: Leftover | None, stale_before: float) -> bool:
+    claim = storage.claim(name)
+    if claim is None:
+        return False
+    try:
+        if leftover is None or leftover.state == 'deleted' or leftover.unix < stale_before or _is_dead(storage, name):
+            storage.delete_tree(name)
+            return True
+        return False
+    finally:
+        claim.close()
+
+
+def _is_dead(storage: Storage, name: str) -> bool:
+    """Whether an unlocked temporary directory is ours, of this host (so its lock would be held), or empty."""
+    entries = [entry.name for entry in storage.entries(name)]
+    if not entries:
+        return True
+    if SIDECAR not in entries:
+        # The crash came while the first file was being written; T5X and Orbax never make such a name.
+        return all(entry.startswith(SIDECAR) for entry in entries)
+    try:
+        writer = decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).extra.get('writer', {})
+    except FormatError:
+        return False
+    return isinstance(writer, dict) and writer.get('host') == socket.gethostname()

@@ -1,0 +1,141 @@
+"""Names on disk. Pure text: nothing here touches a file.
+
+The layout is T5X's (t5x/checkpoints.py): ``checkpoint_<step>/checkpoint`` is the manifest,
+``checkpoint_<step>.tmp-<unix seconds>`` is being written, ``train_ds-SSS-of-NNN*`` is a data iterator's state, and a
+stored array lies in the directory of its name with ``/`` turned into ``.``. Ours are ``t5ckpt.json``,
+``integrity.<process>.json`` and ``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable
+
+__all__ = [
+    'MANIFEST',
+    'PINNED',
+    'SIDECAR',
+    'TRAIN_DS_PREFIX',
+    'Leftover',
+    'array_dirs',
+    'dataset_prefix',
+    'deleted_dir',
+    'integrity_file',
+    'join',
+    'parse_leftover',
+    'parse_step_dir',
+    'step_dir',
+    'tmp_dir',
+]
+
+MANIFEST = 'checkpoint'
+SIDECAR = 't5ckpt.json'
+PINNED = 'PINNED'
+TRAIN_DS_PREFIX = 'train_ds'
+
+_STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
+_LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted)-([0-9]{1,12})')
+# One component of a file key. Everything else (a slash, a control character, a leading dot) is not put on disk.
+_SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
+_MAX_COMPONENT = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Leftover:
+    """A directory that is no checkpoint: being written, or being deleted, or left by a crash while it was.
+
+    Attributes:
+      name: the directory's name.
+      step: its step.
+      state: ``'tmp'`` or ``'deleted'``.
+      unix: the second in the name.
+    """
+
+    name: str
+    step: int
+    state: str
+    unix: int
+
+
+def join(*parts: str) -> str:
+    """Joins key components with '/', leaving out empty ones."""
+    return '/'.join(part.strip('/') for part in parts if part.strip('/'))
+
+
+def step_dir(step: int) -> str:
+    """The directory's name of a complete checkpoint."""
+    return f'checkpoint_{step}'
+
+
+def tmp_dir(step: int, unix: int) -> str:
+    """The directory's name while the checkpoint is being written."""
+    return f'checkpoint_{step}.tmp-{unix}'
+
+
+def deleted_dir(step: int, unix: int) -> str:
+    """The directory's name while the checkpoint is being removed."""
+    return f'checkpoint_{step}.deleted-{unix}'
+
+
+def parse_step_dir(name: str) -> int | None:
+    """The step in ``checkpoint_<step>``, or None for any other name."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match.group(1))
+
+
+def parse_leftover(name: str) -> Leftover | None:
+    """What a temporary or deleted directory's name says, or None for any other name."""
+    match = _LEFTOVER.fullmatch(name)
+    return None if match is None else Leftover(name, int(match.group(1)), match.group(2), int(match.group(3)))
+
+
+def integrity_file(process: int) -> str:
+    """The checksum sidecar of one process."""
+    return f'integrity.{process}.json'
+
+
+def dataset_prefix(shard_id: int, num_shards: int) -> str:
+    """The prefix of a data shard's iterator files, T5X's ``train_ds-000-of-001``."""
+    return f'{TRAIN_DS_PREFIX}-{shard_id:03}-of-{num_shards:03}'
+
+
+def array_dirs(names: Iterable[str]) -> dict[str, str]:
+    """Gives each stored leaf a directory of its own.
+
+    Names that T5X would map to one directory ('a.b/c' and 'a/b.c'), that differ only in case (one file on macOS),
+    or that no file system takes as they are ('..', 300 letters) get a suffix from a hash of the leaf's name. Readers
+    never depend on it: a leaf's path comes from its spec.
+
+    Args:
+      names: leaf names or explicit array names, each with '/' between components.
+
+    Returns:
+      From the name to the directory, without a trailing slash.
+    """
+    ordered = list(names)
+    plain = {name: name.replace('/', '.') for name in ordered}
+    seen: dict[str, int] = {}
+    for text in plain.values():
+        seen[text.casefold()] = seen.get(text.casefold(), 0) + 1
+    return {
+        name: text if seen[text.casefold()] == 1 and _is_safe(text) else _hashed(name, text)
+        for name, text in plain.items()
+    }
+
+
+def _is_safe(text: str) -> bool:
+    return (
+        len(text) <= _MAX_COMPONENT
+        and _SAFE.fullmatch(text) is not None
+        and not text.endswith(('.__lock', '.', ' '))
+        and text.casefold() not in {MANIFEST, SIDECAR, PINNED.casefold()}
+        and not text.startswith((TRAIN_DS_PREFIX + '-', 'integrity.'))
+    )
+
+
+def _hashed(name: str, text: str) -> str:
+    cleaned = re.sub(r'[^A-Za-z0-9_.\-]', '_', text).strip('.')[:120]
+    digest = hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]
+    return f'{cleaned or "leaf"}~{digest}'

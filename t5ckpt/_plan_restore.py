@@ -1,0 +1,269 @@
+"""Everything that is decided about a restore, before a byte moves.
+
+``checkpoint_leaves`` turns a manifest into typed leaves; ``plan_restore`` matches them with what the model wants and
+either returns a plan or raises one error with every difference in it.
+
+Rules, where T5X is silent or surprising:
+- The result has the checkpoint's dtype, as in T5X, unless ``restore_dtype`` casts it; a difference within a kind
+  (float32 against bfloat16) is logged, a difference of kind is an error.
+- Inline leaves are checked like stored ones (T5X takes any shape there).
+- Where the model has None, whatever the checkpoint holds below is left out, as in T5X's MultiOptimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._dtypes import dtype_from_name, kind
+from t5ckpt._leaves import Empty, LeafTable, Target, flatten_nested
+from t5ckpt._plan import cast_dtype
+from t5ckpt._sidecar import TreeFacts
+from t5ckpt._specs import StoredArray, is_spec, parse_spec
+from t5ckpt._types import Path, leaf_name
+from t5ckpt.errors import LeafProblem, mismatch_error, near_names
+
+__all__ = [
+    'InlineRead',
+    'RestoreOptions',
+    'RestorePlan',
+    'StoredLeaf',
+    'StoredRead',
+    'checkpoint_leaves',
+    'plan_restore',
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """A stored leaf of a checkpoint; ``dtype`` is what a reader gets, ``array.dtype`` what lies on disk."""
+
+    array: StoredArray
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape."""
+        return self.array.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRead:
+    """One array to read: ``dtype`` after the cast."""
+
+    path: Path
+    leaf: StoredLeaf
+    target: Target
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class InlineRead:
+    """One leaf that the manifest holds, or any array that a restore transform put there."""
+
+    path: Path
+    value: Any
+    target: Target
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreOptions:
+    """Options of a restore.
+
+    Attributes:
+      restore_dtype: floating leaves of ``target`` or ``params`` are cast to it.
+      fallback: values for leaves that the checkpoint lacks; without one a missing leaf is an error.
+      keys: the implementation of typed PRNG keys, by path, from the sidecar; None for checkpoints of others, where
+        any uint32 array may be keys.
+    """
+
+    restore_dtype: np.dtype | None = None
+    fallback: Mapping[Path, Any] = dataclasses.field(default_factory=dict[Path, Any])
+    keys: Mapping[Path, str] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RestorePlan:
+    """What to read.
+
+    Attributes:
+      stored: arrays to read from storage.
+      inline: leaves whose values are at hand.
+      kept: leaves that come from the model itself: None, empty containers, text.
+      fallback: paths that are taken from ``fallback_state``.
+      ignored: leaves of the checkpoint below a None of the model.
+      notes: differences of dtype within a kind, for the log.
+    """
+
+    stored: tuple[StoredRead, ...]
+    inline: tuple[InlineRead, ...]
+    kept: LeafTable
+    fallback: tuple[Path, ...]
+    ignored: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+
+def checkpoint_leaves(state: Mapping[str, Any], version: int, facts: TreeFacts) -> LeafTable:
+    """Parses a (possibly transformed) manifest state into a table.
+
+    Args:
+      state: nested dicts with specs, arrays, scalars, None and empty dicts.
+      version: the manifest's.
+      facts: the sidecar's.
+
+    Returns:
+      A table of StoredLeaf, arrays, None, Empty and strings.
+
+    Raises:
+      FormatError: a spec that is not accepted, see ``parse_spec``.
+    """
+    table: LeafTable = {}
+    for path, value in flatten_nested(state, is_spec).items():
+        table[path] = stored_leaf(value, version, facts, path) if is_spec(value) else value
+    for path, text in facts.text.items():
+        table.setdefault(path, text)
+    occupied = {path[:length] for path in table for length in range(1, len(path) + 1)} if facts.empty else set[Path]()
+    for path, empty in facts.empty.items():
+        if path not in occupied:
+            table[path] = Empty(empty if empty in ('list', 'tuple') else 'dict')
+    return table
+
+
+def stored_leaf(spec: Mapping[str, Any], version: int, facts: TreeFacts, path: Path) -> StoredLeaf:
+    """Parses one spec and finds the dtype that a reader gets."""
+    array = parse_spec(spec, version, leaf_name(path))
+    if array.bits_of is not None:
+        return StoredLeaf(array, array.bits_of)
+    name = facts.stored.get(array.location)
+    return StoredLeaf(array, array.dtype if name is None else dtype_from_name(name))
+
+
+def plan_restore(
+    leaves: LeafTable,
+    targets: Mapping[Path, Target],
+    options: RestoreOptions,
+    where: str,
+) -> RestorePlan:
+    """Matches a checkpoint with a model.
+
+    Args:
+      leaves: from :func:`checkpoint_leaves`.
+      targets: what the model wants at each of its leaves.
+      options: fallback values, casts, and the facts to hold against.
+      where: the checkpoint, for messages.
+
+    Raises:
+      TreeMismatchError: or the subclass of the only kind of difference there is.
+    """
+    matcher = _Matcher(leaves, options)
+    for path, target in targets.items():
+        matcher.match(path, target)
+    matcher.leftovers(targets)
+    if matcher.problems:
+        raise mismatch_error(matcher.problems, where)
+    return RestorePlan(
+        tuple(matcher.stored),
+        tuple(matcher.inline),
+        matcher.kept,
+        tuple(matcher.taken),
+        tuple(matcher.ignored),
+        tuple(matcher.notes),
+    )
+
+
+class _Matcher:
+    """Collects the plan and the problems, leaf by leaf."""
+
+    def __init__(self, leaves: LeafTable, options: RestoreOptions):
+        self._leaves = leaves
+        self._fallback = options.fallback
+        self._restore_dtype = options.restore_dtype
+        self._keys = options.keys
+        self.stored: list[StoredRead] = []
+        self.inline: list[InlineRead] = []
+        self.kept: LeafTable = {}
+        self.taken: list[Path] = []
+        self.ignored: list[Path] = []
+        self.notes: list[str] = []
+        self.problems: list[LeafProblem] = []
+
+    def match(self, path: Path, target: Target) -> None:
+        found = self._leaves.get(path)
+        if target.kind in ('none', 'empty'):
+            self.kept[path] = target.example
+        elif target.kind == 'text':
+            self.kept[path] = found if isinstance(found, str) else target.example
+        elif found is None or isinstance(found, (Empty, str)):
+            self._absent(path, target, found)
+        elif self._fits(path, target, found):
+            dtype = cast_dtype(path, np.dtype(found.dtype), self._restore_dtype)
+            if isinstance(found, StoredLeaf):
+                self.stored.append(StoredRead(path, found, target, dtype))
+            else:
+                self.inline.append(InlineRead(path, found, target, dtype))
+
+    def _absent(self, path: Path, target: Target, found: Any) -> None:
+        name = leaf_name(path)
+        if path in self._fallback:
+            shape = np.shape(self._fallback[path]) if self._fallback[path] is not None else target.shape
+            if shape != target.shape and target.kind == 'array':
+                self.problems.append(LeafProblem(name, 'shape', f'nothing, fallback_state {shape}', str(target.shape)))
+            self.taken.append(path)
+            return
+        if path in self._leaves:
+            holds = 'None' if found is None else 'an empty container' if isinstance(found, Empty) else 'text'
+            self.problems.append(
+                LeafProblem(name, 'missing', '', _describe(target), f'The checkpoint holds {holds} there.')
+            )
+            return
+        near = near_names(name, (leaf_name(other) for other in self._leaves))
+        self.problems.append(
+            LeafProblem(name, 'missing', '', _describe(target), f'Near: {", ".join(near)}.' if near else '')
+        )
+
+    def _fits(self, path: Path, target: Target, found: Any) -> bool:
+        name, shape, dtype = leaf_name(path), tuple(found.shape), np.dtype(found.dtype)
+        wanted = np.dtype(np.void) if target.dtype is None else target.dtype
+        written_impl = None if self._keys is None else self._keys.get(path, '')
+        if written_impl is not None and written_impl != target.impl:
+            held = f'PRNG keys of {written_impl}' if written_impl else dtype.name
+            model = f'PRNG keys of {target.impl}' if target.impl else wanted.name
+            self.problems.append(LeafProblem(name, 'dtype', held, model))
+            return False
+        if shape != target.shape:
+            self.problems.append(LeafProblem(name, 'shape', str(shape), str(target.shape)))
+            return False
+        if kind(dtype) != kind(wanted):
+            self.problems.append(LeafProblem(name, 'dtype', dtype.name, wanted.name))
+            return False
+        if dtype != wanted and target.kind == 'array':
+            self.notes.append(f'{name}: checkpoint {dtype.name}, model {wanted.name}')
+        return True
+
+    def leftovers(self, targets: Mapping[Path, Target]) -> None:
+        """Leaves of the checkpoint that the model does not name."""
+        nones = {path for path, target in targets.items() if target.kind == 'none'}
+        for path, found in self._leaves.items():
+            if path in targets or found is None or isinstance(found, (Empty, str)):
+                continue
+            if any(path[:length] in nones for length in range(1, len(path))):
+                self.ignored.append(path)
+                continue
+            near = (
+                near_names(leaf_name(path), (leaf_name(other) for other in targets)) if len(self.problems) < 50 else []
+            )
+            hint = f'Near: {", ".join(near)}.' if near else ''
+            holds = (
+                f'{np.dtype(found.dtype).name} {tuple(found.shape)}'
+                if hasattr(found, 'dtype')
+                else type(found).__name__
+            )
+            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', holds, '', hint))
+
+
+def _describe(target: Target) -> str:
+    return f'{"" if target.dtype is None else target.dtype.name} {target.shape}'.strip()

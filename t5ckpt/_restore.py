@@ -1,0 +1,116 @@
+"""One restore, from a located checkpoint to the state."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._budget import ByteBudget
+from t5ckpt._dataset_state import DatasetState
+from t5ckpt._leaves import Empty, LeafTable, StateView, Target, lookup, nest, target_of, view_state
+from t5ckpt._open import read_contents
+from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, plan_restore
+from t5ckpt._process import require_one_process
+from t5ckpt._read import ArrayReader, place_value, read_arrays
+from t5ckpt._save import axes_tree
+from t5ckpt._types import Partitioner, Path, Progress, leaf_name
+from t5ckpt.load import transformed_state
+from t5ckpt.steps import Located
+from t5ckpt.view import lazy_leaf
+
+__all__ = ['RestoreRequest', 'run_restore']
+
+_log = logging.getLogger('t5ckpt')
+_IN_FLIGHT_BYTES = 4 * 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreRequest:
+    """What a restore needs besides the model; see ``Checkpointer.restore`` for each field."""
+
+    located: Located
+    fns: Sequence[Any]
+    fallback: Mapping[str, Any] | None
+    lazy: bool
+    restore_dtype: np.dtype | None
+    progress: Progress | None
+
+
+def run_restore(
+    request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
+) -> Any:
+    """Restores a state of the structure of ``state``."""
+    require_one_process('restore')
+    if request.lazy and getattr(partitioner, 'params_on_devices', False):
+        raise ValueError(
+            'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
+            'Set it to False, or restore without lazy_parameters.'
+        )
+    located = request.located
+    view = view_state(state)
+    contents = read_contents(located)
+    facts = contents.sidecar.facts
+    model = nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in view.table.items()})
+    leaves = transformed_state(contents.manifest, facts, request.fns, model)
+    fallback = {} if request.fallback is None else view_state(request.fallback).table
+    options = RestoreOptions(request.restore_dtype, fallback, facts.keys if contents.sidecar.extra else None)
+    plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
+    for note in plan.notes:
+        _log.warning('t5ckpt: %s: restored as in the checkpoint; pass restore_dtype to cast.', note)
+    if plan.ignored:
+        _log.info('t5ckpt: left out below a None of the model: %s', ', '.join(map(leaf_name, plan.ignored)))
+    reader = ArrayReader(located.storage, located.directory)
+    values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request.progress)
+    values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
+    if dataset is not None:
+        dataset.load(located.storage, located.directory)
+    return view.rebuild(plan.kept | values)
+
+
+def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, Target]:
+    """What the model wants at each leaf: the partitioner's mesh and axes, or the leaf's own place."""
+    if partitioner is None:
+        return {path: target_of(path, leaf) for path, leaf in view.table.items()}
+    if not getattr(partitioner, 'params_on_devices', True):
+        return {path: target_of(path, leaf, host=True) for path, leaf in view.table.items()}
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    axes = axes_tree(partitioner, state)
+    targets: dict[Path, Target] = {}
+    for path, leaf in view.table.items():
+        spec = lookup(axes, path) if hasattr(leaf, 'shape') else None
+        sharding = NamedSharding(partitioner.mesh, spec if spec is not None else PartitionSpec())
+        targets[path] = target_of(path, leaf, sharding)
+    return targets
+
+
+def _values(reader: ArrayReader, plan: RestorePlan, progress: Progress | None) -> LeafTable:
+    values: LeafTable = {read.path: place_value(read) for read in plan.inline}
+    return values | read_arrays(reader, plan.stored, ByteBudget(_IN_FLIGHT_BYTES), progress)
+
+
+def _lazy_values(reader: ArrayReader, plan: RestorePlan) -> LeafTable:
+    values: LeafTable = {
+        read.path: place_value(read)
+        if read.target.kind == 'scalar'
+        else lazy_leaf(reader, read.value, leaf_name(read.path), read.dtype)
+        for read in plan.inline
+    }
+    return values | {read.path: lazy_leaf(reader, read.leaf, leaf_name(read.path), read.dtype) for read in plan.stored}
+
+
+def _fallback_value(path: Path, value: Any, view: StateView, state: Any, partitioner: Partitioner | None) -> Any:
+    """A fallback value where the model wants it; jax.Arrays stay where they are."""
+    target = _targets(StateView({path: view.table[path]}, view.rebuild), state, partitioner)[path]
+    if (
+        value is None
+        or isinstance(value, Empty)
+        or target.dtype is None
+        or not isinstance(value, (np.ndarray, np.generic))
+    ):
+        return value
+    return place_value(InlineRead(path, value, target, value.dtype))

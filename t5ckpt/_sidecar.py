@@ -1,0 +1,89 @@
+"""``t5ckpt.json``: what T5X's manifest has no place for.
+
+A JSON object beside the manifest. Real T5X never opens it, and a checkpoint without it reads as T5X would read it.
+
+    format     1
+    writer     {name, version, host, pid}: who wrote it; while a save runs, who owns the temporary directory
+    step, created_unix, bytes, files       of the checkpoint
+    tree       empty   [[path, 'dict'|'list'|'tuple'], ...]    empty containers, which T5X cannot load
+               python  [[path, 'int'|'float'|'bool'|'complex'], ...]   leaves that were Python numbers
+               keys    [[path, impl], ...]                     typed PRNG keys, stored as their uint32 data
+               text    [[path, string], ...]                   strings
+               stored  [[array directory, dtype], ...]         arrays whose dtype on disk is another (_dtypes.py)
+    digests    {file: [bytes, xxh3-64 hex]} of the manifest and the integrity sidecars
+    metrics    {name: number}
+
+Paths are lists of strings, because a key may contain '/'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt._types import Path
+from t5ckpt.errors import CorruptCheckpointError
+
+__all__ = ['FORMAT', 'Sidecar', 'TreeFacts', 'decode_sidecar', 'encode_sidecar']
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeFacts:
+    """Facts of the tree, by path; ``stored`` by the array's directory, which renaming transforms do not change."""
+
+    empty: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
+    python: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
+    keys: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
+    text: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
+    stored: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+
+@dataclasses.dataclass(frozen=True)
+class Sidecar:
+    """The file's contents; ``extra`` holds every other field of the format."""
+
+    facts: TreeFacts = dataclasses.field(default_factory=TreeFacts)
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+def encode_sidecar(sidecar: Sidecar) -> bytes:
+    """The file's bytes."""
+    tree: dict[str, Any] = {
+        field: [[list(path), value] for path, value in getattr(sidecar.facts, field).items()]
+        for field in ('empty', 'python', 'keys', 'text')
+    }
+    tree['stored'] = [[directory, dtype] for directory, dtype in sidecar.facts.stored.items()]
+    contents = {'format': FORMAT, **sidecar.extra, 'tree': tree}
+    return (json.dumps(contents, indent=1, sort_keys=True, allow_nan=True) + '\n').encode()
+
+
+def decode_sidecar(data: bytes, where: str) -> Sidecar:
+    """Decodes the file's bytes.
+
+    Raises:
+      CorruptCheckpointError: not JSON, or fields of the wrong type. A newer format is read as far as it is known.
+    """
+    try:
+        contents = json.loads(data)
+        tree = contents.pop('tree', {})
+        by_path = {
+            field: {tuple(map(_text, path)): _text(value) for path, value in tree.get(field, [])}
+            for field in ('empty', 'python', 'keys', 'text')
+        }
+        stored = {_text(directory): _text(dtype) for directory, dtype in tree.get('stored', [])}
+        return Sidecar(TreeFacts(**by_path, stored=stored), contents)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f'{where} does not decode ({type(error).__name__}: {error!s:.120}). It holds what T5X has no place for; '
+            'remove it to read the rest as T5X would.'
+        ) from error
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f'expected a string, got {type(value).__name__}')
+    return value

@@ -1,0 +1,190 @@
+"""TensorStore specs: how the manifest refers to a stored array.
+
+A spec is parsed field by field against an allow-list of what T5X ever wrote and is never handed to TensorStore, which
+would open whatever it names: other files, other hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._dtypes import dtype_from_name, dtype_from_typestr
+from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
+
+__all__ = ['SpecDict', 'StoredArray', 'is_spec', 'parse_spec', 'spec_of']
+
+_SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
+_ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
+    'assume_metadata',
+    'cache_pool',
+    'context',
+    'create',
+    'data_copy_concurrency',
+    'delete_existing',
+    'dtype',
+    'fill_missing_data_reads',
+    'key_encoding',
+    'open',
+    'path',
+    'rank',
+    'recheck_cached_data',
+    'recheck_cached_metadata',
+    'schema',
+    'store_data_equal_to_fill_value',
+    'transform',
+}
+_ALLOWED_KVSTORES = {'file', 'gcs', 'gfile', 'memory', 's3'}
+_KEPT_METADATA = ('chunks', 'compressor', 'dimension_separator', 'dtype', 'filters', 'order')
+_IDENTITY_KEYS = {'input_exclusive_max', 'input_inclusive_min', 'input_labels', 'input_rank', 'input_shape'}
+_MAX_RANK = 32
+
+
+class SpecDict(dict[str, Any]):
+    """A TensorStore spec as it stands in the manifest.
+
+    A restore transform may move it, and may test its keys as T5X's transforms do. It is a class of its own so that
+    ``jax.tree.map`` and our walkers see one leaf and not a nested dict.
+    """
+
+    array: StoredArray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """A leaf whose values lie in a zarr array beside the manifest.
+
+    Attributes:
+      location: directory relative to the checkpoint's, '/'-separated, no trailing slash.
+      shape: of the array.
+      dtype: on disk; a reader may view or convert it (``TreeFacts``, version 2).
+      bits_of: the dtype these bits really are, where it is not ``dtype`` (bfloat16 in version 2).
+      metadata: zarr metadata as far as the manifest has it: ``chunks``, ``compressor``, ``order``, ...
+      driver: ``'zarr'`` or, in Orbax directories, ``'zarr3'``.
+      container: ``'dir'`` for a directory of chunk files, ``'ocdbt'`` for a key prefix in an OCDBT database.
+    """
+
+    location: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    bits_of: np.dtype | None = None
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    driver: str = 'zarr'
+    container: str = 'dir'
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, uncompressed."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def is_spec(value: Any) -> bool:
+    """Whether a map is a TensorStore spec and not a subtree (T5X's own test, state_utils.tensorstore_leaf)."""
+    return isinstance(value, SpecDict) or (
+        isinstance(value, Mapping) and set(value.keys()) >= _SPEC_KEYS and isinstance(value['driver'], str)
+    )
+
+
+def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
+    """The spec that stands for a stored array in the manifest.
+
+    Args:
+      array: with ``chunks`` and ``compressor`` in its metadata.
+      driver: ``'file'`` or ``'gcs'``, the two that real T5X accepts. ``gcs`` gets T5X's dummy bucket, which keeps the
+        checkpoint free of the place it was written to.
+    """
+    kvstore: dict[str, Any] = {'driver': driver, 'path': f'{array.location}/'}
+    if driver == 'gcs':
+        kvstore['bucket'] = 't5x-dummy-bucket'
+    metadata = {
+        'chunks': list(array.metadata['chunks']),
+        'compressor': array.metadata['compressor'],
+        'shape': list(array.shape),
+    }
+    return {'driver': 'zarr', 'dtype': array.dtype.name, 'kvstore': kvstore, 'metadata': metadata}
+
+
+def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
+    """Parses a spec against the allow-list of what T5X ever wrote.
+
+    Accepted: driver ``zarr``; kvstore ``file``, ``gfile``, ``gcs``, ``s3`` or ``memory``, whose driver and bucket are
+    then ignored; a relative path in ``kvstore`` or, before tensorstore 0.1.14, at the top, with or without a trailing
+    slash; ``metadata`` with shape and anything zarr v2 has; an identity ``transform``.
+
+    Raises:
+      UnsafeSpecError: another driver, a nested spec, an absolute path or one with ``..``.
+      CorruptCheckpointError: fields missing or of the wrong type.
+      UnsupportedFormatError: a transform that is not the identity.
+    """
+    if isinstance(spec, SpecDict) and spec.array is not None:
+        return spec.array
+    unknown = sorted(map(str, set(spec) - _ALLOWED_SPEC_KEYS))
+    if unknown or spec['driver'] != 'zarr':
+        raise UnsafeSpecError(
+            f'{leaf}: spec with driver {spec["driver"]!r:.40} and fields {unknown} is not one that T5X writes; only '
+            'zarr arrays inside the checkpoint are read.'
+        )
+    location = _location(spec, leaf)
+    metadata = spec['metadata']
+    if not isinstance(metadata, Mapping):
+        raise CorruptCheckpointError(f'{leaf}: spec metadata is {type(metadata).__name__}, expected a map.')
+    shape = _shape(metadata.get('shape'), leaf)
+    _check_transform(spec.get('transform'), shape, leaf)
+    dtype = _spec_dtype(spec.get('dtype'), metadata.get('dtype'), leaf)
+    bits_of = dtype_from_name('bfloat16') if version in (1, 2) and dtype == np.uint16 else None
+    kept = {key: metadata[key] for key in _KEPT_METADATA if key in metadata}
+    return StoredArray(location, shape, dtype, bits_of, kept)
+
+
+def _location(spec: Mapping[str, Any], leaf: str) -> str:
+    kvstore = spec['kvstore']
+    if not isinstance(kvstore, Mapping) or kvstore.get('driver') not in _ALLOWED_KVSTORES or 'base' in kvstore:
+        raise UnsafeSpecError(f'{leaf}: key-value store {kvstore!r:.120} is not one of {sorted(_ALLOWED_KVSTORES)}.')
+    parts = [part for part in (kvstore.get('path'), spec.get('path')) if part is not None]
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise CorruptCheckpointError(f'{leaf}: spec without a path, neither in "kvstore" nor at the top.')
+    path = '/'.join(part.rstrip('/') for part in parts)
+    components = path.split('/')
+    if any(component in ('', '.', '..') or '\0' in component or '\\' in component for component in components):
+        raise UnsafeSpecError(
+            f'{leaf}: array path {path!r:.120} leads outside the checkpoint; only relative paths inside it are read.'
+        )
+    return path
+
+
+def _shape(value: Any, leaf: str) -> tuple[int, ...]:
+    good = isinstance(value, (list, tuple)) and len(value) <= _MAX_RANK
+    if not good or not all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**62 for size in value
+    ):
+        raise CorruptCheckpointError(f'{leaf}: spec metadata has shape {value!r:.120}, expected a list of sizes.')
+    return tuple(value)
+
+
+def _spec_dtype(name: Any, typestr: Any, leaf: str) -> np.dtype:
+    if isinstance(name, str):
+        try:
+            return dtype_from_name(name)
+        except KeyError:
+            raise CorruptCheckpointError(f'{leaf}: spec has unknown dtype {name!r:.60}.') from None
+    dtype = dtype_from_typestr(typestr) if isinstance(typestr, str) else None
+    if dtype is None:
+        raise CorruptCheckpointError(f'{leaf}: spec has no dtype that a reader knows ({name!r:.40}, {typestr!r:.40}).')
+    return dtype
+
+
+def _check_transform(transform: Any, shape: tuple[int, ...], leaf: str) -> None:
+    """Accepts the identity that ``ts.Spec.to_json`` adds; anything else would read other elements than it says."""
+    if transform is None:
+        return
+    identity = isinstance(transform, Mapping) and set(transform) <= _IDENTITY_KEYS
+    if identity:
+        ends = transform.get('input_exclusive_max', transform.get('input_shape', list(shape)))
+        flat = [end[0] if isinstance(end, (list, tuple)) and len(end) == 1 else end for end in ends]
+        identity = flat == list(shape) and not any(transform.get('input_inclusive_min', ()))
+    if not identity:
+        raise UnsupportedFormatError(f'{leaf}: spec has the transform {transform!r:.200}; only the identity is read.')

@@ -1,0 +1,93 @@
+"""Protocols of what a user hands in. Duck typing is checked here, once, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+__all__ = [
+    'Clock',
+    'DataLayout',
+    'DatasetIterator',
+    'Partitioner',
+    'Path',
+    'Progress',
+    'RestoreStateTransformationFn',
+    'SaveStateTransformationFn',
+    'TrainState',
+    'leaf_name',
+]
+
+Path: TypeAlias = tuple[str, ...]
+Clock: TypeAlias = Callable[[], float]
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+def leaf_name(path: Path) -> str:
+    """The leaf's name in messages: its path joined with '/'."""
+    return '/'.join(path)
+
+
+@runtime_checkable
+class TrainState(Protocol):
+    """T5X's train state (t5x/train_state.py): a nested dict out, a nested dict in."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state as nested dicts with string keys."""
+        ...
+
+    def restore_state(self, state_dict: Mapping[str, Any]) -> Any:
+        """A new state from a dict of the same structure."""
+        ...
+
+
+class DataLayout(Protocol):
+    """Which shard of the data this process reads (t5x/partitioning.py, DataLayout)."""
+
+    shard_id: int
+    num_shards: int
+    is_first_host_in_replica_set: bool
+
+
+class Partitioner(Protocol):
+    """The part of T5X's BasePartitioner that a checkpointer uses."""
+
+    mesh: Any
+    params_on_devices: bool
+
+    def get_mesh_axes(self, train_state: Any) -> Any:
+        """The state's structure with a PartitionSpec, or None, at each leaf."""
+        ...
+
+    def get_data_layout(self) -> DataLayout:
+        """The data shard of this process."""
+        ...
+
+
+@runtime_checkable
+class DatasetIterator(Protocol):
+    """A data iterator that can write its position (clu.data.DatasetIterator)."""
+
+    def save(self, filename: str) -> Any:
+        """Writes the position to files whose names begin with ``filename``."""
+        ...
+
+    def load(self, filename: str) -> Any:
+        """Takes the position back from those files."""
+        ...
+
+
+class SaveStateTransformationFn(Protocol):
+    """Transforms the state dict and the parameter infos before they are written."""
+
+    def __call__(self, state_dict: Any, parameter_infos: Any) -> tuple[Any, Any]:
+        """Returns the new state dict and the new infos, of the same structure as each other."""
+        ...
+
+
+class RestoreStateTransformationFn(Protocol):
+    """Transforms the checkpoint's state dict before it is matched with the model's."""
+
+    def __call__(self, state_dict: Any, target_state_dict: Any) -> Any:
+        """Returns the new state dict; stored arrays are spec dicts in it and may be moved or dropped."""
+        ...

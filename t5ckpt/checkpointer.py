@@ -1,0 +1,250 @@
+"""The checkpointer of a training loop: composition of the pipeline, no logic of its own.
+
+    save      state -> table -> [save transforms] -> plan -> stage -> write -> commit -> retention
+    restore   path or step -> contents -> [restore transforms] -> plan -> read -> state
+
+A blocking save is an asynchronous one that is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from t5ckpt import steps
+from t5ckpt._commit import CommittedCheckpoint
+from t5ckpt._dataset_state import DatasetState
+from t5ckpt._leaves import step_of, view_state
+from t5ckpt._pending import PendingSave
+from t5ckpt._plan import CODECS, SaveOptions
+from t5ckpt._restore import RestoreRequest, run_restore
+from t5ckpt._save import SaveRequest, prepare_save
+from t5ckpt._stage import STAGING_MODES
+from t5ckpt._types import Clock, Partitioner, Progress, RestoreStateTransformationFn, SaveStateTransformationFn
+from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
+from t5ckpt.storage import open_storage
+
+__all__ = ['Checkpointer']
+
+_GB = 10**9
+
+
+class Checkpointer:
+    """Saves and restores a train state, in T5X's format. The signatures are T5X's, plus keywords.
+
+    Notes: one save at a time, a second one waits for the first. Methods are to be called from one thread, the one
+    that trains; the background thread of a save calls none of them. Use as a context manager, or call ``close``.
+    """
+
+    def __init__(
+        self,
+        train_state: Any,
+        partitioner: Partitioner | None = None,
+        checkpoints_dir: str | os.PathLike[str] = '',
+        dataset_iterator: Any = None,
+        *,
+        keep: int | None = None,
+        save_dtype: Any = None,
+        restore_dtype: Any = None,
+        keep_dataset_checkpoints: int | None = None,
+        keep_policy: KeepPolicy | None = None,
+        compression: str | None = None,
+        chunk_bytes: int = SaveOptions.chunk_bytes,
+        inline_bytes: int = SaveOptions.inline_bytes,
+        staging: str = 'auto',
+        progress: Progress | None = None,
+        clock: Clock = time.time,
+    ):
+        """Makes a checkpointer; nothing is created on storage before the first save.
+
+        Args:
+          train_state: the structure, shapes, dtypes and shardings to restore to: an object with T5X's protocol, a
+            Flax TrainState or any pytree; leaves may be jax.ShapeDtypeStruct.
+          partitioner: T5X's; gives the mesh and the axes to restore to. Without one the leaves' own shardings count.
+          checkpoints_dir: the run's directory: a path, or a URL of a storage that is served.
+          dataset_iterator: has ``save(filename)`` and ``load(filename)``.
+          keep: how many of the latest checkpoints stay; at least 1; None keeps all.
+          save_dtype: floating leaves of ``target`` or ``params`` are cast to it on save; None casts nothing.
+          restore_dtype: the same on restore.
+          keep_dataset_checkpoints: how many of the latest checkpoints keep their iterator state; None keeps all.
+          keep_policy: decides instead of ``keep``.
+          compression: None, 'zstd', 'gzip' or 'blosc'.
+          chunk_bytes: the wish for the largest chunk file.
+          inline_bytes: leaves up to this many bytes go into the manifest instead of an array of their own.
+          staging: how the state is made safe before ``save_async`` returns, see ``_stage.py``.
+          progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
+          clock: unix seconds.
+        """
+        if not os.fspath(checkpoints_dir):
+            raise ValueError('checkpoints_dir is empty: pass the directory of the run.')
+        if keep is not None and keep_policy is not None:
+            raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
+        if compression not in CODECS or staging not in STAGING_MODES:
+            known = f'compression is one of {list(CODECS)}, staging one of {list(STAGING_MODES)}'
+            raise ValueError(f'{known}; got compression={compression!r}, staging={staging!r}.')
+        if chunk_bytes < 1 or inline_bytes < 0:
+            raise ValueError(f'chunk_bytes={chunk_bytes}, inline_bytes={inline_bytes}: neither may be negative.')
+        self.checkpoints_dir = os.fspath(checkpoints_dir)
+        self.keep = keep
+        self.keep_dataset_checkpoints = keep_dataset_checkpoints
+        self.restore_dtype = restore_dtype
+        self._train_state = train_state
+        self._partitioner = partitioner
+        self._storage = open_storage(checkpoints_dir)
+        self._dataset = DatasetState.of(dataset_iterator, partitioner)
+        self._options = SaveOptions(
+            None if save_dtype is None else np.dtype(save_dtype), compression, chunk_bytes, inline_bytes
+        )
+        by_number = KeepAll() if keep is None else KeepLatest(keep)
+        self._keep_policy = by_number if keep_policy is None else keep_policy
+        self._staging = staging
+        self._progress = progress
+        self._clock = clock
+        self._pending: PendingSave | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f'Checkpointer({self.checkpoints_dir!r}, latest_step={self.latest_step()})'
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        train_state: Any,
+        state_transformation_fns: Sequence[SaveStateTransformationFn] = (),
+        *,
+        concurrent_gb: float = 128,
+        step: int | None = None,
+    ) -> CommittedCheckpoint | None:
+        """Saves, and returns when the checkpoint is durable and visible.
+
+        Args:
+          train_state: as given to the constructor; arrays, numpy arrays, Python numbers and LazyArrays as leaves.
+          state_transformation_fns: called in order with (state dict, parameter infos), return both.
+          concurrent_gb: gigabytes (10^9 bytes) of host memory in flight; a larger array is written alone.
+          step: the step to save as; without it the state's own.
+
+        Returns:
+          The checkpoint, or None when a complete one of this step was there already and nothing was written.
+
+        Raises:
+          UnsupportedLeafError: a leaf cannot be written; nothing was.
+          StorageError: the checkpoint did not become visible, and what was written of it is gone.
+        """
+        pending = self._start(train_state, state_transformation_fns, concurrent_gb, step, False)
+        return pending.result()
+
+    def save_async(
+        self,
+        train_state: Any,
+        state_transformation_fns: Sequence[SaveStateTransformationFn] = (),
+        *,
+        concurrent_gb: float = 128,
+        step: int | None = None,
+    ) -> PendingSave:
+        """Returns as soon as the state may be donated or overwritten, and saves in the background.
+
+        A save that is still under way is waited for first. Arguments as in :meth:`save`. An error in the background
+        is raised by ``result()`` of what is returned, or by the next save, ``check_for_errors`` or ``close``.
+        """
+        return self._start(train_state, state_transformation_fns, concurrent_gb, step, True)
+
+    def _start(
+        self, state: Any, fns: Sequence[Any], concurrent_gb: float, step: int | None, is_async: bool
+    ) -> PendingSave:
+        self.wait_until_finished()
+        self.check_for_errors()
+        view = view_state(state)
+        request = SaveRequest(
+            storage=self._storage,
+            step=step_of(state, view.table, step),
+            options=self._options,
+            keep_policy=self._keep_policy,
+            keep_datasets=self.keep_dataset_checkpoints,
+            budget_bytes=max(1, int(concurrent_gb * _GB)),
+            staging=self._staging,
+            private_host=is_async,
+            progress=self._progress,
+            clock=self._clock,
+        )
+        work = prepare_save(request, state, view.table, fns, self._partitioner, self._dataset)
+        pending = PendingSave(request.step, work)
+        self._pending = pending if is_async else None
+        return pending
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save in the background, if there is one. Its error stays for ``check_for_errors``."""
+        if self._pending is not None:
+            self._pending.wait()
+
+    def check_for_errors(self) -> None:
+        """Raises SaveFailedError if a save in the background failed and nobody has seen it; once."""
+        if self._pending is not None:
+            self._pending.raise_unseen()
+
+    def close(self) -> None:
+        """Waits for the save in the background and raises its error, if nobody has seen it."""
+        self.wait_until_finished()
+        self.check_for_errors()
+
+    # --- restoring ---------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+        state_transformation_fns: Sequence[RestoreStateTransformationFn] = (),
+        fallback_state: Mapping[str, Any] | None = None,
+        lazy_parameters: bool = False,
+    ) -> Any:
+        """Restores a train state of the constructor's structure.
+
+        Args:
+          step: which step of ``checkpoints_dir``; None takes the latest. Step 0 is a step.
+          path: a checkpoint elsewhere: a run's directory, a step's directory or a manifest file.
+          state_transformation_fns: called in order with (checkpoint's state dict, model's state dict).
+          fallback_state: values for leaves that the checkpoint lacks, nested like the model's state dict.
+          lazy_parameters: arrays come as LazyArray; not with a partitioner that puts parameters on devices.
+
+        Returns:
+          A new state; the constructor's is untouched.
+
+        Raises:
+          CheckpointNotFoundError: no such checkpoint.
+          TreeMismatchError: checkpoint and model differ; the error lists every difference.
+          FormatError, StorageError: the checkpoint cannot be read.
+        """
+        if step is not None and path is not None:
+            raise ValueError('step and path both say what to restore: pass one of them.')
+        request = RestoreRequest(
+            located=steps.locate(self.checkpoints_dir if path is None else path, step),
+            fns=state_transformation_fns,
+            fallback=fallback_state,
+            lazy=lazy_parameters,
+            restore_dtype=None if self.restore_dtype is None else np.dtype(self.restore_dtype),
+            progress=self._progress,
+        )
+        return run_restore(request, self._train_state, self._partitioner, self._dataset)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def all_steps(self) -> list[int]:
+        """The complete steps, ascending."""
+        return steps.all_steps(self.checkpoints_dir)
+
+    def latest_step(self) -> int | None:
+        """The largest complete step, or None."""
+        return steps.latest_step(self.checkpoints_dir)
+
+    def all_dataset_checkpoint_steps(self) -> list[int]:
+        """The steps that hold data-iterator state, ascending."""
+        return steps.all_dataset_checkpoint_steps(self.checkpoints_dir)

@@ -1,0 +1,211 @@
+"""Every error t5ckpt raises on purpose.
+
+    T5CkptError
+    ├── CheckpointNotFoundError   FileNotFoundError, ValueError   no such step, directory or run
+    ├── FormatError               ValueError                      what lies there is not what a reader accepts
+    │   ├── CorruptCheckpointError                                it was a checkpoint once: truncated, chunk missing, ...
+    │   ├── UnsupportedFormatError                                it is something else, or newer than this reader
+    │   └── UnsafeSpecError                                       it points outside its own directory, or names other drivers
+    ├── TreeMismatchError         ValueError                      checkpoint and model differ; lists every difference
+    │   ├── ShapeMismatch
+    │   ├── DtypeMismatch
+    │   ├── MissingLeaves
+    │   └── UnexpectedLeaves
+    ├── UnsupportedLeafError      TypeError, ValueError           a leaf that no checkpoint can hold
+    ├── StorageError              OSError                         the backend said no
+    │   ├── NoSpaceError
+    │   ├── AccessDeniedError     PermissionError
+    │   └── NotADirectoryStorageError  NotADirectoryError
+    ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
+    ├── UnsupportedTopologyError  RuntimeError                    processes or devices this version cannot serve
+    └── MissingDependencyError    ImportError                     an optional extra is not installed
+
+Each is also the builtin that callers of T5X already catch. ``TreeMismatchError`` carries its differences as data in
+``problems``, so that a program need not parse the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    'AccessDeniedError',
+    'CheckpointNotFoundError',
+    'CorruptCheckpointError',
+    'DtypeMismatch',
+    'FormatError',
+    'LeafProblem',
+    'MissingDependencyError',
+    'MissingLeaves',
+    'NoSpaceError',
+    'NotADirectoryStorageError',
+    'SaveFailedError',
+    'ShapeMismatch',
+    'StorageError',
+    'T5CkptError',
+    'TreeMismatchError',
+    'UnexpectedLeaves',
+    'UnsafeSpecError',
+    'UnsupportedFormatError',
+    'UnsupportedLeafError',
+    'UnsupportedTopologyError',
+    'mismatch_error',
+    'near_names',
+]
+
+
+class T5CkptError(Exception):
+    """Root of the tree."""
+
+
+class CheckpointNotFoundError(T5CkptError, FileNotFoundError, ValueError):
+    """No complete checkpoint where one was asked for."""
+
+
+class FormatError(T5CkptError, ValueError):
+    """Something is there, but it cannot be read as a checkpoint."""
+
+
+class CorruptCheckpointError(FormatError):
+    """A checkpoint, but damaged: truncated, undecodable, or a chunk file is gone."""
+
+
+class UnsupportedFormatError(FormatError):
+    """Another format, or a version from the future; the message says what it looks like."""
+
+
+class UnsafeSpecError(FormatError):
+    """A spec that would read outside the checkpoint's own directory or through a driver that is not allowed."""
+
+
+class UnsupportedLeafError(T5CkptError, TypeError, ValueError):
+    """A leaf of the state that cannot be written without changing it."""
+
+
+class StorageError(T5CkptError, OSError):
+    """The file system or object store refused; the message names the path."""
+
+
+class NoSpaceError(StorageError):
+    """The device or the quota is full."""
+
+
+class AccessDeniedError(StorageError, PermissionError):
+    """No permission, or a read-only mount."""
+
+
+class NotADirectoryStorageError(StorageError, NotADirectoryError):
+    """A file stands where a directory should be."""
+
+
+class SaveFailedError(T5CkptError, RuntimeError):
+    """A save that ran in the background failed; ``__cause__`` is the first error."""
+
+
+class UnsupportedTopologyError(T5CkptError, RuntimeError):
+    """The processes or the devices at hand are not served."""
+
+
+class MissingDependencyError(T5CkptError, ImportError):
+    """An optional dependency is needed; the message names the extra to install."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafProblem:
+    """One difference between a checkpoint and a model.
+
+    Attributes:
+      leaf: the leaf's name, ``'target/decoder/w'``.
+      kind: ``'shape'``, ``'dtype'``, ``'missing'`` or ``'unexpected'``.
+      checkpoint: what the checkpoint holds, as text; empty when it holds nothing.
+      model: what the model expects, as text; empty when it expects nothing.
+      hint: what else helps, such as names that are close.
+    """
+
+    leaf: str
+    kind: str
+    checkpoint: str
+    model: str
+    hint: str = ''
+
+    def __str__(self) -> str:
+        tail = f' {self.hint}' if self.hint else ''
+        match self.kind:
+            case 'missing':
+                return f'{self.leaf}: not in the checkpoint, model {self.model}.{tail}'
+            case 'unexpected':
+                return f'{self.leaf}: checkpoint {self.checkpoint}, not in the model.{tail}'
+            case _:
+                return f'{self.leaf}: checkpoint {self.checkpoint}, model {self.model}.{tail}'
+
+
+class TreeMismatchError(T5CkptError, ValueError):
+    """The checkpoint's tree is not the model's; ``problems`` lists every difference."""
+
+    def __init__(self, message: str, problems: Sequence[LeafProblem] = ()):
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class ShapeMismatch(TreeMismatchError):  # noqa: N818 - the name DESIGN gives
+    """Shapes differ, and nothing else does."""
+
+
+class DtypeMismatch(TreeMismatchError):  # noqa: N818
+    """Dtypes differ in kind (float, integer, bool, complex, key), and nothing else differs."""
+
+
+class MissingLeaves(TreeMismatchError):  # noqa: N818
+    """The model has leaves that the checkpoint lacks, and nothing else differs."""
+
+
+class UnexpectedLeaves(TreeMismatchError):  # noqa: N818
+    """The checkpoint has leaves that the model lacks, and nothing else differs."""
+
+
+_CURES = {
+    'shape': 'Pass a state_transformation_fn that reshapes or drops the leaf, or fallback_state to take it from there.',
+    'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the model.',
+    'missing': 'Pass fallback_state to take these leaves from there, or a state_transformation_fn that renames them.',
+    'unexpected': 'Drop or rename them in a state_transformation_fn, e.g. apply_assignment_map.',
+}
+_CLASSES: dict[str, type[TreeMismatchError]] = {
+    'shape': ShapeMismatch,
+    'dtype': DtypeMismatch,
+    'missing': MissingLeaves,
+    'unexpected': UnexpectedLeaves,
+}
+_SHOWN = 20
+
+
+def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchError:
+    """Builds the one error that holds all differences.
+
+    Args:
+      problems: the differences, at least one.
+      where: the checkpoint, for the first line.
+
+    Returns:
+      The class of the kind when all problems are of one kind, else TreeMismatchError.
+    """
+    kinds = sorted({problem.kind for problem in problems})
+    cls = _CLASSES[kinds[0]] if len(kinds) == 1 else TreeMismatchError
+    lines = [f'{cls.__name__}: {where} does not fit the model in {len(problems)} place(s):']
+    lines += [f'  {problem}' for problem in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        lines.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
+    lines += [_CURES[kind] for kind in kinds]
+    return cls('\n'.join(lines), problems)
+
+
+def near_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """Names close to ``name``, nearest first, at most ``count``.
+
+    The comparison is quadratic in the length of the names, so at most 2,000 candidates are looked at, those that
+    share the last component first: a renamed scope is the commonest cause.
+    """
+    last = name.rpartition('/')[2]
+    candidates = sorted(names, key=lambda other: (other.rpartition('/')[2] != last, other))[:2000]
+    return difflib.get_close_matches(name, candidates, n=count, cutoff=0.6)

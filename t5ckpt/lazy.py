@@ -1,0 +1,150 @@
+"""Lazy arrays: a shape and a dtype now, the values when asked for.
+
+The classes and their constructors are T5X's (t5x/checkpoint_importer.py). Two things are added: a lazy array can be
+sliced, which reads only the chunks the slice touches, and ``get`` works where an event loop already runs, as in every
+notebook.
+
+Notes: nothing is cached; each ``get`` reads again. All methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ['LazyArray', 'LazyAwaitableArray', 'LazyThreadPoolArray', 'run_coroutine']
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine to its end, also while this thread's event loop is running (then in a thread of its own)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(asyncio.run, coroutine).result()
+
+
+class LazyArray(ABC):
+    """An array that is read when asked for.
+
+    Attributes:
+      shape: of the array.
+      dtype: that ``get`` returns.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        get_fn: Callable[[], Any],
+        slice_fn: Callable[[Any], np.ndarray] | None = None,
+    ):
+        """Makes a lazy array.
+
+        Args:
+          shape: of the array.
+          dtype: of the result; what ``get_fn`` returns is cast to it where it differs.
+          get_fn: returns the values, or an awaitable of them in LazyAwaitableArray.
+          slice_fn: takes a numpy basic index and returns those values in the dtype on disk; without one a slice reads
+            the whole array.
+        """
+        self._shape = tuple(int(size) for size in shape)
+        self._dtype = np.dtype(dtype)
+        self._get_fn = get_fn
+        self._slice_fn = slice_fn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that ``get`` returns."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """The rank."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self._shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory once read."""
+        return self.size * self._dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self._shape:
+            raise TypeError('len() of an array without dimensions')
+        return self._shape[0]
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name})'
+
+    @abstractmethod
+    def get(self) -> Any:
+        """Reads and returns the values."""
+
+    @abstractmethod
+    async def get_async(self) -> Any:
+        """Reads and returns the values without blocking the event loop."""
+
+    def astype(self, dtype: Any) -> LazyArray:
+        """The same array, cast to ``dtype`` when it is read."""
+        return type(self)(self._shape, dtype, self._get_fn, self._slice_fn)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """The values of a numpy basic index; reads only the chunks it touches where the array is stored."""
+        if self._slice_fn is None:
+            return np.asarray(self.get())[index]
+        return self._cast(self._slice_fn(index))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self.get())
+        if dtype is not None and array.dtype != np.dtype(dtype):
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def _cast(self, values: Any) -> Any:
+        return values if values.dtype == self._dtype else values.astype(self._dtype)
+
+
+class LazyThreadPoolArray(LazyArray):
+    """A lazy array whose ``get_fn`` blocks; ``get_async`` runs it in the loop's thread pool."""
+
+    def get(self) -> Any:
+        """Reads and returns the values."""
+        return self._cast(self._get_fn())
+
+    async def get_async(self) -> Any:
+        """Reads in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(None, self.get)
+
+
+class LazyAwaitableArray(LazyArray):
+    """A lazy array whose ``get_fn`` returns an awaitable."""
+
+    @classmethod
+    def from_array(cls, array: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None) -> LazyAwaitableArray:
+        """A lazy array with the shape of ``array`` and its dtype, or ``dtype``."""
+        return cls(array.shape, array.dtype if dtype is None else dtype, get_fn)
+
+    def get(self) -> Any:
+        """Reads and returns the values; works inside a running event loop too."""
+        return run_coroutine(self.get_async())
+
+    async def get_async(self) -> Any:
+        """Reads and returns the values."""
+        return self._cast(await self._get_fn())

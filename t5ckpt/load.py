@@ -1,0 +1,114 @@
+"""Loading a checkpoint without a model: nested dicts of numpy arrays."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._budget import ByteBudget
+from t5ckpt._leaves import Empty, LeafTable, Target, nest
+from t5ckpt._manifest import Manifest
+from t5ckpt._open import read_contents
+from t5ckpt._plan import cast_dtype
+from t5ckpt._plan_restore import StoredLeaf, StoredRead, checkpoint_leaves
+from t5ckpt._read import ArrayReader, read_arrays
+from t5ckpt._sidecar import TreeFacts
+from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
+from t5ckpt.errors import UnsupportedFormatError
+from t5ckpt.steps import locate
+from t5ckpt.view import lazy_leaf
+
+__all__ = ['load_t5x_checkpoint', 'transformed_state']
+
+# Reads are in flight together up to this many bytes beyond what is already part of the result.
+_IN_FLIGHT_BYTES = 4 * 2**30
+_PYTHON: Mapping[str, type] = {'int': int, 'float': float, 'bool': bool, 'complex': complex}
+
+
+def load_t5x_checkpoint(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    state_transformation_fns: Sequence[RestoreStateTransformationFn] = (),
+    remap: bool = True,
+    restore_dtype: Any = None,
+    lazy_parameters: bool = False,
+) -> dict[str, Any]:
+    """Loads a checkpoint as it lies on disk, for analysis. The signature is T5X's.
+
+    Args:
+      path: a run's directory, a step's directory, or the manifest file.
+      step: which step, where ``path`` is a run's directory; None takes the latest.
+      state_transformation_fns: called in order with (state, {}) before anything is read; stored arrays are spec dicts.
+      remap: False leaves the transformations out, as in T5X.
+      restore_dtype: floating leaves of ``target`` (or ``params``) are cast to it.
+      lazy_parameters: arrays come as LazyArray, read when ``get`` is called.
+
+    Returns:
+      Nested dicts; leaves are numpy arrays or numpy scalars, LazyArrays, None, or empty containers. Python numbers
+      and strings come back where the sidecar knows of them; typed PRNG keys come as their uint32 data.
+
+    Raises:
+      CheckpointNotFoundError, FormatError, StorageError.
+    """
+    contents = read_contents(locate(path, step))
+    fns = state_transformation_fns if remap else ()
+    leaves = transformed_state(contents.manifest, contents.sidecar.facts, fns, {})
+    reader = ArrayReader(contents.located.storage, contents.located.directory)
+    wanted = None if restore_dtype is None else np.dtype(restore_dtype)
+    if lazy_parameters:
+        table = {path: _lazy(reader, path, leaf, wanted) for path, leaf in leaves.items()}
+    else:
+        table = _read_all(reader, leaves, wanted, contents.sidecar.facts)
+    return nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+
+
+def transformed_state(
+    manifest: Manifest,
+    facts: TreeFacts,
+    fns: Sequence[RestoreStateTransformationFn],
+    target: Mapping[str, Any],
+) -> LeafTable:
+    """The manifest's leaves after the restore transforms."""
+    state: Any = manifest.state
+    for fn in fns:
+        state = fn(state, target)
+        if not isinstance(state, Mapping):
+            raise UnsupportedFormatError(
+                f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'
+            )
+    return checkpoint_leaves(state, manifest.version, facts)
+
+
+def _lazy(reader: ArrayReader, path: Path, leaf: Any, wanted: np.dtype | None) -> Any:
+    if not hasattr(leaf, 'dtype'):
+        return leaf
+    return lazy_leaf(reader, leaf, leaf_name(path), cast_dtype(path, np.dtype(leaf.dtype), wanted))
+
+
+def _read_all(reader: ArrayReader, leaves: LeafTable, wanted: np.dtype | None, facts: TreeFacts) -> LeafTable:
+    reads = [
+        StoredRead(path, leaf, Target('array', leaf.shape, leaf.dtype), cast_dtype(path, leaf.dtype, wanted))
+        for path, leaf in leaves.items()
+        if isinstance(leaf, StoredLeaf)
+    ]
+    # The reads wait in C++ threads; a thread of ours keeps an event loop of the caller out of the way.
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()
+    return {
+        path: values[path] if path in values else _inline(path, leaf, wanted, facts) for path, leaf in leaves.items()
+    }
+
+
+def _inline(path: Path, leaf: Any, wanted: np.dtype | None, facts: TreeFacts) -> Any:
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf
+    python = _PYTHON.get(facts.python.get(path, ''))
+    if python is not None:
+        return python(np.asarray(leaf)[()])
+    dtype = cast_dtype(path, leaf.dtype, wanted)
+    # A copy, since the decoded array is a read-only part of the manifest's bytes.
+    return leaf.astype(dtype, copy=True) if isinstance(leaf, np.ndarray) else leaf.astype(dtype)

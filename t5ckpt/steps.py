@@ -1,0 +1,222 @@
+"""Finding and listing checkpoints, and pinning them.
+
+A step is listed if and only if its directory holds the manifest, which is written last, and the manifest is whole: one
+of up to 4 MiB is walked through to its end, a larger one is taken at its word, since a listing must not read gigabytes.
+Signatures are T5X's (t5x/checkpoints.py, checkpoint_utils.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
+from t5ckpt._manifest import is_whole
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.storage import Storage, open_storage, split_path
+
+__all__ = [
+    'Located',
+    'all_dataset_checkpoint_steps',
+    'all_steps',
+    'find_checkpoint',
+    'get_checkpoint_dir',
+    'is_pinned_checkpoint',
+    'latest_step',
+    'locate',
+    'pin_checkpoint',
+    'steps_in',
+    'unpin_checkpoint',
+]
+
+_WALKED_BYTES = 4 * 2**20
+_ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
+
+
+@dataclasses.dataclass(frozen=True)
+class Located:
+    """A checkpoint that was found.
+
+    Attributes:
+      storage: whose root is the parent of the checkpoint's directory.
+      directory: the checkpoint's directory, a key of ``storage``; '' when the manifest lies at the root.
+      manifest: the manifest's file name; '' in an Orbax directory, which has none of ours.
+      step: from the directory's name, or None.
+    """
+
+    storage: Storage
+    directory: str
+    manifest: str
+    step: int | None
+
+    @property
+    def url(self) -> str:
+        """The manifest, or the directory in Orbax's case, as a user would write it."""
+        return self.storage.url(join(self.directory, self.manifest))
+
+
+def get_checkpoint_dir(checkpoints_dir: str | os.PathLike[str], step: int) -> str:
+    """The directory of a step, ``<checkpoints_dir>/checkpoint_<step>``; nothing is looked up."""
+    return f'{os.fspath(checkpoints_dir).rstrip("/")}/{step_dir(step)}'
+
+
+def steps_in(storage: Storage) -> list[int]:
+    """The complete steps below a storage's root, ascending."""
+    found: list[int] = []
+    for entry in storage.entries():
+        step = parse_step_dir(entry.name) if entry.is_dir else None
+        if step is not None and _has_manifest(storage, entry.name):
+            found.append(step)
+    return sorted(found)
+
+
+def _has_manifest(storage: Storage, directory: str) -> bool:
+    key = join(directory, MANIFEST)
+    size = storage.size(key)
+    if size is None:
+        return False
+    if size > _WALKED_BYTES:
+        return True
+    try:
+        return is_whole(storage.read(key))
+    except CheckpointNotFoundError:
+        # Deleted by another process since it was listed.
+        return False
+
+
+def all_steps(checkpoints_dir: str | os.PathLike[str]) -> list[int]:
+    """The steps of all complete checkpoints, ascending; empty when the directory is empty or absent."""
+    return steps_in(open_storage(checkpoints_dir))
+
+
+def latest_step(checkpoints_dir: str | os.PathLike[str]) -> int | None:
+    """The largest complete step, or None when there is none. Step 0 is a step."""
+    steps = all_steps(checkpoints_dir)
+    return steps[-1] if steps else None
+
+
+def all_dataset_checkpoint_steps(checkpoints_dir: str | os.PathLike[str]) -> list[int]:
+    """The steps whose directory holds data-iterator state (``train_ds-*``), ascending."""
+    storage = open_storage(checkpoints_dir)
+    found: list[int] = []
+    for entry in storage.entries():
+        step = parse_step_dir(entry.name) if entry.is_dir else None
+        if step is None:
+            continue
+        if any(below.name.startswith(f'{TRAIN_DS_PREFIX}-') for below in storage.entries(entry.name)):
+            found.append(step)
+    return sorted(found)
+
+
+def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> str:
+    """The path of a checkpoint's manifest file.
+
+    Args:
+      path: a run's directory, a step's directory, or the manifest file itself.
+      step: which step, where ``path`` is a run's directory; None takes the latest.
+
+    Returns:
+      The manifest's path. For an Orbax directory, which has no such file, the directory.
+
+    Raises:
+      CheckpointNotFoundError: with what is there instead.
+    """
+    return locate(path, step).url
+
+
+def locate(path: str | os.PathLike[str], step: int | None = None) -> Located:
+    """Resolves a path as :func:`find_checkpoint` does, to parts that can be read."""
+    parent, name = split_path(path)
+    storage = open_storage(path)
+    outer = open_storage(parent) if name else storage
+    match outer.kind(name) if name else storage.kind(''):
+        case 'file':
+            # The bare file: its directory is the checkpoint's.
+            grand, directory = split_path(parent)
+            if directory and open_storage(grand).kind(directory) == 'dir':
+                return Located(open_storage(grand), directory, name, parse_step_dir(directory))
+            return Located(outer, '', name, None)
+        case 'dir':
+            return _locate_in_dir(storage, outer, name, step)
+        case _:
+            raise CheckpointNotFoundError(f'{path}: no such file or directory, so no checkpoint.')
+
+
+def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None) -> Located:
+    if step is None and storage.kind(MANIFEST) == 'file':
+        return Located(outer, name, MANIFEST, parse_step_dir(name))
+    if step is None and _is_orbax(storage, ''):
+        return Located(outer, name, '', parse_step_dir(name))
+    steps = steps_in(storage)
+    if step is None:
+        # A damaged step is opened when there is nothing better: its decoder says what is wrong with it.
+        step = max(steps or _orbax_steps(storage) or _damaged_steps(storage), default=None)
+    if step is None:
+        raise CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {_contents(storage)}.')
+    directory = step_dir(step)
+    if storage.kind(join(directory, MANIFEST)) == 'file':
+        return Located(storage, directory, MANIFEST, step)
+    for candidate in (directory, str(step)):
+        if storage.kind(join(candidate, MANIFEST)) == 'file':
+            return Located(storage, candidate, MANIFEST, step)
+        if _is_orbax(storage, candidate):
+            return Located(storage, candidate, '', step)
+    shown = ', '.join(map(str, steps[-10:])) or 'none'
+    raise CheckpointNotFoundError(f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.')
+
+
+def _is_orbax(storage: Storage, directory: str) -> bool:
+    names = {entry.name for entry in storage.entries(directory)}
+    if names & set(_ORBAX_MARKERS):
+        return True
+    return bool({'state', 'default'} & names) and any(
+        storage.kind(join(directory, item, '_METADATA')) == 'file' for item in ('state', 'default')
+    )
+
+
+def _orbax_steps(storage: Storage) -> list[int]:
+    """Steps that Orbax wrote: ``checkpoint_<step>`` (T5X's use of it) or ``<step>`` (its own)."""
+    found: list[int] = []
+    for entry in storage.entries():
+        step = int(entry.name) if entry.name.isdecimal() else parse_step_dir(entry.name)
+        if entry.is_dir and step is not None and _is_orbax(storage, entry.name):
+            found.append(step)
+    return found
+
+
+def _damaged_steps(storage: Storage) -> list[int]:
+    steps = {parse_step_dir(entry.name): entry.name for entry in storage.entries() if entry.is_dir}
+    return [step for step, name in steps.items() if step is not None and storage.size(join(name, MANIFEST)) is not None]
+
+
+def _contents(storage: Storage) -> str:
+    names = [entry.name for entry in storage.entries()]
+    if not names:
+        return 'the directory is empty'
+    return f'it holds {len(names)} entries such as {", ".join(names[:5])}'
+
+
+# --- pins ------------------------------------------------------------------------------------------------------------
+
+
+def pin_checkpoint(ckpt_dir: str | os.PathLike[str], txt: str = '1') -> None:
+    """Marks a step's directory as never to be deleted by retention, with a file ``PINNED`` (T5X's name).
+
+    Args:
+      ckpt_dir: the step's directory; it must exist.
+      txt: the file's contents, such as who pinned it and why.
+    """
+    storage = open_storage(ckpt_dir)
+    if storage.kind('') != 'dir':
+        raise CheckpointNotFoundError(f'{storage.url()}: no such checkpoint to pin.')
+    storage.write(PINNED, txt.encode())
+
+
+def unpin_checkpoint(ckpt_dir: str | os.PathLike[str]) -> None:
+    """Takes the mark away; nothing happens when there is none."""
+    open_storage(ckpt_dir).delete_file(PINNED)
+
+
+def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str]) -> bool:
+    """Whether a step's directory is marked."""
+    return open_storage(ckpt_dir).kind(PINNED) == 'file'

@@ -1,0 +1,12 @@
+"""Where checkpoints lie: one class per backend behind one small interface.
+
+This package is the only place that knows a URL scheme or a TensorStore driver.
+"""
+
+from __future__ import annotations
+
+from t5ckpt.storage._errors import foreign_errors
+from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.open import open_storage, split_path
+
+__all__ = ['Entry', 'Storage', 'foreign_errors', 'open_storage', 'split_path']

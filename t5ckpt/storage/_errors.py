@@ -1,0 +1,80 @@
+"""Foreign errors become ours here.
+
+TensorStore raises ValueError with the absl status code as the first word ('NOT_FOUND: ...'); the operating system
+raises OSError with an errno. Both are mapped by table, and what is in no table becomes StorageError with the text
+kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Generator
+
+from t5ckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NoSpaceError,
+    NotADirectoryStorageError,
+    StorageError,
+    T5CkptError,
+)
+
+_DAMAGED = {'DATA_LOSS', 'FAILED_PRECONDITION', 'INVALID_ARGUMENT', 'NOT_FOUND', 'OUT_OF_RANGE'}
+
+__all__ = ['foreign_errors', 'map_os_error', 'map_tensorstore_error']
+
+_NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
+_DENIED = 'Check the permissions and the mount; nothing that was there was changed.'
+
+
+def map_os_error(error: OSError, where: str) -> T5CkptError:
+    """Our error for an OSError at ``where``."""
+    text = error.strerror or str(error)
+    match error.errno:
+        case errno.ENOENT:
+            return CheckpointNotFoundError(f'{where}: {text}')
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return NoSpaceError(error.errno, f'{where}: {text}. {_NO_SPACE}')
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return AccessDeniedError(error.errno, f'{where}: {text}. {_DENIED}')
+        case errno.ENOTDIR | errno.EISDIR | errno.EEXIST:
+            return NotADirectoryStorageError(
+                error.errno, f'{where}: {text}. A file stands where a directory should be, or the other way round.'
+            )
+        case _:
+            return StorageError(error.errno or errno.EIO, f'{where}: {text}')
+
+
+def map_tensorstore_error(error: Exception, where: str) -> T5CkptError:
+    """Our error for an error of TensorStore while it read or wrote ``where``."""
+    text = str(error).partition(' [tensorstore_spec=')[0]
+    lowered = text.lower()
+    if 'no space left' in lowered or 'quota exceeded' in lowered or 'file too large' in lowered:
+        return NoSpaceError(errno.ENOSPC, f'{where}: {text}. {_NO_SPACE}')
+    if 'permission denied' in lowered or 'read-only file system' in lowered or text.startswith('PERMISSION_DENIED'):
+        return AccessDeniedError(errno.EACCES, f'{where}: {text}. {_DENIED}')
+    if 'not a directory' in lowered or 'is a directory' in lowered:
+        return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move the file that stands there away.')
+    # An invalid argument comes without a code; here it is always metadata that contradicts what was asked for.
+    code = re.match(r'([A-Z_]+): ', text)
+    if code is None or code.group(1) in _DAMAGED:
+        return CorruptCheckpointError(
+            f'{where}: {text}. A part of the checkpoint is missing or damaged; restore an older step, or copy it again.'
+        )
+    return StorageError(errno.EIO, f'{where}: {text}')
+
+
+@contextlib.contextmanager
+def foreign_errors(where: str) -> Generator[None]:
+    """Maps what the operating system or TensorStore raises inside the block."""
+    try:
+        yield
+    except T5CkptError:
+        raise
+    except OSError as error:
+        raise map_os_error(error, where) from error
+    except (ValueError, TimeoutError) as error:
+        raise map_tensorstore_error(error, where) from error

@@ -1,0 +1,224 @@
+"""POSIX file systems.
+
+Small files go through ``os.open``/``fsync``; chunk files through TensorStore's file driver, which writes to
+``<name>.__lock``, fsyncs and renames. Neither makes directory entries durable, so ``sync_tree`` fsyncs every directory
+from the leaves up, and ``publish`` fsyncs the parent after the rename.
+
+The owner's lock is ``flock`` on the directory itself: the kernel lets go of it when the process dies, however it dies,
+and it leaves no file behind. Files get the umask's permissions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+import tensorstore as ts
+
+from t5ckpt._layout import join
+from t5ckpt.storage._errors import foreign_errors
+from t5ckpt.storage.base import Entry, Storage
+
+__all__ = ['FileStorage']
+
+# As many open files as TensorStore may hold; 32 keeps a disk busy and stays far from ulimit -n.
+_IO_CONCURRENCY = 32
+
+
+class _Claim:
+    """A held flock; ``close`` releases it."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class FileStorage(Storage):
+    """A directory of a POSIX file system."""
+
+    renames = True
+    driver = 'file'
+
+    def __init__(self, root: str):
+        """Takes any path; it need not exist."""
+        self._root = os.path.abspath(os.path.expanduser(root))
+        self._context: ts.Context | None = None
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._root, key) if key else self._root
+
+    def url(self, key: str = '') -> str:
+        return self._path(key)
+
+    def local_path(self, key: str) -> str | None:
+        return self._path(key)
+
+    def read(self, key: str) -> bytes:
+        with foreign_errors(self.url(key)), open(self._path(key), 'rb') as file:
+            return file.read()
+
+    def write(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        partial = f'{path}.__partial'
+        with foreign_errors(self.url(key)):
+            try:
+                self._write_synced(partial, data)
+                os.replace(partial, path)
+                self._sync_dir(os.path.dirname(path))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial)
+                raise
+
+    @staticmethod
+    def _write_synced(path: str, data: bytes) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def kind(self, key: str) -> str | None:
+        with foreign_errors(self.url(key)):
+            try:
+                mode = os.stat(self._path(key)).st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return 'dir' if stat.S_ISDIR(mode) else 'file'
+
+    def size(self, key: str) -> int | None:
+        with foreign_errors(self.url(key)):
+            try:
+                info = os.stat(self._path(key))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return None if stat.S_ISDIR(info.st_mode) else info.st_size
+
+    def sync_file(self, key: str) -> None:
+        with foreign_errors(self.url(key)):
+            fd = os.open(self._path(key), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def entries(self, key: str = '') -> list[Entry]:
+        found: list[Entry] = []
+        with foreign_errors(self.url(key)):
+            try:
+                with os.scandir(self._path(key)) as scan:
+                    for item in scan:
+                        # Gone between the listing and the look: another process deleted it.
+                        with contextlib.suppress(FileNotFoundError):
+                            info = item.stat()
+                            found.append(
+                                Entry(item.name, item.is_dir(), 0 if item.is_dir() else info.st_size, info.st_mtime)
+                            )
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted(found, key=lambda entry: entry.name)
+
+    def walk(self, key: str) -> Iterator[tuple[str, int]]:
+        for entry in self.entries(key):
+            below = join(key, entry.name)
+            if entry.is_dir:
+                yield from self.walk(below)
+            else:
+                yield below, entry.size
+
+    def make_dir(self, key: str, exclusive: bool = False) -> bool:
+        path = self._path(key)
+        with foreign_errors(self.url(key)):
+            missing: list[str] = []
+            parent = os.path.dirname(path)
+            while not os.path.isdir(parent):
+                missing.append(parent)
+                parent = os.path.dirname(parent)
+            for directory in reversed(missing):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(directory)
+                self._sync_dir(os.path.dirname(directory))
+            try:
+                os.mkdir(path)
+            except FileExistsError:
+                if exclusive:
+                    return False
+                if not os.path.isdir(path):
+                    raise NotADirectoryError(errno.ENOTDIR, 'a file stands where a directory should be') from None
+        return True
+
+    def claim(self, key: str) -> Any:
+        with foreign_errors(self.url(key)):
+            try:
+                fd = os.open(self._path(key), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except OSError:
+                # A file system without locks: the age in the directory's name is all there is to go by.
+                pass
+        return _Claim(fd)
+
+    @staticmethod
+    def _sync_dir(path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network file systems cannot fsync a directory; there the rename is durable by itself or never.
+            if error.errno != errno.EINVAL:
+                raise
+        finally:
+            os.close(fd)
+
+    def sync_tree(self, key: str) -> None:
+        with foreign_errors(self.url(key)):
+            for directory, _, _ in os.walk(self._path(key), topdown=False):
+                self._sync_dir(directory)
+
+    def publish(self, source: str, target: str) -> None:
+        with foreign_errors(self.url(target)):
+            os.rename(self._path(source), self._path(target))
+            self._sync_dir(os.path.dirname(self._path(target)))
+
+    def delete_file(self, key: str) -> None:
+        with foreign_errors(self.url(key)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(key))
+            with contextlib.suppress(FileNotFoundError):
+                self._sync_dir(os.path.dirname(self._path(key)))
+
+    def delete_tree(self, key: str) -> None:
+        path = self._path(key)
+        with foreign_errors(self.url(key)):
+            if os.path.islink(path):
+                os.unlink(path)
+            elif os.path.lexists(path):
+                shutil.rmtree(path)
+
+    def array_kvstore(self, key: str) -> dict[str, Any]:
+        return {'driver': 'file', 'path': self._path(key).rstrip('/') + '/'}
+
+    def context(self) -> ts.Context:
+        if self._context is None:
+            self._context = ts.Context(
+                {'cache_pool': {'total_bytes_limit': 0}, 'file_io_concurrency': {'limit': _IO_CONCURRENCY}}
+            )
+        return self._context

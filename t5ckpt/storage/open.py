@@ -1,0 +1,53 @@
+"""From a path or URL to a storage."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from t5ckpt.errors import UnsupportedFormatError
+from t5ckpt.storage.base import Storage
+
+__all__ = ['open_storage', 'split_path']
+
+_SCHEME = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
+
+
+def _scheme(path: str) -> tuple[str, str]:
+    match = _SCHEME.fullmatch(path)
+    return ('file', path) if match is None else (match.group(1).lower(), match.group(2))
+
+
+def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Splits a path or URL into the parent's and the last component, ``('gs://bucket/run', 'checkpoint_5')``."""
+    text = os.fspath(path).rstrip('/')
+    scheme, rest = _scheme(text)
+    if scheme == 'file' and '://' not in text:
+        parent, name = os.path.split(os.path.abspath(text))
+        return parent, name
+    parent, _, name = rest.rpartition('/')
+    return f'{scheme}://{parent}', name
+
+
+def open_storage(path: str | os.PathLike[str]) -> Storage:
+    """Opens the storage whose root is ``path``; nothing is created.
+
+    Args:
+      path: a directory, ``file://`` with an absolute path, or ``memory://name/...``.
+
+    Raises:
+      UnsupportedFormatError: for a scheme that this version does not serve.
+    """
+    scheme, rest = _scheme(os.fspath(path))
+    classes = _classes()
+    if scheme not in classes:
+        raise UnsupportedFormatError(f'{path}: storage {scheme!r} is not served, known are {sorted(classes)}.')
+    return classes[scheme](rest)
+
+
+def _classes() -> dict[str, Any]:
+    from t5ckpt.storage.file import FileStorage
+    from t5ckpt.storage.memory import MemoryStorage
+
+    return {'file': FileStorage, 'memory': MemoryStorage}

@@ -1,0 +1,101 @@
+"""Renaming: which leaf of a checkpoint feeds which leaf of a model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
+
+__all__ = ['apply_assignment_map']
+
+_log = logging.getLogger('t5ckpt')
+
+
+def apply_assignment_map(
+    ckpt_optimizer_state: Mapping[str, Any],
+    optimizer_state: Mapping[str, Any],
+    assignment_map: Sequence[tuple[str, str | None]],
+    require_all_rules_match: bool = True,
+    *,
+    is_resuming: bool = False,
+) -> Mapping[str, Any]:
+    r"""Renames the leaves of a checkpoint's state to those of a model (T5X, state_utils.apply_assignment_map).
+
+    For every leaf name of the model the first rule whose pattern matches it whole decides: its replacement, with
+    ``\1`` for groups, names the leaf of the checkpoint, or None leaves the model's leaf out. A leaf of the checkpoint
+    may feed several leaves of the model. Leaves that no rule names keep their names.
+
+    Args:
+      ckpt_optimizer_state: the checkpoint's state, nested dicts; spec dicts are leaves.
+      optimizer_state: the model's state.
+      assignment_map: (pattern, replacement or None), in order.
+      require_all_rules_match: whether a pattern that matches nothing is an error.
+      is_resuming: True returns the state as it is, for the restart of a run that has been mapped before.
+
+    Returns:
+      The new state.
+
+    Raises:
+      MissingLeaves: a rule names a leaf that the checkpoint lacks.
+      TreeMismatchError: a rule matched nothing.
+    """
+    if is_resuming:
+        return ckpt_optimizer_state
+    held = _flatten(ckpt_optimizer_state, '')
+    source, unused = _apply_rules(held, _flatten(optimizer_state, ''), assignment_map)
+    if unused and require_all_rules_match:
+        raise TreeMismatchError(f'the patterns {unused} of the assignment map match no leaf of the model. Remove them.')
+    moved = {old for new, old in source.items() if old is not None and old != new}
+    kept = {name: name for name in held if name not in moved and name not in source}
+    result = {new: held[old] for new, old in {**source, **kept}.items() if old is not None}
+    return _nest(result)
+
+
+def _apply_rules(
+    held: Mapping[str, Any], model: Mapping[str, Any], rules: Sequence[tuple[str, str | None]]
+) -> tuple[dict[str, str | None], list[str]]:
+    """For each leaf of the model its source, None where a rule drops it; and the patterns that matched nothing."""
+    unused = {pattern for pattern, _ in rules}
+    source: dict[str, str | None] = {}
+    for name in model:
+        rule = next(((match, repl) for pattern, repl in rules if (match := re.fullmatch(pattern, name))), None)
+        if rule is None:
+            if name in held:
+                source[name] = name
+            else:
+                _log.warning('t5ckpt: %s is in no rule of the assignment map and not in the checkpoint', name)
+            continue
+        match, replacement = rule
+        unused.discard(match.re.pattern)
+        source[name] = None if replacement is None else match.expand(replacement)
+        old = source[name]
+        if old is not None and old not in held:
+            near = ', '.join(near_names(old, held)) or 'none'
+            raise MissingLeaves(
+                f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. Near: {near}.'
+            )
+    return source, [pattern for pattern, _ in rules if pattern in unused]
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and not set(value.keys()) >= {'driver', 'kvstore', 'metadata'}:
+            flat |= _flatten(value, f'{prefix}{key}/')
+        else:
+            flat[f'{prefix}{key}'] = value
+    return flat
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    root: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split('/')
+        node = root
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return root

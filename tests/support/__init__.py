@@ -1,0 +1,1 @@
+"""What the tests share. Nothing here imports `t5ckpt`."""

@@ -1,0 +1,700 @@
+"""What is wrong gets one clear error, of the tree in `t5ckpt.errors`; a save that fails changes nothing."""
+
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+
+import jax
+import msgpack
+import numpy as np
+import pytest
+from flax import serialization
+from jax.sharding import NamedSharding, PartitionSpec
+from support import independent_reader, partitioner, states, t5x_rules
+from support.bits import assert_same
+from support.golden import flatten, nest
+
+import t5ckpt
+from t5ckpt import errors
+
+W = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
+FLAT = {
+    'target/decoder/w': W,
+    'target/decoder/bias': np.arange(4, dtype=np.float32),
+    'state/step': np.asarray(3, np.int32),
+}
+
+
+def state_of(changes=(), without=()):
+    flat = {key: leaf for key, leaf in {**FLAT, **dict(changes)}.items() if key not in without}
+    return partitioner.T5XState(nest(flat))
+
+
+@pytest.fixture
+def saved(run_dir) -> pathlib.Path:
+    """A run directory with step 3."""
+    with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(run_dir)) as ck:
+        ck.save(state_of())
+    return run_dir
+
+
+def restore(run_dir, template, **options):
+    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir)) as ck:
+        return ck.restore(**options)
+
+
+def listing(root: pathlib.Path) -> dict[str, bytes]:
+    """Every file below, with its contents."""
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob('*') if p.is_file()}
+
+
+def assert_says(error: pytest.ExceptionInfo, *words: str) -> None:
+    for word in words:
+        assert word in str(error.value), f'{word!r} is not in: {error.value}'
+
+
+# ---- the checkpoint does not fit the model ----
+
+
+@pytest.mark.parametrize('where', ['numpy', 'sharded', 'partitioner'])
+def test_wrong_shape(saved, where):
+    parts = None
+    new = np.zeros((256, 512), np.float32)
+    if where == 'sharded':
+        new = jax.device_put(new, NamedSharding(partitioner.mesh(), PartitionSpec('data')))
+    model = state_of({'target/decoder/w': new})
+    if where == 'partitioner':
+        parts = partitioner.Partitioner(partitioner.mesh(), partitioner.t5x_rules)
+        model = states.shapes_of(model)
+    with pytest.raises(errors.ShapeMismatch) as error, t5ckpt.Checkpointer(model, parts, str(saved)) as ck:
+        ck.restore()
+    assert_says(error, 'target/decoder/w', '(512, 256)', '(256, 512)', 'fallback_state')
+    (problem,) = error.value.problems
+    assert (problem.leaf, problem.kind) == ('target/decoder/w', 'shape')
+    assert isinstance(error.value, ValueError)
+
+
+def test_wrong_shape_of_an_inline_leaf(saved):
+    """T5X checks only leaves on disk."""
+    with pytest.raises(errors.ShapeMismatch) as error:
+        restore(saved, state_of({'target/decoder/bias': np.zeros(5, np.float32)}))
+    assert_says(error, 'target/decoder/bias', '(4,)', '(5,)')
+    with pytest.raises(errors.ShapeMismatch, match='state/step'):
+        restore(saved, state_of({'state/step': np.zeros((1,), np.int32)}))
+
+
+@pytest.mark.parametrize(
+    ('name', 'dtype'),
+    [
+        ('target/decoder/w', 'int32'),
+        ('target/decoder/bias', 'uint8'),
+        ('target/decoder/bias', 'bool'),
+        ('target/decoder/w', 'int4'),
+        ('state/step', 'float32'),
+        ('target/decoder/w', 'complex64'),
+    ],
+)
+def test_wrong_kind_of_dtype(saved, name, dtype):
+    with pytest.raises(errors.DtypeMismatch) as error:
+        restore(saved, state_of({name: np.zeros(FLAT[name].shape, states.np_dtype(dtype))}))
+    assert_says(error, name, FLAT[name].dtype.name, dtype, 'state_transformation_fn')
+
+
+def test_a_key_is_no_array(run_dir):
+    """Typed PRNG keys and plain integers are not confused, in either direction."""
+    key, raw = {'key': jax.random.key(0)}, {'key': np.zeros(2, np.uint32)}
+    for n, (have, want) in enumerate([(key, raw), (raw, key)]):
+        with t5ckpt.Checkpointer(have, checkpoints_dir=str(run_dir)) as ck:
+            ck.save(have, step=n)
+        with pytest.raises(errors.TreeMismatchError, match='key'):
+            restore(run_dir, want)
+
+
+@pytest.mark.parametrize('impls', [('rbg', 'threefry2x32'), ('rbg', 'unsafe_rbg'), ('unsafe_rbg', 'rbg')])
+def test_another_kind_of_key(run_dir, impls):
+    """The last two have the same shape."""
+    have, want = ({'key': jax.random.key(0, impl=impl)} for impl in impls)
+    with t5ckpt.Checkpointer(have, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(have, step=1)
+    with pytest.raises(errors.TreeMismatchError) as error:
+        restore(run_dir, want)
+    assert_says(error, 'key', *(name[:6] for name in impls))
+
+
+def test_missing_leaves(saved):
+    model = state_of({'target/decoder/weight': W, 'target/decoder/extra': W[:2]})
+    with pytest.raises(errors.TreeMismatchError) as error:
+        restore(saved, state_of({'target/decoder/extra': W[:2]}))
+    assert isinstance(error.value, errors.MissingLeaves)
+    assert_says(error, 'target/decoder/extra', '(2, 256)', 'float32', 'fallback_state')
+    with pytest.raises(errors.MissingLeaves) as error:
+        restore(saved, model)
+    assert {p.leaf for p in error.value.problems} == {'target/decoder/weight', 'target/decoder/extra'}
+
+
+def test_near_names_are_suggested(saved):
+    with pytest.raises(errors.TreeMismatchError) as error:
+        restore(saved, state_of({'target/decoder/biases': FLAT['target/decoder/bias']}, ['target/decoder/bias']))
+    problems = {problem.leaf: problem for problem in error.value.problems}
+    assert 'target/decoder/bias' in problems['target/decoder/biases'].hint
+    assert_says(error, 'target/decoder/biases', 'target/decoder/bias', '(4,)')
+
+
+def test_all_mismatches_are_in_one_error(saved):
+    model = state_of(
+        {
+            'target/decoder/w': np.zeros((8, 8), np.float32),
+            'target/decoder/bias': np.zeros(4, np.int32),
+            'target/decoder/new': np.zeros(1, np.float32),
+        }
+    )
+    with pytest.raises(errors.TreeMismatchError) as error:
+        restore(saved, model)
+    assert {(p.leaf, p.kind) for p in error.value.problems} == {
+        ('target/decoder/w', 'shape'),
+        ('target/decoder/bias', 'dtype'),
+        ('target/decoder/new', 'missing'),
+    }
+    assert_says(error, 'target/decoder/w', '(8, 8)', 'target/decoder/bias', 'int32', 'target/decoder/new')
+
+
+def test_a_leaf_where_the_model_has_a_subtree(saved):
+    model = state_of({'target/decoder/w/kernel': W}, ['target/decoder/w'])
+    with pytest.raises(errors.TreeMismatchError) as error:
+        restore(saved, model)
+    assert_says(error, 'target/decoder/w')
+    model = partitioner.T5XState({'target': W, 'state': {'step': FLAT['state/step']}})
+    with pytest.raises(errors.TreeMismatchError) as error:
+        restore(saved, model)
+    assert_says(error, 'target')
+
+
+def test_a_mismatch_is_found_before_anything_is_read(saved):
+    """Though no chunk is left."""
+    shutil.rmtree(saved / 'checkpoint_3' / 'target.decoder.w')
+    with pytest.raises(errors.ShapeMismatch, match='target/decoder/w'):
+        restore(saved, state_of({'target/decoder/w': np.zeros((1, 1), np.float32)}))
+
+
+# ---- what lies there is no checkpoint ----
+
+
+def foreign(tmp_path: pathlib.Path, contents: bytes) -> pathlib.Path:
+    step_dir = tmp_path / 'foreign' / 'checkpoint_3'
+    step_dir.mkdir(parents=True)
+    (step_dir / 'checkpoint').write_bytes(contents)
+    return step_dir
+
+
+def each_reader():
+    """Every way to read one, from a step directory."""
+    return [
+        lambda d: t5ckpt.load_t5x_checkpoint(str(d)),
+        lambda d: t5ckpt.open_checkpoint(str(d)),
+        lambda d: restore(d.parent, state_of(), step=3),
+        lambda d: restore(d.parent, state_of(), path=str(d / 'checkpoint')),
+    ]
+
+
+def assert_not_taken(step_dir: pathlib.Path) -> None:
+    """A step that cannot be read is not the latest: whatever lies beside it is."""
+    with pytest.raises((errors.CheckpointNotFoundError, errors.FormatError), match='checkpoint_3'):
+        restore(step_dir.parent, state_of())
+
+
+@pytest.mark.parametrize(
+    ('contents', 'kind', 'says'),
+    [
+        (b'', errors.CorruptCheckpointError, 'empty'),
+        (np.random.default_rng(0).bytes(5000), errors.FormatError, ''),
+        (np.random.default_rng(1).bytes(5000), errors.FormatError, ''),
+        (b'model_checkpoint_path: "model.ckpt-7"\n', errors.UnsupportedFormatError, 'restore_from_tf_checkpoint'),
+        (json.dumps({'target': [1, 2]}).encode(), errors.FormatError, ''),
+        (msgpack.packb([1, 2, 3]), errors.UnsupportedFormatError, 'list'),
+        (msgpack.packb('hello'), errors.UnsupportedFormatError, 'str'),
+        (msgpack.packb({'version': 3, 'optimizer': 7}), errors.UnsupportedFormatError, 'optimizer'),
+        (msgpack.packb({'version': 99, 'optimizer': {}}), errors.UnsupportedFormatError, '99'),
+        (b'\x80' * 10, errors.FormatError, ''),
+        (b'\x81' * 100_000, errors.FormatError, ''),
+        (b'PK\x03\x04' + bytes(100), errors.FormatError, ''),
+    ],
+    ids=[
+        'empty',
+        'random 0',
+        'random 1',
+        'tensorflow',
+        'json',
+        'msgpack list',
+        'msgpack str',
+        'optimizer is a number',
+        'version 99',
+        'trailing',
+        'deep',
+        'zip',
+    ],
+)
+def test_foreign_manifests(tmp_path, contents, kind, says):
+    step_dir = foreign(tmp_path, contents)
+    for read in each_reader():
+        with pytest.raises(kind) as error:
+            read(step_dir)
+        assert_says(error, says, 'checkpoint_3')
+        assert isinstance(error.value, ValueError)
+    assert_not_taken(step_dir)
+
+
+@pytest.mark.parametrize('keep', [1, 7, 0.25, 0.5, 0.9, -1])
+def test_truncated_manifests(saved, keep):
+    manifest = saved / 'checkpoint_3' / 'checkpoint'
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
+    for read in each_reader():
+        with pytest.raises(errors.CorruptCheckpointError) as error:
+            read(manifest.parent)
+        assert_says(error, str(manifest), 'older step')
+    assert_not_taken(manifest.parent)
+    whole_step = shutil.copytree(manifest.parent, saved / 'checkpoint_2')
+    (whole_step / 'checkpoint').write_bytes(whole)
+    assert t5ckpt.latest_step(str(saved)) == 2
+    assert_same(restore(saved, state_of()).state_dict()['target']['decoder']['w'], W)
+
+
+@pytest.mark.parametrize(
+    ('edit', 'kind', 'says'),
+    [
+        (lambda s: s['kvstore'].update(path='../../secret/'), errors.UnsafeSpecError, 'outside'),
+        (lambda s: s['kvstore'].update(path='/etc/'), errors.UnsafeSpecError, 'outside'),
+        (lambda s: s['kvstore'].update(driver='http'), errors.UnsafeSpecError, 'http'),
+        (lambda s: s.update(driver='json'), errors.UnsafeSpecError, 'json'),
+        (lambda s: s['metadata'].update(shape=[-1, 4]), errors.CorruptCheckpointError, 'shape'),
+        (lambda s: s['metadata'].pop('shape'), errors.CorruptCheckpointError, 'shape'),
+        (lambda s: s.update(dtype='float7'), errors.CorruptCheckpointError, 'float7'),
+        (lambda s: s['kvstore'].pop('path'), errors.CorruptCheckpointError, 'path'),
+    ],
+)
+def test_specs_that_are_not_what_t5x_writes(saved, edit, kind, says):
+    step_dir = saved / 'checkpoint_3'
+    contents = independent_reader.manifest(step_dir)
+    edit(contents['optimizer']['target']['decoder']['w'])
+    (step_dir / 'checkpoint').write_bytes(serialization.msgpack_serialize(contents))
+    for read in each_reader():
+        with pytest.raises(kind) as error:
+            np.asarray(read(step_dir)['target/decoder/w'])
+        assert_says(error, 'target/decoder/w', says)
+
+
+def test_nothing_there(tmp_path):
+    (tmp_path / 'empty').mkdir()
+    for path in (tmp_path / 'empty', tmp_path / 'absent', tmp_path / 'absent' / 'checkpoint_3'):
+        for read in (t5ckpt.load_t5x_checkpoint, t5ckpt.open_checkpoint, t5ckpt.find_checkpoint):
+            with pytest.raises(errors.CheckpointNotFoundError) as error:
+                read(str(path))
+            assert_says(error, str(path))
+            assert isinstance(error.value, ValueError)
+            assert isinstance(error.value, FileNotFoundError)
+    with pytest.raises(errors.CheckpointNotFoundError, match='empty'):
+        restore(tmp_path / 'empty', state_of())
+    assert t5ckpt.latest_step(str(tmp_path / 'absent')) is None
+    assert list(t5ckpt.all_steps(str(tmp_path / 'absent'))) == []
+    assert not (tmp_path / 'absent').exists()
+
+
+def test_the_steps_there_are_named(saved):
+    with pytest.raises(errors.CheckpointNotFoundError) as error:
+        restore(saved, state_of(), step=4)
+    assert_says(error, 'checkpoint_4', 'complete steps are: 3')
+
+
+def test_a_directory_named_checkpoint(tmp_path):
+    """No manifest: the step is not complete, so it is not there."""
+    (tmp_path / 'checkpoint_3' / 'checkpoint').mkdir(parents=True)
+    assert list(t5ckpt.all_steps(str(tmp_path))) == []
+    for read in each_reader():
+        with pytest.raises(errors.CheckpointNotFoundError):
+            read(tmp_path / 'checkpoint_3')
+
+
+def test_a_file_where_the_step_should_be(tmp_path):
+    (tmp_path / 'checkpoint_3').write_text('')
+    assert list(t5ckpt.all_steps(str(tmp_path))) == []
+    with pytest.raises(errors.T5CkptError, match='checkpoint_3'):
+        restore(tmp_path, state_of(), step=3)
+
+
+@pytest.mark.parametrize('name', ['checkpoint_', 'checkpoint_-1', 'checkpoint_03', 'checkpoint_3.tmp-1', 'ckpt_3'])
+def test_other_names_are_no_steps(saved, name):
+    shutil.copytree(saved / 'checkpoint_3', saved / name)
+    assert list(t5ckpt.all_steps(str(saved))) == [3]
+
+
+# ---- arrays that are damaged ----
+
+
+def stored(step_dir: pathlib.Path) -> pathlib.Path:
+    """A chunk file of target/decoder/w."""
+    return min(p for p in (step_dir / 'target.decoder.w').iterdir() if p.name != '.zarray')
+
+
+@pytest.mark.parametrize('sharded', [False, True])
+def test_a_missing_chunk_is_an_error_and_not_zeros(saved, sharded):
+    gone = stored(saved / 'checkpoint_3')
+    gone.unlink()
+    model = state_of()
+    if sharded:
+        sharding = NamedSharding(partitioner.mesh(), PartitionSpec('data', 'model'))
+        model = state_of({'target/decoder/w': jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=sharding)})
+    reads = [
+        lambda: restore(saved, model),
+        lambda: t5ckpt.load_t5x_checkpoint(str(saved)),
+        t5ckpt.open_checkpoint(str(saved))['target/decoder/w'].get,
+        t5ckpt.load_t5x_checkpoint(str(saved), lazy_parameters=True)['target']['decoder']['w'].get,
+    ]
+    for read in reads:
+        with pytest.raises(errors.CorruptCheckpointError) as error:
+            read()
+        assert_says(error, 'target/decoder/w', 'checkpoint_3')
+
+
+def test_a_missing_chunk_of_t5x(golden, tmp_path):
+    """Whose manifest has no facts of ours."""
+    step_dir = shutil.copytree(golden / 'case01_adafactor' / 'checkpoint_42', tmp_path / 'checkpoint_42')
+    (step_dir / 'target.token_embedder.embedding' / '2.0').unlink()
+    with pytest.raises(errors.CorruptCheckpointError) as error:
+        t5ckpt.load_t5x_checkpoint(step_dir)
+    assert_says(error, 'target/token_embedder/embedding')
+
+
+def test_a_truncated_chunk(saved):
+    chunk = stored(saved / 'checkpoint_3')
+    chunk.write_bytes(chunk.read_bytes()[:-5])
+    for read in (lambda: restore(saved, state_of()), lambda: t5ckpt.load_t5x_checkpoint(str(saved))):
+        with pytest.raises(errors.CorruptCheckpointError) as error:
+            read()
+        assert_says(error, 'target/decoder/w')
+
+
+@pytest.mark.parametrize('text', ['', '{', '[]', '{"zarr_format": 3}'])
+def test_a_broken_zarray(saved, text):
+    (saved / 'checkpoint_3' / 'target.decoder.w' / '.zarray').write_text(text)
+    for read in (lambda: restore(saved, state_of()), lambda: t5ckpt.load_t5x_checkpoint(str(saved))):
+        with pytest.raises(errors.FormatError) as error:
+            read()
+        assert_says(error, 'target/decoder/w')
+
+
+def test_a_zarray_that_contradicts_the_manifest(saved):
+    path = saved / 'checkpoint_3' / 'target.decoder.w' / '.zarray'
+    path.write_text(json.dumps({**json.loads(path.read_text()), 'shape': [256, 256]}))
+    for read in (lambda: restore(saved, state_of()), lambda: t5ckpt.load_t5x_checkpoint(str(saved))):
+        with pytest.raises(errors.CorruptCheckpointError) as error:
+            read()
+        assert_says(error, 'target/decoder/w', '256')
+
+
+# ---- saves that fail change nothing ----
+
+
+@contextlib.contextmanager
+def mounted(directory: pathlib.Path, options: str):
+    """A tmpfs: only root may, and in CI root we are."""
+    directory.mkdir(exist_ok=True)
+    done = subprocess.run(
+        ['mount', '-t', 'tmpfs', '-o', options, 'tmpfs', str(directory)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        reason = f'cannot mount a tmpfs: {done.stderr.strip()}'
+        if os.environ.get('CI') == 'true' and os.geteuid() == 0:
+            pytest.fail(reason)
+        pytest.skip(reason)
+    try:
+        yield directory
+    finally:
+        subprocess.run(['umount', '-l', str(directory)], check=True)
+
+
+def assert_unchanged(run_dir: pathlib.Path, before: dict[str, bytes]) -> None:
+    """The same files with the same contents, and no empty directory left."""
+    assert listing(run_dir) == before
+    t5x_rules.check_run_dir(run_dir)
+
+
+@pytest.mark.skipif(not hasattr(os, 'geteuid') or os.geteuid() != 0, reason='only root can mount a file system to fill')
+@pytest.mark.parametrize('how', ['save', 'save_async'])
+def test_no_space_left(tmp_path, how):
+    with mounted(tmp_path / 'small', 'size=2m') as root:
+        run_dir = root / 'run'
+        rng = np.random.default_rng(0)
+        with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(run_dir)) as ck:
+            ck.save(state_of())
+            before = listing(run_dir)
+            big = state_of(
+                {'state/step': np.asarray(4, np.int32)}
+                | {f'target/big/w{i}': rng.standard_normal((256, 512)).astype(np.float32) for i in range(8)}
+            )
+            if how == 'save':
+                with pytest.raises(errors.NoSpaceError) as error:
+                    ck.save(big)
+            else:
+                pending = ck.save_async(big)
+                with pytest.raises(errors.T5CkptError) as error:
+                    pending.result()
+                assert any(isinstance(e, errors.NoSpaceError) for e in _causes(error.value))
+            assert isinstance(error.value, errors.NoSpaceError | errors.SaveFailedError)
+            assert_says(error, str(run_dir))
+            assert_unchanged(run_dir, before)
+            assert list(ck.all_steps()) == [3]
+            # The checkpointer goes on: a smaller step still fits.
+            assert ck.save(state_of({'state/step': np.asarray(5, np.int32)}, ['target/decoder/w'])).step == 5
+
+
+def _causes(error):
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def test_no_permission(tmp_path):
+    """A read-only mount for root, to whom permissions mean nothing; a read-only directory for others."""
+    root = tmp_path / 'locked'
+    with contextlib.ExitStack() as stack:
+        if hasattr(os, 'geteuid') and os.geteuid() == 0:
+            stack.enter_context(mounted(root, 'size=8m'))
+        run_dir = root / 'run'
+        with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(run_dir)) as ck:
+            ck.save(state_of())
+        before = listing(run_dir)
+        if os.path.ismount(root):
+            subprocess.run(['mount', '-o', 'remount,ro', str(root)], check=True)
+        else:
+            run_dir.chmod(0o555)
+            stack.callback(run_dir.chmod, 0o755)
+        with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(run_dir)) as ck:
+            with pytest.raises(errors.AccessDeniedError) as error:
+                ck.save(state_of({'state/step': np.asarray(4, np.int32)}))
+            assert_says(error, str(run_dir))
+            assert isinstance(error.value, PermissionError)
+            assert_same(ck.restore().state_dict()['target']['decoder']['w'], W)
+        assert listing(run_dir) == before
+
+
+@pytest.mark.parametrize('deep', [False, True])
+def test_a_file_where_the_run_directory_should_be(tmp_path, deep):
+    (tmp_path / 'file').write_text('mine')
+    run_dir = tmp_path / 'file' / 'run' if deep else tmp_path / 'file'
+    with (
+        pytest.raises(errors.NotADirectoryStorageError) as error,
+        t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(run_dir)) as ck,
+    ):
+        ck.save(state_of())
+    assert_says(error, str(tmp_path / 'file'))
+    assert isinstance(error.value, NotADirectoryError)
+    assert (tmp_path / 'file').read_text() == 'mine'
+
+
+@pytest.mark.parametrize(
+    'leaf',
+    [object(), b'bytes', np.array(['a', 'b']), np.array([object()]), np.datetime64('2026-01-01'), {1, 2}],
+    ids=lambda leaf: type(leaf).__name__,
+)
+def test_leaves_that_cannot_be_saved(saved, leaf):
+    before = listing(saved)
+    bad = state_of({'state/step': np.asarray(4, np.int32), 'target/decoder/odd': leaf})
+    with (
+        pytest.raises(errors.UnsupportedLeafError) as error,
+        t5ckpt.Checkpointer(bad, checkpoints_dir=str(saved)) as ck,
+    ):
+        ck.save(bad)
+    assert_says(error, 'target/decoder/odd')
+    assert_unchanged(saved, before)
+
+
+def test_a_leaf_that_fails_while_it_is_written(saved):
+    """A lazy leaf whose values cannot be had; among others that can."""
+    before = listing(saved)
+
+    def broken():
+        raise RuntimeError('the disk it came from is gone')
+
+    flat = {f'target/w{i}': W + i for i in range(4)} | {'state/step': np.asarray(4, np.int32)}
+    flat['target/w2'] = t5ckpt.LazyThreadPoolArray(W.shape, W.dtype, broken)
+    bad = partitioner.T5XState(nest(flat))
+    ck = t5ckpt.Checkpointer(bad, checkpoints_dir=str(saved))
+    with ck, pytest.raises(RuntimeError, match='the disk it came from is gone'):
+        ck.save(bad)
+    assert_unchanged(saved, before)
+
+
+def test_a_transform_that_fails(saved):
+    before = listing(saved)
+
+    def broken(state_dict, parameter_infos):
+        raise KeyError('no such layer')
+
+    four = state_of({'state/step': np.asarray(4, np.int32)})
+    with t5ckpt.Checkpointer(four, checkpoints_dir=str(saved)) as ck:
+        with pytest.raises(KeyError, match='no such layer'):
+            ck.save(four, state_transformation_fns=[broken])
+        assert_unchanged(saved, before)
+        assert ck.save(four).step == 4
+
+
+def test_errors_of_async_saves_are_raised_once_they_are_known(saved):
+    before = listing(saved)
+
+    def broken():
+        raise RuntimeError('the disk it came from is gone')
+
+    flat = {'target/w': t5ckpt.LazyThreadPoolArray(W.shape, W.dtype, broken), 'state/step': np.asarray(4, np.int32)}
+    bad = partitioner.T5XState(nest(flat))
+    ck = t5ckpt.Checkpointer(bad, checkpoints_dir=str(saved))
+    with pytest.raises((errors.T5CkptError, RuntimeError)) as error:
+        # The call itself may already know, or the result does.
+        ck.save_async(bad).result()
+    assert any('the disk it came from is gone' in str(e) for e in _causes(error.value))
+    with contextlib.suppress(errors.SaveFailedError, RuntimeError):
+        ck.close()
+    assert_unchanged(saved, before)
+
+
+def test_a_state_that_is_one_array(run_dir):
+    with pytest.raises(errors.UnsupportedLeafError, match='dict'):
+        t5ckpt.Checkpointer(W, checkpoints_dir=str(run_dir)).save(W, step=1)
+
+
+def test_two_leaves_with_one_name(run_dir):
+    tree = {'a': collections.OrderedDict({1: np.arange(3), '1': np.arange(4)})}
+    with pytest.raises(errors.UnsupportedLeafError, match='a/1'):
+        t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir)).save(tree, step=1)
+
+
+@pytest.mark.parametrize('step', [-1, 1.5, 'seven', None])
+def test_steps_that_are_none(run_dir, step):
+    tree = {'w': np.arange(3)}
+    with (
+        pytest.raises((ValueError, TypeError), match='step'),
+        t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir)) as ck,
+    ):
+        ck.save(tree, step=step)
+    assert not run_dir.exists() or not list(run_dir.iterdir())
+
+
+@pytest.mark.parametrize('keep', [0, -1])
+def test_keep_nothing_is_refused(run_dir, keep):
+    """T5X takes keep=0 for keep everything."""
+    with pytest.raises(ValueError, match='keep'):
+        t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(run_dir), keep=keep)
+
+
+# ---- keep, overwrite, pins ----
+
+
+def steps_after(run_dir, steps, **options) -> list[int]:
+    state = state_of()
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), **options) as ck:
+        for step in steps:
+            committed = ck.save(state_of({'state/step': np.asarray(step, np.int32)}))
+            assert committed.step == step
+            assert step in ck.all_steps()
+        found = list(ck.all_steps())
+    t5x_rules.check_run_dir(run_dir)
+    return found
+
+
+def test_keep_everything(run_dir):
+    assert steps_after(run_dir, [1, 2, 3, 0]) == [0, 1, 2, 3]
+
+
+
+def test_keep_the_newest(run_dir):
+    assert steps_after(run_dir, [1, 2, 3, 4, 5], keep=2) == [4, 5]
+
+
+def test_numbers_and_not_names_are_ordered(run_dir):
+    assert steps_after(run_dir, [8, 9, 10, 11], keep=2) == [10, 11]
+
+
+def test_the_step_just_saved_stays_though_it_is_the_lowest(run_dir):
+    """T5X deletes it. steps_after checks it after every save."""
+    steps_after(run_dir, [10, 20, 30])
+    assert 5 in steps_after(run_dir, [5], keep=2)
+    assert 4 in steps_after(run_dir, [4], keep=1)
+
+
+def test_pins(run_dir):
+    steps_after(run_dir, [1, 2, 3])
+    for step in (1, 2):
+        t5ckpt.pin_checkpoint(str(run_dir / f'checkpoint_{step}'))
+        assert t5ckpt.is_pinned_checkpoint(str(run_dir / f'checkpoint_{step}'))
+        assert (run_dir / f'checkpoint_{step}' / 'PINNED').is_file()
+        t5x_rules.check(run_dir / f'checkpoint_{step}')
+    assert not t5ckpt.is_pinned_checkpoint(str(run_dir / 'checkpoint_3'))
+    # Pins take no slots.
+    assert steps_after(run_dir, [4, 5, 6], keep=2) == [1, 2, 5, 6]
+    t5ckpt.unpin_checkpoint(str(run_dir / 'checkpoint_1'))
+    assert not t5ckpt.is_pinned_checkpoint(str(run_dir / 'checkpoint_1'))
+    assert steps_after(run_dir, [7], keep=2) == [2, 6, 7]
+    with pytest.raises(errors.CheckpointNotFoundError):
+        t5ckpt.pin_checkpoint(str(run_dir / 'checkpoint_1'))
+
+
+def test_pins_of_t5x_are_honoured(run_dir):
+    """T5X writes a file PINNED with any contents."""
+    steps_after(run_dir, [1, 2])
+    (run_dir / 'checkpoint_1' / 'PINNED').write_text('')
+    assert steps_after(run_dir, [3], keep=1) == [1, 3]
+
+
+def test_a_complete_step_is_not_saved_again(run_dir):
+    first, second = state_of(), state_of({'target/decoder/w': W + 1})
+    with t5ckpt.Checkpointer(first, checkpoints_dir=str(run_dir)) as ck:
+        assert ck.save(first).step == 3
+        before = listing(run_dir)
+        assert ck.save(second) is None
+        assert ck.save_async(second).result() is None
+        assert_unchanged(run_dir, before)
+        assert_same(ck.restore().state_dict()['target']['decoder']['w'], W)
+
+
+@pytest.mark.parametrize('what', ['no manifest', 'truncated manifest', 'empty directory'])
+def test_a_broken_step_is_replaced(saved, what):
+    step_dir = saved / 'checkpoint_3'
+    if what == 'empty directory':
+        shutil.rmtree(step_dir)
+        step_dir.mkdir()
+    elif what == 'no manifest':
+        (step_dir / 'checkpoint').unlink()
+    else:
+        (step_dir / 'checkpoint').write_bytes((step_dir / 'checkpoint').read_bytes()[:50])
+    new = state_of({'target/decoder/w': W + 1})
+    with t5ckpt.Checkpointer(new, checkpoints_dir=str(saved)) as ck:
+        assert ck.save(new).step == 3
+        assert_same(ck.restore().state_dict()['target']['decoder']['w'], W + 1)
+    t5x_rules.check(step_dir)
+    t5x_rules.check_run_dir(saved)
+
+
+def test_stale_temporary_directories_are_swept(saved):
+    """Of a process that died long ago; what a user put there stays."""
+    for name in ('checkpoint_5.tmp-1600000000', 'checkpoint_3.tmp-1600000000', 'checkpoint_9.tmp-1'):
+        shutil.copytree(saved / 'checkpoint_3', saved / name)
+    mine = saved / 'checkpoint_notes'
+    mine.mkdir()
+    (mine / 'a.txt').write_text('mine')
+    (saved / 'events.out.tfevents.1').write_text('mine')
+    with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(saved)) as ck:
+        ck.save(state_of({'state/step': np.asarray(6, np.int32)}))
+    names = {p.name for p in saved.iterdir()}
+    assert names == {'checkpoint_3', 'checkpoint_6', 'checkpoint_notes', 'events.out.tfevents.1'}
+    assert (mine / 'a.txt').read_text() == 'mine'
+
+
+def test_unfinished_steps_are_not_listed(saved):
+    shutil.copytree(saved / 'checkpoint_3', saved / 'checkpoint_7.tmp-1600000000')
+    (saved / 'checkpoint_8').mkdir()
+    assert t5ckpt.latest_step(str(saved)) == 3
+    flat = flatten(t5ckpt.load_t5x_checkpoint(str(saved)))
+    assert_same(flat['state/step'], np.asarray(3, np.int32))

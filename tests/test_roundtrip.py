@@ -1,0 +1,347 @@
+"""Arbitrary trees, shapes, dtypes and shardings come back to the bit, onto any other sharding."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from support import partitioner, states, t5x_rules
+from support.bits import assert_same, random_bits
+from support.golden import flatten, nest
+from support.states import JAX_DTYPES, WIDE_DTYPES
+
+import t5ckpt
+
+# ---- strategies ----
+
+_MESHES = [((8,), 'x'), ((4, 2), 'xy'), ((2, 2, 2), 'xyz'), ((2, 4), 'xy'), ((3,), 'x'), ((1,), 'x'), ((2, 3), 'xy')]
+_SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 0]
+
+
+@st.composite
+def shardings(draw, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    """A sharding over up to 8 devices that divides the shape; several mesh axes may go to one dimension."""
+    if draw(st.integers(0, 9)) == 0:
+        return SingleDeviceSharding(jax.devices()[draw(st.integers(0, 7))])
+    sizes, names = draw(st.sampled_from(_MESHES))
+    mesh = partitioner.mesh(sizes, tuple(names))
+    left = list(draw(st.permutations(names)))
+    spec: list[Any] = []
+    for size in shape:
+        taken: list[str] = []
+        for name in list(left):
+            parts = math.prod(mesh.shape[n] for n in [*taken, name])
+            if size % parts == 0 and draw(st.booleans()):
+                taken.append(name)
+                left.remove(name)
+        spec.append(tuple(taken) if len(taken) > 1 else (taken[0] if taken else None))
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf: what is saved, and where it is restored to."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    #: None: all zeros, which is what a missing chunk reads as elsewhere.
+    seed: int | None
+    source: jax.sharding.Sharding | None
+    goal: jax.sharding.Sharding | None
+    abstract: bool
+
+    @functools.cached_property
+    def array(self) -> np.ndarray:
+        if self.seed is None:
+            return np.zeros(self.shape, states.np_dtype(self.dtype))
+        return random_bits(np.random.default_rng(self.seed), self.shape, states.np_dtype(self.dtype))
+
+    def saved(self) -> Any:
+        return self.array if self.source is None else jax.device_put(self.array, self.source)
+
+    def template(self) -> Any:
+        if self.goal is None:
+            return np.zeros(self.array.shape, self.array.dtype)
+        if self.abstract:
+            return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype, sharding=self.goal)
+        return jax.device_put(np.zeros(self.array.shape, self.array.dtype), self.goal)
+
+
+@st.composite
+def leaves(draw) -> Leaf:
+    shape = tuple(draw(st.lists(st.sampled_from(_SIZES), max_size=4)))
+    dtype = draw(st.sampled_from(JAX_DTYPES + WIDE_DTYPES))
+    on_devices = st.just(None) if dtype in WIDE_DTYPES else st.none() | shardings(shape) | shardings(shape)
+    return draw(st.builds(Leaf, st.just(dtype), st.just(shape), _SEEDS, on_devices, on_devices, st.booleans()))
+
+
+_SEEDS = st.none() | st.integers(0, 2**32)
+_KEYS = st.text('abcXY01_-. ~/ü', min_size=1, max_size=6) | st.sampled_from(['target', 'params', 'step', 'opt_state'])
+
+
+def trees(leaf: st.SearchStrategy) -> st.SearchStrategy:
+    """Nested dicts, lists, tuples and namedtuples with None and empty containers."""
+    return st.recursive(
+        leaf,
+        lambda inner: st.one_of(
+            st.dictionaries(_KEYS, inner | st.none(), max_size=4),
+            st.lists(inner | st.none(), max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.builds(states.Pair, inner, inner | st.none()),
+        ),
+        max_leaves=8,
+    )
+
+
+def is_leaf(node: Any) -> bool:
+    return isinstance(node, Leaf)
+
+
+# ---- any tree ----
+
+
+def roundtrip(tree: Any) -> None:
+    """Saves a tree of `Leaf`s, checks T5X's rules, restores it onto the goals, compares."""
+    with tempfile.TemporaryDirectory() as tmp:
+        saved = jax.tree.map(Leaf.saved, tree, is_leaf=is_leaf)
+        with t5ckpt.Checkpointer(saved, checkpoints_dir=tmp) as ck:
+            committed = ck.save(saved, step=1)
+        t5x_rules.check(pathlib.Path(committed.path))
+        template = jax.tree.map(Leaf.template, tree, is_leaf=is_leaf)
+        with t5ckpt.Checkpointer(template, checkpoints_dir=tmp) as ck:
+            restored = ck.restore()
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    for leaf, got in zip(jax.tree.leaves(tree, is_leaf=is_leaf), jax.tree.leaves(restored), strict=True):
+        assert_same(got, leaf.array, str(leaf))
+        assert isinstance(got, jax.Array) == (leaf.goal is not None), str(leaf)
+        if leaf.goal is not None:
+            assert got.sharding.is_equivalent_to(leaf.goal, got.ndim), str(leaf)
+
+
+@settings(max_examples=120)
+@given(tree=st.dictionaries(_KEYS, trees(leaves()), min_size=1, max_size=4))
+def test_any_tree(tree):
+    roundtrip(tree)
+
+
+_BIG = [(48, 96, 16), (384, 192), (96, 768), (73728,), (24, 16, 24, 8)]
+_BIG_DTYPES = ['float32', 'bfloat16', 'uint16', 'int4', 'float8_e4m3', 'complex64', 'bool', 'uint4']
+
+
+@st.composite
+def big_leaves(draw) -> Leaf:
+    """Large enough to be arrays on disk, with shards that do not line up."""
+    shape = draw(st.sampled_from(_BIG))
+    on_devices = st.none() | shardings(shape) | shardings(shape)
+    dtype = st.sampled_from(_BIG_DTYPES)
+    return draw(st.builds(Leaf, dtype, st.just(shape), _SEEDS, on_devices, on_devices, st.booleans()))
+
+
+@settings(max_examples=40)
+@given(flat=st.dictionaries(st.sampled_from('abc'), big_leaves(), min_size=1, max_size=3))
+def test_big_leaves_reshard(flat):
+    roundtrip({'target': flat})
+
+
+@st.composite
+def basic_indices(draw, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    def one(size: int) -> Any:
+        bound = st.none() | st.integers(-size - 2, size + 2)
+        step = st.none() | st.sampled_from([1, 2, 5, -1, -3])
+        return draw(st.integers(-size, size - 1) | st.builds(slice, bound, bound, step))
+
+    head = draw(st.integers(0, len(shape)))
+    index = [one(size) for size in shape[:head]]
+    if draw(st.booleans()):
+        tail = draw(st.integers(0, len(shape) - head))
+        index += [Ellipsis, *(one(size) for size in shape[len(shape) - tail :])]
+    return tuple(index)
+
+
+_SLICED = {
+    'bfloat16': (48, 96, 16),
+    'float32': (73728,),
+    'int4': (24, 16, 24, 8),
+    'uint4': (384, 192),
+    'inline': (6, 5, 4),
+}
+
+
+@pytest.fixture(scope='module')
+def sliceable(tmp_path_factory):
+    """name -> (lazy array, the array), stored in many chunks and inline."""
+    rng = np.random.default_rng(0)
+    dtypes = {name: states.np_dtype('float32' if name == 'inline' else name) for name in _SLICED}
+    arrays = {name: random_bits(rng, shape, dtypes[name]) for name, shape in _SLICED.items()}
+    run_dir = tmp_path_factory.mktemp('sliceable')
+    with t5ckpt.Checkpointer(arrays, checkpoints_dir=run_dir, chunk_bytes=1 << 14) as ck:
+        t5x_rules.check(pathlib.Path(ck.save(arrays, step=1).path))
+    view = t5ckpt.open_checkpoint(run_dir)
+    return {name: (view[name], array) for name, array in arrays.items()}
+
+
+@settings(max_examples=150)
+@given(drawn=st.sampled_from(sorted(_SLICED)).flatmap(lambda key: st.tuples(st.just(key), basic_indices(_SLICED[key]))))
+def test_views_slice_like_numpy(sliceable, drawn):
+    """Basic indexing: integers, slices with steps, an ellipsis; the bits NumPy gives."""
+    key, index = drawn
+    lazy, array = sliceable[key]
+    assert_same(np.asarray(lazy[index]), np.asarray(array[index]), str(index))
+
+
+@pytest.mark.parametrize('index', [(0, 0, 0, 0, 0), (6,), (0, -6), (slice(None), slice(None), slice(None), 0)])
+def test_views_refuse_what_numpy_refuses(sliceable, index):
+    lazy, array = sliceable['inline']
+    with pytest.raises(IndexError):
+        array[index]
+    with pytest.raises(IndexError):
+        lazy[index]
+    lazy, array = sliceable['bfloat16']
+    index = tuple(i * 100 if isinstance(i, int) else i for i in index)
+    with pytest.raises(IndexError):
+        lazy[index]
+
+
+# ---- the makers of states ----
+
+
+@pytest.mark.parametrize(
+    ('make', 'step'),
+    [(states.flax_state, None), (states.nnx_state, 3), (states.wild_tree, 0), (states.dtype_tree, 12)],
+    ids=['flax', 'nnx', 'wild', 'dtypes'],
+)
+@pytest.mark.filterwarnings('ignore:.*unsafe_rbg.*')
+def test_states_come_back_as_they_were(run_dir, make, step):
+    """Same containers, same Python types, same typed keys, same bits."""
+    state = make()
+    with t5ckpt.Checkpointer(states.blank(state), checkpoints_dir=str(run_dir)) as ck:
+        ck.save(state, **({} if step is None else {'step': step}))
+        restored = ck.restore()
+    states.assert_same_tree(restored, state)
+
+
+def test_flax_train_state_keeps_its_functions(run_dir):
+    state = states.flax_state()
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(state)
+        restored = ck.restore()
+    assert restored.apply_fn is not None
+    assert restored.tx is state.tx
+    assert type(restored.opt_state) is type(state.opt_state)
+    nxt = restored.apply_gradients(grads=jax.tree.map(jnp.ones_like, restored.params))
+    states.assert_same_tree(nxt, state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params)))
+
+
+def test_nnx_state_updates_a_module(run_dir):
+    from flax import nnx
+
+    module = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    other = nnx.Linear(8, 4, rngs=nnx.Rngs(1))
+    with t5ckpt.Checkpointer(nnx.state(other), checkpoints_dir=str(run_dir)) as ck:
+        ck.save(nnx.state(module), step=0)
+        nnx.update(other, ck.restore())
+    assert_same(other.kernel[...], module.kernel[...])
+
+
+def test_random_keys_go_on_as_they_would(run_dir):
+    key = jax.random.key(3, impl='rbg')
+    template = {'key': jax.random.key(0, impl='rbg')}
+    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir)) as ck:
+        ck.save({'key': key}, step=1)
+        restored = ck.restore()['key']
+    assert jax.random.key_impl(restored) == jax.random.key_impl(key)
+    assert_same(jax.random.normal(restored, (4,)), jax.random.normal(key, (4,)))
+
+
+@pytest.mark.parametrize('kind', ['pinned_host', 'unpinned_host', 'device'])
+def test_memory_kinds(run_dir, kind):
+    mesh = partitioner.mesh()
+    array = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    goal = NamedSharding(mesh, PartitionSpec('data', 'model'), memory_kind=kind)
+    for n, source in enumerate((goal, goal.with_memory_kind('device'))):
+        state = {'w': jax.device_put(array, source)}
+        template = {'w': jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=goal)}
+        with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir)) as ck:
+            ck.save(state, step=n)
+            restored = ck.restore()['w']
+        assert restored.sharding.memory_kind == kind
+        assert_same(restored, array)
+
+
+def test_many_small_leaves(run_dir):
+    rng = np.random.default_rng(0)
+    tree = {f'layer_{i}': {'w': rng.standard_normal(16).astype(np.float32)} for i in range(2000)}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir)) as ck:
+        step_dir = pathlib.Path(ck.save(tree, step=1).path)
+        restored = ck.restore()
+    for key, leaf in flatten(tree).items():
+        assert_same(flatten(restored[key.split('/')[0]])['w'], leaf, key)
+    assert sum(1 for _ in step_dir.iterdir()) < 10
+
+
+def test_saving_leaves_the_state_as_it_was(run_dir):
+    state = states.t5x_state(states.adafactor_arrays(), partitioner.mesh())
+    before = {key: (leaf, np.asarray(leaf).copy()) for key, leaf in flatten(state.tree).items()}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), save_dtype=states.np_dtype('bfloat16')) as ck:
+        ck.save(state)
+    for key, leaf in flatten(state.tree).items():
+        assert leaf is before[key][0], key
+        assert_same(leaf, before[key][1], key)
+
+
+def test_save_async_is_safe_from_donation(run_dir):
+    """The buffers are given away while the save runs; what was there when save_async returned is what is saved."""
+
+    @jax.jit
+    def double(tree):
+        return jax.tree.map(lambda x: x * 2, tree)
+
+    donating = jax.jit(double, donate_argnums=0)
+    mesh = partitioner.mesh()
+    array = np.random.default_rng(0).standard_normal((512, 256)).astype(np.float32)
+    state = {'w': jax.device_put(array, NamedSharding(mesh, PartitionSpec('data', 'model')))}
+    template = {'w': jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=state['w'].sharding)}
+    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir)) as ck:
+        pending = []
+        for step in range(4):
+            pending.append(ck.save_async(state, step=step))
+            state = donating(state)
+        ck.wait_until_finished()
+        ck.check_for_errors()
+        assert [p.result().step for p in pending] == [0, 1, 2, 3]
+        assert all(p.done() for p in pending)
+        for step in range(4):
+            assert_same(ck.restore(step=step)['w'], array * np.float32(2**step))
+
+
+def test_restored_arrays_are_independent_of_the_files_and_of_each_other(run_dir):
+    """May be donated, and the checkpoint may be deleted, right after."""
+    import shutil
+
+    array = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
+    state = {'w': jax.device_put(array, NamedSharding(partitioner.mesh(), PartitionSpec('model')))}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(state, step=1)
+        first, second = ck.restore()['w'], ck.restore()['w']
+    shutil.rmtree(run_dir)
+    gone = jax.jit(lambda x: x + 1, donate_argnums=0)(first)
+    assert_same(gone, array + 1)
+    assert_same(second, array)
+
+
+def test_restored_numpy_is_writable(run_dir):
+    tree = nest({'small': np.arange(4.0), 'big': np.arange(2.0**17)})
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(tree, step=1)
+        restored = ck.restore()
+    for key, leaf in restored.items():
+        np.add(leaf, 1, out=leaf)
+        assert_same(leaf, tree[key] + 1, key)

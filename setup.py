@@ -22,8 +22,8 @@ EXTRAS = {
     'test': [
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
         'hypothesis>=6.100',
-        'pyright>=1.1.400',
-        'pytest>=8',
+        'pyright[nodejs]>=1.1.400',
+        'pytest>=9',
         'pytest-xdist>=3.5',
         'ruff>=0.12',
     ],
@@ -40,13 +40,15 @@ setup(
     python_requires='>=3.11',
     packages=find_packages(include=['t5ckpt', 't5ckpt.*']),
     package_data={'t5ckpt': ['py.typed']},
+    # The floors are what the tests pass with: older tensorstores cannot hold all of JAX's dtypes, older JAX has no
+    # memory kinds on the CPU.
     install_requires=[
         'flax>=0.10.4',
-        'jax>=0.6',
+        'jax>=0.7.2',
         'ml_dtypes>=0.5',
         'msgpack>=1.0.5',
         'numpy>=1.26',
-        'tensorstore>=0.1.71',
+        'tensorstore>=0.1.85',
         'xxhash>=3.4',
     ],
     extras_require=EXTRAS,

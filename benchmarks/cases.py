@@ -74,7 +74,7 @@ class Case:
     title: str
     leaves: Callable[[Size], dict[str, Leaf]]
     headline: tuple[str, ...]
-    actions: tuple[str, ...] = ('save', 'restore')
+    actions: tuple[str, ...] = ('save', 'restore_warm', 'restore_cold')
     devices: int = 4
     needs: int = 1
     rounds: int = 3
@@ -194,9 +194,9 @@ CASES = {
 
 
 def size_of(*, short: bool, scale: int) -> Size:
-    """The sizes to run; `scale` multiplies the layers, for devices with more memory."""
+    """The sizes to run; `scale` multiplies the widths of the transformer, so that its bytes grow with the square."""
     size = SHORT if short else FULL
-    return dataclasses.replace(size, layers=size.layers * scale)
+    return dataclasses.replace(size, width=size.width * scale, hidden=size.hidden * scale)
 
 
 @functools.cache

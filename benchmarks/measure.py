@@ -1,9 +1,10 @@
 """Takes the turns of one process: `measure.py REQUEST ANSWER`, two JSON files.
 
 A turn is one peer saving, or restoring, or saving from a training loop. `run.py` gives every turn a process of its own
-(only with `--short` they share one): a peer finds no memory, cache or thread of another, a restore finds what it would
-find after a restart, and the peak of the memory is the peer's own. What a peer imports and compiles is not measured:
-saving starts with a save that does not count, restoring with a tiny checkpoint.
+(only with `--short` they share one): a peer finds no memory, cache or thread of another, the peak of the memory is its
+own, and a restore is the first one of its process, as after a restart. TensorStore keeps what it wrote or read in
+memory, so a second restore would not be one. What a peer imports is not measured: saving starts with a save that does
+not count, restoring with a tiny checkpoint.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Turn:
     """What is done once with one case and one peer.
 
     Attributes:
-        action: 'save', 'restore' (what 'save' left in `root`) or 'stall'.
+        action: 'save', 'restore_warm' or 'restore_cold' (what 'save' left in `root`), or 'stall'.
         seed: of the values; the same for all peers of a round.
         root: the peer's directory for this round.
     """
@@ -191,19 +192,18 @@ def _save_async(peer: peers.Peer, state: cases.Tree) -> Samples:
     return {'async_call': called, 'async_total': clock.seconds(), 'async_memory': memory.above_start()}
 
 
-def restore(setting: Setting) -> Samples:
-    """Restores what `save` left, with the files in the page cache, and then without.
+def restore_warm(setting: Setting) -> Samples:
+    """Restores with the files in the page cache."""
+    return _restore(setting, 'restore_warm', _SAVE_STEP, probe.warm_cache)
 
-    The directory gets a new name before each: TensorStore keeps chunks in memory under the path they came from.
-    """
-    samples = _restore(setting, 'restore_warm', _SAVE_STEP, probe.warm_cache)
+
+def restore_cold(setting: Setting) -> Samples:
+    """Restores with the files on the disk only; what was saved in the background, if it was."""
     last = max(step for step in (_SAVE_STEP, _ASYNC_STEP) if (setting.root / f'checkpoint_{step}').exists())
-    cool = probe.cool_files if setting.tiny else probe.cool_cache
-    return samples | _restore(setting, 'restore_cold', last, cool)
+    return _restore(setting, 'restore_cold', last, probe.cool_files if setting.tiny else probe.cool_cache)
 
 
 def _restore(setting: Setting, metric: str, step: int, prepare: Callable[[pathlib.Path], object]) -> Samples:
-    setting.root = setting.root.rename(setting.root.with_name(f'{setting.root.name}_{metric}'))
     peer = setting.peer()
     probe.settle(peer.root)
     prepare(peer.root)
@@ -232,15 +232,15 @@ def stall(setting: Setting) -> Samples:
     return samples
 
 
-_ACTIONS = {'save': save, 'restore': restore, 'stall': stall}
+_ACTIONS = {'save': save, 'restore_warm': restore_warm, 'restore_cold': restore_cold, 'stall': stall}
 
 
 def take(turn: Turn, size: cases.Size) -> Samples:
     """One turn. A restore is preceded by a tiny one, so that imports and threads are there; a save warms up itself."""
-    if turn.action == 'restore' and size != cases.SHORT:
-        tiny = Setting(dataclasses.replace(turn, root=f'{turn.root}_tiny'), cases.SHORT)
+    if turn.action.startswith('restore') and size != cases.SHORT:
+        tiny = Setting(dataclasses.replace(turn, root=f'{turn.root}_{turn.action}_tiny'), cases.SHORT)
         save(tiny)
-        restore(tiny)
+        restore_warm(tiny)
     return _ACTIONS[turn.action](Setting(turn, size))
 
 

@@ -32,12 +32,14 @@ class Peer(abc.ABC):
         label: in tables and plots.
         packages: what has to be installed.
         asynchronous: whether `save_async` exists and leaves the caller free to donate the state at once.
+        only: the cases in which an option of t5ckpt makes a difference; empty for a peer of its own.
     """
 
     name: ClassVar[str]
     label: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()
     asynchronous: ClassVar[bool] = False
+    only: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, root: pathlib.Path, source: cases.Tree, target: cases.Tree):
         """`source` and `target` are the abstract states that are saved and restored."""
@@ -50,10 +52,10 @@ class Peer(abc.ABC):
         """The directory of one checkpoint."""
         return self.root / f'checkpoint_{step}'
 
-    def open(self) -> None:  # noqa: B027 - most peers have nothing to open
+    def open(self) -> None:  # noqa: B027 - most peers make nothing once a training loop
         """Makes what a training loop makes once."""
 
-    def close(self) -> None:  # noqa: B027 - nor to close
+    def close(self) -> None:  # noqa: B027
         """Releases it."""
 
     @abc.abstractmethod
@@ -77,7 +79,6 @@ class T5ckpt(Peer):
     packages = ('t5ckpt',)
     asynchronous = True
     options: ClassVar[dict[str, Any]] = {}
-    restore_options: ClassVar[dict[str, Any]] = {}
 
     def open(self) -> None:
         import t5ckpt
@@ -97,7 +98,25 @@ class T5ckpt(Peer):
         return self._writer.save_async(state, step=step).result
 
     def restore(self, step: int) -> cases.Tree:
-        return self._reader.restore(step=step, **self.restore_options)
+        return self._reader.restore(step=step)
+
+
+class T5ckptMapped(T5ckpt):
+    """This project, restoring by mapping the files: pages are read when they are first used."""
+
+    name = 't5ckpt-mapped'
+    label = 't5ckpt, mmap=True'
+    only = ('s1', 'big')
+    options: ClassVar[dict[str, Any]] = {'mmap': True}
+
+
+class T5ckptAuto(T5ckpt):
+    """This project, compressing the leaves where a sample says that it pays."""
+
+    name = 't5ckpt-auto'
+    label = "t5ckpt, compression='auto'"
+    only = ('zeros',)
+    options: ClassVar[dict[str, Any]] = {'compression': 'auto'}
 
 
 class OrbaxPyTree(Peer):
@@ -201,19 +220,16 @@ class JaxManager(Peer):
         flat = cases.flatten(state)
         being_written = self.at(step).with_suffix('.tmp')
         paths = [os.fspath(being_written / path) for path in flat]
-        self._manager.serialize_with_paths(
-            list(flat.values()), paths, on_commit_callback=lambda: being_written.rename(self.at(step))
-        )
+        commit = functools.partial(being_written.rename, self.at(step))
+        self._manager.serialize_with_paths(list(flat.values()), paths, on_commit_callback=commit)
         return self._manager.wait_until_finished
 
     def restore(self, step: int) -> cases.Tree:
         flat = cases.flatten(self.target)
-        arrays = self._manager.deserialize_with_paths(
-            [leaf.sharding for leaf in flat.values()],
-            [os.fspath(self.at(step) / path) for path in flat],
-            [leaf.shape for leaf in flat.values()],
-            [leaf.dtype for leaf in flat.values()],
-        )
+        paths = [os.fspath(self.at(step) / path) for path in flat]
+        known = [(leaf.sharding, leaf.shape, leaf.dtype) for leaf in flat.values()]
+        shardings, shapes, dtypes = map(list, zip(*known, strict=True))
+        arrays = self._manager.deserialize_with_paths(shardings, paths, shapes, dtypes)
         return cases.nest(dict(zip(flat, arrays, strict=True)))
 
 
@@ -387,6 +403,7 @@ class Limit(Peer):
         return self._raw.read(self.at(step), self.target)
 
 
-_TYPES = (T5ckpt, OrbaxPyTree, OrbaxStandard, OrbaxV1, JaxManager, JaxPyTree, T5x, T5xGzip, Safetensors, Limit)
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in _TYPES}
+_OURS = (T5ckpt, T5ckptMapped, T5ckptAuto)
+_OTHERS = (OrbaxPyTree, OrbaxStandard, OrbaxV1, JaxManager, JaxPyTree, T5x, T5xGzip, Safetensors, Limit)
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (*_OURS, *_OTHERS)}
 ORBAX = tuple(name for name in PEERS if name.startswith('orbax'))

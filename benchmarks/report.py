@@ -105,7 +105,7 @@ def _ratio(numerator: float | None, denominator: float | None) -> str:
     if numerator is None or denominator is None or numerator <= 0 or denominator <= 0:
         return ''
     value = numerator / denominator
-    return f'{value:.1f}x' if value < 100 else f'{value:.0f}x'
+    return f'{value:.{2 if value < 1 else 1 if value < 100 else 0}f}x'
 
 
 def _summary(table: Table) -> list[str]:
@@ -180,7 +180,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], file: pathlib.Path) -> None:
-    """A panel for each case: the peers' times side by side, on a logarithmic axis."""
+    """A panel for each case: the peers' times side by side, on a logarithmic axis; a time below zero has no bar."""
     import matplotlib as mpl
 
     mpl.use('agg')
@@ -188,24 +188,34 @@ def plot(results: dict[str, Any], file: pathlib.Path) -> None:
 
     table = Table(results)
     shown = table.cases()
-    figure, panels = plt.subplots(len(shown), 1, figsize=(9, 3.2 * len(shown)), squeeze=False, layout='constrained')
-    for case, panel in zip(shown, panels[:, 0], strict=True):
-        metrics = [metric for metric in table.metrics(case) if metric.name in PROGRESS]
-        names = table.peers(case)
-        width = 0.8 / len(names)
-        for number, peer in enumerate(names):
-            at = [i + (number - (len(names) - 1) / 2) * width for i in range(len(metrics))]
-            values = [max(table.median(case.name, peer.name, metric.name) or 0, 0) for metric in metrics]
-            colour = {_OURS: 'black', _LIMIT: 'lightgrey'}.get(peer.name, f'C{number}')
-            panel.bar(at, values, width, label=peer.label, color=colour)
-        panel.set_yscale('log')
-        panel.set_ylabel('seconds')
-        panel.set_title(case.title, fontsize=10)
-        panel.set_xticks(range(len(metrics)), [metric.label for metric in metrics])
-        panel.legend(fontsize=6, loc='center left', bbox_to_anchor=(1, 0.5))
-        panel.grid(axis='y', alpha=0.3)
-    figure.savefig(file, dpi=110)
+    rows = -(-(len(shown) + 1) // 2)  # the last panel is the legend
+    figure, grid = plt.subplots(rows, 2, figsize=(12, 3 * rows), squeeze=False, layout='constrained')
+    panels = list(grid.flat)
+    for case, panel in zip(shown, panels, strict=False):
+        _plot_case(table, case, panel)
+    for panel in panels[len(shown) :]:
+        panel.axis('off')
+    bars = {bar.get_label(): bar for panel in panels for bar in panel.containers}
+    panels[-1].legend(list(bars.values()), list(bars), loc='center')
+    figure.savefig(file, dpi=100)
     plt.close(figure)
+
+
+def _plot_case(table: Table, case: cases.Case, panel: Any) -> None:
+    metrics = [metric for metric in table.metrics(case) if metric.name in PROGRESS]
+    names = table.peers(case)
+    width = 0.8 / len(names)
+    for number, peer in enumerate(names):
+        at = [i + (number - (len(names) - 1) / 2) * width for i in range(len(metrics))]
+        medians = [table.median(case.name, peer.name, metric.name) for metric in metrics]
+        heights = [0 if value is None else max(value, 0) for value in medians]
+        colour = {_OURS: 'black', _LIMIT: 'lightgrey'}.get(peer.name, f'C{list(peers.PEERS).index(peer.name)}')
+        panel.bar(at, heights, width, label=peer.label, color=colour)
+    panel.set_yscale('log')
+    panel.set_ylabel('seconds')
+    panel.set_title(case.title, fontsize=10)
+    panel.set_xticks(range(len(metrics)), [metric.label for metric in metrics])
+    panel.grid(axis='y', alpha=0.3)
 
 
 def write(directory: pathlib.Path, results: dict[str, Any]) -> None:

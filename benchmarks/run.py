@@ -1,4 +1,14 @@
-"""Compares t5ckpt with other checkpointers: `python benchmarks/run.py --help`."""
+"""Compares t5ckpt with other checkpointers.
+
+    python benchmarks/run.py                       everything, more than an hour on two cores
+    python benchmarks/run.py --cases s1 stall      some of it
+    python benchmarks/run.py --scale 4             10 GB instead of 0.74 GB in S1, for a GPU
+
+Peers take turns within a round (A B C, A B C, ...), so that a machine that slows down slows all of them. Every turn is a
+process of its own, see measure.py. What was restored is compared bit by bit with what was saved, every time; a peer that
+fails is reported and takes part in the case no further. Wants a disk with 20 GB free, 24 GB of memory for the case
+`big`, and a machine that does nothing else: the report states the load before and after.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +20,7 @@ import os
 import pathlib
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -92,7 +103,7 @@ def _leave_out(case: cases.Case, facts: dict[str, Any], names: list[str], result
     """The peers that take part in a case; why the others do not becomes part of the results."""
     available = case.devices if facts['platform'] == 'cpu' else facts['devices']
     taking_part = []
-    for name in names:
+    for name in (name for name in names if case.name in (peers.PEERS[name].only or [case.name])):
         missing = [package for package in peers.PEERS[name].packages if facts['versions'][package] is None]
         if available < case.needs:
             reason = f'needs {case.needs} devices'
@@ -185,12 +196,12 @@ def _file_system(directory: pathlib.Path) -> str | None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--short', action='store_true', help='tiny states, once: only shows that everything works')
     parser.add_argument('--cases', nargs='+', choices=cases.CASES, default=list(cases.CASES), metavar='CASE')
     parser.add_argument('--peers', nargs='+', choices=peers.PEERS, default=list(peers.PEERS), metavar='PEER')
     parser.add_argument('--rounds', type=int, help='instead of the number each case has')
-    parser.add_argument('--scale', type=int, default=1, help='multiplies the layers, for devices with more memory')
+    parser.add_argument('--scale', type=int, default=1, help='multiplies the width of S1')
     parser.add_argument('--out', type=pathlib.Path, default=_HERE / 'results', help='where the report is written')
     parser.add_argument('--scratch', type=pathlib.Path, help='on the disk to measure; by default --out')
     parser.epilog = f'cases: {", ".join(cases.CASES)}; peers: {", ".join(peers.PEERS)}'
@@ -200,6 +211,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Measures, writes the report, and fails if any peer did."""
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit('terminated'))  # so that the scratch directory is removed
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = Results()
     with tempfile.TemporaryDirectory(prefix='.scratch-', dir=arguments.scratch or arguments.out) as name:

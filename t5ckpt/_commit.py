@@ -25,6 +25,7 @@ from typing import Any
 
 from t5ckpt._layout import (
     MANIFEST,
+    PINNED,
     SIDECAR,
     Leftover,
     deleted_dir,
@@ -37,24 +38,30 @@ from t5ckpt._layout import (
 from t5ckpt._manifest import decode_manifest
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt._types import Clock
-from t5ckpt.errors import FormatError, T5CkptError
+from t5ckpt.errors import CorruptCheckpointError, FormatError, StorageError, T5CkptError, UnsupportedFormatError
+from t5ckpt.steps import is_orbax
 from t5ckpt.storage import Storage
 
 __all__ = [
     'STALE_AFTER_SECONDS',
+    'AlreadyCommittedError',
     'CommittedCheckpoint',
     'Workspace',
     'abandon',
     'begin',
     'commit',
     'delete_checkpoint',
-    'is_complete',
+    'is_free',
     'sweep',
     'writer_facts',
 ]
 
 STALE_AFTER_SECONDS = 3600.0
 _log = logging.getLogger('t5ckpt')
+
+
+class AlreadyCommittedError(Exception):
+    """Another writer has this step, committed or under way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +96,29 @@ def writer_facts(version: str) -> dict[str, Any]:
     return {'name': 't5ckpt', 'version': version, 'host': socket.gethostname(), 'pid': os.getpid()}
 
 
-def is_complete(storage: Storage, directory: str) -> bool:
-    """Whether a directory's manifest exists and decodes."""
+def is_free(storage: Storage, step: int) -> bool:
+    """Whether a step may be written: there is nothing, or only what is proven broken.
+
+    Raises:
+      UnsupportedFormatError: what is there is whole for somebody else (Orbax, a newer version), or broken but pinned.
+    """
+    directory = step_dir(step)
+    if storage.kind(directory) is None:
+        return True
     key = join(directory, MANIFEST)
-    if storage.kind(key) != 'file':
-        return False
-    try:
-        decode_manifest(storage.read(key), storage.url(key))
-    except FormatError:
-        return False
+    if storage.kind(key) == 'file':
+        try:
+            decode_manifest(storage.read(key), storage.url(key))
+        except CorruptCheckpointError:
+            pass
+        else:
+            return False
+    elif is_orbax(storage, directory):
+        raise UnsupportedFormatError(
+            f'{storage.url(directory)} is a checkpoint of Orbax. Move it away to save this step.'
+        )
+    if storage.kind(join(directory, PINNED)) == 'file':
+        raise UnsupportedFormatError(f'{storage.url(directory)} is broken, but pinned. Unpin it or move it away.')
     return True
 
 
@@ -105,8 +126,7 @@ def begin(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) 
     """Makes the directory that a save writes into, and locks it."""
     storage.make_dir('')
     if not storage.renames:
-        storage.delete_tree(step_dir(step))
-        return Workspace(storage, step, step_dir(step), storage.claim(step_dir(step)))
+        return _begin_in_place(storage, step, writer)
     unix = int(clock())
     while True:
         directory = tmp_dir(step, unix)
@@ -116,15 +136,36 @@ def begin(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) 
                 break
         unix += 1
     work = Workspace(storage, step, directory, claim)
-    try:
-        storage.write(join(directory, SIDECAR), encode_sidecar(Sidecar(extra={'writer': dict(writer), 'step': step})))
-    except BaseException:
-        abandon(work)
-        raise
+    _write_owner(work, writer)
     return work
 
 
-def commit(work: Workspace, manifest: bytes, sidecar: Sidecar, clock: Clock) -> str:
+def _begin_in_place(storage: Storage, step: int, writer: Mapping[str, Any]) -> Workspace:
+    directory = step_dir(step)
+    claim = storage.claim(directory)
+    if claim is None:
+        raise AlreadyCommittedError(f'{storage.url(directory)} is being written by another save')
+    work = Workspace(storage, step, directory, claim)
+    try:
+        _vacate(work)
+        storage.delete_tree(directory)
+    except BaseException:
+        claim.close()
+        raise
+    _write_owner(work, writer)
+    return work
+
+
+def _write_owner(work: Workspace, writer: Mapping[str, Any]) -> None:
+    sidecar = Sidecar(extra={'writer': dict(writer), 'step': work.step})
+    try:
+        work.storage.write(join(work.directory, SIDECAR), encode_sidecar(sidecar))
+    except BaseException:
+        abandon(work)
+        raise
+
+
+def commit(work: Workspace, manifest: bytes, sidecar: bytes, clock: Clock) -> str:
     """Makes a written directory the checkpoint of its step.
 
     Returns:
@@ -134,19 +175,37 @@ def commit(work: Workspace, manifest: bytes, sidecar: Sidecar, clock: Clock) -> 
       StorageError: nothing became visible; call :func:`abandon`.
     """
     storage, final = work.storage, step_dir(work.step)
-    storage.write(join(work.directory, SIDECAR), encode_sidecar(sidecar))
+    storage.write(join(work.directory, SIDECAR), sidecar)
     storage.write(join(work.directory, MANIFEST), manifest)
     if storage.renames:
         storage.sync_tree(work.directory)
-        broken = None
-        if storage.kind(final) == 'dir' and not is_complete(storage, final):
-            broken = _rename_away(storage, work.step, clock)
-        storage.publish(work.directory, final)
+        broken = _rename_away(storage, work.step, clock) if storage.kind(final) == 'dir' and _vacate(work) else None
+        try:
+            storage.publish(work.directory, final)
+        except StorageError as error:
+            if storage.kind(join(final, MANIFEST)) == 'file':
+                raise AlreadyCommittedError(storage.url(final)) from error
+            raise
         work.directory = final
         if broken is not None:
-            storage.delete_tree(broken)
+            _remove_leftover(storage, broken)
     work.claim.close()
     return final
+
+
+def _vacate(work: Workspace) -> bool:
+    """Whether what lies at the final name is broken and is to make room."""
+    if not is_free(work.storage, work.step):
+        raise AlreadyCommittedError(work.storage.url(step_dir(work.step)))
+    return True
+
+
+def _remove_leftover(storage: Storage, name: str) -> None:
+    """Removes what no listing shows any more; the checkpoint is committed, so a failure is only logged."""
+    try:
+        storage.delete_tree(name)
+    except T5CkptError as error:
+        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', storage.url(name), error)
 
 
 def abandon(work: Workspace) -> None:
@@ -212,12 +271,18 @@ def _sweep_one(storage: Storage, name: str, leftover: Leftover | None, stale_bef
     if claim is None:
         return False
     try:
-        if leftover is None or leftover.state == 'deleted' or leftover.unix < stale_before or _is_dead(storage, name):
+        is_old = leftover is None or leftover.unix < stale_before
+        # Without a lock that works only the age says anything.
+        if is_old or (claim.is_held and (_is_deleted(leftover) or _is_dead(storage, name))):
             storage.delete_tree(name)
             return True
         return False
     finally:
         claim.close()
+
+
+def _is_deleted(leftover: Leftover | None) -> bool:
+    return leftover is not None and leftover.state == 'deleted'
 
 
 def _is_dead(storage: Storage, name: str) -> bool:

@@ -8,10 +8,22 @@ were: integers by value (T5X then reads the right numbers), float8_e4m3 by its b
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
-__all__ = ['dtype_from_name', 'dtype_from_typestr', 'from_stored', 'kind', 'stored_dtype', 'to_stored', 'zarr_typestr']
+__all__ = [
+    'STORED_AS',
+    'dtype_from_name',
+    'dtype_from_typestr',
+    'floating_dtype',
+    'from_stored',
+    'kind',
+    'stored_dtype',
+    'to_stored',
+    'zarr_typestr',
+]
 
 _EXTENDED = (
     'bfloat16',
@@ -54,6 +66,9 @@ _BY_NAME: dict[str, np.dtype] = {name: np.dtype(name) for name in _PLAIN} | {
 _BY_VALUE = {'uint2': 'uint8', 'uint4': 'uint8', 'uint16': 'uint32'}
 _BY_BITS = {'float8_e4m3': 'uint8', 'float6_e2m3fn': 'uint8', 'float6_e3m2fn': 'uint8'}
 
+STORED_AS = {**_BY_VALUE, **_BY_BITS}
+"""Dtypes that are stored as another, by name."""
+
 
 def dtype_from_name(name: str) -> np.dtype:
     """The numpy dtype of a name in a manifest or sidecar, from a fixed list.
@@ -71,6 +86,20 @@ def dtype_from_typestr(typestr: str) -> np.dtype | None:
     if typestr[:1] not in ('<', '>', '|'):
         return None
     return next((dtype for name, dtype in _BY_NAME.items() if name in _PLAIN and dtype.str[1:] == typestr[1:]), None)
+
+
+def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
+    """Checks the dtype of a cast option; None stays None.
+
+    Raises:
+      ValueError: not a floating dtype: weights cast to integers are lost.
+    """
+    if dtype is None:
+        return None
+    wanted = np.dtype(dtype)
+    if kind(wanted) != 'float':
+        raise ValueError(f'{option} must be a floating dtype, got {wanted.name}: only floating leaves are cast.')
+    return wanted
 
 
 def kind(dtype: np.dtype) -> str:

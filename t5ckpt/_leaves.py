@@ -17,16 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._types import Path, TrainState, leaf_name
+from t5ckpt._types import Path, TrainState, leaf_name, native_dtype
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 
 __all__ = [
+    'MAX_STEP',
     'Empty',
     'LeafTable',
     'StateView',
     'Target',
     'flatten_nested',
+    'is_jax_array',
     'lookup',
     'nest',
     'step_of',
@@ -35,6 +37,8 @@ __all__ = [
 ]
 
 LeafTable = dict[Path, Any]
+
+MAX_STEP = 10**18
 
 # From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
 _KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
@@ -93,6 +97,8 @@ def _view_pytree(tree: Any) -> StateView:
         path = tuple(_key_text(key) for key in keys)
         if path in table:
             raise UnsupportedLeafError(_clash_text(path))
+        if path == () and _empty_kind(leaf) is not None:
+            raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
         if path == ():
             raise UnsupportedLeafError(
                 f'the state is a single {type(leaf).__name__}, a checkpoint holds a tree. Pass a dict: {{"x": x}}.'
@@ -227,6 +233,11 @@ class Target:
     example: Any = None
 
 
+def is_jax_array(leaf: Any) -> bool:
+    """Whether a leaf is a jax.Array; asks its type, since a donated array answers no other question."""
+    return hasattr(type(leaf), 'addressable_shards')
+
+
 def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -> Target:
     """Describes a template leaf.
 
@@ -244,7 +255,7 @@ def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -
         return Target('text', example=leaf)
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         return Target('scalar', (), np.asarray(leaf).dtype, python=type(leaf))
-    if not (hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')):
+    if isinstance(leaf, np.ma.MaskedArray) or not (hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')):
         raise UnsupportedLeafError(
             f'{leaf_name(path)}: {type(leaf).__name__} is neither an array nor a number. Give it as an array, or mark '
             'the field static so that it is no leaf.'
@@ -256,7 +267,11 @@ def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -
         sharding = _own_sharding(leaf)
     place = (on_device and not host, None if host else sharding)
     return Target(
-        'array', tuple(leaf.shape), np.dtype(leaf.dtype), *place, np.generic if isinstance(leaf, np.generic) else None
+        'array',
+        tuple(leaf.shape),
+        native_dtype(leaf.dtype),
+        *place,
+        np.generic if isinstance(leaf, np.generic) else None,
     )
 
 
@@ -300,8 +315,8 @@ def step_of(state: Any, table: LeafTable, step: int | None) -> int:
     if getattr(value, 'is_fully_addressable', True) is False:
         value = value.addressable_data(0)
     number = np.asarray(value)
-    if number.shape != () or not np.issubdtype(number.dtype, np.integer) or int(number) < 0:
-        raise ValueError(f'the step must be one integer of at least 0, got {value!r:.80}.')
+    if number.shape != () or not np.issubdtype(number.dtype, np.integer) or not 0 <= int(number) < MAX_STEP:
+        raise ValueError(f'the step must be one integer of at least 0 and below 10^18, got {value!r:.80}.')
     return int(number)
 
 

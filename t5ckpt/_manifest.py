@@ -32,6 +32,7 @@ VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
 _CHUNKED = '__msgpack_chunked_array__'
 _MAX_RANK = 32
+_MAX_DEPTH = 250
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ def is_whole(data: bytes) -> bool:
     unpacker = msgpack.Unpacker(max_buffer_size=len(data) + 1)
     unpacker.feed(data)
     try:
-        is_map = bool(data) and (data[0] & 0xF0 == 0x80 or data[0] in (0xDE, 0xDF))
+        is_map = len(data) > 1 and (0x81 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF))
         unpacker.skip()
         return is_map and unpacker.tell() == len(data)
     except (ValueError, msgpack.UnpackException, RecursionError):
@@ -96,6 +97,8 @@ def is_whole(data: bytes) -> bool:
 
 
 def _manifest_of(contents: Any, where: str) -> Manifest:
+    if contents == {}:
+        raise CorruptCheckpointError(f'{where} is an empty map, which nobody saves. Restore an older step.')
     if not isinstance(contents, dict):
         raise UnsupportedFormatError(
             f'{where} is msgpack of {type(contents).__name__}, a T5X manifest is a map with "version" and "optimizer".'
@@ -117,6 +120,8 @@ def _manifest_of(contents: Any, where: str) -> Manifest:
 
 def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any]:
     """Copies a tree with string keys, specs as SpecDict and chunked arrays joined."""
+    if len(path) > _MAX_DEPTH:
+        raise CorruptCheckpointError(f'{where}: nested more than {_MAX_DEPTH} deep, which no model is.')
     result: dict[str, Any] = {}
     for raw_key, value in tree.items():
         key = raw_key.decode('utf-8', 'replace') if isinstance(raw_key, bytes) else str(raw_key)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from t5ckpt._layout import SIDECAR, join
+from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest
 from t5ckpt._manifest import Manifest, decode_manifest
 from t5ckpt._orbax import has_placeholders, read_orbax, resolve_placeholders
-from t5ckpt._sidecar import Sidecar, decode_sidecar
+from t5ckpt._plan_restore import checkpoint_leaves, with_facts
+from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar
+from t5ckpt._specs import is_spec
+from t5ckpt._types import Path, RestoreStateTransformationFn
+from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.steps import Located
 
-__all__ = ['Contents', 'read_contents']
+__all__ = ['Contents', 'leaves_of', 'read_contents']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +47,36 @@ def read_contents(located: Located) -> Contents:
     if storage.kind(key) != 'file':
         return Contents(located, manifest, Sidecar())
     return Contents(located, manifest, decode_sidecar(storage.read(key), storage.url(key)))
+
+
+def leaves_of(
+    contents: Contents, fns: Sequence[RestoreStateTransformationFn], target: Mapping[str, Any]
+) -> tuple[LeafTable, TreeFacts]:
+    """A checkpoint's leaves after the restore transforms, and the sidecar's facts at their new places.
+
+    The transforms see what the state was: empty containers and text are put back before the first. A fact about a leaf
+    (it was a Python number, it is PRNG keys) follows the object that stands for it, wherever a transform moves it.
+
+    Raises:
+      UnsupportedFormatError: a transform returned no state dict.
+      FormatError: a spec that is not accepted.
+    """
+    manifest, facts = contents.manifest, contents.sidecar.facts
+    if not fns:
+        return checkpoint_leaves(manifest.state, manifest.version, facts), facts
+    before = with_facts(flatten_nested(manifest.state, is_spec), facts)
+    state: Any = nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in before.items()})
+    for fn in fns:
+        state = fn(state, target)
+        if not isinstance(state, Mapping):
+            raise UnsupportedFormatError(
+                f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'
+            )
+    origin = {id(leaf): path for path, leaf in before.items()}
+    came_from = {path: origin[id(leaf)] for path, leaf in flatten_nested(state, is_spec).items() if id(leaf) in origin}
+    moved = TreeFacts(python=_moved(facts.python, came_from), keys=_moved(facts.keys, came_from), stored=facts.stored)
+    return checkpoint_leaves(state, manifest.version, moved), moved
+
+
+def _moved(facts: Mapping[Path, str], came_from: Mapping[Path, Path]) -> dict[Path, str]:
+    return {path: facts[old] for path, old in came_from.items() if old in facts}

@@ -5,36 +5,68 @@ Notes: the thread is not a daemon, so the interpreter waits for a save that is u
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from typing import Protocol
 
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt.errors import SaveFailedError
 
 __all__ = ['PendingSave']
 
+_log = logging.getLogger('t5ckpt')
+
+
+class Work(Protocol):
+    """A prepared save: ``run`` writes and commits, ``feed`` stages what is left, ``stop`` ends both."""
+
+    def run(self) -> CommittedCheckpoint | None:
+        """Writes and commits; in a thread of its own."""
+        ...
+
+    def feed(self) -> None:
+        """Stages what did not fit at once; in the caller's thread."""
+        ...
+
+    def stop(self) -> None:
+        """Makes ``run`` fail at the next chunk."""
+        ...
+
 
 class PendingSave:
     """What ``save_async`` returns."""
 
-    def __init__(self, step: int, work: Callable[[], CommittedCheckpoint | None] | None):
-        """Starts ``work`` in a thread; with None there is nothing to do, the step was there already."""
+    def __init__(self, step: int, save: Work | None):
+        """Starts the save in a thread and feeds it from this one; with None there is nothing to do."""
         self.step = step
         self._outcome: CommittedCheckpoint | None = None
         self._error: BaseException | None = None
         self._seen = False
-        self._work = work
+        self._work = save
         self._thread: threading.Thread | None = None
-        if work is not None:
+        if save is not None:
             self._thread = threading.Thread(target=self._run, name=f't5ckpt-save-{step}', daemon=False)
             self._thread.start()
+            save.feed()
 
     def _run(self) -> None:
-        work, self._work = self._work, None
         try:
-            self._outcome = None if work is None else work()
+            self._outcome = None if self._work is None else self._work.run()
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
+            # The caller may never ask: a script that ends, for instance.
+            _log.error('t5ckpt: the save of step %d failed and is lost: %s', self.step, error)
+        finally:
+            work, self._work = self._work, None
+            if work is not None:
+                work.stop()
+
+    def cancel(self) -> None:
+        """Ends the save as soon as it can, unless it is committed already, and waits for that. Raises nothing."""
+        work = self._work
+        if work is not None:
+            work.stop()
+        self.wait()
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, boxes_of_grid, choose_chunks, whole_box
+from t5ckpt._compress import AUTO
 from t5ckpt._dtypes import dtype_from_name, kind, stored_dtype
 from t5ckpt._layout import array_dirs
-from t5ckpt._leaves import LeafTable, Target, target_of
+from t5ckpt._leaves import LeafTable, Target, is_jax_array, target_of
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import Path, leaf_name
@@ -40,12 +41,15 @@ __all__ = [
 
 CODECS: Mapping[str | None, dict[str, Any] | None] = {
     None: None,
+    'auto': AUTO,
     'zstd': {'id': 'zstd', 'level': 1},
     'gzip': {'id': 'gzip', 'level': 1},
     'blosc': {'id': 'blosc', 'cname': 'lz4', 'clevel': 5, 'shuffle': -1, 'blocksize': 0},
 }
 """zarr v2 compressors, by the name a user gives; levels are T5X's."""
 
+_MAX_DEPTH = 200
+_MAX_RANK = 32
 _CAST_ROOTS = ('target', 'params')
 
 
@@ -209,14 +213,16 @@ def _spec_lookalikes(table: LeafTable) -> list[tuple[Path, str]]:
 
 def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOptions) -> _Leaf:
     name = leaf_name(path)
+    # First, since a tracer answers hardly any question.
+    if 'Tracer' in type(value).__name__:
+        raise UnsupportedLeafError(f'{name}: is a tracer. Save outside of jit, with the arrays that the step returned.')
     target = target_of(path, value)
     stem = info.name if info is not None and info.name else name
+    _check_path(path, target)
     if target.dtype is None:
         return _Leaf(path, value, target, None, stem, True)
     if type(value).__name__ == 'ShapeDtypeStruct':
         raise UnsupportedLeafError(f'{name}: a ShapeDtypeStruct has no values to save. Pass the arrays themselves.')
-    if 'Tracer' in type(value).__name__:
-        raise UnsupportedLeafError(f'{name}: is a tracer. Save outside of jit, with the arrays that the step returned.')
     if callable(getattr(value, 'is_deleted', None)) and value.is_deleted():
         raise UnsupportedLeafError(
             f'{name}: its buffer is gone, it was donated to a jitted step. Save the state that the step returned.'
@@ -225,12 +231,30 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
         dtype_from_name(target.dtype.name)
     except KeyError:
         raise UnsupportedLeafError(
-            f'{name}: dtype {target.dtype} has no place in a checkpoint. Convert it to a number, or mark the field static.'
+            f'{name}: {type(value).__name__} of dtype {target.dtype} has no place in a checkpoint (integers have at most '
+            '64 bits). Convert it to an array of numbers, or mark the field static.'
         ) from None
     if target.kind == 'key':
         value = _key_data(value)
     whole = getattr(value, 'is_fully_addressable', True) or getattr(value, 'is_fully_replicated', False)
     return _Leaf(path, value, target, cast_dtype(path, target.dtype, options.save_dtype), stem, whole)
+
+
+def _check_path(path: Path, target: Target) -> None:
+    """Refuses what could be written and never read again."""
+    if len(path) > _MAX_DEPTH or len(target.shape) > _MAX_RANK:
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)[:200]}: nested {len(path)} deep with {len(target.shape)} dimensions, the format holds '
+            f'{_MAX_DEPTH} and {_MAX_RANK}. Flatten the state.'
+        )
+    try:
+        leaf_name(path).encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)!r}: the key is no Unicode text ({error.reason}). Rename it.'
+        ) from error
+    if '__msgpack_chunked_array__' in path:
+        raise UnsupportedLeafError(f'{leaf_name(path)}: Flax uses this key for split arrays. Rename it.')
 
 
 def _key_data(keys: Any) -> Any:
@@ -298,7 +322,7 @@ def _shard_shape(value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _shard_boxes(value: Any, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
     """The shards of this process that it is to write: the first replica of each."""
-    if not hasattr(value, 'addressable_shards'):
+    if not is_jax_array(value):
         return [(-1, whole_box(shape))]
     return [
         (index, tuple(part.indices(size)[:2] for part, size in zip(shard.index, shape, strict=True)))

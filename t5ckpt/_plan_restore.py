@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._dtypes import dtype_from_name, kind
+from t5ckpt._dtypes import STORED_AS, dtype_from_name, kind, stored_dtype
 from t5ckpt._leaves import Empty, LeafTable, Target, flatten_nested
 from t5ckpt._plan import cast_dtype
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray, is_spec, parse_spec
 from t5ckpt._types import Path, leaf_name
-from t5ckpt.errors import LeafProblem, mismatch_error, near_names
+from t5ckpt.errors import CorruptCheckpointError, LeafProblem, mismatch_error, near_names
 
 __all__ = [
     'InlineRead',
@@ -35,6 +35,9 @@ __all__ = [
     'checkpoint_leaves',
     'plan_restore',
 ]
+
+# Close names are looked for this many times: it takes milliseconds each, and nobody reads more of them.
+_HINTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +82,13 @@ class RestoreOptions:
       fallback: values for leaves that the checkpoint lacks; without one a missing leaf is an error.
       keys: the implementation of typed PRNG keys, by path, from the sidecar; None for checkpoints of others, where
         any uint32 array may be keys.
+      lenient_keys: an array that is not in ``keys`` may be keys too, because a transform may have made it.
     """
 
     restore_dtype: np.dtype | None = None
     fallback: Mapping[Path, Any] = dataclasses.field(default_factory=dict[Path, Any])
     keys: Mapping[Path, str] | None = None
+    lenient_keys: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +129,15 @@ def checkpoint_leaves(state: Mapping[str, Any], version: int, facts: TreeFacts) 
     table: LeafTable = {}
     for path, value in flatten_nested(state, is_spec).items():
         table[path] = stored_leaf(value, version, facts, path) if is_spec(value) else value
-    for path, text in facts.text.items():
-        table.setdefault(path, text)
-    occupied = {path[:length] for path in table for length in range(1, len(path) + 1)} if facts.empty else set[Path]()
-    for path, empty in facts.empty.items():
-        if path not in occupied:
-            table[path] = Empty(empty if empty in ('list', 'tuple') else 'dict')
-    return table
+    return with_facts(table, facts)
+
+
+def with_facts(table: LeafTable, facts: TreeFacts) -> LeafTable:
+    """The table with the text and the empty containers that the sidecar knows of."""
+    full: LeafTable = {**facts.text, **table}
+    occupied = {path[:length] for path in full for length in range(1, len(path) + 1)} if facts.empty else set[Path]()
+    empties = {path: Empty(kind) for path, kind in facts.empty.items() if path not in occupied}
+    return full | empties
 
 
 def stored_leaf(spec: Mapping[str, Any], version: int, facts: TreeFacts, path: Path) -> StoredLeaf:
@@ -139,7 +146,18 @@ def stored_leaf(spec: Mapping[str, Any], version: int, facts: TreeFacts, path: P
     if array.bits_of is not None:
         return StoredLeaf(array, array.bits_of)
     name = facts.stored.get(array.location)
-    return StoredLeaf(array, array.dtype if name is None else dtype_from_name(name))
+    if name is None:
+        return StoredLeaf(array, array.dtype)
+    try:
+        dtype = dtype_from_name(name)
+    except KeyError:
+        dtype = np.dtype(np.void)
+    if dtype.name not in STORED_AS or stored_dtype(dtype) != array.dtype:
+        raise CorruptCheckpointError(
+            f'{leaf_name(path)}: the sidecar says it was {name!r:.40}, which is never stored as {array.dtype.name}. '
+            'Remove t5ckpt.json to read it as T5X would.'
+        )
+    return StoredLeaf(array, dtype)
 
 
 def plan_restore(
@@ -183,6 +201,7 @@ class _Matcher:
         self._fallback = options.fallback
         self._restore_dtype = options.restore_dtype
         self._keys = options.keys
+        self._lenient_keys = options.lenient_keys
         self.stored: list[StoredRead] = []
         self.inline: list[InlineRead] = []
         self.kept: LeafTable = {}
@@ -193,10 +212,10 @@ class _Matcher:
 
     def match(self, path: Path, target: Target) -> None:
         found = self._leaves.get(path)
-        if target.kind in ('none', 'empty'):
-            self.kept[path] = target.example
-        elif target.kind == 'text':
-            self.kept[path] = found if isinstance(found, str) else target.example
+        if target.kind == 'none':
+            self.kept[path] = None
+        elif target.kind in ('empty', 'text'):
+            self._keep(path, target, found)
         elif found is None or isinstance(found, (Empty, str)):
             self._absent(path, target, found)
         elif self._fits(path, target, found):
@@ -206,38 +225,55 @@ class _Matcher:
             else:
                 self.inline.append(InlineRead(path, found, target, dtype))
 
+    def _keep(self, path: Path, target: Target, found: Any) -> None:
+        """An empty container or text of the model, which holds no array."""
+        if hasattr(found, 'dtype') or (target.kind == 'empty' and isinstance(found, str)):
+            model = 'an empty container' if target.kind == 'empty' else 'text'
+            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', _held(found), model))
+        elif target.kind == 'text' and not isinstance(found, str):
+            self.notes.append(f"{leaf_name(path)}: no text in the checkpoint, the model's stays")
+        self.kept[path] = found if isinstance(found, str) and target.kind == 'text' else target.example
+
+    def _fall_back(self, path: Path, target: Target, value: Any) -> bool:
+        """Takes a leaf from ``fallback_state``, held to the same rules as the checkpoint's."""
+        if value is None or isinstance(value, (Empty, str)):
+            return False
+        if target.kind != 'key' or isinstance(getattr(value, 'dtype', None), np.dtype):
+            value = value if hasattr(value, 'dtype') else np.asarray(value)
+            if not self._fits(path, target, value, 'fallback_state '):
+                return True
+        self.taken.append(path)
+        return True
+
     def _absent(self, path: Path, target: Target, found: Any) -> None:
         name = leaf_name(path)
-        if path in self._fallback:
-            shape = np.shape(self._fallback[path]) if self._fallback[path] is not None else target.shape
-            if shape != target.shape and target.kind == 'array':
-                self.problems.append(LeafProblem(name, 'shape', f'nothing, fallback_state {shape}', str(target.shape)))
-            self.taken.append(path)
+        if self._fall_back(path, target, self._fallback.get(path)):
             return
         if path in self._leaves:
-            holds = 'None' if found is None else 'an empty container' if isinstance(found, Empty) else 'text'
-            self.problems.append(
-                LeafProblem(name, 'missing', '', _describe(target), f'The checkpoint holds {holds} there.')
-            )
+            hint = f'The checkpoint holds {_held(found)} there.'
+            self.problems.append(LeafProblem(name, 'missing', '', _describe(target), hint))
+            return
+        if len(self.problems) >= _HINTED:
+            self.problems.append(LeafProblem(name, 'missing', '', _describe(target)))
             return
         near = near_names(name, (leaf_name(other) for other in self._leaves))
         self.problems.append(
             LeafProblem(name, 'missing', '', _describe(target), f'Near: {", ".join(near)}.' if near else '')
         )
 
-    def _fits(self, path: Path, target: Target, found: Any) -> bool:
+    def _fits(self, path: Path, target: Target, found: Any, source: str = '') -> bool:
         name, shape, dtype = leaf_name(path), tuple(found.shape), np.dtype(found.dtype)
         wanted = np.dtype(np.void) if target.dtype is None else target.dtype
-        written_impl = None if self._keys is None else self._keys.get(path, '')
+        written_impl = None if self._keys is None else self._keys.get(path, None if self._lenient_keys else '')
         if written_impl is not None and written_impl != target.impl:
             held = f'PRNG keys of {written_impl}' if written_impl else dtype.name
             model = f'PRNG keys of {target.impl}' if target.impl else wanted.name
             self.problems.append(LeafProblem(name, 'dtype', held, model))
             return False
         if shape != target.shape:
-            self.problems.append(LeafProblem(name, 'shape', str(shape), str(target.shape)))
+            self.problems.append(LeafProblem(name, 'shape', f'{source}{shape}', str(target.shape)))
             return False
-        if kind(dtype) != kind(wanted):
+        if dtype != wanted and kind(dtype) != kind(wanted):
             self.problems.append(LeafProblem(name, 'dtype', dtype.name, wanted.name))
             return False
         if dtype != wanted and target.kind == 'array':
@@ -248,21 +284,29 @@ class _Matcher:
         """Leaves of the checkpoint that the model does not name."""
         nones = {path for path, target in targets.items() if target.kind == 'none'}
         for path, found in self._leaves.items():
-            if path in targets or found is None or isinstance(found, (Empty, str)):
+            if path in targets or found is None or isinstance(found, Empty):
+                continue
+            if isinstance(found, str):
+                self.notes.append(f'{leaf_name(path)}: text in the checkpoint, not in the model')
                 continue
             if any(path[:length] in nones for length in range(1, len(path))):
                 self.ignored.append(path)
                 continue
             near = (
-                near_names(leaf_name(path), (leaf_name(other) for other in targets)) if len(self.problems) < 50 else []
+                near_names(leaf_name(path), (leaf_name(other) for other in targets))
+                if len(self.problems) < _HINTED
+                else []
             )
             hint = f'Near: {", ".join(near)}.' if near else ''
-            holds = (
-                f'{np.dtype(found.dtype).name} {tuple(found.shape)}'
-                if hasattr(found, 'dtype')
-                else type(found).__name__
-            )
+            holds = _held(found)
             self.problems.append(LeafProblem(leaf_name(path), 'unexpected', holds, '', hint))
+
+
+def _held(found: Any) -> str:
+    """What the checkpoint holds at a leaf, for a message."""
+    if found is None or isinstance(found, Empty):
+        return 'None' if found is None else 'an empty container'
+    return f'{np.dtype(found.dtype).name} {tuple(found.shape)}' if hasattr(found, 'dtype') else 'text'
 
 
 def _describe(target: Target) -> str:

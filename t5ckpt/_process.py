@@ -9,7 +9,7 @@ import sys
 
 from t5ckpt.errors import UnsupportedTopologyError
 
-__all__ = ['process_count', 'process_index', 'require_one_process']
+__all__ = ['READ_EVENT', 'WRITE_EVENT', 'process_count', 'process_index', 'record_duration', 'require_one_process']
 
 
 def process_count() -> int:
@@ -22,6 +22,18 @@ def process_index() -> int:
     """The index of this process."""
     jax = sys.modules.get('jax')
     return 0 if jax is None else int(jax.process_index())
+
+
+# T5X's names (t5x/checkpoints.py), so that a dashboard made for T5X goes on working.
+WRITE_EVENT = '/jax/checkpoint/write/durations_sec'
+READ_EVENT = '/jax/checkpoint/read/durations_sec'
+
+
+def record_duration(event: str, seconds: float) -> None:
+    """Tells jax.monitoring how long a save or restore took, where JAX is in use."""
+    jax = sys.modules.get('jax')
+    if jax is not None:
+        jax.monitoring.record_event_duration_secs(event, seconds)
 
 
 def require_one_process(action: str) -> None:

@@ -4,6 +4,8 @@ Reads go from TensorStore into 64-byte-aligned host buffers (3.7 GB/s warm again
 ``.read()``), which the CPU backend takes over without a copy. Each distinct shard box is read once per process,
 however many devices hold it. Leaves are in flight together within one byte budget.
 
+With ``mmap``, arrays whose files can be mapped are not read at all (``_map.py``); only the others come here.
+
 The stored driver, bucket and place are ignored: every array is opened in the storage that the checkpoint was found in.
 A missing chunk is an error (``fill_missing_data_reads`` is off); a missing ``.zarray`` is made up for by the
 manifest's metadata.
@@ -14,35 +16,35 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from t5ckpt._budget import ByteBudget
-from t5ckpt._chunks import Box, whole_box
+from t5ckpt._chunks import Box
 from t5ckpt._dtypes import from_stored, zarr_typestr
 from t5ckpt._layout import join
-from t5ckpt._leaves import Target
-from t5ckpt._plan_restore import InlineRead, StoredLeaf, StoredRead
+from t5ckpt._map import ArrayMapper
+from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu, place
+from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import Path, Progress, leaf_name
-from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['ArrayReader', 'place_value', 'read_arrays']
-
-_ALIGNMENT = 64
+__all__ = ['ArrayReader', 'read_arrays']
 
 
 class ArrayReader:
     """Reads arrays of one checkpoint. Safe from any thread."""
 
-    def __init__(self, storage: Storage, directory: str):
+    def __init__(self, storage: Storage, directory: str, mmap: bool = False):
+        """Takes a checkpoint's directory; with ``mmap`` its arrays are mapped where that is possible, see ``_map.py``."""
         self._storage = storage
         self._directory = directory
+        root = storage.local_path(directory) if mmap else None
+        self._mapper = None if root is None else ArrayMapper(root)
 
     def url(self, array: StoredArray) -> str:
         """Where an array lies, for messages."""
@@ -50,7 +52,8 @@ class ArrayReader:
 
     def start_open(self, array: StoredArray) -> Any:
         """Begins to open an array; the future goes to :meth:`finish_open`."""
-        return ts.open(self._spec(array), open=True, context=self._storage.context())
+        with foreign_errors(self.url(array)):
+            return ts.open(self._spec(array), open=True, context=self._storage.context())
 
     def finish_open(self, array: StoredArray, future: Any, leaf: str) -> Any:
         """The opened array.
@@ -102,26 +105,43 @@ class ArrayReader:
           index: integers, slices with any step, Ellipsis and None, in a tuple or alone.
 
         Returns:
-          A new array of the leaf's dtype.
+          An array of the leaf's dtype: a new one, or, for the index ``...`` of a mapped leaf, one on a private map.
         """
-        store = self.open(leaf, name)
         basic = _basic_index(index, leaf.shape)
         if basic is None:
             return self.read(leaf, name)[index]
         boxes, after = basic
+        mapped = self._read_mapped(leaf, name, boxes, index is Ellipsis)
+        if mapped is not None:
+            return from_stored(mapped, leaf.dtype)[after]
+        store = self.open(leaf, name)
         view = store[boxes] if boxes else store
         out = aligned_empty(tuple(view.shape), leaf.array.dtype)
         with foreign_errors(f'{name} ({self.url(leaf.array)})'):
             _start_read(view, out).result()
         return from_stored(out, leaf.dtype)[after]
 
+    def _read_mapped(self, leaf: StoredLeaf, name: str, parts: tuple[slice, ...], whole: bool) -> np.ndarray | None:
+        if self._mapper is None:
+            return None
+        box = tuple((part.start, part.stop) for part in parts)
+        views = self._mapper.map_boxes(leaf.array, name, [box], strided=not whole)
+        if views is None:
+            return None
+        if whole:
+            return views[box]
+        # A copy of the slice alone: as a view it would keep the whole map.
+        return views[box][tuple(slice(None, None, part.step) for part in parts)].copy()
 
-def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised C-order array whose data begins at a multiple of 64 bytes, as XLA wants its buffers."""
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
+    def map_leaf(self, read: StoredRead) -> dict[Box, np.ndarray] | None:
+        """The buffers of a leaf that needs no copy at all: mapped, in the right dtype, and usable where they are."""
+        array = read.leaf.array
+        stored = array.dtype if array.bits_of is None else array.bits_of
+        same_bits = read.dtype == read.leaf.dtype == stored
+        if self._mapper is None or not same_bits or not is_on_cpu(read.target):
+            return None
+        views = self._mapper.map_boxes(array, leaf_name(read.path), boxes_wanted(read.target, read.leaf.shape))
+        return None if views is None else {box: from_stored(view, read.dtype) for box, view in views.items()}
 
 
 def _start_read(view: Any, out: np.ndarray) -> Any:
@@ -206,11 +226,11 @@ def read_arrays(
     Returns:
       The values by path: jax.Array, numpy array, or Python number, as each target says.
     """
-    values: dict[Path, Any] = {}
+    values, rest = _map_arrays(reader, reads)
     waiting: collections.deque[_Pending] = collections.deque()
-    opening = [reader.start_open(read.leaf.array) for read in reads]
+    opening = [reader.start_open(read.leaf.array) for read in rest]
     total = sum(read.leaf.array.nbytes for read in reads)
-    done = 0
+    done = total - sum(read.leaf.array.nbytes for read in rest)
 
     def finish() -> None:
         nonlocal done
@@ -226,10 +246,12 @@ def read_arrays(
         if progress is not None:
             progress(done, total)
 
+    if done and progress is not None:
+        progress(done, total)
     try:
-        for read, future in zip(reads, opening, strict=True):
+        for read, future in zip(rest, opening, strict=True):
             store = reader.finish_open(read.leaf.array, future, leaf_name(read.path))
-            boxes = _boxes_wanted(read.target, read.leaf.shape)
+            boxes = boxes_wanted(read.target, read.leaf.shape)
             size = sum(_box_size(box) for box in boxes) * read.leaf.array.dtype.itemsize
             while waiting and not budget.try_acquire(size):
                 finish()
@@ -246,6 +268,19 @@ def read_arrays(
     return values
 
 
+def _map_arrays(reader: ArrayReader, reads: Sequence[StoredRead]) -> tuple[dict[Path, Any], list[StoredRead]]:
+    """The leaves that can be mapped, in place, and the reads that are left."""
+    values: dict[Path, Any] = {}
+    rest: list[StoredRead] = []
+    for read in reads:
+        hosts = reader.map_leaf(read)
+        if hosts is None:
+            rest.append(read)
+        else:
+            values[read.path] = place(hosts, read.target, read.leaf.shape)
+    return values, rest
+
+
 def _box_size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
@@ -260,87 +295,12 @@ def _start(read: StoredRead, store: Any, boxes: Sequence[Box], size: int) -> _Pe
     return _Pending(read, buffers, futures, size)
 
 
-def _boxes_wanted(target: Target, shape: tuple[int, ...]) -> list[Box]:
-    """The distinct boxes that this process's devices hold, or the whole array for a host target."""
-    if not target.device or target.sharding is None:
-        return [whole_box(shape)]
-    return list(dict.fromkeys(_device_boxes(target.sharding, shape).values()))
-
-
-def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
-    indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
-    return {
-        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        for device, index in indices.items()
-    }
-
-
 def _assemble(item: _Pending) -> Any:
     read = item.read
     hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.boxes.items()}
-    return _place(hosts, read.target, read.leaf.shape)
+    return place(hosts, read.target, read.leaf.shape)
 
 
 def _converted(buffer: np.ndarray, dtype: np.dtype, wanted: np.dtype) -> np.ndarray:
     values = from_stored(buffer, dtype)
     return values if values.dtype == wanted else values.astype(wanted)
-
-
-def _place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...]) -> Any:
-    """Hands host buffers to where the target wants them."""
-    if not target.device:
-        whole = hosts[whole_box(shape)]
-        if target.python is None:
-            return whole
-        return whole[()] if target.python is np.generic else target.python(whole[()])
-    import jax
-
-    _warn_if_narrowed(next(iter(hosts.values())).dtype)
-    if target.sharding is None:
-        array = jax.device_put(hosts[whole_box(shape)], may_alias=True)
-    else:
-        array = _sharded(hosts, target.sharding, shape)
-    return jax.random.wrap_key_data(array, impl=target.impl) if target.kind == 'key' else array
-
-
-def _sharded(hosts: Mapping[Box, np.ndarray], sharding: Any, shape: tuple[int, ...]) -> Any:
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
-    kind = sharding.memory_kind
-    boxes = _device_boxes(sharding, shape)
-    arrays = [
-        jax.device_put(hosts[box], SingleDeviceSharding(device, memory_kind=kind), may_alias=True)
-        for device, box in boxes.items()
-    ]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _warn_if_narrowed(dtype: np.dtype) -> None:
-    import jax
-
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        warnings.warn(
-            f'the checkpoint holds {dtype.name}, which JAX narrows to {jax.dtypes.canonicalize_dtype(dtype).name} on a '
-            'device. Set jax_enable_x64, or restore to numpy to keep all bits.',
-            stacklevel=2,
-        )
-
-
-def place_value(read: InlineRead) -> Any:
-    """An inline leaf where its target wants it; each device gets only its own part."""
-    value = np.asarray(read.value)
-    if value.dtype != read.dtype:
-        value = value.astype(read.dtype)
-    if value.shape != read.target.shape:
-        raise CorruptCheckpointError(f'{leaf_name(read.path)}: holds {value.shape}, says {read.target.shape}.')
-    wanted = _boxes_wanted(read.target, value.shape)
-    hosts = {box: _own_copy(value[tuple(slice(start, stop) for start, stop in box)]) for box in wanted}
-    return _place(hosts, read.target, value.shape)
-
-
-def _own_copy(values: np.ndarray) -> np.ndarray:
-    """A private, writable copy: what msgpack decoded lies read-only inside the manifest's bytes."""
-    out = aligned_empty(values.shape, values.dtype)
-    out[...] = values
-    return out

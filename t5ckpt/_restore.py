@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,15 @@ import numpy as np
 
 from t5ckpt._budget import ByteBudget
 from t5ckpt._dataset_state import DatasetState
-from t5ckpt._leaves import Empty, LeafTable, StateView, Target, lookup, nest, target_of, view_state
-from t5ckpt._open import read_contents
+from t5ckpt._leaves import Empty, LeafTable, StateView, Target, is_jax_array, lookup, nest, target_of, view_state
+from t5ckpt._open import leaves_of, read_contents
+from t5ckpt._place import place_value
 from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, plan_restore
-from t5ckpt._process import require_one_process
-from t5ckpt._read import ArrayReader, place_value, read_arrays
+from t5ckpt._process import READ_EVENT, record_duration, require_one_process
+from t5ckpt._read import ArrayReader, read_arrays
 from t5ckpt._save import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
-from t5ckpt.load import transformed_state
+from t5ckpt.lazy import LazyArray
 from t5ckpt.steps import Located
 from t5ckpt.view import lazy_leaf
 
@@ -38,6 +40,7 @@ class RestoreRequest:
     lazy: bool
     restore_dtype: np.dtype | None
     progress: Progress | None
+    mmap: bool = False
 
 
 def run_restore(
@@ -45,6 +48,7 @@ def run_restore(
 ) -> Any:
     """Restores a state of the structure of ``state``."""
     require_one_process('restore')
+    started = time.monotonic()
     if request.lazy and getattr(partitioner, 'params_on_devices', False):
         raise ValueError(
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
@@ -53,21 +57,23 @@ def run_restore(
     located = request.located
     view = view_state(state)
     contents = read_contents(located)
-    facts = contents.sidecar.facts
     model = nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in view.table.items()})
-    leaves = transformed_state(contents.manifest, facts, request.fns, model)
+    leaves, facts = leaves_of(contents, request.fns, model)
     fallback = {} if request.fallback is None else view_state(request.fallback).table
-    options = RestoreOptions(request.restore_dtype, fallback, facts.keys if contents.sidecar.extra else None)
+    options = RestoreOptions(
+        request.restore_dtype, fallback, facts.keys if contents.sidecar.extra else None, bool(request.fns)
+    )
     plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
     for note in plan.notes:
-        _log.warning('t5ckpt: %s: restored as in the checkpoint; pass restore_dtype to cast.', note)
+        _log.warning('t5ckpt: %s (restored as in the checkpoint; restore_dtype casts floating leaves)', note)
     if plan.ignored:
         _log.info('t5ckpt: left out below a None of the model: %s', ', '.join(map(leaf_name, plan.ignored)))
-    reader = ArrayReader(located.storage, located.directory)
+    reader = ArrayReader(located.storage, located.directory, request.mmap)
     values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request.progress)
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
     if dataset is not None:
         dataset.load(located.storage, located.directory)
+    record_duration(READ_EVENT, time.monotonic() - started)
     return view.rebuild(plan.kept | values)
 
 
@@ -105,12 +111,8 @@ def _lazy_values(reader: ArrayReader, plan: RestorePlan) -> LeafTable:
 
 def _fallback_value(path: Path, value: Any, view: StateView, state: Any, partitioner: Partitioner | None) -> Any:
     """A fallback value where the model wants it; jax.Arrays stay where they are."""
-    target = _targets(StateView({path: view.table[path]}, view.rebuild), state, partitioner)[path]
-    if (
-        value is None
-        or isinstance(value, Empty)
-        or target.dtype is None
-        or not isinstance(value, (np.ndarray, np.generic))
-    ):
+    if is_jax_array(value):
         return value
-    return place_value(InlineRead(path, value, target, value.dtype))
+    target = _targets(StateView({path: view.table[path]}, view.rebuild), state, partitioner)[path]
+    array = np.asarray(value.get() if isinstance(value, LazyArray) else value)
+    return place_value(InlineRead(path, array, target, array.dtype))

@@ -5,32 +5,44 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt._budget import ByteBudget
-from t5ckpt._commit import CommittedCheckpoint, Workspace, abandon, begin, commit, is_complete, sweep, writer_facts
+from t5ckpt._commit import (
+    AlreadyCommittedError,
+    CommittedCheckpoint,
+    Workspace,
+    abandon,
+    begin,
+    commit,
+    is_free,
+    sweep,
+    writer_facts,
+)
 from t5ckpt._dataset_state import DatasetState
+from t5ckpt._digest import digest
 from t5ckpt._layout import MANIFEST, integrity_file, join, step_dir
 from t5ckpt._leaves import Empty, LeafTable, flatten_nested, lookup, nest
 from t5ckpt._manifest import encode_manifest
-from t5ckpt._plan import ParameterInfo, SaveOptions, plan_save
-from t5ckpt._process import process_index, require_one_process
+from t5ckpt._plan import ArrayWrite, ParameterInfo, SaveOptions, plan_save
+from t5ckpt._process import WRITE_EVENT, process_index, record_duration, require_one_process
 from t5ckpt._retention import apply_policy, remove_old_datasets
-from t5ckpt._sidecar import Sidecar
+from t5ckpt._reuse import Previous, find_previous, leaves_of_writes
+from t5ckpt._sidecar import Sidecar, TreeFacts, encode_sidecar
 from t5ckpt._specs import spec_of
-from t5ckpt._stage import StagedSave, stage
+from t5ckpt._stage import Staging
 from t5ckpt._types import Clock, Partitioner, Path, Progress, leaf_name
 from t5ckpt._version import __version__
-from t5ckpt._write import WriteReport, digest, integrity_bytes, write_arrays
+from t5ckpt._write import WriteJob, WriteReport, integrity_bytes, write_arrays
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.policies import KeepPolicy
 from t5ckpt.storage import Storage
 
-__all__ = ['SaveRequest', 'prepare_save']
+__all__ = ['PreparedSave', 'Reuse', 'SaveRequest', 'axes_tree', 'prepare_save']
 
 _log = logging.getLogger('t5ckpt')
-SaveWork = Callable[[], CommittedCheckpoint]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +57,44 @@ class SaveRequest:
     budget_bytes: int
     staging: str
     private_host: bool
+    reuse: Reuse | None
     progress: Progress | None
     clock: Clock
+
+
+class Reuse:
+    """What the saves of one checkpointer hand on: the last checkpoint that was committed."""
+
+    def __init__(self) -> None:
+        self.previous: Previous | None = None
+        self.looked = False
+
+    def start(self, storage: Storage) -> Previous | None:
+        """The checkpoint to take chunks from; looks on storage after a start, and when the last one is gone."""
+        if not self.looked or (self.previous is not None and not self.previous.is_there(storage)):
+            self.previous = find_previous(storage)
+            self.looked = True
+        return self.previous
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedSave:
+    """A planned save whose first wave is staged; see ``_pending.Work`` for its methods."""
+
+    job: _Job
+    workspace: Workspace | None
+
+    def run(self) -> CommittedCheckpoint | None:
+        """Writes and commits."""
+        return _write_and_commit(self.job, self.workspace)
+
+    def feed(self) -> None:
+        """Stages the other waves."""
+        self.job.staging.feed()
+
+    def stop(self) -> None:
+        """Ends the save at the next chunk."""
+        self.job.staging.stop()
 
 
 def prepare_save(
@@ -56,23 +104,30 @@ def prepare_save(
     fns: Sequence[Any],
     partitioner: Partitioner | None,
     dataset: DatasetState | None,
-) -> SaveWork | None:
-    """Plans and stages a save; after it returns the caller may do with the state what it likes.
+) -> PreparedSave | None:
+    """Plans and stages a save.
 
     Returns:
-      The rest of the work, which writes and commits; None when the step is there already.
+      The rest of the work; None when the step is there already.
     """
     require_one_process('save')
     started = time.monotonic()
     storage, step = request.storage, request.step
-    if is_complete(storage, step_dir(step)):
+    if not is_free(storage, step):
         where = storage.url(step_dir(step))
         _log.info('Skipping save checkpoint for step %d (directory %s already exists)', step, where)
         return None
     infos = _parameter_infos(table, state, partitioner)
     leaves, infos = _transformed(table, infos, fns)
     plan = plan_save(leaves, infos, request.options)
-    staged = stage(plan, request.staging, private_host=request.private_host)
+    previous = None if request.reuse is None else request.reuse.start(storage)
+    unchanged = () if previous is None else tuple(write for write in plan.writes if previous.is_same(write))
+    linked = {write.path for write in unchanged}
+    changed = tuple(write for write in plan.writes if write.path not in linked)
+    staging = Staging(
+        dataclasses.replace(plan, writes=changed), request.staging, request.budget_bytes, request.private_host
+    )
+    staging.start()
     work: Workspace | None = None
     if dataset is not None:
         # The iterator moves on as soon as the caller does, so its state is written now.
@@ -82,7 +137,24 @@ def prepare_save(
         except BaseException:
             abandon(work)
             raise
-    return lambda: _write_and_commit(request, staged, work, started)
+    job = _Job(request, plan.facts, staging, previous, unchanged, leaves_of_writes(plan.writes), started)
+    return PreparedSave(job, work)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What the background needs; it holds no array of the caller's but the unchanged ones.
+
+    ``leaves`` is for the next save, see ``_reuse.py``.
+    """
+
+    request: SaveRequest
+    facts: TreeFacts
+    staging: Staging
+    previous: Previous | None
+    unchanged: tuple[ArrayWrite, ...]
+    leaves: Mapping[str, tuple[weakref.ref[Any], str]]
+    started: float
 
 
 def _parameter_infos(table: LeafTable, state: Any, partitioner: Partitioner | None) -> dict[Path, ParameterInfo]:
@@ -122,46 +194,72 @@ def _begin(request: SaveRequest) -> Workspace:
     return begin(request.storage, request.step, request.clock, writer_facts(__version__))
 
 
-def _write_and_commit(
-    request: SaveRequest, staged: StagedSave, work: Workspace | None, started: float
-) -> CommittedCheckpoint:
+def _write_and_commit(job: _Job, work: Workspace | None) -> CommittedCheckpoint | None:
+    request = job.request
     storage, step = request.storage, request.step
-    work = _begin(request) if work is None else work
     try:
-        report = write_arrays(storage, work.directory, staged, ByteBudget(request.budget_bytes), request.progress)
+        work = _begin(request) if work is None else work
+    except AlreadyCommittedError as error:
+        return _dropped(step, error)
+    try:
+        # Staged copies hold half of the budget, see _stage.py; what is being written, the other half.
+        budget = ByteBudget(max(1, request.budget_bytes // 2))
+        write_job = WriteJob(storage, work.directory, budget, job.previous, job.unchanged, request.progress)
+        report = write_arrays(write_job, job.staging)
         integrity = integrity_bytes(report)
         integrity_name = integrity_file(process_index())
         storage.write(join(work.directory, integrity_name), integrity)
-        manifest = _manifest_bytes(staged, storage.driver)
+        manifest = _manifest_bytes(job, report)
         files = {MANIFEST: (len(manifest), digest(manifest)), integrity_name: (len(integrity), digest(integrity))}
-        commit(work, manifest, _sidecar(request, staged, report, files), request.clock)
+        sidecar = encode_sidecar(_sidecar(job, report, files))
+        commit(work, manifest, sidecar, request.clock)
+    except AlreadyCommittedError as error:
+        abandon(work)
+        return _dropped(step, error)
     except BaseException:
         abandon(work)
         raise
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - job.started
     nbytes = report.file_bytes + sum(size for size, _ in files.values())
+    if request.reuse is not None:
+        request.reuse.previous = Previous(step_dir(step), dict(report.digests), digest(sidecar), job.leaves)
+    _finish(job, report, nbytes, seconds)
+    return CommittedCheckpoint(step, storage.url(step_dir(step)), nbytes, seconds)
+
+
+def _dropped(step: int, error: AlreadyCommittedError) -> None:
+    _log.warning('t5ckpt: step %d is saved by another writer, this save is dropped: %s', step, error)
+
+
+def _finish(job: _Job, report: WriteReport, nbytes: int, seconds: float) -> None:
+    """What follows a commit: the log line, the event, and retention."""
+    request = job.request
+    storage, step = request.storage, request.step
+    linked = f', {report.linked_bytes} bytes of arrays linked' if report.linked_bytes else ''
     path = storage.url(step_dir(step))
-    _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s', step, path, nbytes, seconds)
-    apply_policy(storage, request.keep_policy, step, request.clock)
-    remove_old_datasets(storage, request.keep_datasets, step)
-    return CommittedCheckpoint(step, path, nbytes, seconds)
+    _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, path, nbytes, seconds, linked)
+    record_duration(WRITE_EVENT, seconds)
+    try:
+        apply_policy(storage, request.keep_policy, step, request.clock)
+        remove_old_datasets(storage, request.keep_datasets, step)
+    except Exception:  # noqa: BLE001 - logged with its traceback
+        # A policy is the user's code. The checkpoint is committed, so its save has not failed.
+        _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
 
 
-def _manifest_bytes(staged: StagedSave, driver: str) -> bytes:
-    table: LeafTable = dict(staged.inline_values())
-    table |= {write.path: spec_of(write.array, driver) for write in staged.plan.writes}
+def _manifest_bytes(job: _Job, report: WriteReport) -> bytes:
+    table: LeafTable = dict(job.staging.inline_values())
+    table |= {path: spec_of(array, job.request.storage.driver) for path, array in report.arrays.items()}
     return encode_manifest(nest(table))
 
 
-def _sidecar(
-    request: SaveRequest, staged: StagedSave, report: WriteReport, files: Mapping[str, tuple[int, str]]
-) -> Sidecar:
+def _sidecar(job: _Job, report: WriteReport, files: Mapping[str, tuple[int, str]]) -> Sidecar:
     extra = {
         'writer': writer_facts(__version__),
-        'created_unix': round(request.clock(), 3),
-        'step': request.step,
+        'created_unix': round(job.request.clock(), 3),
+        'step': job.request.step,
         'bytes': report.file_bytes,
         'files': len(report.digests),
         'digests': {name: list(entry) for name, entry in files.items()},
     }
-    return Sidecar(staged.plan.facts, extra)
+    return Sidecar(job.facts, extra)

@@ -71,16 +71,22 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
         contents = json.loads(data)
         tree = contents.pop('tree', {})
         by_path = {
-            field: {tuple(map(_text, path)): _text(value) for path, value in tree.get(field, [])}
+            field: {_path(path): _text(value) for path, value in tree.get(field, [])}
             for field in ('empty', 'python', 'keys', 'text')
         }
         stored = {_text(directory): _text(dtype) for directory, dtype in tree.get('stored', [])}
         return Sidecar(TreeFacts(**by_path, stored=stored), contents)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise CorruptCheckpointError(
             f'{where} does not decode ({type(error).__name__}: {error!s:.120}). It holds what T5X has no place for; '
             'remove it to read the rest as T5X would.'
         ) from error
+
+
+def _path(value: Any) -> Path:
+    if not isinstance(value, list) or not value:
+        raise TypeError(f'expected a list of keys, got {value!r:.40}')
+    return tuple(map(_text, value))
 
 
 def _text(value: Any) -> str:

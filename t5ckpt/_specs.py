@@ -84,9 +84,7 @@ class StoredArray:
 
 def is_spec(value: Any) -> bool:
     """Whether a map is a TensorStore spec and not a subtree (T5X's own test, state_utils.tensorstore_leaf)."""
-    return isinstance(value, SpecDict) or (
-        isinstance(value, Mapping) and set(value.keys()) >= _SPEC_KEYS and isinstance(value['driver'], str)
-    )
+    return isinstance(value, SpecDict) or (isinstance(value, Mapping) and set(value.keys()) >= _SPEC_KEYS)
 
 
 def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
@@ -142,7 +140,7 @@ def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
 
 def _location(spec: Mapping[str, Any], leaf: str) -> str:
     kvstore = spec['kvstore']
-    if not isinstance(kvstore, Mapping) or kvstore.get('driver') not in _ALLOWED_KVSTORES or 'base' in kvstore:
+    if not isinstance(kvstore, Mapping) or str(kvstore.get('driver')) not in _ALLOWED_KVSTORES or 'base' in kvstore:
         raise UnsafeSpecError(f'{leaf}: key-value store {kvstore!r:.120} is not one of {sorted(_ALLOWED_KVSTORES)}.')
     parts = [part for part in (kvstore.get('path'), spec.get('path')) if part is not None]
     if not parts or not all(isinstance(part, str) for part in parts):
@@ -184,7 +182,11 @@ def _check_transform(transform: Any, shape: tuple[int, ...], leaf: str) -> None:
     identity = isinstance(transform, Mapping) and set(transform) <= _IDENTITY_KEYS
     if identity:
         ends = transform.get('input_exclusive_max', transform.get('input_shape', list(shape)))
-        flat = [end[0] if isinstance(end, (list, tuple)) and len(end) == 1 else end for end in ends]
-        identity = flat == list(shape) and not any(transform.get('input_inclusive_min', ()))
+        starts = transform.get('input_inclusive_min', [0] * len(shape))
+        identity = isinstance(ends, (list, tuple)) and starts == [0] * len(shape)
+        # An implicit bound is a list of one number.
+        identity = identity and [
+            end[0] if isinstance(end, (list, tuple)) and len(end) == 1 else end for end in ends
+        ] == list(shape)
     if not identity:
         raise UnsupportedFormatError(f'{leaf}: spec has the transform {transform!r:.200}; only the identity is read.')

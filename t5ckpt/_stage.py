@@ -1,17 +1,22 @@
 """Staging: making the state safe before the caller goes on.
 
-After ``stage`` returns, the caller may donate, overwrite or drop every array of the state. How a leaf is made safe
-depends on where it lies:
+After staging, the caller may donate, overwrite or drop every array of the state. How a leaf is made safe depends on
+where it lies:
 
 - ``view``: arrays on the CPU backend are viewed as numpy without a copy. A buffer with an outside reference cannot be
-  donated in place, so XLA allocates anew for the step's output and the view stays as it was. The view waits for the
-  array to be computed.
+  donated in place, so XLA allocates anew for the step's output and the view stays as it was. Taking the view waits for
+  the array to be computed.
 - ``copy``: a device-side copy is dispatched and nothing is waited for; the copy is ordered before any later step that
   donates the original. Costs the state's size in device memory until it is written.
-- ``pinned_host``: the same, but the copy goes to pinned host memory, which is where a GPU or TPU writes fastest.
+- ``pinned_host``: the same, but the copy goes to pinned host memory, from where a GPU's or TPU's data is written
+  without a further copy.
 
-``auto`` takes views on the CPU when the arrays are there already and a dispatched copy when they are still being
+``auto`` takes views on the CPU where the array is there already and a dispatched copy where it is still being
 computed, and pinned host memory elsewhere.
+
+Copies are bounded: what does not fit into half of the save's byte budget is staged in waves, each when the one before
+it has been written (the other half serves the writer), so that the caller returns when the last wave is staged. A leaf
+that is larger than a wave is fetched chunk by chunk while the caller waits.
 
 Host arrays are copied for an asynchronous save, since their owner may write into them, and used as they are for a
 blocking one. A LazyArray is read when its turn to be written comes.
@@ -20,118 +25,246 @@ blocking one. A LazyArray is read when its turn to be written comes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import queue
+import threading
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from t5ckpt._plan import ArrayWrite, InlineWrite, SavePlan
-from t5ckpt._types import Path
+from t5ckpt._chunks import Box
+from t5ckpt._leaves import is_jax_array
+from t5ckpt._plan import ArrayWrite, InlineWrite, Piece, SavePlan
+from t5ckpt._types import Path, leaf_name
+from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 
-__all__ = ['STAGING_MODES', 'Source', 'StagedSave', 'stage']
+__all__ = ['STAGING_MODES', 'Source', 'StagedWave', 'Staging']
 
+_Write = TypeVar('_Write', ArrayWrite, InlineWrite)
 STAGING_MODES = ('auto', 'copy', 'pinned_host', 'view')
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Source:
-    """Where the values of one stored leaf come from: host views per shard, a staged copy, or a lazy array."""
-
-    leaf: Any
-    views: tuple[np.ndarray | None, ...] = ()
-
-    def shard(self, index: int) -> np.ndarray:
-        """The values of one addressable shard, or of the whole leaf for -1. May wait for a transfer or a read."""
-        if index < 0:
-            return np.asarray(self.leaf.get() if isinstance(self.leaf, LazyArray) else self.leaf)
-        view = self.views[index] if self.views else None
-        return np.asarray(self.leaf.addressable_shards[index].data) if view is None else view
-
-
-@dataclasses.dataclass(frozen=True)
-class StagedSave:
-    """A plan whose values no longer depend on the caller's state.
+    """Where the values of one stored leaf come from.
 
     Attributes:
-      plan: what to write.
-      sources: for each stored leaf.
-      inline: values of the inline leaves, still on the device where ``stage`` only dispatched their copy.
+      name: the leaf's, for errors.
+      leaf: a staged copy, a host array, a LazyArray, or with ``direct`` the caller's own array.
+      views: host views of the addressable shards, where they were taken.
+      direct: fetch each chunk for itself; the caller is waiting.
     """
 
-    plan: SavePlan
-    sources: dict[Path, Source]
-    inline: dict[Path, Any]
+    name: str
+    leaf: Any
+    views: dict[int, np.ndarray] = dataclasses.field(default_factory=dict[int, np.ndarray])
+    direct: bool = False
+
+    def values(self, piece: Piece) -> np.ndarray:
+        """The values of one chunk; may wait for a transfer or a read."""
+        if self.direct:
+            return np.asarray(self.leaf.addressable_shards[piece.shard].data[_slices(piece.within)])
+        return self._shard(piece.shard)[_slices(piece.within)]
+
+    def _shard(self, index: int) -> np.ndarray:
+        if index not in self.views:
+            if index >= 0:
+                self.views[index] = np.asarray(self.leaf.addressable_shards[index].data)
+            else:
+                self.views[index] = _got(self.leaf, self.name)
+        return self.views[index]
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedWave:
+    """Leaves that are safe, in the order in which they are to be written."""
+
+    writes: tuple[tuple[ArrayWrite, Source], ...]
+
+
+class Staging:
+    """Stages a plan, wave after wave, between the caller's thread and the writer's.
+
+    The caller stages the first wave with :meth:`start` and the others with :meth:`feed`, the writer takes them from
+    :meth:`waves`. ``inline`` is staged with the first wave.
+    """
+
+    def __init__(self, plan: SavePlan, mode: str, budget_bytes: int, private_host: bool):
+        """Splits the plan into waves; nothing is copied yet."""
+        self.total_bytes = sum(write.piece_bytes * len(write.pieces) for write in plan.writes)
+        self.file_count = sum(len(write.pieces) + 1 for write in plan.writes)
+        self._inline_writes = plan.inline
+        self._private_host = private_host
+        self._modes = {write.path: _mode_of(write.leaf, mode, private_host) for write in (*plan.writes, *plan.inline)}
+        self._limit = max(1, budget_bytes // 2)
+        self._waves = _split(plan.writes, self._modes, self._limit)
+        self._ready: queue.SimpleQueue[StagedWave | None] = queue.SimpleQueue()
+        self._written = threading.Semaphore(0)
+        self._stopped = threading.Event()
+        self._inline: dict[Path, Any] = {}
+        self._caller_waits = False
+
+    def start(self) -> None:
+        """Stages the inline leaves and the first wave."""
+        inline = self._inline_writes
+        moved = _copied(inline, self._modes)
+        self._inline = {
+            w.path: moved[w.path] if w.path in moved else _inline_source(w.leaf, self._private_host) for w in inline
+        }
+        self._inline_writes = tuple(_without_array(write) for write in inline)
+        self._caller_waits = self._stage_next()
+
+    def feed(self) -> None:
+        """Stages the other waves as room is made; returns when the caller's arrays are needed no more."""
+        while (self._waves or self._caller_waits) and not self._stopped.is_set():
+            self._written.acquire()
+            self._caller_waits = bool(self._waves) and self._stage_next()
+
+    def stop(self) -> None:
+        """Makes the writer fail at the next chunk, and the feeder return."""
+        self._stopped.set()
+        self._written.release()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether :meth:`stop` was called, or the writer has ended."""
+        return self._stopped.is_set()
+
+    def _stage_next(self) -> bool:
+        if not self._waves:
+            self._ready.put(None)
+            return False
+        wave = self._waves.pop(0)
+        sources = _sources(wave, self._modes, self._limit)
+        self._ready.put(StagedWave(tuple((_without_array(w), s) for w, s in zip(wave, sources, strict=True))))
+        if not self._waves:
+            self._ready.put(None)
+        return any(_is_direct(write, self._modes, self._limit) for write in wave)
+
+    def waves(self) -> Generator[StagedWave]:
+        """The waves, for the writer; asking for the next one says that the one before it is written."""
+        try:
+            while (wave := self._ready.get()) is not None:
+                yield wave
+                del wave
+                self._written.release()
+        finally:
+            self.stop()
 
     def inline_values(self) -> dict[Path, Any]:
         """The inline leaves as numpy, after their cast; waits for their transfer."""
-        return {write.path: _as_inline(write, self.inline[write.path]) for write in self.plan.inline}
+        return {write.path: _as_inline(write, self._inline[write.path]) for write in self._inline_writes}
 
 
-def stage(plan: SavePlan, mode: str = 'auto', *, private_host: bool = True) -> StagedSave:
-    """Stages a plan's leaves.
+def _got(leaf: Any, name: str) -> np.ndarray:
+    """A host leaf's values; a LazyArray is read now and must keep its word."""
+    if not isinstance(leaf, LazyArray):
+        return np.asarray(leaf)
+    values = np.asarray(leaf.get())
+    if values.shape != leaf.shape:
+        raise UnsupportedLeafError(
+            f'{name}: a LazyArray of shape {leaf.shape} gave values of shape {values.shape}. Correct it.'
+        )
+    return values
 
-    Args:
-      plan: from ``plan_save``.
-      mode: one of ``STAGING_MODES``.
-      private_host: whether numpy leaves are copied, for a save that outlives the call.
-    """
-    if mode not in STAGING_MODES:
-        raise ValueError(f'staging must be one of {STAGING_MODES}, got {mode!r}')
-    moved = _copied([*plan.writes, *plan.inline], mode)
-    sources: dict[Path, Source] = {}
-    for write in plan.writes:
-        if write.path in moved:
-            sources[write.path] = Source(moved[write.path])
-        elif hasattr(write.leaf, 'addressable_shards'):
-            sources[write.path] = Source(write.leaf, _views(write))
+
+def _without_array(write: _Write) -> _Write:
+    """A write that no longer keeps the caller's array alive."""
+    return dataclasses.replace(write, leaf=None) if is_jax_array(write.leaf) else write
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+# --- modes -----------------------------------------------------------------------------------------------------------
+
+
+def _mode_of(leaf: Any, mode: str, private_host: bool) -> str:
+    """How one leaf is staged: a mode, 'host' for a host array to be copied, or 'as_is'."""
+    if not is_jax_array(leaf):
+        return 'host' if private_host and isinstance(leaf, np.ndarray) else 'as_is'
+    if mode != 'auto':
+        return mode
+    if next(iter(leaf.sharding.device_set)).platform != 'cpu':
+        return 'pinned_host'
+    return 'view' if leaf.is_ready() else 'copy'
+
+
+def _staged_bytes(write: ArrayWrite, modes: dict[Path, str]) -> int:
+    """Bytes that staging this leaf copies on this process."""
+    if modes[write.path] not in ('copy', 'host', 'pinned_host'):
+        return 0
+    shards = {piece.shard: piece for piece in write.pieces}
+    if -1 in shards or not shards:
+        return write.array.nbytes
+    return sum(int(write.leaf.addressable_shards[index].data.nbytes) for index in shards)
+
+
+def _is_direct(write: ArrayWrite, modes: dict[Path, str], limit: int) -> bool:
+    return modes[write.path] in ('copy', 'pinned_host') and _staged_bytes(write, modes) > limit
+
+
+def _split(writes: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> list[list[ArrayWrite]]:
+    """Groups leaves so that each group's copies fit the limit; a leaf that does not fit is a group of its own."""
+    waves: list[list[ArrayWrite]] = []
+    room = 0
+    for write in writes:
+        size = _staged_bytes(write, modes)
+        if not waves or size > room:
+            waves.append([])
+            room = limit
+        waves[-1].append(write)
+        room -= size
+    return waves
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def _sources(wave: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> list[Source]:
+    direct = {write.path for write in wave if _is_direct(write, modes, limit)}
+    moved = _copied([write for write in wave if write.path not in direct], modes)
+    sources: list[Source] = []
+    for write in wave:
+        name = leaf_name(write.path)
+        if write.path in direct:
+            sources.append(Source(name, write.leaf, direct=True))
+        elif write.path in moved:
+            sources.append(Source(name, moved[write.path]))
+        elif modes[write.path] == 'view':
+            sources.append(Source(name, None, _views(write)))
         else:
-            sources[write.path] = Source(_host(write.leaf, private_host))
-    inline = {write.path: moved.get(write.path, _inline_source(write.leaf, private_host)) for write in plan.inline}
-    return StagedSave(plan, sources, inline)
+            sources.append(Source(name, _host(write.leaf, modes[write.path] == 'host')))
+    return sources
 
 
-def _views(write: ArrayWrite) -> tuple[np.ndarray | None, ...]:
+def _views(write: ArrayWrite) -> dict[int, np.ndarray]:
     wanted = {piece.shard for piece in write.pieces}
     shards = write.leaf.addressable_shards
-    return tuple(np.asarray(shard.data) if index in wanted else None for index, shard in enumerate(shards))
+    return {index: np.asarray(shards[index].data) for index in sorted(wanted)}
 
 
 def _host(leaf: Any, private: bool) -> Any:
-    if isinstance(leaf, LazyArray) or not private:
-        return leaf
-    return np.array(leaf)
+    return np.array(leaf) if private and not isinstance(leaf, LazyArray) else leaf
 
 
 def _inline_source(leaf: Any, private: bool) -> Any:
-    if leaf is None or not hasattr(leaf, 'addressable_shards'):
+    if leaf is None or not is_jax_array(leaf):
         return None if leaf is None else _host(leaf, private)
-    if leaf.is_fully_addressable:
-        return np.asarray(leaf)
-    return np.asarray(leaf.addressable_data(0))
+    return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
 
 
-def _copied(writes: Sequence[ArrayWrite | InlineWrite], mode: str) -> dict[Path, Any]:
-    """Dispatches the copies that ``mode`` asks for; leaves that need none are left out."""
-    arrays = {write.path: write.leaf for write in writes if hasattr(write.leaf, 'addressable_shards')}
-    chosen = {path: _mode_of(array, mode) for path, array in arrays.items()}
-    to_copy = {path: array for path, array in arrays.items() if chosen[path] == 'copy'}
-    to_pin = {path: array for path, array in arrays.items() if chosen[path] == 'pinned_host'}
+def _copied(writes: Sequence[ArrayWrite | InlineWrite], modes: dict[Path, str]) -> dict[Path, Any]:
+    """Dispatches the copies that the modes ask for; leaves that need none are left out."""
     moved: dict[Path, Any] = {}
-    if to_copy:
-        moved |= dict(zip(to_copy, _device_copies(list(to_copy.values())), strict=True))
-    if to_pin:
-        moved |= dict(zip(to_pin, _pinned_copies(list(to_pin.values())), strict=True))
+    for mode, copy in (('copy', _device_copies), ('pinned_host', _pinned_copies)):
+        paths = [write.path for write in writes if modes[write.path] == mode]
+        if paths:
+            leaves = {write.path: write.leaf for write in writes}
+            moved |= dict(zip(paths, copy([leaves[path] for path in paths]), strict=True))
     return moved
-
-
-def _mode_of(array: Any, mode: str) -> str:
-    if mode != 'auto':
-        return mode
-    platform = next(iter(array.sharding.device_set)).platform
-    if platform != 'cpu':
-        return 'pinned_host'
-    return 'view' if array.is_ready() else 'copy'
 
 
 def _device_copies(arrays: list[Any]) -> list[Any]:
@@ -152,7 +285,9 @@ def _as_inline(write: InlineWrite, value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, LazyArray):
-        value = value.get()
+        value = _got(value, leaf_name(write.path))
+    elif is_jax_array(value):
+        value = value if value.is_fully_addressable else value.addressable_data(0)
     array = np.asarray(value)
     if write.dtype is not None and array.dtype != write.dtype:
         array = array.astype(write.dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+
 __all__ = [
     'Clock',
     'DataLayout',
@@ -16,6 +18,7 @@ __all__ = [
     'SaveStateTransformationFn',
     'TrainState',
     'leaf_name',
+    'native_dtype',
 ]
 
 Path: TypeAlias = tuple[str, ...]
@@ -23,9 +26,15 @@ Clock: TypeAlias = Callable[[], float]
 Progress: TypeAlias = Callable[[int, int], None]
 
 
+def native_dtype(dtype: Any) -> np.dtype:
+    """The numpy dtype in this machine's byte order."""
+    plain = np.dtype(dtype)
+    return plain.newbyteorder('=') if plain.byteorder in '<>' else plain
+
+
 def leaf_name(path: Path) -> str:
-    """The leaf's name in messages: its path joined with '/'."""
-    return '/'.join(path)
+    """The leaf's name: its path joined with '/'; a '/' inside a key is written as a backslash and '/'."""
+    return '/'.join(key.replace('/', '\\/') for key in path)
 
 
 @runtime_checkable

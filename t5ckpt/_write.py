@@ -8,32 +8,39 @@ one metadata file. Chunks equal to the fill value are written too: a missing chu
 Every chunk file gets an xxh3-64 digest. Without a codec it is taken from memory, 28 GB/s on one core; with one, the
 file is read back once after the write, which sees the page cache.
 
+Chunks that the previous checkpoint holds already are linked instead (``_reuse.py``).
+
 Notes: blocks until everything is durable; raises the first error after every started write has ended.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import errno
 import json
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
-import xxhash
 
 from t5ckpt._budget import ByteBudget
+from t5ckpt._chunks import Box
+from t5ckpt._compress import AUTO, choose_codec
+from t5ckpt._digest import ALGORITHM, digest
 from t5ckpt._dtypes import to_stored, zarr_typestr
 from t5ckpt._layout import join
 from t5ckpt._plan import ArrayWrite, Piece
+from t5ckpt._reuse import Previous
 from t5ckpt._specs import StoredArray
-from t5ckpt._stage import Source, StagedSave
-from t5ckpt._types import Progress, leaf_name
-from t5ckpt.errors import T5CkptError
+from t5ckpt._stage import Source, Staging
+from t5ckpt._types import Path, Progress, leaf_name
+from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['WriteReport', 'digest', 'integrity_bytes', 'write_arrays', 'zarray_bytes']
+__all__ = ['WriteJob', 'WriteReport', 'integrity_bytes', 'write_arrays', 'zarray_bytes']
 
 _SUB_BYTE = {'float4_e2m1fn', 'int2', 'int4'}
 
@@ -43,12 +50,16 @@ class WriteReport:
     """What was written.
 
     Attributes:
+      arrays: the stored arrays by leaf, with the codec that was used.
       digests: file, relative to the checkpoint's directory, to (bytes, xxh3-64 hex).
       array_bytes: bytes of array values, uncompressed.
+      linked_bytes: how many of them were taken over from the previous checkpoint.
     """
 
+    arrays: dict[Path, StoredArray]
     digests: dict[str, tuple[int, str]]
     array_bytes: int
+    linked_bytes: int
 
     @property
     def file_bytes(self) -> int:
@@ -56,16 +67,31 @@ class WriteReport:
         return sum(size for size, _ in self.digests.values())
 
 
-def digest(data: bytes | np.ndarray) -> str:
-    """The xxh3-64 of a buffer, as 16 hex digits."""
-    buffer: Any = data.reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else data
-    return xxhash.xxh3_64_hexdigest(buffer)
+@dataclasses.dataclass(frozen=True)
+class WriteJob:
+    """Where and how to write.
+
+    Attributes:
+      storage: the run's.
+      directory: the checkpoint's (temporary) directory.
+      budget: bounds the bytes in flight; a chunk larger than it is written alone.
+      previous: a checkpoint whose equal chunks are linked instead of written, or None.
+      unchanged: leaves that are linked without a look at their values.
+      progress: called with (bytes done, bytes in all).
+    """
+
+    storage: Storage
+    directory: str
+    budget: ByteBudget
+    previous: Previous | None = None
+    unchanged: tuple[ArrayWrite, ...] = ()
+    progress: Progress | None = None
 
 
 def integrity_bytes(report: WriteReport) -> bytes:
     """The checksum sidecar of one process: ``{'algorithm': 'xxh3_64', 'files': {file: [bytes, hex]}}``."""
     files = {name: list(entry) for name, entry in sorted(report.digests.items())}
-    return json.dumps({'algorithm': 'xxh3_64', 'files': files}, separators=(',', ':')).encode()
+    return json.dumps({'algorithm': ALGORITHM, 'files': files}, separators=(',', ':')).encode()
 
 
 def zarray_bytes(array: StoredArray) -> bytes:
@@ -84,33 +110,30 @@ def zarray_bytes(array: StoredArray) -> bytes:
     return json.dumps(contents, separators=(',', ':'), sort_keys=True).encode()
 
 
-def write_arrays(
-    storage: Storage, directory: str, staged: StagedSave, budget: ByteBudget, progress: Progress | None = None
-) -> WriteReport:
-    """Writes every stored leaf of a staged save.
-
-    Args:
-      storage: where.
-      directory: the checkpoint's (temporary) directory.
-      staged: what.
-      budget: bounds the bytes in flight; a chunk larger than it is written alone.
-      progress: called with (bytes done, bytes in all).
-    """
-    writer = _Writer(storage, directory, budget, progress, sum(_bytes_of(write) for write in staged.plan.writes))
+def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
+    """Writes every stored leaf, wave after wave as they are staged."""
+    total = staging.total_bytes + sum(write.piece_bytes * len(write.pieces) for write in job.unchanged)
+    writer = _Writer(job, total, lambda: staging.is_stopped)
     try:
-        writer.write_metadata(staged.plan.writes)
-        for write in staged.plan.writes:
-            writer.write_array(write, staged.sources[write.path])
+        for write in job.unchanged:
+            writer.link_array(write)
+        with contextlib.closing(staging.waves()) as waves:
+            for wave in waves:
+                for write, source in wave.writes:
+                    writer.write_array(write, source)
+                # The next wave may take this one's place in memory, so this one has to be out first.
+                writer.drain()
         writer.drain()
         writer.read_back()
     except BaseException:
         writer.abandon()
         raise
-    return WriteReport(writer.digests, writer.total)
-
-
-def _bytes_of(write: ArrayWrite) -> int:
-    return write.piece_bytes * len(write.pieces)
+    expected = staging.file_count + sum(len(write.pieces) + 1 for write in job.unchanged)
+    if len(writer.digests) != expected:
+        raise SaveFailedError(
+            f'{len(writer.digests)} files were written where {expected} were planned; nothing is committed.'
+        )
+    return WriteReport(writer.arrays, writer.digests, writer.total, writer.linked)
 
 
 @dataclasses.dataclass
@@ -121,106 +144,171 @@ class _InFlight:
 
 
 class _Writer:
-    def __init__(self, storage: Storage, directory: str, budget: ByteBudget, progress: Progress | None, total: int):
-        self._storage = storage
-        self._directory = directory
-        self._budget = budget
-        self._progress = progress
-        self._kvstore = storage.open_kvstore(directory)
+    def __init__(self, job: WriteJob, total: int, is_stopped: Callable[[], bool]):
+        self._job = job
+        self._is_stopped = is_stopped
+        self._storage = job.storage
+        self._kvstore = job.storage.open_kvstore(job.directory)
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._unread: list[str] = []
         self._done = 0
         self.total = total
+        self.linked = 0
+        self.arrays: dict[Path, StoredArray] = {}
         self.digests: dict[str, tuple[int, str]] = {}
 
-    def write_metadata(self, writes: Iterable[ArrayWrite]) -> None:
-        for write in writes:
-            data = zarray_bytes(write.array)
-            key = join(write.array.location, '.zarray')
-            self._in_flight.append(_InFlight(leaf_name(write.path), self._kvstore.write(key, data), 0))
-            self.digests[key] = (len(data), digest(data))
+    def link_array(self, write: ArrayWrite) -> None:
+        """Takes over all files of a leaf that is the object saved last time.
+
+        Where a file cannot be linked the leaf is written after all, from the array itself: it was not staged.
+
+        Raises:
+          StorageError: it cannot be linked, and the array has been donated since.
+        """
+        previous = self._job.previous
+        prefix = f'{write.array.location}/'
+        held = {} if previous is None else {k: v for k, v in previous.digests.items() if k.startswith(prefix)}
+        for key, entry in held.items():
+            if previous is None or not self._link(previous, key, entry):
+                if write.leaf.is_deleted():
+                    where = self._storage.url(join('' if previous is None else previous.directory, key))
+                    raise StorageError(
+                        errno.ENOENT,
+                        f'{leaf_name(write.path)}: {where} is gone, and the array was donated. Save again.',
+                    )
+                self.write_array(write, Source(leaf_name(write.path), write.leaf))
+                return
+        zarray = json.loads(self._storage.read(join(self._job.directory, prefix, '.zarray')))
+        metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
+        self.arrays[write.path] = dataclasses.replace(write.array, metadata=metadata)
+        self._count(write.piece_bytes * len(write.pieces), linked=True)
+
+    def _link(self, previous: Previous, key: str, entry: tuple[int, str]) -> bool:
+        source, target = join(previous.directory, key), join(self._job.directory, key)
+        if self._storage.size(source) != entry[0] or not self._storage.link(source, target):
+            return False
+        self.digests[key] = entry
+        return True
 
     def write_array(self, write: ArrayWrite, source: Source) -> None:
-        store = self._open(write)
-        shard_index, shard = None, np.empty(0)
+        """Starts the writes of all chunks of a leaf."""
+        store: Any = None
         for piece in write.pieces:
+            if self._is_stopped():
+                raise SaveFailedError('the save was interrupted; nothing of it is left.')
             self._admit(write.piece_bytes)
-            if piece.shard != shard_index:
-                shard_index, shard = piece.shard, source.shard(piece.shard)
             try:
-                data = _piece_values(shard, piece, write)
-                future = store[_slices(piece)].write(data, can_reference_source_data_indefinitely=True)
+                data = _piece_values(source, piece, write)
+                if store is None:
+                    array = _with_codec(write.array, data)
+                    self._write_metadata(array, leaf_name(write.path))
+                    self.arrays[write.path] = array
+                    store = self._open(array, leaf_name(write.path))
+                key, entry = self._key(self.arrays[write.path], piece), self._digest_of(self.arrays[write.path], data)
+                if entry is not None and self._linked_instead(key, entry):
+                    self._job.budget.release(write.piece_bytes)
+                    self._count(write.piece_bytes, linked=True)
+                    continue
+                future = store[_slices(piece.box)].write(data, can_reference_source_data_indefinitely=True)
             except BaseException:
-                self._budget.release(write.piece_bytes)
+                self._job.budget.release(write.piece_bytes)
                 raise
             self._in_flight.append(_InFlight(leaf_name(write.path), future, write.piece_bytes))
-            self._note_digest(write, piece, data)
+            if entry is None:
+                self._unread.append(key)
+            else:
+                self.digests[key] = entry
+        if not write.pieces:
+            self.arrays[write.path] = _with_codec(write.array, np.empty(0, write.array.dtype))
 
-    def _open(self, write: ArrayWrite) -> Any:
+    def _linked_instead(self, key: str, entry: tuple[int, str]) -> bool:
+        previous = self._job.previous
+        return previous is not None and previous.digests.get(key) == entry and self._link(previous, key, entry)
+
+    def _write_metadata(self, array: StoredArray, leaf: str) -> None:
+        data = zarray_bytes(array)
+        key = join(array.location, '.zarray')
+        self._in_flight.append(_InFlight(leaf, self._kvstore.write(key, data), 0))
+        self.digests[key] = (len(data), digest(data))
+
+    def _open(self, array: StoredArray, leaf: str) -> Any:
         spec = {
             'driver': 'zarr',
-            'kvstore': self._storage.array_kvstore(join(self._directory, write.array.location)),
-            'metadata': json.loads(zarray_bytes(write.array)),
+            'kvstore': self._storage.array_kvstore(join(self._job.directory, array.location)),
+            'metadata': json.loads(zarray_bytes(array)),
             'store_data_equal_to_fill_value': True,
         }
-        with foreign_errors(leaf_name(write.path)):
+        with foreign_errors(leaf, writing=True):
             return ts.open(spec, open=True, create=True, assume_metadata=True, context=self._storage.context()).result()
 
-    def _note_digest(self, write: ArrayWrite, piece: Piece, data: np.ndarray) -> None:
-        chunks = write.array.metadata['chunks']
-        cell = '.'.join(str(start // size) for (start, _), size in zip(piece.box, chunks, strict=True))
-        key = join(write.array.location, cell)
-        if write.array.metadata['compressor'] is None and write.array.dtype.name not in _SUB_BYTE:
-            self.digests[key] = (data.nbytes, digest(data))
-        else:
-            self._unread.append(key)
+    @staticmethod
+    def _key(array: StoredArray, piece: Piece) -> str:
+        cell = '.'.join(str(a // size) for (a, _), size in zip(piece.box, array.metadata['chunks'], strict=True))
+        return join(array.location, cell)
+
+    @staticmethod
+    def _digest_of(array: StoredArray, data: np.ndarray) -> tuple[int, str] | None:
+        """The chunk file's size and digest, where its bytes are the array's; None where only the codec knows them."""
+        if array.metadata['compressor'] is not None or array.dtype.name in _SUB_BYTE:
+            return None
+        return data.nbytes, digest(data)
 
     def _admit(self, size: int) -> None:
-        while not self._budget.try_acquire(size):
+        while not self._job.budget.try_acquire(size):
             if self._in_flight:
                 self._finish(self._in_flight.popleft())
             else:
-                self._budget.acquire(size)
+                self._job.budget.acquire(size)
                 return
 
     def _finish(self, item: _InFlight) -> None:
         try:
-            with foreign_errors(f'{item.leaf} in {self._storage.url(self._directory)}'):
+            with foreign_errors(f'{item.leaf} in {self._storage.url(self._job.directory)}', writing=True):
                 item.future.result()
         finally:
             if item.size:
-                self._budget.release(item.size)
-        self._done += item.size
-        if self._progress is not None and item.size:
-            self._progress(self._done, self.total)
+                self._job.budget.release(item.size)
+        self._count(item.size)
+
+    def _count(self, size: int, *, linked: bool = False) -> None:
+        self._done += size
+        self.linked += size if linked else 0
+        if self._job.progress is not None and size:
+            self._job.progress(self._done, self.total)
 
     def drain(self) -> None:
+        """Waits for everything in flight."""
         while self._in_flight:
             self._finish(self._in_flight.popleft())
 
     def read_back(self) -> None:
         """Digests of files whose bytes only the codec knew."""
         for key in self._unread:
-            with foreign_errors(self._storage.url(join(self._directory, key))):
+            with foreign_errors(self._storage.url(join(self._job.directory, key))):
                 data = bytes(self._kvstore.read(key).result().value)
             self.digests[key] = (len(data), digest(data))
 
     def abandon(self) -> None:
         """Waits for what was started, so that nothing is written after the caller has cleaned up."""
         while self._in_flight:
-            try:
+            with contextlib.suppress(T5CkptError):
                 self._finish(self._in_flight.popleft())
-            except T5CkptError:
-                continue
 
 
-def _slices(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in piece.box)
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
 
 
-def _piece_values(shard: np.ndarray, piece: Piece, write: ArrayWrite) -> np.ndarray:
+def _with_codec(array: StoredArray, sample: np.ndarray) -> StoredArray:
+    """The array with its codec chosen, where the plan leaves that to the data."""
+    if array.metadata['compressor'] != AUTO:
+        return array
+    return dataclasses.replace(array, metadata={**array.metadata, 'compressor': choose_codec(sample)})
+
+
+def _piece_values(source: Source, piece: Piece, write: ArrayWrite) -> np.ndarray:
     """One chunk's values as they lie on disk: C order, little endian, in the stored dtype."""
-    values = shard[tuple(slice(start, stop) for start, stop in piece.within)]
+    values = source.values(piece)
     if values.dtype != write.dtype:
         values = values.astype(write.dtype)
     return np.ascontiguousarray(to_stored(values))

@@ -8,21 +8,21 @@ A blocking save is an asynchronous one that is waited for.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-import numpy as np
-
 from t5ckpt import steps
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._dataset_state import DatasetState
+from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import step_of, view_state
 from t5ckpt._pending import PendingSave
 from t5ckpt._plan import CODECS, SaveOptions
 from t5ckpt._restore import RestoreRequest, run_restore
-from t5ckpt._save import SaveRequest, prepare_save
+from t5ckpt._save import Reuse, SaveRequest, prepare_save
 from t5ckpt._stage import STAGING_MODES
 from t5ckpt._types import Clock, Partitioner, Progress, RestoreStateTransformationFn, SaveStateTransformationFn
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
@@ -56,6 +56,8 @@ class Checkpointer:
         chunk_bytes: int = SaveOptions.chunk_bytes,
         inline_bytes: int = SaveOptions.inline_bytes,
         staging: str = 'auto',
+        reuse_unchanged: bool = True,
+        mmap: bool = False,
         progress: Progress | None = None,
         clock: Clock = time.time,
     ):
@@ -72,10 +74,13 @@ class Checkpointer:
           restore_dtype: the same on restore.
           keep_dataset_checkpoints: how many of the latest checkpoints keep their iterator state; None keeps all.
           keep_policy: decides instead of ``keep``.
-          compression: None, 'zstd', 'gzip' or 'blosc'.
+          compression: None, 'zstd', 'gzip', 'blosc', or 'auto' to compress the leaves for which it pays.
           chunk_bytes: the wish for the largest chunk file.
           inline_bytes: leaves up to this many bytes go into the manifest instead of an array of their own.
           staging: how the state is made safe before ``save_async`` returns, see ``_stage.py``.
+          reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it, see ``_reuse.py``.
+          mmap: ``restore`` maps chunk files instead of reading them, on the CPU backend and where the files allow it;
+            values are then read from the checkpoint when a step touches them, see docs/mapped-restore.md.
           progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
           clock: unix seconds.
         """
@@ -88,20 +93,21 @@ class Checkpointer:
             raise ValueError(f'{known}; got compression={compression!r}, staging={staging!r}.')
         if chunk_bytes < 1 or inline_bytes < 0:
             raise ValueError(f'chunk_bytes={chunk_bytes}, inline_bytes={inline_bytes}: neither may be negative.')
-        self.checkpoints_dir = os.fspath(checkpoints_dir)
+        self._storage = open_storage(checkpoints_dir)
+        # Absolute, so that a later chdir does not make this another directory.
+        self.checkpoints_dir = self._storage.url()
         self.keep = keep
         self.keep_dataset_checkpoints = keep_dataset_checkpoints
-        self.restore_dtype = restore_dtype
+        self.restore_dtype = floating_dtype(restore_dtype, 'restore_dtype')
         self._train_state = train_state
         self._partitioner = partitioner
-        self._storage = open_storage(checkpoints_dir)
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
-        self._options = SaveOptions(
-            None if save_dtype is None else np.dtype(save_dtype), compression, chunk_bytes, inline_bytes
-        )
+        self._options = SaveOptions(floating_dtype(save_dtype, 'save_dtype'), compression, chunk_bytes, inline_bytes)
         by_number = KeepAll() if keep is None else KeepLatest(keep)
         self._keep_policy = by_number if keep_policy is None else keep_policy
         self._staging = staging
+        self._reuse = Reuse() if reuse_unchanged else None
+        self._mmap = mmap
         self._progress = progress
         self._clock = clock
         self._pending: PendingSave | None = None
@@ -141,7 +147,12 @@ class Checkpointer:
           StorageError: the checkpoint did not become visible, and what was written of it is gone.
         """
         pending = self._start(train_state, state_transformation_fns, concurrent_gb, step, False)
-        return pending.result()
+        try:
+            return pending.result()
+        except KeyboardInterrupt:
+            # The caller's arrays are being written as they are: nothing may go on once they may change.
+            pending.cancel()
+            raise
 
     def save_async(
         self,
@@ -161,6 +172,8 @@ class Checkpointer:
     def _start(
         self, state: Any, fns: Sequence[Any], concurrent_gb: float, step: int | None, is_async: bool
     ) -> PendingSave:
+        if not 0 < concurrent_gb < math.inf:
+            raise ValueError(f'concurrent_gb must be a finite number above 0, got {concurrent_gb}.')
         self.wait_until_finished()
         self.check_for_errors()
         view = view_state(state)
@@ -173,11 +186,12 @@ class Checkpointer:
             budget_bytes=max(1, int(concurrent_gb * _GB)),
             staging=self._staging,
             private_host=is_async,
+            reuse=self._reuse,
             progress=self._progress,
             clock=self._clock,
         )
-        work = prepare_save(request, state, view.table, fns, self._partitioner, self._dataset)
-        pending = PendingSave(request.step, work)
+        prepared = prepare_save(request, state, view.table, fns, self._partitioner, self._dataset)
+        pending = PendingSave(request.step, prepared)
         self._pending = pending if is_async else None
         return pending
 
@@ -226,12 +240,13 @@ class Checkpointer:
         if step is not None and path is not None:
             raise ValueError('step and path both say what to restore: pass one of them.')
         request = RestoreRequest(
-            located=steps.locate(self.checkpoints_dir if path is None else path, step),
+            located=steps.locate_step(self._storage, step) if path is None else steps.locate(path),
             fns=state_transformation_fns,
             fallback=fallback_state,
             lazy=lazy_parameters,
-            restore_dtype=None if self.restore_dtype is None else np.dtype(self.restore_dtype),
+            restore_dtype=floating_dtype(self.restore_dtype, 'restore_dtype'),
             progress=self._progress,
+            mmap=self._mmap,
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 

@@ -166,7 +166,7 @@ class UnexpectedLeaves(TreeMismatchError):  # noqa: N818
 
 
 _CURES = {
-    'shape': 'Pass a state_transformation_fn that reshapes or drops the leaf, or fallback_state to take it from there.',
+    'shape': 'Pass a state_transformation_fn that reshapes the leaf, or that drops it and fallback_state to take it from there.',
     'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the model.',
     'missing': 'Pass fallback_state to take these leaves from there, or a state_transformation_fn that renames them.',
     'unexpected': 'Drop or rename them in a state_transformation_fn, e.g. apply_assignment_map.',
@@ -203,9 +203,9 @@ def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchE
 def near_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Names close to ``name``, nearest first, at most ``count``.
 
-    The comparison is quadratic in the length of the names, so at most 2,000 candidates are looked at, those that
+    The comparison is quadratic in the length of the names, so at most 500 candidates are looked at, those that
     share the last component first: a renamed scope is the commonest cause.
     """
     last = name.rpartition('/')[2]
-    candidates = sorted(names, key=lambda other: (other.rpartition('/')[2] != last, other))[:2000]
+    candidates = sorted(names, key=lambda other: (other.rpartition('/')[2] != last, other))[:500]
     return difflib.get_close_matches(name, candidates, n=count, cutoff=0.6)

@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._budget import ByteBudget
+from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import Empty, LeafTable, Target, nest
-from t5ckpt._manifest import Manifest
-from t5ckpt._open import read_contents
+from t5ckpt._open import leaves_of, read_contents
 from t5ckpt._plan import cast_dtype
-from t5ckpt._plan_restore import StoredLeaf, StoredRead, checkpoint_leaves
+from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._read import ArrayReader, read_arrays
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
-from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.steps import locate
 from t5ckpt.view import lazy_leaf
 
-__all__ = ['load_t5x_checkpoint', 'transformed_state']
+__all__ = ['load_t5x_checkpoint']
 
 # Reads are in flight together up to this many bytes beyond what is already part of the result.
 _IN_FLIGHT_BYTES = 4 * 2**30
@@ -36,8 +35,10 @@ def load_t5x_checkpoint(
     remap: bool = True,
     restore_dtype: Any = None,
     lazy_parameters: bool = False,
+    *,
+    mmap: bool = True,
 ) -> dict[str, Any]:
-    """Loads a checkpoint as it lies on disk, for analysis. The signature is T5X's.
+    """Loads a checkpoint as it lies on disk, for analysis. The signature is T5X's, plus ``mmap``.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
@@ -46,6 +47,8 @@ def load_t5x_checkpoint(
       remap: False leaves the transformations out, as in T5X.
       restore_dtype: floating leaves of ``target`` (or ``params``) are cast to it.
       lazy_parameters: arrays come as LazyArray, read when ``get`` is called.
+      mmap: arrays of a local checkpoint are mapped where their files allow it, and then read when they are touched;
+        they are writable, and writes stay in memory. False reads everything now.
 
     Returns:
       Nested dicts; leaves are numpy arrays or numpy scalars, LazyArrays, None, or empty containers. Python numbers
@@ -56,36 +59,20 @@ def load_t5x_checkpoint(
     """
     contents = read_contents(locate(path, step))
     fns = state_transformation_fns if remap else ()
-    leaves = transformed_state(contents.manifest, contents.sidecar.facts, fns, {})
-    reader = ArrayReader(contents.located.storage, contents.located.directory)
-    wanted = None if restore_dtype is None else np.dtype(restore_dtype)
+    leaves, facts = leaves_of(contents, fns, {})
+    reader = ArrayReader(contents.located.storage, contents.located.directory, mmap)
+    wanted = floating_dtype(restore_dtype, 'restore_dtype')
     if lazy_parameters:
-        table = {path: _lazy(reader, path, leaf, wanted) for path, leaf in leaves.items()}
+        table = {path: _lazy(reader, (path, leaf), wanted, facts) for path, leaf in leaves.items()}
     else:
-        table = _read_all(reader, leaves, wanted, contents.sidecar.facts)
+        table = _read_all(reader, leaves, wanted, facts)
     return nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 
 
-def transformed_state(
-    manifest: Manifest,
-    facts: TreeFacts,
-    fns: Sequence[RestoreStateTransformationFn],
-    target: Mapping[str, Any],
-) -> LeafTable:
-    """The manifest's leaves after the restore transforms."""
-    state: Any = manifest.state
-    for fn in fns:
-        state = fn(state, target)
-        if not isinstance(state, Mapping):
-            raise UnsupportedFormatError(
-                f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'
-            )
-    return checkpoint_leaves(state, manifest.version, facts)
-
-
-def _lazy(reader: ArrayReader, path: Path, leaf: Any, wanted: np.dtype | None) -> Any:
-    if not hasattr(leaf, 'dtype'):
-        return leaf
+def _lazy(reader: ArrayReader, item: tuple[Path, Any], wanted: np.dtype | None, facts: TreeFacts) -> Any:
+    path, leaf = item
+    if not hasattr(leaf, 'dtype') or path in facts.python:
+        return _inline(path, leaf, wanted, facts)
     return lazy_leaf(reader, leaf, leaf_name(path), cast_dtype(path, np.dtype(leaf.dtype), wanted))
 
 
@@ -107,7 +94,7 @@ def _inline(path: Path, leaf: Any, wanted: np.dtype | None, facts: TreeFacts) ->
     if not isinstance(leaf, (np.ndarray, np.generic)):
         return leaf
     python = _PYTHON.get(facts.python.get(path, ''))
-    if python is not None:
+    if python is not None and np.ndim(leaf) == 0:
         return python(np.asarray(leaf)[()])
     dtype = cast_dtype(path, leaf.dtype, wanted)
     # A copy, since the decoded array is a read-only part of the manifest's bytes.

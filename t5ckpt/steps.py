@@ -1,7 +1,7 @@
 """Finding and listing checkpoints, and pinning them.
 
 A step is listed if and only if its directory holds the manifest, which is written last, and the manifest is whole: one
-of up to 4 MiB is walked through to its end, a larger one is taken at its word, since a listing must not read gigabytes.
+of up to 64 MiB is walked through to its end, a larger one is taken at its word, since a listing must not read gigabytes.
 Signatures are T5X's (t5x/checkpoints.py, checkpoint_utils.py).
 """
 
@@ -21,15 +21,17 @@ __all__ = [
     'all_steps',
     'find_checkpoint',
     'get_checkpoint_dir',
+    'is_orbax',
     'is_pinned_checkpoint',
     'latest_step',
     'locate',
+    'locate_step',
     'pin_checkpoint',
     'steps_in',
     'unpin_checkpoint',
 ]
 
-_WALKED_BYTES = 4 * 2**20
+_WALKED_BYTES = 64 * 2**20
 _ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
 
 
@@ -130,6 +132,8 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> Located:
     storage = open_storage(path)
     outer = open_storage(parent) if name else storage
     match outer.kind(name) if name else storage.kind(''):
+        case 'file' if step is not None and step != _step_of_file(parent):
+            raise CheckpointNotFoundError(f'{path}: is one checkpoint, not a run: step {step} cannot be taken from it.')
         case 'file':
             # The bare file: its directory is the checkpoint's.
             grand, directory = split_path(parent)
@@ -142,11 +146,24 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> Located:
             raise CheckpointNotFoundError(f'{path}: no such file or directory, so no checkpoint.')
 
 
+def _step_of_file(parent: str) -> int | None:
+    return parse_step_dir(split_path(parent)[1])
+
+
 def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None) -> Located:
     if step is None and storage.kind(MANIFEST) == 'file':
         return Located(outer, name, MANIFEST, parse_step_dir(name))
-    if step is None and _is_orbax(storage, ''):
+    if step is None and is_orbax(storage, ''):
         return Located(outer, name, '', parse_step_dir(name))
+    return locate_step(storage, step)
+
+
+def locate_step(storage: Storage, step: int | None) -> Located:
+    """Finds a step below a run's directory; None takes the latest.
+
+    Raises:
+      CheckpointNotFoundError: with the steps that are there.
+    """
     steps = steps_in(storage)
     if step is None:
         # A damaged step is opened when there is nothing better: its decoder says what is wrong with it.
@@ -159,13 +176,14 @@ def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None
     for candidate in (directory, str(step)):
         if storage.kind(join(candidate, MANIFEST)) == 'file':
             return Located(storage, candidate, MANIFEST, step)
-        if _is_orbax(storage, candidate):
+        if is_orbax(storage, candidate):
             return Located(storage, candidate, '', step)
     shown = ', '.join(map(str, steps[-10:])) or 'none'
     raise CheckpointNotFoundError(f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.')
 
 
-def _is_orbax(storage: Storage, directory: str) -> bool:
+def is_orbax(storage: Storage, directory: str) -> bool:
+    """Whether a directory looks like Orbax's: a tree, or items one of which is a tree."""
     names = {entry.name for entry in storage.entries(directory)}
     if names & set(_ORBAX_MARKERS):
         return True
@@ -179,7 +197,7 @@ def _orbax_steps(storage: Storage) -> list[int]:
     found: list[int] = []
     for entry in storage.entries():
         step = int(entry.name) if entry.name.isdecimal() else parse_step_dir(entry.name)
-        if entry.is_dir and step is not None and _is_orbax(storage, entry.name):
+        if entry.is_dir and step is not None and is_orbax(storage, entry.name):
             found.append(step)
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,23 +9,24 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._leaves import LeafTable
-from t5ckpt._open import Contents, read_contents
-from t5ckpt._plan_restore import StoredLeaf, checkpoint_leaves
+from t5ckpt._open import Contents, leaves_of, read_contents
+from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._read import ArrayReader
 from t5ckpt._types import leaf_name
 from t5ckpt.errors import near_names
-from t5ckpt.lazy import LazyArray, LazyAwaitableArray
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.steps import locate
 
 __all__ = ['CheckpointView', 'lazy_leaf', 'open_checkpoint']
 
 
-def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> CheckpointView:
+def open_checkpoint(path: str | os.PathLike[str], step: int | None = None, *, mmap: bool = True) -> CheckpointView:
     """Opens a checkpoint for looking: reads the manifest and no array.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
       step: which step, where ``path`` is a run's directory; None takes the latest.
+      mmap: arrays of a local checkpoint are mapped where their files allow it; a slice is copied out of the map.
 
     Returns:
       A mapping from leaf name to LazyArray. ``view['target/a/kernel'][:, :64]`` reads only the chunks it needs.
@@ -35,8 +35,9 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Ch
       CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
     """
     contents = read_contents(locate(path, step))
-    leaves = checkpoint_leaves(contents.manifest.state, contents.manifest.version, contents.sidecar.facts)
-    return CheckpointView(contents, leaves, '')
+    leaves, _ = leaves_of(contents, (), {})
+    reader = ArrayReader(contents.located.storage, contents.located.directory, mmap)
+    return CheckpointView(contents, reader, leaves, '')
 
 
 def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:
@@ -44,16 +45,11 @@ def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None 
     wanted = np.dtype(leaf.dtype) if dtype is None else dtype
     if not isinstance(leaf, StoredLeaf):
         value = np.asarray(leaf)
-
-        async def get_inline() -> np.ndarray:
-            return value.copy()
-
-        return LazyAwaitableArray(value.shape, wanted, get_inline, lambda index: value[index].copy())
-
-    async def get_stored() -> np.ndarray:
-        return await asyncio.to_thread(reader.read, leaf, name)
-
-    return LazyAwaitableArray(leaf.shape, wanted, get_stored, lambda index: reader.read(leaf, name, index))
+        return LazyThreadPoolArray(value.shape, wanted, value.copy, lambda index: value[index].copy())
+    # Read in the thread that asks: no pool and no event loop, which are gone when the interpreter is on its way out.
+    return LazyThreadPoolArray(
+        leaf.shape, wanted, lambda: reader.read(leaf, name), lambda index: reader.read(leaf, name, index)
+    )
 
 
 class CheckpointView(Mapping[str, LazyArray]):
@@ -62,10 +58,10 @@ class CheckpointView(Mapping[str, LazyArray]):
     Notes: nothing is cached, each access reads; safe from any thread and inside a running event loop.
     """
 
-    def __init__(self, contents: Contents, leaves: LeafTable, prefix: str):
+    def __init__(self, contents: Contents, reader: ArrayReader, leaves: LeafTable, prefix: str):
         self._contents = contents
         self._prefix = prefix
-        self._reader = ArrayReader(contents.located.storage, contents.located.directory)
+        self._reader = reader
         self._all = leaves
         self._arrays = {leaf_name(path): leaf for path, leaf in leaves.items() if hasattr(leaf, 'dtype')}
 
@@ -89,8 +85,9 @@ class CheckpointView(Mapping[str, LazyArray]):
             return lazy_leaf(self._reader, self._arrays[name], name)
         below = {path: leaf for path, leaf in self._all.items() if leaf_name(path).startswith(f'{name}/')}
         if below:
-            inner = {tuple(leaf_name(path).removeprefix(f'{name}/').split('/')): leaf for path, leaf in below.items()}
-            return CheckpointView(self._contents, inner, f'{self._prefix}{name}/')
+            depth = next(n for path in below for n in range(len(path)) if leaf_name(path[:n]) == name)
+            inner = {path[depth:]: leaf for path, leaf in below.items()}
+            return CheckpointView(self._contents, self._reader, inner, f'{self._prefix}{name}/')
         near = near_names(name, self._arrays)
         raise KeyError(
             f'{self._prefix}{name}: no such leaf in {self.path}. ' + (f'Near: {", ".join(near)}.' if near else '')

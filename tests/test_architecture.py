@@ -21,11 +21,23 @@ PACKAGE = ROOT / 't5ckpt'
 # can ever need each other. CONTRIBUTING.md says what each is for. A folder counts as one module.
 ROWS = (
     ('errors', '_version', '_types', '_budget', '_process'),
-    ('lazy', '_leaves', '_chunks', '_dtypes', 'translate', 'policies'),
+    ('lazy', '_leaves', '_chunks', '_dtypes', '_digest', '_compress', 'translate', 'policies'),
     ('_specs', '_manifest', '_sidecar', '_layout'),
     ('storage',),
     ('steps', '_plan', '_plan_restore', '_orbax', '_open'),
-    ('_integrity', '_stage', '_write', '_read', '_commit', '_retention', '_dataset_state'),
+    (
+        '_integrity',
+        '_reuse',
+        '_stage',
+        '_write',
+        '_place',
+        '_mmap',
+        '_map',
+        '_read',
+        '_commit',
+        '_retention',
+        '_dataset_state',
+    ),
     ('_save', '_pending', 'view', 'load', '_restore'),
     ('checkpointer', 'save_best'),
     ('metrics', 'datasets', 'convert', 'training', 'cli'),
@@ -39,6 +51,7 @@ MAX_PARAMETERS = 6
 # Signatures that T5X's callers use by position and keyword; everything else groups its parameters in a type.
 T5X_SIGNATURES = {
     'checkpointer.Checkpointer.__init__',
+    'load.load_t5x_checkpoint',
     'save_best.SaveBestCheckpointer.__init__',
 }
 
@@ -143,6 +156,12 @@ def test_the_package_was_found():
 
 def test_every_module_has_a_row():
     assert [module.name for module in MODULES if module.top not in PLACES] == []
+
+
+def test_contributing_names_every_module():
+    page = (ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8')
+    tops = {module.top for module in MODULES}
+    assert [name for name in sorted(tops) if f'`{name}.py`' not in page and f'`{name}/`' not in page] == []
 
 
 def test_modules_import_only_from_what_stands_before_them():

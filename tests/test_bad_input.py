@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import shutil
 import subprocess
 
@@ -287,6 +288,35 @@ def test_specs_that_are_not_what_t5x_writes(saved, edit, kind, says):
         assert_says(error, 'target/decoder/w', says)
 
 
+def test_damaged_manifests_raise_nothing_but_format_errors(golden, tmp_path):
+    """Bytes flipped, dropped and put in, wherever; also those that still decode must not be followed out of there."""
+    rng = random.Random(0)
+    originals = [path.read_bytes() for path in sorted(golden.glob('case0[1-6]*/checkpoint_*/checkpoint'))]
+    step_dir = foreign(tmp_path, b'')
+    outcomes = collections.Counter()
+    for _ in range(1500):
+        data = bytearray(rng.choice(originals))
+        for _ in range(rng.choice([1, 1, 2, 5, 20])):
+            at = rng.randrange(len(data))
+            match rng.randrange(4):
+                case 0:
+                    data[at] = rng.randrange(256)
+                case 1:
+                    data[at] ^= 1 << rng.randrange(8)
+                case 2:
+                    del data[at : at + rng.randrange(1, 9)]
+                case _:
+                    data[at:at] = rng.randbytes(rng.randrange(1, 9))
+        (step_dir / 'checkpoint').write_bytes(data)
+        try:
+            t5ckpt.open_checkpoint(step_dir)
+            outcomes['opened'] += 1
+        except errors.FormatError as error:
+            outcomes[type(error)] += 1
+    assert outcomes['opened'] > 50
+    assert outcomes[errors.CorruptCheckpointError] > 500
+
+
 def test_nothing_there(tmp_path):
     (tmp_path / 'empty').mkdir()
     for path in (tmp_path / 'empty', tmp_path / 'absent', tmp_path / 'absent' / 'checkpoint_3'):
@@ -398,6 +428,11 @@ def test_a_zarray_that_contradicts_the_manifest(saved):
 # ---- saves that fail change nothing ----
 
 
+needs_root = pytest.mark.skipif(
+    not hasattr(os, 'geteuid') or os.geteuid() != 0, reason='only root can mount a file system to fill'
+)
+
+
 @contextlib.contextmanager
 def mounted(directory: pathlib.Path, options: str):
     """A tmpfs: only root may, and in CI root we are."""
@@ -422,7 +457,7 @@ def assert_unchanged(run_dir: pathlib.Path, before: dict[str, bytes]) -> None:
     t5x_rules.check_run_dir(run_dir)
 
 
-@pytest.mark.skipif(not hasattr(os, 'geteuid') or os.geteuid() != 0, reason='only root can mount a file system to fill')
+@needs_root
 @pytest.mark.parametrize('how', ['save', 'save_async'])
 def test_no_space_left(tmp_path, how):
     with mounted(tmp_path / 'small', 'size=2m') as root:
@@ -449,6 +484,28 @@ def test_no_space_left(tmp_path, how):
             assert list(ck.all_steps()) == [3]
             # The checkpointer goes on: a smaller step still fits.
             assert ck.save(state_of({'state/step': np.asarray(5, np.int32)}, ['target/decoder/w'])).step == 5
+
+
+@needs_root
+def test_wherever_the_space_ends_nothing_is_left(tmp_path):
+    """One more file fits each time, so that every file of a save is once the one that does not."""
+    failed = 0
+    for inodes in range(3, 40):
+        with mounted(tmp_path / 'small', f'size=8m,nr_inodes={inodes}') as root:
+            ck = t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(root))
+            committed, said = None, ''
+            try:
+                committed = ck.save(state_of())
+            except errors.NoSpaceError as error:
+                said = str(error)
+            if committed is not None:
+                t5x_rules.check(pathlib.Path(committed.path))
+                break
+            failed += 1
+            assert str(root) in said
+            assert not list(root.iterdir()), inodes
+            assert list(ck.all_steps()) == []
+    assert failed >= 4
 
 
 def _causes(error):
@@ -526,6 +583,56 @@ def test_a_leaf_that_fails_while_it_is_written(saved):
     with ck, pytest.raises(RuntimeError, match='the disk it came from is gone'):
         ck.save(bad)
     assert_unchanged(saved, before)
+
+
+@pytest.mark.parametrize(
+    ('said', 'shape'),
+    [
+        ((512, 256), (256, 512)),
+        ((512, 256), (512, 128)),
+        ((512, 256), (512, 256, 1)),
+        ((512, 256), (1024, 256)),
+        ((512, 256), ()),
+        ((4,), (5,)),
+        ((4, 1), (4,)),
+    ],
+)
+def test_a_lazy_leaf_that_has_another_shape_than_it_said(saved, said, shape):
+    before = listing(saved)
+    flat = {'target/w': t5ckpt.LazyThreadPoolArray(said, np.float32, lambda: np.zeros(shape, np.float32))}
+    bad = partitioner.T5XState(nest(flat | {'state/step': np.asarray(4, np.int32)}))
+    ck = t5ckpt.Checkpointer(bad, checkpoints_dir=str(saved))
+    with ck, pytest.raises(errors.T5CkptError) as error:
+        ck.save(bad)
+    assert_says(error, 'target/w', str(said), str(shape))
+    assert_unchanged(saved, before)
+
+
+def test_a_donated_array(saved):
+    before = listing(saved)
+    array = jax.device_put(W)
+    array.delete()
+    bad = state_of({'target/decoder/w': array, 'state/step': np.asarray(4, np.int32)})
+    with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(saved)) as ck:
+        for save in (ck.save, ck.save_async):
+            with pytest.raises(errors.UnsupportedLeafError) as error:
+                save(bad)
+            assert_says(error, 'target/decoder/w', 'donated')
+    assert_unchanged(saved, before)
+
+
+def test_a_tracer(saved):
+    ck = t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(saved))
+    with ck, pytest.raises(errors.UnsupportedLeafError, match='target/decoder/bias'):
+        jax.jit(lambda bias: ck.save(state_of({'target/decoder/bias': bias}), step=4))(np.zeros(4))
+
+
+def test_shapes_instead_of_arrays(saved):
+    shapes = states.shapes_of(state_of({'state/step': np.asarray(4, np.int32)}))
+    with t5ckpt.Checkpointer(shapes, checkpoints_dir=str(saved)) as ck:
+        with pytest.raises(errors.UnsupportedLeafError) as error:
+            ck.save(shapes, step=4)
+        assert_says(error, 'target/decoder/w', 'target/decoder/bias')
 
 
 def test_a_transform_that_fails(saved):
@@ -608,7 +715,6 @@ def test_keep_everything(run_dir):
     assert steps_after(run_dir, [1, 2, 3, 0]) == [0, 1, 2, 3]
 
 
-
 def test_keep_the_newest(run_dir):
     assert steps_after(run_dir, [1, 2, 3, 4, 5], keep=2) == [4, 5]
 
@@ -632,13 +738,18 @@ def test_pins(run_dir):
         assert (run_dir / f'checkpoint_{step}' / 'PINNED').is_file()
         t5x_rules.check(run_dir / f'checkpoint_{step}')
     assert not t5ckpt.is_pinned_checkpoint(str(run_dir / 'checkpoint_3'))
-    # Pins take no slots.
     assert steps_after(run_dir, [4, 5, 6], keep=2) == [1, 2, 5, 6]
     t5ckpt.unpin_checkpoint(str(run_dir / 'checkpoint_1'))
     assert not t5ckpt.is_pinned_checkpoint(str(run_dir / 'checkpoint_1'))
     assert steps_after(run_dir, [7], keep=2) == [2, 6, 7]
     with pytest.raises(errors.CheckpointNotFoundError):
         t5ckpt.pin_checkpoint(str(run_dir / 'checkpoint_1'))
+
+
+def test_pins_take_no_slots(run_dir):
+    steps_after(run_dir, [1, 2, 3])
+    t5ckpt.pin_checkpoint(str(run_dir / 'checkpoint_3'))
+    assert steps_after(run_dir, [4], keep=2) == [2, 3, 4]
 
 
 def test_pins_of_t5x_are_honoured(run_dir):
@@ -690,6 +801,18 @@ def test_stale_temporary_directories_are_swept(saved):
     names = {p.name for p in saved.iterdir()}
     assert names == {'checkpoint_3', 'checkpoint_6', 'checkpoint_notes', 'events.out.tfevents.1'}
     assert (mine / 'a.txt').read_text() == 'mine'
+
+
+def test_what_others_are_writing_is_not_swept(saved):
+    """T5X takes no lock and leaves no word: only the age of its temporary directory tells."""
+    now = 2_000_000_000
+    for age in (30, 1800, 2 * 86400):
+        other = shutil.copytree(saved / 'checkpoint_3', saved / f'checkpoint_7.tmp-{now - age}')
+        (other / 't5ckpt.json').unlink()
+    with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(saved), clock=lambda: float(now)) as ck:
+        ck.save(state_of({'state/step': np.asarray(6, np.int32)}))
+    left = {p.name for p in saved.iterdir() if '.tmp-' in p.name}
+    assert left == {f'checkpoint_7.tmp-{now - 30}', f'checkpoint_7.tmp-{now - 1800}'}
 
 
 def test_unfinished_steps_are_not_listed(saved):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import shutil
 import tempfile
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from support import partitioner, states, t5x_rules
+from support import independent_reader, partitioner, states, t5x_rules
 from support.bits import assert_same, random_bits
 from support.golden import flatten, nest
 from support.states import JAX_DTYPES, WIDE_DTYPES
@@ -108,11 +109,11 @@ def is_leaf(node: Any) -> bool:
 # ---- any tree ----
 
 
-def roundtrip(tree: Any) -> None:
+def roundtrip(tree: Any, **options: Any) -> None:
     """Saves a tree of `Leaf`s, checks T5X's rules, restores it onto the goals, compares."""
     with tempfile.TemporaryDirectory() as tmp:
         saved = jax.tree.map(Leaf.saved, tree, is_leaf=is_leaf)
-        with t5ckpt.Checkpointer(saved, checkpoints_dir=tmp) as ck:
+        with t5ckpt.Checkpointer(saved, checkpoints_dir=tmp, **options) as ck:
             committed = ck.save(saved, step=1)
         t5x_rules.check(pathlib.Path(committed.path))
         template = jax.tree.map(Leaf.template, tree, is_leaf=is_leaf)
@@ -145,10 +146,19 @@ def big_leaves(draw) -> Leaf:
     return draw(st.builds(Leaf, dtype, st.just(shape), _SEEDS, on_devices, on_devices, st.booleans()))
 
 
-@settings(max_examples=40)
-@given(flat=st.dictionaries(st.sampled_from('abc'), big_leaves(), min_size=1, max_size=3))
-def test_big_leaves_reshard(flat):
-    roundtrip({'target': flat})
+_OPTIONS = st.fixed_dictionaries(
+    {
+        'compression': st.sampled_from([None, None, 'zstd', 'gzip', 'blosc']),
+        'chunk_bytes': st.sampled_from([1 << 13, 1 << 26]),
+        'inline_bytes': st.sampled_from([0, 1 << 14, 1 << 30]),
+    }
+)
+
+
+@settings(max_examples=50)
+@given(flat=st.dictionaries(st.sampled_from('abc'), big_leaves(), min_size=1, max_size=3), options=_OPTIONS)
+def test_big_leaves_reshard(flat, options):
+    roundtrip({'target': flat}, **options)
 
 
 @st.composite
@@ -297,7 +307,8 @@ def test_saving_leaves_the_state_as_it_was(run_dir):
         assert_same(leaf, before[key][1], key)
 
 
-def test_save_async_is_safe_from_donation(run_dir):
+@pytest.mark.parametrize('staging', ['auto', 'copy', 'pinned_host', 'view'])
+def test_save_async_is_safe_from_donation(run_dir, staging):
     """The buffers are given away while the save runs; what was there when save_async returned is what is saved."""
 
     @jax.jit
@@ -307,9 +318,13 @@ def test_save_async_is_safe_from_donation(run_dir):
     donating = jax.jit(double, donate_argnums=0)
     mesh = partitioner.mesh()
     array = np.random.default_rng(0).standard_normal((512, 256)).astype(np.float32)
-    state = {'w': jax.device_put(array, NamedSharding(mesh, PartitionSpec('data', 'model')))}
-    template = {'w': jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=state['w'].sharding)}
-    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir)) as ck:
+    small = np.arange(4, dtype=np.float32)
+    state = {
+        'w': jax.device_put(array, NamedSharding(mesh, PartitionSpec('data', 'model'))),
+        'small': jax.device_put(small, NamedSharding(mesh, PartitionSpec())),
+    }
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), staging=staging) as ck:
         pending = []
         for step in range(4):
             pending.append(ck.save_async(state, step=step))
@@ -320,21 +335,43 @@ def test_save_async_is_safe_from_donation(run_dir):
         assert all(p.done() for p in pending)
         for step in range(4):
             assert_same(ck.restore(step=step)['w'], array * np.float32(2**step))
+            assert_same(ck.restore(step=step)['small'], small * np.float32(2**step))
+
+
+def test_save_async_is_safe_from_writes_into_numpy(run_dir):
+    state = {'w': np.arange(2.0**17), 'small': np.arange(4.0)}
+    before = {key: leaf.copy() for key, leaf in state.items()}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir)) as ck:
+        pending = ck.save_async(state, step=1)
+        for leaf in state.values():
+            leaf[:] = -1
+        pending.result()
+        restored = ck.restore()
+    for key, leaf in before.items():
+        assert_same(restored[key], leaf, key)
 
 
 def test_restored_arrays_are_independent_of_the_files_and_of_each_other(run_dir):
     """May be donated, and the checkpoint may be deleted, right after."""
-    import shutil
-
     array = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
-    state = {'w': jax.device_put(array, NamedSharding(partitioner.mesh(), PartitionSpec('model')))}
+    mesh = partitioner.mesh()
+    state = {
+        'w': jax.device_put(array, NamedSharding(mesh, PartitionSpec('model'))),
+        'same everywhere': jax.device_put(array, NamedSharding(mesh, PartitionSpec())),
+        'small': jax.device_put(array[0, :4], NamedSharding(mesh, PartitionSpec())),
+    }
+    add_one = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir)) as ck:
         ck.save(state, step=1)
-        first, second = ck.restore()['w'], ck.restore()['w']
+        first, second = ck.restore(), ck.restore()
     shutil.rmtree(run_dir)
-    gone = jax.jit(lambda x: x + 1, donate_argnums=0)(first)
-    assert_same(gone, array + 1)
-    assert_same(second, array)
+    first = add_one(add_one(first))
+    for key, leaf in state.items():
+        assert_same(first[key], np.asarray(leaf) + 2, key)
+        assert_same(second[key], leaf, key)
+        # Every device has its own.
+        for shard in first[key].addressable_shards:
+            assert_same(shard.data, np.asarray(leaf)[shard.index] + 2, key)
 
 
 def test_restored_numpy_is_writable(run_dir):
@@ -345,3 +382,173 @@ def test_restored_numpy_is_writable(run_dir):
     for key, leaf in restored.items():
         np.add(leaf, 1, out=leaf)
         assert_same(leaf, tree[key] + 1, key)
+
+
+@pytest.mark.parametrize('concurrent_gb', [128, 1, 1e-3, 1e-9])
+def test_a_budget_smaller_than_an_array(run_dir, concurrent_gb):
+    """T5X waits for ever for an array that is as large as the budget."""
+    mesh = partitioner.mesh()
+    state = states.t5x_state({f'target/w{i}': np.full((512, 256), i, np.float32) for i in range(6)}, mesh)
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), chunk_bytes=1 << 16) as ck:
+        ck.save(state, step=1, concurrent_gb=concurrent_gb)
+        ck.save_async(state, step=2, concurrent_gb=concurrent_gb).result()
+        for step in (1, 2):
+            for key, leaf in flatten(ck.restore(step=step).tree).items():
+                assert_same(leaf, flatten(state.tree)[key], key)
+
+
+def test_64_bits_are_not_narrowed_in_silence(run_dir):
+    tree = {'big': np.arange(2.0**13) / 3, 'small': np.arange(3) + 2**40}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(tree, step=1)
+    for key, leaf in tree.items():
+        template = dict(tree) | {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)}
+        with (
+            t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir)) as ck,
+            pytest.warns(UserWarning, match='64.*32.*x64'),
+        ):
+            restored = ck.restore()
+        assert_same(restored[key], np.asarray(leaf).astype(leaf.dtype.name.replace('64', '32')), key)
+
+
+def test_a_dtype_of_the_same_kind_stays_the_checkpoints(run_dir):
+    """As in T5X; restore_dtype casts."""
+    bf16 = states.np_dtype('bfloat16')
+    tree = {
+        'params': {'w': np.arange(8, dtype=np.float32), 'big': np.arange(2**14, dtype=np.float32)},
+        'n': np.int32(3),
+    }
+    model = {'params': {key: leaf.astype(bf16) for key, leaf in tree['params'].items()}, 'n': np.int32(0)}
+    with t5ckpt.Checkpointer(model, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(tree, step=1)
+        states.assert_same_tree(ck.restore(), tree)
+    with t5ckpt.Checkpointer(model, checkpoints_dir=str(run_dir), restore_dtype=bf16) as ck:
+        cast = ck.restore()
+    states.assert_same_tree(cast, {'params': jax.tree.map(lambda x: x.astype(bf16), tree['params']), 'n': np.int32(3)})
+
+
+def test_where_the_step_comes_from(run_dir):
+    """The word of the caller, the state's attribute, a leaf: an array, a lazy array or a number."""
+    leaf = np.asarray(4, np.int32)
+    lazy = t5ckpt.LazyThreadPoolArray((), np.int32, lambda: np.asarray(7, np.int32))
+    cases = [
+        ({'step': leaf}, None, 4),
+        ({'step': jnp.asarray(5)}, None, 5),
+        ({'step': 6}, None, 6),
+        (states.t5x_state({'target/w': leaf, 'state/step': lazy}), None, 7),
+        ({'step': leaf}, 8, 8),
+        ({'step': leaf}, np.int64(9), 9),
+        ({'step': leaf}, 0, 0),
+        (states.flax_state(updates=1), None, 1),
+    ]
+    for state, step, expected in cases:
+        with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir)) as ck:
+            assert ck.save(state, step=step).step == expected
+    assert list(t5ckpt.all_steps(run_dir)) == [0, 1, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_second_async_save_waits_for_the_first(run_dir):
+    state = {'w': np.arange(2.0**17)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), keep=3) as ck:
+        pending = [ck.save_async(state, step=step) for step in range(6)]
+        assert all(p.done() for p in pending[:-1])
+    # Leaving the block waits for the last.
+    assert pending[-1].done()
+    assert list(t5ckpt.all_steps(run_dir)) == [3, 4, 5]
+    assert pathlib.Path(pending[-1].result().path) == run_dir / 'checkpoint_5'
+
+
+class Counter:
+    """A data iterator that keeps its position in a file, or in several."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def save(self, filename: str) -> None:
+        pathlib.Path(filename + '.index').write_text(str(self.position))
+        pathlib.Path(filename + '.data-00000-of-00001').write_text('')
+
+    def load(self, filename: str) -> None:
+        self.position = int(pathlib.Path(filename + '.index').read_text())
+
+
+@pytest.mark.parametrize('how', ['save', 'save_async'])
+def test_data_iterators_are_saved_beside_the_arrays(run_dir, how):
+    parts = partitioner.Partitioner(partitioner.mesh(), partitioner.t5x_rules)
+    iterator = Counter()
+    flat = states.adafactor_arrays()
+    options = {'keep_dataset_checkpoints': 2}
+    with t5ckpt.Checkpointer(states.t5x_state(flat, parts.mesh), parts, str(run_dir), iterator, **options) as ck:
+        for step in (1, 2, 3):
+            iterator.position = 10 * step
+            state = states.t5x_state(flat | {'state/step': np.asarray(step, np.int32)}, parts.mesh)
+            pending = getattr(ck, how)(state)
+            iterator.position = -1
+        if how == 'save_async':
+            pending.result()
+        assert list(ck.all_dataset_checkpoint_steps()) == [2, 3]
+        assert list(ck.all_steps()) == [1, 2, 3]
+        for step in (2, 3):
+            assert (run_dir / f'checkpoint_{step}' / 'train_ds-000-of-001.index').is_file()
+            t5x_rules.check(run_dir / f'checkpoint_{step}')
+            assert int(ck.restore(step=step).step) == step
+            assert iterator.position == 10 * step
+
+
+# ---- one checkpoint does not depend on another ----
+
+
+def _sharded_state(seed: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    sharding = NamedSharding(partitioner.mesh(), PartitionSpec('data', 'model'))
+    return {name: jax.device_put(rng.standard_normal((512, 256)).astype(np.float32), sharding) for name in 'ab'}
+
+
+def test_unchanged_leaves_saved_again_survive_the_checkpoint_before(run_dir):
+    state = _sharded_state(0)
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run_dir) as ck:
+        ck.save(state, step=1)
+        state = {**state, 'b': state['b'] + 1}
+        ck.save(state, step=2)
+        ck.save(dict(state), step=3)
+        shutil.rmtree(run_dir / 'checkpoint_1')
+        for step in (2, 3):
+            t5x_rules.check(run_dir / f'checkpoint_{step}')
+            found = independent_reader.read(run_dir / f'checkpoint_{step}')
+            for key, leaf in state.items():
+                assert_same(found[key], leaf, f'{step}: {key}')
+
+
+def test_a_checkpoint_replaced_by_another_process_is_not_taken_for_ours(run_dir):
+    """The step saved before was rolled back and saved anew, with other values, behind the checkpointer's back."""
+    ours, theirs = _sharded_state(0), _sharded_state(1)
+    with t5ckpt.Checkpointer(ours, checkpoints_dir=run_dir) as ck:
+        ck.save(ours, step=1)
+        shutil.rmtree(run_dir / 'checkpoint_1')
+        with t5ckpt.Checkpointer(theirs, checkpoints_dir=run_dir) as other:
+            other.save(theirs, step=1)
+        ck.save(ours, step=2)
+    for step, state in ((1, theirs), (2, ours)):
+        found = independent_reader.read(run_dir / f'checkpoint_{step}')
+        for key, leaf in state.items():
+            assert_same(found[key], leaf, f'{step}: {key}')
+
+
+@pytest.mark.parametrize('restart', [False, True])
+def test_what_was_lost_in_the_checkpoint_before_is_written_again(run_dir, restart):
+    """Chunks of it are gone, and others are shorter."""
+    state = _sharded_state(0)
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run_dir)
+    ck.save(state, step=1)
+    chunks = sorted(p for p in (run_dir / 'checkpoint_1' / 'a').iterdir() if p.name != '.zarray')
+    chunks[0].unlink()
+    short = chunks[1].read_bytes()[:-4]
+    chunks[1].unlink()
+    chunks[1].write_bytes(short)
+    if restart:
+        ck = t5ckpt.Checkpointer(state, checkpoints_dir=run_dir)
+    ck.save(state, step=2)
+    t5x_rules.check(run_dir / 'checkpoint_2')
+    found = independent_reader.read(run_dir / 'checkpoint_2')
+    for key, leaf in state.items():
+        assert_same(found[key], leaf, key)

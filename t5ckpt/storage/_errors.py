@@ -48,8 +48,8 @@ def map_os_error(error: OSError, where: str) -> T5CkptError:
             return StorageError(error.errno or errno.EIO, f'{where}: {text}')
 
 
-def map_tensorstore_error(error: Exception, where: str) -> T5CkptError:
-    """Our error for an error of TensorStore while it read or wrote ``where``."""
+def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False) -> T5CkptError:
+    """Our error for an error of TensorStore while it read or, with ``writing``, wrote ``where``."""
     text = str(error).partition(' [tensorstore_spec=')[0]
     lowered = text.lower()
     if 'no space left' in lowered or 'quota exceeded' in lowered or 'file too large' in lowered:
@@ -60,7 +60,7 @@ def map_tensorstore_error(error: Exception, where: str) -> T5CkptError:
         return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move the file that stands there away.')
     # An invalid argument comes without a code; here it is always metadata that contradicts what was asked for.
     code = re.match(r'([A-Z_]+): ', text)
-    if code is None or code.group(1) in _DAMAGED:
+    if not writing and (code is None or code.group(1) in _DAMAGED):
         return CorruptCheckpointError(
             f'{where}: {text}. A part of the checkpoint is missing or damaged; restore an older step, or copy it again.'
         )
@@ -68,7 +68,7 @@ def map_tensorstore_error(error: Exception, where: str) -> T5CkptError:
 
 
 @contextlib.contextmanager
-def foreign_errors(where: str) -> Generator[None]:
+def foreign_errors(where: str, *, writing: bool = False) -> Generator[None]:
     """Maps what the operating system or TensorStore raises inside the block."""
     try:
         yield
@@ -77,4 +77,4 @@ def foreign_errors(where: str) -> Generator[None]:
     except OSError as error:
         raise map_os_error(error, where) from error
     except (ValueError, TimeoutError) as error:
-        raise map_tensorstore_error(error, where) from error
+        raise map_tensorstore_error(error, where, writing=writing) from error

@@ -85,7 +85,11 @@ class Storage(ABC):
 
     @abstractmethod
     def claim(self, key: str) -> Any:
-        """Takes the owner's lock of a directory, or None when another live process holds it. Release with ``close()``."""
+        """Takes the owner's lock of a directory, or None when another live process holds it.
+
+        Returns:
+          An object with ``close()``, which lets go, and ``is_held``: False where locks do not work.
+        """
 
     @abstractmethod
     def sync_tree(self, key: str) -> None:
@@ -94,6 +98,11 @@ class Storage(ABC):
     @abstractmethod
     def publish(self, source: str, target: str) -> None:
         """Renames a directory onto a name that does not exist, durably. Only where ``renames``."""
+
+    def link(self, source: str, target: str) -> bool:
+        """Makes ``target`` another name of the file ``source``, with parents; says False where that does not work."""
+        del source, target
+        return False
 
     @abstractmethod
     def delete_file(self, key: str) -> None:

@@ -32,15 +32,26 @@ _IO_CONCURRENCY = 32
 
 
 class _Claim:
-    """A held flock; ``close`` releases it."""
+    """An open directory, and whether its flock is held; ``close`` releases it."""
 
-    def __init__(self, fd: int):
+    def __init__(self, fd: int, is_held: bool):
         self._fd = fd
+        self.is_held = is_held
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _entry(item: os.DirEntry[str]) -> Entry | None:
+    """One name; None for what cannot be looked at (just deleted, a loop of links), which must not stop a listing."""
+    try:
+        info = item.stat()
+    except OSError:
+        return None
+    is_dir = stat.S_ISDIR(info.st_mode)
+    return Entry(item.name, is_dir, 0 if is_dir else info.st_size, info.st_mtime)
 
 
 class FileStorage(Storage):
@@ -116,17 +127,10 @@ class FileStorage(Storage):
                 os.close(fd)
 
     def entries(self, key: str = '') -> list[Entry]:
-        found: list[Entry] = []
         with foreign_errors(self.url(key)):
             try:
                 with os.scandir(self._path(key)) as scan:
-                    for item in scan:
-                        # Gone between the listing and the look: another process deleted it.
-                        with contextlib.suppress(FileNotFoundError):
-                            info = item.stat()
-                            found.append(
-                                Entry(item.name, item.is_dir(), 0 if item.is_dir() else info.st_size, info.st_mtime)
-                            )
+                    found = [entry for item in scan if (entry := _entry(item)) is not None]
             except (FileNotFoundError, NotADirectoryError):
                 return []
         return sorted(found, key=lambda entry: entry.name)
@@ -173,8 +177,8 @@ class FileStorage(Storage):
                 return None
             except OSError:
                 # A file system without locks: the age in the directory's name is all there is to go by.
-                pass
-        return _Claim(fd)
+                return _Claim(fd, False)
+        return _Claim(fd, True)
 
     @staticmethod
     def _sync_dir(path: str) -> None:
@@ -196,7 +200,21 @@ class FileStorage(Storage):
     def publish(self, source: str, target: str) -> None:
         with foreign_errors(self.url(target)):
             os.rename(self._path(source), self._path(target))
-            self._sync_dir(os.path.dirname(self._path(target)))
+            try:
+                self._sync_dir(os.path.dirname(self._path(target)))
+            except OSError:
+                # Not durable, so not done: the caller is told that nothing has changed.
+                os.rename(self._path(target), self._path(source))
+                raise
+
+    def link(self, source: str, target: str) -> bool:
+        try:
+            os.makedirs(os.path.dirname(self._path(target)), exist_ok=True)
+            os.link(self._path(source), self._path(target), follow_symlinks=False)
+        except OSError:
+            # Gone, another device, too many links, a file system without them: the caller writes the file instead.
+            return False
+        return True
 
     def delete_file(self, key: str) -> None:
         with foreign_errors(self.url(key)):

@@ -31,9 +31,20 @@ def _context_of(name: str) -> ts.Context:
         return _contexts[name]
 
 
+_claims: set[str] = set()
+
+
 class _Claim:
+    """A name in the set of directories that are being written in this process."""
+
+    is_held = True
+
+    def __init__(self, url: str):
+        self._url = url
+
     def close(self) -> None:
-        """Nothing is held: one process, and the manifest alone decides what is visible."""
+        with _guard:
+            _claims.discard(self._url)
 
 
 class MemoryStorage(Storage):
@@ -110,8 +121,11 @@ class MemoryStorage(Storage):
         return not (exclusive and self._keys(key))
 
     def claim(self, key: str) -> Any:
-        del key
-        return _Claim()
+        with _guard:
+            if self.url(key) in _claims:
+                return None
+            _claims.add(self.url(key))
+        return _Claim(self.url(key))
 
     def sync_tree(self, key: str) -> None:
         del key

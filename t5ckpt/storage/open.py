@@ -24,7 +24,7 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     text = os.fspath(path).rstrip('/')
     scheme, rest = _scheme(text)
     if scheme == 'file' and '://' not in text:
-        parent, name = os.path.split(os.path.abspath(text))
+        parent, name = os.path.split(os.path.abspath(os.path.expanduser(text)))
         return parent, name
     parent, _, name = rest.rpartition('/')
     return f'{scheme}://{parent}', name

@@ -1,0 +1,18 @@
+"""The checksum of files: xxh3-64, which hashes 28 GB/s on one core, from the xxhash package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xxhash
+
+__all__ = ['ALGORITHM', 'digest']
+
+ALGORITHM = 'xxh3_64'
+
+
+def digest(data: bytes | np.ndarray) -> str:
+    """The xxh3-64 of a buffer, as 16 hex digits; an array must be contiguous."""
+    buffer: Any = data.reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else data
+    return xxhash.xxh3_64_hexdigest(buffer)

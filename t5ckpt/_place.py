@@ -1,0 +1,121 @@
+"""Host buffers to where a model wants them: a jax.Array of any sharding, a numpy array, a number.
+
+Buffers that begin at a multiple of 64 bytes are taken over by the CPU backend without a copy. They count as immutable
+there: a step that donates such an array computes into new memory.
+
+A sharded array is made in one call for all its shards (``jax.make_array_from_callback``), 35 us for four; a
+``jax.device_put`` for each and ``make_array_from_single_device_arrays`` take 130 us.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._chunks import Box, whole_box
+from t5ckpt._leaves import Target
+from t5ckpt._plan_restore import InlineRead
+from t5ckpt._types import leaf_name
+from t5ckpt.errors import CorruptCheckpointError
+
+__all__ = ['aligned_empty', 'boxes_wanted', 'is_on_cpu', 'place', 'place_value']
+
+_ALIGNMENT = 64
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised C-order array whose data begins at a multiple of 64 bytes, as XLA wants its buffers."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        raw = np.empty(size + _ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f'an array of shape {tuple(shape)} and dtype {dtype.name} needs {size} bytes, more than memory has. Read a slice '
+            'of it, or, if no array of yours is so large, the manifest is damaged.'
+        ) from error
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def boxes_wanted(target: Target, shape: tuple[int, ...]) -> list[Box]:
+    """The distinct boxes that this process's devices hold, or the whole array for a host target."""
+    if not target.device or target.sharding is None:
+        return [whole_box(shape)]
+    indices = target.sharding.addressable_devices_indices_map(shape)
+    return list(dict.fromkeys(_box(index, shape) for index in indices.values()))
+
+
+def _box(index: Any, shape: tuple[int, ...]) -> Box:
+    ends = zip(index, shape, strict=True)
+    return tuple([(part.start or 0, size if part.stop is None else part.stop) for part, size in ends])
+
+
+def is_on_cpu(target: Target) -> bool:
+    """Whether a buffer of this process can be the target's own: numpy, or the CPU backend's default memory."""
+    if not target.device:
+        return True
+    import jax
+
+    if target.sharding is None:
+        return jax.default_backend() == 'cpu'
+    device = next(iter(target.sharding.addressable_devices), None)
+    if device is None or device.platform != 'cpu':
+        return False
+    return target.sharding.memory_kind in (None, device.default_memory().kind)
+
+
+def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...]) -> Any:
+    """Hands a leaf's buffers to where its target wants them.
+
+    Args:
+      hosts: a buffer for each of ``boxes_wanted``; not to be written to afterwards.
+      target: of the leaf.
+      shape: of the whole leaf.
+    """
+    if not target.device:
+        whole = hosts[whole_box(shape)]
+        if target.python is None:
+            return whole
+        return whole[()] if target.python is np.generic else target.python(whole[()])
+    import jax
+
+    _warn_if_narrowed(next(iter(hosts.values())).dtype)
+    if target.sharding is None:
+        array = jax.device_put(hosts[whole_box(shape)], may_alias=True)
+    else:
+        array = jax.make_array_from_callback(shape, target.sharding, lambda index: hosts[_box(index, shape)])
+    return jax.random.wrap_key_data(array, impl=target.impl) if target.kind == 'key' else array
+
+
+def _warn_if_narrowed(dtype: np.dtype) -> None:
+    import jax
+
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        warnings.warn(
+            f'the checkpoint holds {dtype.name}, which JAX narrows to {jax.dtypes.canonicalize_dtype(dtype).name} on a '
+            'device. Set jax_enable_x64, or restore to numpy to keep all bits.',
+            stacklevel=2,
+        )
+
+
+def place_value(read: InlineRead) -> Any:
+    """An inline leaf where its target wants it; each device gets only its own part."""
+    value = np.asarray(read.value)
+    if value.dtype != read.dtype:
+        value = value.astype(read.dtype)
+    if value.shape != read.target.shape:
+        raise CorruptCheckpointError(f'{leaf_name(read.path)}: holds {value.shape}, says {read.target.shape}.')
+    wanted = boxes_wanted(read.target, value.shape)
+    hosts = {box: _own_copy(value[tuple(slice(start, stop) for start, stop in box)]) for box in wanted}
+    return place(hosts, read.target, value.shape)
+
+
+def _own_copy(values: np.ndarray) -> np.ndarray:
+    """A private, writable copy: what msgpack decoded lies read-only inside the manifest's bytes."""
+    out = aligned_empty(values.shape, values.dtype)
+    out[...] = values
+    return out

@@ -1,0 +1,93 @@
+"""Unchanged arrays cost nothing: their chunk files are hard-linked from the previous checkpoint.
+
+A chunk is taken over in one of two cases. The leaf is the very jax.Array that was saved last time (arrays are
+immutable, so nothing needs to be looked at, and nothing is staged); or, without a codec, the chunk's xxh3-64 and size
+equal those of the file of the same name in the previous checkpoint, which also finds frozen weights that went through
+a donating step, and works after a restart.
+
+Every checkpoint stays complete and may be deleted by itself: the file goes away with its last link. TensorStore writes
+by rename and never into an existing file, so no save changes another's chunks. Where links do not work (another
+device, a store without them, too many links, a file that is gone or of another size) the chunk is written.
+
+What a link cannot give is a second copy: a sector that rots under one checkpoint rots under all that share it. The
+checksum travels with the link, so each of them notices. ``reuse_unchanged=False`` writes everything every time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from t5ckpt._digest import digest
+from t5ckpt._layout import SIDECAR, integrity_file, join, step_dir
+from t5ckpt._leaves import is_jax_array
+from t5ckpt._plan import ArrayWrite
+from t5ckpt._process import process_index
+from t5ckpt.errors import T5CkptError
+from t5ckpt.steps import steps_in
+from t5ckpt.storage import Storage
+
+__all__ = ['Previous', 'find_previous', 'leaves_of_writes']
+
+
+@dataclasses.dataclass(frozen=True)
+class Previous:
+    """A committed checkpoint to take chunks from.
+
+    Attributes:
+      directory: its directory in the same storage.
+      digests: file to (bytes, xxh3-64 hex).
+      stamp: digest of its sidecar, to notice that another checkpoint has taken its place.
+      leaves: array directory to the leaf that was saved there, weakly, and how it was laid out.
+    """
+
+    directory: str
+    digests: Mapping[str, tuple[int, str]]
+    stamp: str = ''
+    leaves: Mapping[str, tuple[weakref.ref[Any], str]] = dataclasses.field(
+        default_factory=dict[str, 'tuple[weakref.ref[Any], str]']
+    )
+
+    def is_same(self, write: ArrayWrite) -> bool:
+        """Whether this leaf is the object that was saved there, laid out as it is to be now."""
+        held = self.leaves.get(write.array.location)
+        return held is not None and held[0]() is write.leaf and held[1] == _layout_text(write)
+
+    def is_there(self, storage: Storage) -> bool:
+        """Whether the directory still holds the checkpoint that was committed, and not another of the same step."""
+        try:
+            return digest(storage.read(join(self.directory, SIDECAR))) == self.stamp
+        except T5CkptError:
+            return False
+
+
+def _layout_text(write: ArrayWrite) -> str:
+    # A codec chosen by sampling ends up in the array's metadata, not in the plan's, so it is left out here.
+    return f'{write.array.shape} {write.dtype.name} {write.array.dtype.name} {tuple(write.array.metadata["chunks"])}'
+
+
+def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.ref[Any], str]]:
+    """What the next save needs to know of the leaves of this one; held weakly, and taken before they are donated."""
+    return {
+        write.array.location: (weakref.ref(write.leaf), _layout_text(write))
+        for write in writes
+        if is_jax_array(write.leaf)
+    }
+
+
+def find_previous(storage: Storage) -> Previous | None:
+    """The latest checkpoint on storage that has checksums of this process, for the first save after a start."""
+    if storage.local_path('') is None:
+        return None
+    for step in reversed(steps_in(storage)[-1:]):
+        try:
+            data = json.loads(storage.read(join(step_dir(step), integrity_file(process_index()))))
+            files = {str(name): (int(size), str(text)) for name, (size, text) in data['files'].items()}
+            return Previous(step_dir(step), files, digest(storage.read(join(step_dir(step), SIDECAR))))
+        except (T5CkptError, ValueError, TypeError, KeyError, AttributeError):
+            # Written by T5X, or damaged: there is nothing to take over, and nothing is lost by writing it all.
+            return None
+    return None

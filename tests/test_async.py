@@ -1,0 +1,199 @@
+"""Asynchronous saves: safe against donation, errors that surface, no leaks, exit, waves."""
+
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import t5ckpt
+from t5ckpt import errors
+
+
+def sharded(values, *spec):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ('a', 'b'))
+    return jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def big_state(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        'params': {
+            'w': sharded(rng.standard_normal((256, 128), dtype=np.float32), 'a', 'b'),
+            'v': sharded(rng.standard_normal((64, 256), dtype=np.float32), None, 'b'),
+            'r': sharded(rng.standard_normal((8192,), dtype=np.float32)),
+        },
+        'step': jnp.int32(0),
+    }
+
+
+def same(left, right):
+    return jax.tree.all(jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), left, right))
+
+
+@pytest.mark.parametrize('staging', ['auto', 'view', 'copy'])
+def test_fifty_donating_steps_with_a_save_on_each(tmp_path, staging):
+    @jax.jit
+    def plain(state):
+        return jax.tree.map(lambda x: x * 2 + 1 if x.dtype != jnp.int32 else x + 1, state)
+
+    donating = jax.jit(plain, donate_argnums=0)
+    steps = 50
+    expected = [big_state()]
+    for _ in range(steps):
+        expected.append(plain(expected[-1]))
+    state = big_state()
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, staging=staging, inline_bytes=64) as ck:
+        for step in range(steps):
+            ck.save_async(state, step=step)
+            state = donating(state)
+    assert t5ckpt.all_steps(tmp_path) == list(range(steps))
+    for step in range(0, steps, 7):
+        assert same(ck.restore(step=step), expected[step])
+
+
+def test_numpy_leaves_may_be_overwritten_at_once(tmp_path):
+    state = {'x': np.arange(100_000, dtype=np.int32), 'small': np.arange(4), 'step': 1}
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path)
+    pending = ck.save_async(state)
+    state['x'][:] = -1
+    state['small'][:] = -1
+    pending.result()
+    loaded = t5ckpt.load_t5x_checkpoint(tmp_path)
+    assert np.array_equal(loaded['x'], np.arange(100_000))
+    assert np.array_equal(loaded['small'], np.arange(4))
+
+
+def fail_writes(run_dir: pathlib.Path) -> None:
+    """Puts a file where the run's directory should be."""
+    run_dir.write_text('in the way')
+
+
+@pytest.mark.parametrize('ask', ['result', 'check_for_errors', 'save', 'close'])
+def test_errors_surface(tmp_path, ask):
+    run = tmp_path / 'run'
+    ck = t5ckpt.Checkpointer(big_state(), checkpoints_dir=run)
+    fail_writes(run)
+    pending = ck.save_async(big_state())
+    pending.wait()
+    with pytest.raises((errors.NotADirectoryStorageError, errors.SaveFailedError), match='run') as error:
+        {
+            'result': pending.result,
+            'check_for_errors': ck.check_for_errors,
+            'save': lambda: ck.save(big_state()),
+            'close': ck.close,
+        }[ask]()
+    cause = error.value.__cause__ if isinstance(error.value, errors.SaveFailedError) else error.value
+    assert isinstance(cause, errors.NotADirectoryStorageError)
+    ck.check_for_errors()
+    ck.close()
+
+
+def test_a_second_save_waits_for_the_first(tmp_path):
+    order = []
+    ck = t5ckpt.Checkpointer(
+        big_state(),
+        checkpoints_dir=tmp_path,
+        progress=lambda done, total: order.append((done, total)),
+        reuse_unchanged=False,
+    )
+    first = ck.save_async(big_state(), step=1)
+    second = ck.save_async(big_state(), step=2)
+    assert first.done()
+    second.result()
+    halves = order[: len(order) // 2], order[len(order) // 2 :]
+    assert all(half == sorted(half) and half[-1][0] == half[-1][1] for half in halves)
+
+
+def run_python(code, cwd):
+    env = {**os.environ, 'PYTHONPATH': str(pathlib.Path(t5ckpt.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, '-c', textwrap.dedent(code)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_interpreter_exit_waits_for_a_pending_save(tmp_path):
+    done = run_python(
+        """
+        import numpy as np, t5ckpt
+        state = {'x': np.arange(20_000_000, dtype=np.float32), 'step': 7}
+        t5ckpt.Checkpointer(state, checkpoints_dir='run').save_async(state)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert t5ckpt.all_steps(tmp_path / 'run') == [7]
+
+
+def test_interpreter_exit_says_what_was_lost(tmp_path):
+    (tmp_path / 'run').write_text('in the way')
+    done = run_python(
+        """
+        import numpy as np, t5ckpt
+        state = {'x': np.arange(100_000, dtype=np.float32), 'step': 7}
+        t5ckpt.Checkpointer(state, checkpoints_dir='run').save_async(state)
+        """,
+        tmp_path,
+    )
+    assert 'step 7' in done.stderr
+    assert 'lost' in done.stderr
+
+
+@pytest.mark.slow
+def test_two_hundred_saves_leak_nothing(tmp_path):
+    state = big_state()
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep=2, staging='copy', reuse_unchanged=False)
+
+    def usage():
+        gc.collect()
+        status = pathlib.Path('/proc/self/status').read_text()
+        resident = int(next(line.split()[1] for line in status.splitlines() if line.startswith('VmRSS')))
+        return len(os.listdir('/proc/self/fd')), threading.active_count(), resident
+
+    for step in range(40):
+        ck.save_async(state, step=step)
+    ck.wait_until_finished()
+    before = usage()
+    for step in range(40, 240):
+        ck.save_async(state, step=step)
+    ck.wait_until_finished()
+    after = usage()
+    assert after[0] <= before[0] + 2
+    assert after[1] <= before[1]
+    assert after[2] <= before[2] + 40 * 1024  # 200 saves of 0.5 MB would be 100 MB
+    assert t5ckpt.all_steps(tmp_path) == [238, 239]
+
+
+@pytest.mark.parametrize('budget_mb', [0.001, 0.1, 0.3, 1])
+def test_waves(tmp_path, budget_mb):
+    """Copies that do not fit the budget are staged in waves; a leaf larger than a wave is fetched chunk by chunk."""
+    state = big_state(3)
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, staging='copy', chunk_bytes=8192, inline_bytes=0)
+    pending = ck.save_async(state, concurrent_gb=budget_mb / 1000, step=0)
+    donated = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state)
+    pending.result()
+    assert same(ck.restore(), big_state(3))
+    del donated
+
+
+def test_a_failing_wave_does_not_hang(tmp_path):
+    run = tmp_path / 'run'
+    state = big_state()
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, staging='copy', chunk_bytes=8192)
+    fail_writes(run)
+    with pytest.raises(errors.NotADirectoryStorageError):
+        ck.save_async(state, concurrent_gb=0.0001).result(timeout=60)

@@ -1,0 +1,70 @@
+"""Renaming through an assignment map: T5X's rules."""
+
+import functools
+
+import pytest
+from support.golden import flatten, nest
+
+from t5ckpt import apply_assignment_map, errors
+
+
+def mapped(checkpoint, model, rules, **options):
+    """Leaf names of the result -> leaf names of the checkpoint they were taken from."""
+    state = nest({name: f'from {name}' for name in checkpoint.split()})
+    target = nest(dict.fromkeys(model.split(), 'model'))
+    result = apply_assignment_map(state, target, rules, **options)
+    return {name: value.removeprefix('from ') for name, value in flatten(result).items()}
+
+
+@pytest.mark.parametrize(
+    ('checkpoint', 'model', 'rules', 'expected'),
+    [
+        ('a b', 'a b', [], {'a': 'a', 'b': 'b'}),
+        # An old name that is taken from is gone; one that is not stays.
+        ('old b', 'new b', [('new', 'old')], {'new': 'old', 'b': 'b'}),
+        ('old b extra', 'new b', [('new', 'old')], {'new': 'old', 'b': 'b', 'extra': 'extra'}),
+        # Two new names may be taken from one old name.
+        ('a', 'x y', [('x', 'a'), ('y', 'a')], {'x': 'a', 'y': 'a'}),
+        ('a', 'a x', [('x', 'a')], {'x': 'a', 'a': 'a'}),
+        # None leaves a leaf of the model out.
+        ('a b', 'a b', [('b', None)], {'a': 'a'}),
+        # Groups.
+        ('l0/w l1/w', 'b0/w b1/w', [(r'b(\d)/(.*)', r'l\1/\2')], {'b0/w': 'l0/w', 'b1/w': 'l1/w'}),
+        # A chain that goes round.
+        ('a b c', 'a b c', [('a', 'b'), ('b', 'c'), ('c', 'a')], {'a': 'b', 'b': 'c', 'c': 'a'}),
+        # The first rule that matches decides, and it must match the whole name.
+        ('a b x', 'x', [('x', 'a'), ('.*', 'b')], {'x': 'a', 'b': 'b'}),
+        ('a xx', 'xx', [('x', 'a'), ('.*', 'xx')], {'xx': 'xx', 'a': 'a'}),
+        # What is in neither is left for fallback_state.
+        ('a', 'a new', [], {'a': 'a'}),
+    ],
+)  # fmt: skip
+def test_rules(checkpoint, model, rules, expected):
+    assert mapped(checkpoint, model, rules, require_all_rules_match=False) == expected
+
+
+def test_a_rule_that_matches_nothing_is_an_error():
+    with pytest.raises(ValueError, match='typo'):
+        mapped('a', 'a', [('typo.*', 'a'), ('a', 'a')])
+    assert mapped('a', 'a', [('typo.*', 'a')], require_all_rules_match=False) == {'a': 'a'}
+
+
+def test_a_source_that_is_not_there_is_an_error():
+    with pytest.raises(errors.MissingLeaves) as error:
+        mapped('enc/kernel', 'enc/w', [('enc/w', 'enc/kernels')])
+    for word in ('enc/w', 'enc/kernels', 'enc/kernel.'):
+        assert word in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+def test_nothing_is_renamed_when_a_run_resumes():
+    assert mapped('old', 'new', [('new', 'old')], is_resuming=True) == {'old': 'old'}
+
+
+def test_arrays_on_disk_are_leaves_and_the_input_is_untouched():
+    spec = {'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': 'w/'}, 'metadata': {'shape': [1]}}
+    state = {'target': {'old': spec}}
+    fn = functools.partial(apply_assignment_map, assignment_map=[('target/new', 'target/old')])
+    result = fn(state, {'target': {'new': 0}})
+    assert result == {'target': {'new': spec}}
+    assert state == {'target': {'old': spec}}

@@ -71,7 +71,7 @@ class Setting:
 
     def __init__(self, turn: Turn, size: cases.Size):
         self.case = cases.CASES[turn.case]
-        self.tiny = size == cases.SHORT
+        self._tiny = size == cases.SHORT
         self.leaves = self.case.leaves(size)
         self.mesh = cases.mesh_of(self.case.devices)
         self.root = pathlib.Path(turn.root)
@@ -97,6 +97,12 @@ class Setting:
 
     def _arrays(self, seeds: dict[str, int]) -> cases.Tree:
         return jax.block_until_ready(cases.nest(cases.materialize(self.leaves, self.mesh, seeds)))
+
+    def settle(self) -> None:
+        """Brings the machine to the same state before every measurement."""
+        probe.settle(self.root)
+        if not self._tiny:
+            probe.tidy_memory()
 
     def peer(self) -> peers.Peer:
         """The peer, on the directory of this turn."""
@@ -156,16 +162,16 @@ def save(setting: Setting) -> Samples:
     else:
         peer.save(state, _WARMUP_STEP)
     state = setting.next_state(state, _SAVE_STEP)
-    samples = _save(peer, state)
+    samples = _save(setting, peer, state)
     del state
     if asynchronous:
-        samples |= _save_async(peer, setting.state(_ASYNC_STEP))
+        samples |= _save_async(setting, peer, setting.state(_ASYNC_STEP))
     peer.close()
     return samples
 
 
-def _save(peer: peers.Peer, state: cases.Tree) -> Samples:
-    probe.settle(peer.root)
+def _save(setting: Setting, peer: peers.Peer, state: cases.Tree) -> Samples:
+    setting.settle()
     on_disk = probe.disk_bytes(peer.root)
     memory = probe.PeakMemory()
     clock = probe.Clock()
@@ -181,8 +187,8 @@ def _save(peer: peers.Peer, state: cases.Tree) -> Samples:
     }
 
 
-def _save_async(peer: peers.Peer, state: cases.Tree) -> Samples:
-    probe.settle(peer.root)
+def _save_async(setting: Setting, peer: peers.Peer, state: cases.Tree) -> Samples:
+    setting.settle()
     memory = probe.PeakMemory()
     clock = probe.Clock()
     wait = peer.save_async(state, _ASYNC_STEP)
@@ -200,12 +206,12 @@ def restore_warm(setting: Setting) -> Samples:
 def restore_cold(setting: Setting) -> Samples:
     """Restores with the files on the disk only; what was saved in the background, if it was."""
     last = max(step for step in (_SAVE_STEP, _ASYNC_STEP) if (setting.root / f'checkpoint_{step}').exists())
-    return _restore(setting, 'restore_cold', last, probe.cool_files if setting.tiny else probe.cool_cache)
+    return _restore(setting, 'restore_cold', last, probe.cool_cache)
 
 
 def _restore(setting: Setting, metric: str, step: int, prepare: Callable[[pathlib.Path], object]) -> Samples:
     peer = setting.peer()
-    probe.settle(peer.root)
+    setting.settle()
     prepare(peer.root)
     memory = probe.PeakMemory()
     clock = probe.Clock()

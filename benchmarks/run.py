@@ -180,7 +180,7 @@ def _machine(scratch: pathlib.Path) -> dict[str, Any]:
         'system': f'{platform.system()} {platform.release()}',
         'python': platform.python_version(),
         'load_before': round(os.getloadavg()[0], 2),
-        'cold_cache': probe.cool_cache(scratch),
+        'cold_cache': probe.tidy_memory() or 'posix_fadvise',
     }
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
     from t5ckpt.policies import KeepLatest
+    from t5ckpt.progress import ProgressReporter
     from t5ckpt.steps import (
         all_dataset_checkpoint_steps,
         all_steps,
@@ -42,6 +43,7 @@ __all__ = [
     'LazyThreadPoolArray',
     'ParameterInfo',
     'PendingSave',
+    'ProgressReporter',
     'RestoreStateTransformationFn',
     'SaveStateTransformationFn',
     '__version__',
@@ -68,6 +70,7 @@ _MODULES = {
     'LazyThreadPoolArray': 'lazy',
     'ParameterInfo': '_plan',
     'PendingSave': '_pending',
+    'ProgressReporter': 'progress',
     'RestoreStateTransformationFn': '_types',
     'SaveStateTransformationFn': '_types',
     'all_dataset_checkpoint_steps': 'steps',

@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from t5ckpt._dtypes import dtype_from_name
+from t5ckpt._dtypes import dtype_from_name, name_of
 from t5ckpt._specs import SpecDict, is_spec
 from t5ckpt._types import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -213,7 +213,7 @@ def _encode_ext(value: Any) -> Any:
 
 def _encode_array(array: np.ndarray) -> bytes:
     little = array.astype(array.dtype.newbyteorder('<')) if array.dtype.byteorder == '>' else array
-    return _packed([list(array.shape), array.dtype.name, little.tobytes('C')])
+    return _packed([list(array.shape), name_of(array.dtype), little.tobytes('C')])
 
 
 def _packed(value: Any) -> bytes:

@@ -10,7 +10,6 @@ A sharded array is made in one call for all its shards (``jax.make_array_from_ca
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,23 +82,11 @@ def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...
         return whole[()] if target.python is np.generic else target.python(whole[()])
     import jax
 
-    _warn_if_narrowed(next(iter(hosts.values())).dtype)
     if target.sharding is None:
         array = jax.device_put(hosts[whole_box(shape)], may_alias=True)
     else:
         array = jax.make_array_from_callback(shape, target.sharding, lambda index: hosts[_box(index, shape)])
     return jax.random.wrap_key_data(array, impl=target.impl) if target.kind == 'key' else array
-
-
-def _warn_if_narrowed(dtype: np.dtype) -> None:
-    import jax
-
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        warnings.warn(
-            f'the checkpoint holds {dtype.name}, which JAX narrows to {jax.dtypes.canonicalize_dtype(dtype).name} on a '
-            'device. Set jax_enable_x64, or restore to numpy to keep all bits.',
-            stacklevel=2,
-        )
 
 
 def place_value(read: InlineRead) -> Any:

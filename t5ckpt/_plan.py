@@ -19,7 +19,7 @@ import numpy as np
 
 from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, boxes_of_grid, choose_chunks, whole_box
 from t5ckpt._compress import AUTO
-from t5ckpt._dtypes import dtype_from_name, kind, stored_dtype
+from t5ckpt._dtypes import dtype_from_name, kind, name_of, stored_dtype
 from t5ckpt._layout import array_dirs
 from t5ckpt._leaves import LeafTable, Target, is_jax_array, target_of
 from t5ckpt._sidecar import TreeFacts
@@ -228,7 +228,7 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
             f'{name}: its buffer is gone, it was donated to a jitted step. Save the state that the step returned.'
         )
     try:
-        dtype_from_name(target.dtype.name)
+        dtype_from_name(name_of(target.dtype))
     except KeyError:
         raise UnsupportedLeafError(
             f'{name}: {type(value).__name__} of dtype {target.dtype} has no place in a checkpoint (integers have at most '

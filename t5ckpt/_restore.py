@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from t5ckpt.view import lazy_leaf
 __all__ = ['RestoreRequest', 'run_restore']
 
 _log = logging.getLogger('t5ckpt')
+_WIDE_BYTES = 8
 _IN_FLIGHT_BYTES = 4 * 2**30
 
 
@@ -68,6 +70,7 @@ def run_restore(
         _log.warning('t5ckpt: %s (restored as in the checkpoint; restore_dtype casts floating leaves)', note)
     if plan.ignored:
         _log.info('t5ckpt: left out below a None of the model: %s', ', '.join(map(leaf_name, plan.ignored)))
+    _warn_if_narrowed(plan)
     reader = ArrayReader(located.storage, located.directory, request.mmap)
     values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request.progress)
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
@@ -75,6 +78,22 @@ def run_restore(
         dataset.load(located.storage, located.directory)
     record_duration(READ_EVENT, time.monotonic() - started)
     return view.rebuild(plan.kept | values)
+
+
+def _warn_if_narrowed(plan: RestorePlan) -> None:
+    """JAX puts 64-bit arrays on devices as 32-bit ones unless told otherwise, and says nothing when it is asked to."""
+    wide = [read for read in (*plan.stored, *plan.inline) if read.target.device and read.dtype.itemsize >= _WIDE_BYTES]
+    if not wide:
+        return
+    import jax
+
+    names = [f'{leaf_name(r.path)} ({r.dtype.name})' for r in wide if jax.dtypes.canonicalize_dtype(r.dtype) != r.dtype]
+    if names:
+        warnings.warn(
+            f'{", ".join(names[:5])}{" ..." if len(names) > 5 else ""}: JAX narrows these to 32 bits on a device. Set '
+            'jax_enable_x64, or restore to numpy, to keep all bits.',
+            stacklevel=4,
+        )
 
 
 def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, Target]:

@@ -1,0 +1,77 @@
+"""A progress line for saves and restores: bytes, seconds, rate and what is left.
+
+Off by default, since a training loop has its own log; the command line turns it on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TextIO
+
+from t5ckpt._types import Clock
+
+__all__ = ['ProgressReporter']
+
+_UNITS = ('B', 'kB', 'MB', 'GB', 'TB', 'PB')
+
+
+class ProgressReporter:
+    """Writes one line, over and over: ``save 512.0 MB of 2.9 GB (17 %), 1.2 s, 426.7 MB/s, 5.7 s left``.
+
+    Pass it as ``progress=`` to a Checkpointer. A new operation begins when the bytes done go down.
+
+    Notes: safe from the thread of a background save; writes at most every ``every`` seconds, and at the end.
+    """
+
+    def __init__(
+        self, label: str = 't5ckpt', stream: TextIO | None = None, every: float = 0.1, clock: Clock = time.monotonic
+    ):
+        """Makes a reporter.
+
+        Args:
+          label: the first word of the line.
+          stream: where to write; standard error by default.
+          every: seconds between two lines.
+          clock: seconds from any origin.
+        """
+        self._label = label
+        self._stream = stream
+        self._every = every
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._last_done = -1
+        self._started = 0.0
+        self._written = float('-inf')
+
+    def __call__(self, done: int, total: int) -> None:
+        """Takes the bytes done so far and in all."""
+        with self._guard:
+            now = self._clock()
+            if self._last_done < 0 or done < self._last_done:
+                self._started, self._written = now, float('-inf')
+            self._last_done = done if done < total else -1
+            if now - self._written < self._every and done < total:
+                return
+            self._written = now
+            stream = sys.stderr if self._stream is None else self._stream
+            stream.write(f'\r{self._line(done, total, now - self._started)}{"" if done < total else chr(10)}')
+            stream.flush()
+
+    def _line(self, done: int, total: int, seconds: float) -> str:
+        share = 100 * done // total if total else 100
+        text = f'{self._label} {_size(done)} of {_size(total)} ({share} %), {seconds:.1f} s'
+        if seconds <= 0 or done <= 0:
+            return text
+        rate = done / seconds
+        left = f', {(total - done) / rate:.1f} s left' if done < total else ''
+        return f'{text}, {_size(rate)}/s{left}'
+
+
+def _size(count: float) -> str:
+    for unit in _UNITS:
+        if count < 1000 or unit == _UNITS[-1]:
+            return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.1f} {unit}'
+        count /= 1000
+    return ''

@@ -98,11 +98,15 @@ class Setting:
     def _arrays(self, seeds: dict[str, int]) -> cases.Tree:
         return jax.block_until_ready(cases.nest(cases.materialize(self.leaves, self.mesh, seeds)))
 
-    def settle(self) -> None:
-        """Brings the machine to the same state before every measurement."""
+    def settle(self, prepare: Callable[[pathlib.Path], object] | None = None) -> None:
+        """Brings the machine to the same state before every measurement, the peer's files to the one it asks for."""
         probe.settle(self.root)
         if not self._tiny:
-            probe.tidy_memory()
+            probe.empty_page_cache()
+        if prepare is not None:
+            prepare(self.root)
+        if not self._tiny:
+            probe.touch_memory(2 * cases.state_bytes(self.leaves))
 
     def peer(self) -> peers.Peer:
         """The peer, on the directory of this turn."""
@@ -211,8 +215,7 @@ def restore_cold(setting: Setting) -> Samples:
 
 def _restore(setting: Setting, metric: str, step: int, prepare: Callable[[pathlib.Path], object]) -> Samples:
     peer = setting.peer()
-    setting.settle()
-    prepare(peer.root)
+    setting.settle(prepare)
     memory = probe.PeakMemory()
     clock = probe.Clock()
     restored = jax.block_until_ready(peer.restore(step))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import pathlib
 import platform
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _STATUS = pathlib.Path('/proc/self/status')
+_MEMINFO = pathlib.Path('/proc/meminfo')
 _CLEAR_REFS = pathlib.Path('/proc/self/clear_refs')
 _DROP_CACHES = pathlib.Path('/proc/sys/vm/drop_caches')
-_COMPACT_MEMORY = pathlib.Path('/proc/sys/vm/compact_memory')
 
 
 def make_durable(directory: pathlib.Path) -> None:
@@ -45,18 +46,28 @@ def settle(directory: pathlib.Path) -> None:
     make_durable(directory)
 
 
-def tidy_memory() -> str | None:
-    """Empties the page cache and joins what is free, where root allows. Returns how the cache was emptied.
-
-    A page cache full of the last peer's files leaves the next one memory in small pieces, which are slow to get: a
-    restore from the disk was then faster than one from the cache.
-    """
+def empty_page_cache() -> str | None:
+    """All of it, where root allows. Returns how that was done."""
     try:
         _DROP_CACHES.write_text('3')
-        _COMPACT_MEMORY.write_text('1')
     except OSError:
         return None
     return 'drop_caches'
+
+
+def touch_memory(nbytes: int) -> None:
+    """Writes to that much memory and gives it back, so that what is measured next gets memory that was used before.
+
+    A virtual machine's host finds memory for a page when the guest first writes to it. On one machine a restore from
+    the page cache was slower than one from the disk, only because the former got pages that nobody had used so far.
+    """
+    block = bytes(1 << 20)
+    room = _meminfo('MemAvailable') // 2 if _MEMINFO.exists() else nbytes
+    with mmap.mmap(-1, max(len(block), min(nbytes, room))) as memory:
+        if hasattr(mmap, 'MADV_HUGEPAGE'):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        for _ in range(len(memory) // len(block)):
+            memory.write(block)
 
 
 def _files(directory: pathlib.Path) -> Iterator[pathlib.Path]:
@@ -124,5 +135,14 @@ def _peak() -> int:
 
 
 def _status(field: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f'{field}:'))
+    return _kilobytes(_STATUS, field)
+
+
+def _meminfo(field: str) -> int:
+    return _kilobytes(_MEMINFO, field)
+
+
+def _kilobytes(file: pathlib.Path, field: str) -> int:
+    """A line like `VmRSS:   1234 kB`, in bytes."""
+    line = next(line for line in file.read_text().splitlines() if line.startswith(f'{field}:'))
     return int(line.split()[1]) * 1024

@@ -180,7 +180,7 @@ def _machine(scratch: pathlib.Path) -> dict[str, Any]:
         'system': f'{platform.system()} {platform.release()}',
         'python': platform.python_version(),
         'load_before': round(os.getloadavg()[0], 2),
-        'cold_cache': probe.tidy_memory() or 'posix_fadvise',
+        'cold_cache': probe.empty_page_cache() or 'posix_fadvise',
     }
 
 

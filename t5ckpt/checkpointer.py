@@ -26,7 +26,7 @@ from t5ckpt._save import Reuse, SaveRequest, prepare_save
 from t5ckpt._stage import STAGING_MODES
 from t5ckpt._types import Clock, Partitioner, Progress, RestoreStateTransformationFn, SaveStateTransformationFn
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
-from t5ckpt.storage import open_storage
+from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['Checkpointer']
 
@@ -44,7 +44,7 @@ class Checkpointer:
         self,
         train_state: Any,
         partitioner: Partitioner | None = None,
-        checkpoints_dir: str | os.PathLike[str] = '',
+        checkpoints_dir: str | os.PathLike[str] | Storage = '',
         dataset_iterator: Any = None,
         *,
         keep: int | None = None,
@@ -67,7 +67,7 @@ class Checkpointer:
           train_state: the structure, shapes, dtypes and shardings to restore to: an object with T5X's protocol, a
             Flax TrainState or any pytree; leaves may be jax.ShapeDtypeStruct.
           partitioner: T5X's; gives the mesh and the axes to restore to. Without one the leaves' own shardings count.
-          checkpoints_dir: the run's directory: a path, or a URL of a storage that is served.
+          checkpoints_dir: the run's directory: a path, a URL of a storage that is served, or a Storage.
           dataset_iterator: has ``save(filename)`` and ``load(filename)``.
           keep: how many of the latest checkpoints stay; at least 1; None keeps all.
           save_dtype: floating leaves of ``target`` or ``params`` are cast to it on save; None casts nothing.
@@ -84,7 +84,7 @@ class Checkpointer:
           progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
           clock: unix seconds.
         """
-        if not os.fspath(checkpoints_dir):
+        if not isinstance(checkpoints_dir, Storage) and not os.fspath(checkpoints_dir):
             raise ValueError('checkpoints_dir is empty: pass the directory of the run.')
         if keep is not None and keep_policy is not None:
             raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
@@ -254,11 +254,11 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """The complete steps, ascending."""
-        return steps.all_steps(self.checkpoints_dir)
+        return steps.steps_in(self._storage)
 
     def latest_step(self) -> int | None:
         """The largest complete step, or None."""
-        return steps.latest_step(self.checkpoints_dir)
+        return max(self.all_steps(), default=None)
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps that hold data-iterator state, ascending."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
 from t5ckpt._manifest import is_whole
@@ -32,6 +33,15 @@ __all__ = [
 ]
 
 _WALKED_BYTES = 64 * 2**20
+# What a directory of others is known by, and what can be done about it.
+_FOREIGN = (
+    (r'\.metadata', 'a torch.distributed.checkpoint (DCP) directory, which is not read; convert it with PyTorch'),
+    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint; use Checkpointer.restore_from_tf_checkpoint'),
+    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, which is no checkpoint of a training run'),
+    (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
+    (r'\.zgroup|zarr\.json', 'a zarr group, such as seqax writes, without a T5X manifest'),
+    (r'step_[0-9]+', "an axlearn or DCP run, whose steps are not in T5X's format"),
+)
 _ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
 
 
@@ -211,7 +221,9 @@ def _contents(storage: Storage) -> str:
     names = [entry.name for entry in storage.entries()]
     if not names:
         return 'the directory is empty'
-    return f'it holds {len(names)} entries such as {", ".join(names[:5])}'
+    known = next((text for mark, text in _FOREIGN if any(re.fullmatch(mark, name) for name in names)), None)
+    looks = '' if known is None else f'; it looks like {known}'
+    return f'it holds {len(names)} entries such as {", ".join(names[:5])}{looks}'
 
 
 # --- pins ------------------------------------------------------------------------------------------------------------

@@ -30,15 +30,17 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     return f'{scheme}://{parent}', name
 
 
-def open_storage(path: str | os.PathLike[str]) -> Storage:
+def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     """Opens the storage whose root is ``path``; nothing is created.
 
     Args:
-      path: a directory, ``file://`` with an absolute path, or ``memory://name/...``.
+      path: a directory, ``file://`` with an absolute path, or ``memory://name/...``; a Storage is itself.
 
     Raises:
       UnsupportedFormatError: for a scheme that this version does not serve.
     """
+    if isinstance(path, Storage):
+        return path
     scheme, rest = _scheme(os.fspath(path))
     classes = _classes()
     if scheme not in classes:

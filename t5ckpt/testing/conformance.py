@@ -1,0 +1,142 @@
+"""What every storage must do; a backend's test class inherits this one.
+
+    class TestMyStorage(StorageConformance):
+        def make(self, tmp_path): return MyStorage(tmp_path)
+        def raw(self, storage, key): ...   # the bytes, read with another tool than the storage, or None
+
+pytest finds the methods by inheritance. ``raw`` looks from outside, so that a storage cannot agree with itself alone.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import tensorstore as ts
+
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.storage import Storage
+
+__all__ = ['StorageConformance']
+
+
+def _check(condition: bool, text: str) -> None:
+    if not condition:
+        raise AssertionError(text)
+
+
+class StorageConformance:
+    """The suite. Each test gets a storage whose root is empty."""
+
+    def make(self, tmp_path: pathlib.Path) -> Storage:
+        """A storage with an empty root."""
+        raise NotImplementedError
+
+    def raw(self, storage: Storage, key: str) -> bytes | None:
+        """The bytes of a key, read with another tool; None when there are none."""
+        raise NotImplementedError
+
+    def test_write_then_read(self, tmp_path: pathlib.Path) -> None:
+        """Bytes come back, also to another tool, also when they are written over."""
+        storage = self.make(tmp_path)
+        storage.make_dir('a')
+        for data in (b'', b'one', bytes(range(256)) * 999):
+            storage.write('a/x', data)
+            _check(storage.read('a/x') == data == self.raw(storage, 'a/x'), f'{len(data)} bytes did not come back')
+            _check(storage.size('a/x') == len(data), 'size is wrong')
+
+    def test_nothing_there(self, tmp_path: pathlib.Path) -> None:
+        """An empty root lists as empty, and reading says what is missing."""
+        storage = self.make(tmp_path)
+        _check(storage.entries('no') == [] and list(storage.walk('no')) == [], 'something is listed')
+        _check(storage.kind('no') is None and storage.size('no') is None, 'something is there')
+        try:
+            storage.read('no/such')
+        except CheckpointNotFoundError as error:
+            _check('no/such' in str(error), f'the error does not name the key: {error}')
+        else:
+            raise AssertionError('reading nothing did not fail')
+        storage.delete_file('no')
+        storage.delete_tree('no')
+
+    def test_listing(self, tmp_path: pathlib.Path) -> None:
+        """Names directly below a key, by name, with sizes; and everything below it."""
+        storage = self.make(tmp_path)
+        for key, data in (('r/b/deep/x', b'12'), ('r/a', b'1'), ('r/b/y', b'123'), ('other', b'')):
+            storage.make_dir(key.rpartition('/')[0])
+            storage.write(key, data)
+        found = [(entry.name, entry.is_dir, entry.size) for entry in storage.entries('r')]
+        _check(found == [('a', False, 1), ('b', True, 0)], f'entries: {found}')
+        walked = sorted(storage.walk('r'))
+        _check(walked == [('r/a', 1), ('r/b/deep/x', 2), ('r/b/y', 3)], f'walk: {walked}')
+        _check([storage.kind(key) for key in ('r', 'r/a', 'r/c')] == ['dir', 'file', None], 'kinds are wrong')
+
+    def test_delete(self, tmp_path: pathlib.Path) -> None:
+        """A tree goes whole, its neighbours with the same beginning stay."""
+        storage = self.make(tmp_path)
+        for key in ('t/a', 't/b/c', 't2/a', 'ta'):
+            storage.make_dir(key.rpartition('/')[0])
+            storage.write(key, b'x')
+        storage.delete_tree('t')
+        _check(sorted(storage.walk('')) == [('t2/a', 1), ('ta', 1)], 'the wrong keys are gone')
+        storage.delete_file('ta')
+        _check(self.raw(storage, 'ta') is None and self.raw(storage, 't2/a') == b'x', 'delete_file took the wrong key')
+
+    def test_claims_exclude_each_other(self, tmp_path: pathlib.Path) -> None:
+        """One owner at a time."""
+        storage = self.make(tmp_path)
+        storage.make_dir('c')
+        first: Any = storage.claim('c')
+        if first is None or storage.claim('c') is not None:
+            raise AssertionError('a second claim was given, or none at all')
+        first.close()
+        again: Any = storage.claim('c')
+        if again is None:
+            raise AssertionError('a claim was not let go')
+        again.close()
+
+    def test_publish(self, tmp_path: pathlib.Path) -> None:
+        """Where there is a rename it moves everything, and never onto something."""
+        storage = self.make(tmp_path)
+        if not storage.renames:
+            return
+        for key in ('tmp', 'taken'):
+            storage.make_dir(key)
+            storage.write(f'{key}/x', key.encode())
+        storage.sync_tree('tmp')
+        storage.publish('tmp', 'final')
+        _check(self.raw(storage, 'final/x') == b'tmp' and storage.kind('tmp') is None, 'publish did not move')
+        try:
+            storage.publish('final', 'taken')
+        except OSError:
+            _check(self.raw(storage, 'taken/x') == b'taken', 'publish wrote over something')
+        else:
+            raise AssertionError('publish took a name that was taken')
+
+    def test_tensorstore_sees_the_same_place(self, tmp_path: pathlib.Path) -> None:
+        """What TensorStore writes below a key is what the storage lists and reads there."""
+        storage = self.make(tmp_path)
+        storage.make_dir('arrays')
+        store = storage.open_kvstore('arrays')
+        store.write('w/0.0', b'chunk').result()
+        _check(storage.read('arrays/w/0.0') == b'chunk' == self.raw(storage, 'arrays/w/0.0'), 'places differ')
+        spec = {
+            'driver': 'zarr',
+            'kvstore': storage.array_kvstore('arrays/z'),
+            'metadata': {'shape': [4], 'dtype': '<i4'},
+        }
+        ts.open(spec, create=True, context=storage.context()).result().write([1, 2, 3, 4]).result()
+        _check(
+            {name for name, _ in storage.walk('arrays/z')} == {'arrays/z/.zarray', 'arrays/z/0'},
+            'zarr files are elsewhere',
+        )
+
+    def test_link(self, tmp_path: pathlib.Path) -> None:
+        """A link is a second name, or is refused; the first name may go."""
+        storage = self.make(tmp_path)
+        storage.make_dir('one')
+        storage.write('one/x', b'data')
+        _check(storage.link('one/none', 'two/none') is False, 'a link to nothing was made')
+        if storage.link('one/x', 'two/x'):
+            storage.delete_tree('one')
+            _check(self.raw(storage, 'two/x') == b'data', 'the second name went with the first')

@@ -1,0 +1,120 @@
+"""A storage whose n-th operation fails.
+
+It wraps a real storage and passes everything on, so what it leaves behind is what a real failure leaves behind. Array
+chunks are written by TensorStore behind the storage's back; asking for their kvstore is the operation that can fail.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+import tensorstore as ts
+
+from t5ckpt.errors import NoSpaceError, StorageError
+from t5ckpt.storage import Entry, Storage
+
+__all__ = ['FaultyStorage']
+
+
+class FaultyStorage(Storage):
+    """Fails one operation, or that and all later ones.
+
+    Attributes:
+      operations: every operation so far, as (name, key); with ``fail_at=None`` this is how a test learns their number.
+    """
+
+    def __init__(
+        self, inner: Storage, fail_at: int | None = None, *, sticky: bool = False, error: StorageError | None = None
+    ):
+        """Wraps a storage.
+
+        Args:
+          inner: where operations go.
+          fail_at: index of the operation that fails, from 0; None for none.
+          sticky: whether all later ones fail too, as on a full disk.
+          error: what is raised; no space by default.
+        """
+        self.renames = inner.renames
+        self.driver = inner.driver
+        self.operations: list[tuple[str, str]] = []
+        self._inner = inner
+        self._fail_at = fail_at
+        self._sticky = sticky
+        self._error = NoSpaceError(errno.ENOSPC, 'injected: no space left on device') if error is None else error
+
+    def _count(self, name: str, key: str) -> None:
+        index = len(self.operations)
+        self.operations.append((name, key))
+        if self._fail_at is not None and (index == self._fail_at or (self._sticky and index > self._fail_at)):
+            raise self._error
+
+    def url(self, key: str = '') -> str:
+        return self._inner.url(key)
+
+    def local_path(self, key: str) -> str | None:
+        return self._inner.local_path(key)
+
+    def read(self, key: str) -> bytes:
+        self._count('read', key)
+        return self._inner.read(key)
+
+    def write(self, key: str, data: bytes) -> None:
+        self._count('write', key)
+        self._inner.write(key, data)
+
+    def kind(self, key: str) -> str | None:
+        self._count('kind', key)
+        return self._inner.kind(key)
+
+    def size(self, key: str) -> int | None:
+        self._count('size', key)
+        return self._inner.size(key)
+
+    def sync_file(self, key: str) -> None:
+        self._count('sync_file', key)
+        self._inner.sync_file(key)
+
+    def entries(self, key: str = '') -> list[Entry]:
+        self._count('entries', key)
+        return self._inner.entries(key)
+
+    def walk(self, key: str) -> Iterator[tuple[str, int]]:
+        self._count('walk', key)
+        return self._inner.walk(key)
+
+    def make_dir(self, key: str, exclusive: bool = False) -> bool:
+        self._count('make_dir', key)
+        return self._inner.make_dir(key, exclusive)
+
+    def claim(self, key: str) -> Any:
+        self._count('claim', key)
+        return self._inner.claim(key)
+
+    def sync_tree(self, key: str) -> None:
+        self._count('sync_tree', key)
+        self._inner.sync_tree(key)
+
+    def publish(self, source: str, target: str) -> None:
+        self._count('publish', target)
+        self._inner.publish(source, target)
+
+    def link(self, source: str, target: str) -> bool:
+        self._count('link', target)
+        return self._inner.link(source, target)
+
+    def delete_file(self, key: str) -> None:
+        self._count('delete_file', key)
+        self._inner.delete_file(key)
+
+    def delete_tree(self, key: str) -> None:
+        self._count('delete_tree', key)
+        self._inner.delete_tree(key)
+
+    def array_kvstore(self, key: str) -> dict[str, Any]:
+        self._count('array_kvstore', key)
+        return self._inner.array_kvstore(key)
+
+    def context(self) -> ts.Context:
+        return self._inner.context()

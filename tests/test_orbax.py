@@ -1,0 +1,123 @@
+"""Orbax directories: what the installed Orbax writes, the layouts of its past, and layouts of others."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import t5ckpt
+from t5ckpt import errors
+
+TREE = {
+    'params': {
+        'dense': {'kernel': np.arange(600, dtype=np.float32).reshape(20, 30), 'bias': jnp.ones(30, jnp.bfloat16)}
+    },
+    'opt': [np.int32(7), {'mu': np.zeros((3, 4), np.float64)}],
+    'step': 5,
+}
+
+
+def check(loaded):
+    assert np.array_equal(loaded['params']['dense']['kernel'], TREE['params']['dense']['kernel'])
+    assert loaded['params']['dense']['bias'].dtype == jnp.bfloat16
+    assert np.array_equal(loaded['params']['dense']['bias'], np.ones(30))
+    assert int(loaded['opt']['0']) == 7
+    assert np.array_equal(loaded['opt']['1']['mu'], np.zeros((3, 4)))
+    assert int(loaded['step']) == 5
+
+
+def write(path, **options):
+    handler = ocp.PyTreeCheckpointHandler(**options)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, TREE)
+
+
+@pytest.mark.parametrize(
+    'options', [{}, {'use_ocdbt': False}, {'use_zarr3': True}, {'use_ocdbt': False, 'use_zarr3': True}]
+)
+def test_what_orbax_writes(tmp_path, options):
+    write(tmp_path / '12', **options)
+    check(t5ckpt.load_t5x_checkpoint(tmp_path / '12'))
+    check(t5ckpt.load_t5x_checkpoint(tmp_path))
+    check(t5ckpt.load_t5x_checkpoint(tmp_path, 12))
+    view = t5ckpt.open_checkpoint(tmp_path, 12)
+    assert np.array_equal(view['params/dense/kernel'][3:5, ::-2], TREE['params']['dense']['kernel'][3:5, ::-2])
+    restored = t5ckpt.Checkpointer(TREE, checkpoints_dir=tmp_path / 'other').restore(path=tmp_path / '12')
+    assert restored['step'] == 5
+    assert np.array_equal(restored['params']['dense']['kernel'], TREE['params']['dense']['kernel'])
+
+
+def test_items_of_a_checkpoint_manager(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.StandardSave(TREE))
+    check(t5ckpt.load_t5x_checkpoint(tmp_path, 3))
+
+
+def as_placeholders(tree, prefix=()):
+    if isinstance(tree, dict):
+        return {key: as_placeholders(value, (*prefix, key)) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return {str(i): as_placeholders(value, (*prefix, str(i))) for i, value in enumerate(tree)}
+    return 'PLACEHOLDER://' + '.'.join(prefix)
+
+
+def test_the_older_layout_with_placeholders(tmp_path):
+    """The orbax of 2023: a zarr directory for each array, and Flax msgpack with a placeholder for each."""
+    write(tmp_path / 'new', use_ocdbt=False)
+    for name in ('_METADATA', '_sharding', '_CHECKPOINT_METADATA', 'array_metadatas'):
+        path = tmp_path / 'new' / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    (tmp_path / 'new' / 'checkpoint').write_bytes(msgpack.packb(as_placeholders(TREE)))
+    check(t5ckpt.load_t5x_checkpoint(tmp_path / 'new'))
+
+
+def test_an_array_that_is_gone(tmp_path):
+    write(tmp_path / '1', use_ocdbt=False)
+    shutil.rmtree(tmp_path / '1' / 'params.dense.kernel')
+    with pytest.raises(errors.CorruptCheckpointError, match=r'params\.dense\.kernel'):
+        t5ckpt.load_t5x_checkpoint(tmp_path / '1')
+
+
+def test_items_of_which_none_is_a_tree(tmp_path):
+    write(tmp_path / '1')
+    (tmp_path / '2').mkdir()
+    (tmp_path / '2' / '_CHECKPOINT_METADATA').write_text('{}')
+    shutil.move(tmp_path / '1', tmp_path / '2' / 'weights')
+    with pytest.raises(errors.UnsupportedFormatError, match=r'Orbax.*weights'):
+        t5ckpt.load_t5x_checkpoint(tmp_path / '2')
+    check(t5ckpt.load_t5x_checkpoint(tmp_path / '2' / 'weights'))
+
+
+def test_metadata_that_is_damaged(tmp_path):
+    write(tmp_path / '1')
+    metadata = json.loads((tmp_path / '1' / '_METADATA').read_text())
+    for damaged in ('{', '[]', '{"tree_metadata": {"x": {}}}', json.dumps(metadata)[:-40]):
+        (tmp_path / '1' / '_METADATA').write_text(damaged)
+        with pytest.raises(errors.CorruptCheckpointError, match='_METADATA'):
+            t5ckpt.load_t5x_checkpoint(tmp_path / '1')
+
+
+@pytest.mark.parametrize(
+    ('name', 'says'),
+    [
+        ('.metadata', 'torch.distributed'),
+        ('model.ckpt-5.index', 'TensorFlow'),
+        ('model.safetensors', 'safetensors'),
+        ('pytorch_model.bin', 'PyTorch'),
+        ('.zgroup', 'zarr group'),
+        ('step_00000100', 'axlearn'),
+        ('notes.txt', 'notes.txt'),
+    ],
+)
+def test_layouts_of_others_are_named(tmp_path, name, says):
+    (tmp_path / name).write_text('')
+    for read in (t5ckpt.load_t5x_checkpoint, t5ckpt.open_checkpoint):
+        with pytest.raises(errors.CheckpointNotFoundError, match=says):
+            read(tmp_path)

@@ -63,7 +63,8 @@ def touch_memory(nbytes: int) -> None:
     """
     block = bytes(1 << 20)
     room = _meminfo('MemAvailable') // 2 if _MEMINFO.exists() else nbytes
-    with mmap.mmap(-1, max(len(block), min(nbytes, room))) as memory:
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, max(len(block), min(nbytes, room)), flags=private) as memory:
         if hasattr(mmap, 'MADV_HUGEPAGE'):
             memory.madvise(mmap.MADV_HUGEPAGE)
         for _ in range(len(memory) // len(block)):

@@ -218,8 +218,8 @@ def _plot_case(table: Table, case: cases.Case, panel: Any) -> None:
     panel.grid(axis='y', alpha=0.3)
 
 
-def write(directory: pathlib.Path, results: dict[str, Any]) -> None:
-    """Writes the three files and prints the table."""
+def write(directory: pathlib.Path, results: dict[str, Any]) -> str:
+    """Writes the three files; returns the text."""
     (directory / 'results.json').write_text(json.dumps(results, indent=1) + '\n')
     text = markdown(results)
     (directory / 'results.md').write_text(text)
@@ -227,4 +227,4 @@ def write(directory: pathlib.Path, results: dict[str, Any]) -> None:
         plot(results, directory / 'results.png')
     except ModuleNotFoundError as error:
         text += f'\nNo plot: {error.name} is not installed.\n'
-    print(text)
+    return text

@@ -98,7 +98,12 @@ def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
     """
     if dtype is None:
         return None
-    wanted = np.dtype(dtype)
+    try:
+        wanted = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(
+            f"{option}: {dtype!r:.40} is no dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
+        ) from error
     if kind(wanted) != 'float':
         raise ValueError(f'{option} must be a floating dtype, got {wanted.name}: only floating leaves are cast.')
     return wanted

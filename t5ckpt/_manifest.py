@@ -68,7 +68,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if data.startswith((b'model_checkpoint_path', b'all_model_checkpoint_paths')):
         raise UnsupportedFormatError(
             f'{where} is the state file of a TensorFlow checkpoint, not a T5X manifest. '
-            'Use Checkpointer.restore_from_tf_checkpoint or convert_from_tf_checkpoint.'
+            'Convert it with T5X (Checkpointer.convert_from_tf_checkpoint) first.'
         )
     if not data:
         raise CorruptCheckpointError(f'{where} is empty. Restore an older step, or copy the checkpoint again.')

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from typing import Protocol
 
 from t5ckpt._commit import CommittedCheckpoint
@@ -36,30 +37,45 @@ class Work(Protocol):
 class PendingSave:
     """What ``save_async`` returns."""
 
-    def __init__(self, step: int, save: Work | None):
+    def __init__(self, step: int, save: Work | None, *, log_errors: bool = True):
         """Starts the save in a thread and feeds it from this one; with None there is nothing to do."""
         self.step = step
         self._outcome: CommittedCheckpoint | None = None
         self._error: BaseException | None = None
         self._seen = False
+        self._log_errors = log_errors
         self._work = save
-        self._thread: threading.Thread | None = None
+        # Not Thread.join: an interrupt during join leaves a thread that seems to have ended (CPython issue 90010).
+        self._ended = threading.Event()
+        self._ended.set()
         if save is not None:
-            self._thread = threading.Thread(target=self._run, name=f't5ckpt-save-{step}', daemon=False)
-            self._thread.start()
-            save.feed()
+            self._ended.clear()
+            threading.Thread(target=self._run, name=f't5ckpt-save-{step}', daemon=False).start()
+            self._feed(save)
 
     def _run(self) -> None:
         try:
             self._outcome = None if self._work is None else self._work.run()
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
+            # The frames hold what was staged: a state's worth of memory, for as long as somebody keeps the error.
+            traceback.clear_frames(error.__traceback__)
             # The caller may never ask: a script that ends, for instance.
-            _log.error('t5ckpt: the save of step %d failed and is lost: %s', self.step, error)
+            if self._log_errors:
+                _log.error('t5ckpt: the save of step %d failed and is lost: %s', self.step, error)
         finally:
             work, self._work = self._work, None
             if work is not None:
                 work.stop()
+            self._ended.set()
+
+    def _feed(self, save: Work) -> None:
+        try:
+            save.feed()
+        except BaseException:
+            # Interrupted, or a copy failed: the rest will never be staged.
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Ends the save as soon as it can, unless it is committed already, and waits for that. Raises nothing."""
@@ -68,15 +84,17 @@ class PendingSave:
             work.stop()
         self.wait()
 
+    def __repr__(self) -> str:
+        state = 'under way' if not self.done() else 'done' if self._error is None else f'failed: {self._error}'
+        return f'PendingSave(step={self.step}, {state})'
+
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has ended; says whether it has. Raises nothing."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return self.done()
+        return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> CommittedCheckpoint | None:
         """Waits for the save.

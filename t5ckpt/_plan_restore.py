@@ -264,7 +264,8 @@ class _Matcher:
     def _fits(self, path: Path, target: Target, found: Any, source: str = '') -> bool:
         name, shape, dtype = leaf_name(path), tuple(found.shape), np.dtype(found.dtype)
         wanted = np.dtype(np.void) if target.dtype is None else target.dtype
-        written_impl = None if self._keys is None else self._keys.get(path, None if self._lenient_keys else '')
+        known = self._keys is not None and source == ''
+        written_impl = (self._keys or {}).get(path, None if self._lenient_keys else '') if known else None
         if written_impl is not None and written_impl != target.impl:
             held = f'PRNG keys of {written_impl}' if written_impl else dtype.name
             model = f'PRNG keys of {target.impl}' if target.impl else wanted.name
@@ -273,8 +274,8 @@ class _Matcher:
         if shape != target.shape:
             self.problems.append(LeafProblem(name, 'shape', f'{source}{shape}', str(target.shape)))
             return False
-        if dtype != wanted and kind(dtype) != kind(wanted):
-            self.problems.append(LeafProblem(name, 'dtype', dtype.name, wanted.name))
+        if dtype != wanted and kind(dtype) != kind(wanted) and not _both_python_ints(dtype, target):
+            self.problems.append(LeafProblem(name, 'dtype', f'{source}{dtype.name}', wanted.name))
             return False
         if dtype != wanted and target.kind == 'array':
             self.notes.append(f'{name}: checkpoint {dtype.name}, model {wanted.name}')
@@ -300,6 +301,11 @@ class _Matcher:
             hint = f'Near: {", ".join(near)}.' if near else ''
             holds = _held(found)
             self.problems.append(LeafProblem(leaf_name(path), 'unexpected', holds, '', hint))
+
+
+def _both_python_ints(dtype: np.dtype, target: Target) -> bool:
+    """A Python int from 2^63 on is stored as uint64, and is a Python int again."""
+    return target.python is int and kind(dtype) in ('int', 'uint')
 
 
 def _held(found: Any) -> str:

@@ -66,8 +66,10 @@ def run_restore(
         request.restore_dtype, fallback, facts.keys if contents.sidecar.extra else None, bool(request.fns)
     )
     plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
-    for note in plan.notes:
-        _log.warning('t5ckpt: %s (restored as in the checkpoint; restore_dtype casts floating leaves)', note)
+    if plan.notes:
+        more = f' and {len(plan.notes) - 5} more' if len(plan.notes) > 5 else ''
+        text = 't5ckpt: restored as in the checkpoint (restore_dtype casts floating leaves): %s%s'
+        _log.warning(text, '; '.join(plan.notes[:5]), more)
     if plan.ignored:
         _log.info('t5ckpt: left out below a None of the model: %s', ', '.join(map(leaf_name, plan.ignored)))
     _warn_if_narrowed(plan)

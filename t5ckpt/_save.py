@@ -115,7 +115,7 @@ def prepare_save(
     storage, step = request.storage, request.step
     if not is_free(storage, step):
         where = storage.url(step_dir(step))
-        _log.info('Skipping save checkpoint for step %d (directory %s already exists)', step, where)
+        _log.warning('Skipping save checkpoint for step %d (directory %s already exists)', step, where)
         return None
     infos = _parameter_infos(table, state, partitioner)
     leaves, infos = _transformed(table, infos, fns)

@@ -67,6 +67,11 @@ class Source:
             return np.asarray(self.leaf.addressable_shards[piece.shard].data[_slices(piece.within)])
         return self._shard(piece.shard)[_slices(piece.within)]
 
+    def release(self) -> None:
+        """Lets go of the values: everything is on its way."""
+        self.leaf = None
+        self.views.clear()
+
     def _shard(self, index: int) -> np.ndarray:
         if index not in self.views:
             if index >= 0:
@@ -102,6 +107,7 @@ class Staging:
         self._ready: queue.SimpleQueue[StagedWave | None] = queue.SimpleQueue()
         self._written = threading.Semaphore(0)
         self._stopped = threading.Event()
+        self._interrupted = threading.Event()
         self._inline: dict[Path, Any] = {}
         self._caller_waits = False
 
@@ -122,14 +128,20 @@ class Staging:
             self._caller_waits = bool(self._waves) and self._stage_next()
 
     def stop(self) -> None:
-        """Makes the writer fail at the next chunk, and the feeder return."""
-        self._stopped.set()
-        self._written.release()
+        """Makes the writer fail, if it is not through, and the feeder return."""
+        self._interrupted.set()
+        self._let_go()
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether :meth:`stop` was called, or the writer has ended."""
-        return self._stopped.is_set()
+    def is_interrupted(self) -> bool:
+        """Whether :meth:`stop` was called."""
+        return self._interrupted.is_set()
+
+    def _let_go(self) -> None:
+        """Wakes whoever waits for the other side."""
+        self._stopped.set()
+        self._written.release()
+        self._ready.put(None)
 
     def _stage_next(self) -> bool:
         if not self._waves:
@@ -150,7 +162,7 @@ class Staging:
                 del wave
                 self._written.release()
         finally:
-            self.stop()
+            self._let_go()
 
     def inline_values(self) -> dict[Path, Any]:
         """The inline leaves as numpy, after their cast; waits for their transfer."""
@@ -171,7 +183,8 @@ def _got(leaf: Any, name: str) -> np.ndarray:
 
 def _without_array(write: _Write) -> _Write:
     """A write that no longer keeps the caller's array alive."""
-    return dataclasses.replace(write, leaf=None) if is_jax_array(write.leaf) else write
+    is_array = is_jax_array(write.leaf) or isinstance(write.leaf, np.ndarray)
+    return dataclasses.replace(write, leaf=None) if is_array else write
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -35,7 +35,7 @@ from t5ckpt._layout import join
 from t5ckpt._plan import ArrayWrite, Piece
 from t5ckpt._reuse import Previous
 from t5ckpt._specs import StoredArray
-from t5ckpt._stage import Source, Staging
+from t5ckpt._stage import Source, StagedWave, Staging
 from t5ckpt._types import Path, Progress, leaf_name
 from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
 from t5ckpt.storage import Storage, foreign_errors
@@ -113,18 +113,18 @@ def zarray_bytes(array: StoredArray) -> bytes:
 def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
     """Writes every stored leaf, wave after wave as they are staged."""
     total = staging.total_bytes + sum(write.piece_bytes * len(write.pieces) for write in job.unchanged)
-    writer = _Writer(job, total, lambda: staging.is_stopped)
+    writer = _Writer(job, total, lambda: staging.is_interrupted)
     try:
         for write in job.unchanged:
             writer.link_array(write)
         with contextlib.closing(staging.waves()) as waves:
             for wave in waves:
-                for write, source in wave.writes:
-                    writer.write_array(write, source)
-                # The next wave may take this one's place in memory, so this one has to be out first.
-                writer.drain()
+                writer.write_wave(wave)
+                # The next wave is staged into the memory of this one, so nothing may hold on to it.
+                del wave
         writer.drain()
         writer.read_back()
+        writer.check_interrupt()
     except BaseException:
         writer.abandon()
         raise
@@ -144,9 +144,9 @@ class _InFlight:
 
 
 class _Writer:
-    def __init__(self, job: WriteJob, total: int, is_stopped: Callable[[], bool]):
+    def __init__(self, job: WriteJob, total: int, is_interrupted: Callable[[], bool]):
         self._job = job
-        self._is_stopped = is_stopped
+        self._is_interrupted = is_interrupted
         self._storage = job.storage
         self._kvstore = job.storage.open_kvstore(job.directory)
         self._in_flight: collections.deque[_InFlight] = collections.deque()
@@ -156,6 +156,13 @@ class _Writer:
         self.linked = 0
         self.arrays: dict[Path, StoredArray] = {}
         self.digests: dict[str, tuple[int, str]] = {}
+
+    def write_wave(self, wave: StagedWave) -> None:
+        """Writes a wave and waits for it."""
+        for write, source in wave.writes:
+            self.write_array(write, source)
+            source.release()
+        self.drain()
 
     def link_array(self, write: ArrayWrite) -> None:
         """Takes over all files of a leaf that is the object saved last time.
@@ -194,8 +201,7 @@ class _Writer:
         """Starts the writes of all chunks of a leaf."""
         store: Any = None
         for piece in write.pieces:
-            if self._is_stopped():
-                raise SaveFailedError('the save was interrupted; nothing of it is left.')
+            self.check_interrupt()
             self._admit(write.piece_bytes)
             try:
                 data = _piece_values(source, piece, write)
@@ -275,6 +281,11 @@ class _Writer:
         self.linked += size if linked else 0
         if self._job.progress is not None and size:
             self._job.progress(self._done, self.total)
+
+    def check_interrupt(self) -> None:
+        """Ends the save that somebody has given up."""
+        if self._is_interrupted():
+            raise SaveFailedError('the save was interrupted; nothing of it is left.')
 
     def drain(self) -> None:
         """Waits for everything in flight."""

@@ -85,7 +85,8 @@ class Checkpointer:
           clock: unix seconds.
         """
         if not isinstance(checkpoints_dir, Storage) and not os.fspath(checkpoints_dir):
-            raise ValueError('checkpoints_dir is empty: pass the directory of the run.')
+            given = f', got partitioner={partitioner!r:.80}' if isinstance(partitioner, (str, os.PathLike)) else ''
+            raise ValueError(f'checkpoints_dir is empty: pass checkpoints_dir=, the directory of the run{given}.')
         if keep is not None and keep_policy is not None:
             raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
         if compression not in CODECS or staging not in STAGING_MODES:
@@ -191,7 +192,7 @@ class Checkpointer:
             clock=self._clock,
         )
         prepared = prepare_save(request, state, view.table, fns, self._partitioner, self._dataset)
-        pending = PendingSave(request.step, prepared)
+        pending = PendingSave(request.step, prepared, log_errors=is_async)
         self._pending = pending if is_async else None
         return pending
 
@@ -239,6 +240,8 @@ class Checkpointer:
         """
         if step is not None and path is not None:
             raise ValueError('step and path both say what to restore: pass one of them.')
+        if step is not None and not hasattr(step, '__index__'):
+            raise ValueError(f'step must be an integer, got {step!r:.80}. A place is given as path=.')
         request = RestoreRequest(
             located=steps.locate_step(self._storage, step) if path is None else steps.locate(path),
             fns=state_transformation_fns,

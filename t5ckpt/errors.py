@@ -138,7 +138,10 @@ class LeafProblem:
             case 'unexpected':
                 return f'{self.leaf}: checkpoint {self.checkpoint}, not in the model.{tail}'
             case _:
-                return f'{self.leaf}: checkpoint {self.checkpoint}, model {self.model}.{tail}'
+                held = (
+                    self.checkpoint if self.checkpoint.startswith('fallback_state') else f'checkpoint {self.checkpoint}'
+                )
+                return f'{self.leaf}: {held}, model {self.model}.{tail}'
 
 
 class TreeMismatchError(T5CkptError, ValueError):
@@ -169,7 +172,8 @@ _CURES = {
     'shape': 'Pass a state_transformation_fn that reshapes the leaf, or that drops it and fallback_state to take it from there.',
     'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the model.',
     'missing': 'Pass fallback_state to take these leaves from there, or a state_transformation_fn that renames them.',
-    'unexpected': 'Drop or rename them in a state_transformation_fn, e.g. apply_assignment_map.',
+    'unexpected': 'Rename them with apply_assignment_map, or drop them in a state_transformation_fn, e.g. '
+    'lambda state, model: {key: value for key, value in state.items() if key in model}.',
 }
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,
@@ -192,7 +196,7 @@ def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchE
     """
     kinds = sorted({problem.kind for problem in problems})
     cls = _CLASSES[kinds[0]] if len(kinds) == 1 else TreeMismatchError
-    lines = [f'{cls.__name__}: {where} does not fit the model in {len(problems)} place(s):']
+    lines = [f'{where} does not fit the model in {len(problems)} place(s):']
     lines += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         lines.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')

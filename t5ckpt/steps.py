@@ -36,7 +36,7 @@ _WALKED_BYTES = 64 * 2**20
 # What a directory of others is known by, and what can be done about it.
 _FOREIGN = (
     (r'\.metadata', 'a torch.distributed.checkpoint (DCP) directory, which is not read; convert it with PyTorch'),
-    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint; use Checkpointer.restore_from_tf_checkpoint'),
+    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which T5X converts with convert_from_tf_checkpoint'),
     (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, which is no checkpoint of a training run'),
     (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
     (r'\.zgroup|zarr\.json', 'a zarr group, such as seqax writes, without a T5X manifest'),
@@ -188,6 +188,10 @@ def locate_step(storage: Storage, step: int | None) -> Located:
             return Located(storage, candidate, MANIFEST, step)
         if is_orbax(storage, candidate):
             return Located(storage, candidate, '', step)
+    if storage.size(MANIFEST) is not None:
+        raise CheckpointNotFoundError(
+            f'{storage.url()} is one checkpoint, not a run: step {step} cannot be taken from it.'
+        )
     shown = ', '.join(map(str, steps[-10:])) or 'none'
     raise CheckpointNotFoundError(f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.')
 
@@ -218,6 +222,9 @@ def _damaged_steps(storage: Storage) -> list[int]:
 
 
 def _contents(storage: Storage) -> str:
+    here = storage.kind('')
+    if here != 'dir':
+        return 'there is no such directory' if here is None else 'it is a file'
     names = [entry.name for entry in storage.entries()]
     if not names:
         return 'the directory is empty'
@@ -237,8 +244,8 @@ def pin_checkpoint(ckpt_dir: str | os.PathLike[str], txt: str = '1') -> None:
       txt: the file's contents, such as who pinned it and why.
     """
     storage = open_storage(ckpt_dir)
-    if storage.kind('') != 'dir':
-        raise CheckpointNotFoundError(f'{storage.url()}: no such checkpoint to pin.')
+    if storage.kind(MANIFEST) != 'file' and not is_orbax(storage, ''):
+        raise CheckpointNotFoundError(f'{storage.url()} is no checkpoint; pass the directory of a step.')
     storage.write(PINNED, txt.encode())
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -197,3 +198,81 @@ def test_a_failing_wave_does_not_hang(tmp_path):
     fail_writes(run)
     with pytest.raises(errors.NotADirectoryStorageError):
         ck.save_async(state, concurrent_gb=0.0001).result(timeout=60)
+
+
+INTERRUPTED = """
+    import os, signal, sys, threading, time
+    import jax, jax.numpy as jnp, numpy as np
+    import t5ckpt
+
+    state = {f'x{i}': jnp.ones((512, 512)) * i for i in range(8)}
+    jax.block_until_ready(state)
+    where = sys.argv[1]
+    tiny = {'concurrent_gb': 0.002} if where == 'feed' else {}
+
+    def interrupt(done, total):
+        # From the writer's thread, so at a moment when the save is surely under way.
+        if done == total // 4 // 2**20 * 2**20:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    ck = t5ckpt.Checkpointer(
+        state, checkpoints_dir='run', staging='copy' if where == 'feed' else 'view', progress=interrupt, chunk_bytes=2**20
+    )
+    try:
+        ck.save(state, step=1, **tiny) if where != 'result' else ck.save_async(state, step=1).result()
+    except KeyboardInterrupt:
+        print('interrupted', flush=True)
+    else:
+        print('not interrupted', flush=True)
+    if where == 'result':
+        ck.close()
+    names = {thread.name for thread in threading.enumerate()}
+    print('alive' if 't5ckpt-save-1' in names else 'ended', t5ckpt.all_steps('run'), os.listdir('run'), flush=True)
+"""
+
+
+@pytest.mark.parametrize(('where', 'steps'), [('save', []), ('feed', []), ('result', [1])])
+def test_an_interrupt(tmp_path, where, steps):
+    """Ctrl-C ends a blocking save, and leaves an asynchronous one alone; nothing goes on unseen, nothing hangs."""
+    env = {**os.environ, 'PYTHONPATH': str(pathlib.Path(t5ckpt.__file__).parents[1]), 'XLA_FLAGS': ''}
+    done = subprocess.run(
+        [sys.executable, '-c', textwrap.dedent(INTERRUPTED), where],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert lines[0] == 'interrupted', done.stdout + done.stderr
+    names = [f'checkpoint_{step}' for step in steps]
+    assert lines[1] == f'ended {steps} {names}', done.stdout + done.stderr
+
+
+def test_a_failed_save_keeps_nothing_alive(tmp_path):
+    run = tmp_path / 'run'
+    state = big_state()
+    refs = [weakref.ref(leaf) for leaf in state['params'].values()]
+    ck = t5ckpt.Checkpointer(jax.eval_shape(lambda s: s, state), checkpoints_dir=run)
+    fail_writes(run)
+    pending = ck.save_async(state, step=1)
+    pending.wait()
+    with pytest.raises(errors.NotADirectoryStorageError):
+        pending.result()
+    del state
+    gc.collect()
+    assert [ref() is None for ref in refs] == [True] * len(refs)
+
+
+def test_lazy_arrays_are_let_go_one_by_one(tmp_path):
+    alive, most = set(), [0]
+
+    def values(index):
+        array = np.full(250_000, index, np.float32)
+        alive.add(index)
+        weakref.finalize(array, alive.discard, index)
+        most[0] = max(most[0], len(alive))
+        return array
+
+    state = {f'x{i:02}': t5ckpt.LazyThreadPoolArray((250_000,), np.float32, lambda i=i: values(i)) for i in range(20)}
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path)
+    ck.save(state, step=1, concurrent_gb=0.006)
+    assert most[0] <= 5
+    assert np.array_equal(t5ckpt.load_t5x_checkpoint(tmp_path)['x13'], np.full(250_000, 13))

@@ -213,7 +213,7 @@ def assert_not_taken(step_dir: pathlib.Path) -> None:
         (b'', errors.CorruptCheckpointError, 'empty'),
         (np.random.default_rng(0).bytes(5000), errors.FormatError, ''),
         (np.random.default_rng(1).bytes(5000), errors.FormatError, ''),
-        (b'model_checkpoint_path: "model.ckpt-7"\n', errors.UnsupportedFormatError, 'restore_from_tf_checkpoint'),
+        (b'model_checkpoint_path: "model.ckpt-7"\n', errors.UnsupportedFormatError, 'convert_from_tf_checkpoint'),
         (json.dumps({'target': [1, 2]}).encode(), errors.FormatError, ''),
         (msgpack.packb([1, 2, 3]), errors.UnsupportedFormatError, 'list'),
         (msgpack.packb('hello'), errors.UnsupportedFormatError, 'str'),
@@ -821,3 +821,12 @@ def test_unfinished_steps_are_not_listed(saved):
     assert t5ckpt.latest_step(str(saved)) == 3
     flat = flatten(t5ckpt.load_t5x_checkpoint(str(saved)))
     assert_same(flat['state/step'], np.asarray(3, np.int32))
+
+
+@pytest.mark.parametrize('value', [0, -(2**63), 2**63 + 5, 2**64 - 1])
+def test_python_ints_of_64_bits_come_back(run_dir, value):
+    ck = t5ckpt.Checkpointer({'x': 1}, checkpoints_dir=run_dir)
+    ck.save({'x': value}, step=1)
+    assert ck.restore() == {'x': value}
+    with pytest.raises(errors.UnsupportedLeafError, match=r'x: int .*64 bits'):
+        ck.save({'x': 2**64}, step=2)

@@ -30,11 +30,11 @@ _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewher
 _DENIED = 'Check the permissions and the mount; nothing that was there was changed.'
 
 
-def map_os_error(error: OSError, where: str) -> T5CkptError:
+def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5CkptError:
     """Our error for an OSError at ``where``."""
     text = error.strerror or str(error)
     match error.errno:
-        case errno.ENOENT:
+        case errno.ENOENT if not writing:
             return CheckpointNotFoundError(f'{where}: {text}')
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return NoSpaceError(error.errno, f'{where}: {text}. {_NO_SPACE}')
@@ -75,6 +75,6 @@ def foreign_errors(where: str, *, writing: bool = False) -> Generator[None]:
     except T5CkptError:
         raise
     except OSError as error:
-        raise map_os_error(error, where) from error
+        raise map_os_error(error, where, writing=writing) from error
     except (ValueError, TimeoutError) as error:
         raise map_tensorstore_error(error, where, writing=writing) from error

@@ -145,7 +145,7 @@ class FileStorage(Storage):
 
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
         path = self._path(key)
-        with foreign_errors(self.url(key)):
+        with foreign_errors(self.url(key), writing=True):
             missing: list[str] = []
             parent = os.path.dirname(path)
             while not os.path.isdir(parent):

@@ -44,7 +44,9 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     scheme, rest = _scheme(os.fspath(path))
     classes = _classes()
     if scheme not in classes:
-        raise UnsupportedFormatError(f'{path}: storage {scheme!r} is not served, known are {sorted(classes)}.')
+        raise UnsupportedFormatError(
+            f'{path}: {scheme!r} is not served, only {sorted(classes)}. Copy the checkpoint to a disk first.'
+        )
     return classes[scheme](rest)
 
 

@@ -9,8 +9,9 @@ Every checkpoint stays complete and may be deleted by itself: the file goes away
 by rename and never into an existing file, so no save changes another's chunks. Where links do not work (another
 device, a store without them, too many links, a file that is gone or of another size) the chunk is written.
 
-What a link cannot give is a second copy: a sector that rots under one checkpoint rots under all that share it. The
-checksum travels with the link, so each of them notices. ``reuse_unchanged=False`` writes everything every time.
+Before a file is linked it is read and its checksum compared, so damage is not handed on: such a chunk is written anew.
+What a link cannot give is a second copy: a sector that rots later rots under all checkpoints that share it. The checksum
+travels with the link, so each of them can notice. ``reuse_unchanged=False`` writes everything every time.
 """
 
 from __future__ import annotations

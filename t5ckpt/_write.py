@@ -191,8 +191,15 @@ class _Writer:
         self._count(write.piece_bytes * len(write.pieces), linked=True)
 
     def _link(self, previous: Previous, key: str, entry: tuple[int, str]) -> bool:
+        """Links one file, if what lies there is still what was written: damage must not be handed on."""
         source, target = join(previous.directory, key), join(self._job.directory, key)
-        if self._storage.size(source) != entry[0] or not self._storage.link(source, target):
+        try:
+            if self._storage.size(source) != entry[0] or digest(self._storage.read(source)) != entry[1]:
+                return False
+        except T5CkptError:
+            # Deleted by somebody between the two looks, or unreadable: written anew.
+            return False
+        if not self._storage.link(source, target):
             return False
         self.digests[key] = entry
         return True

@@ -53,7 +53,7 @@ def test_opting_out(tmp_path):
     assert inode(tmp_path, 0, 'head/0') != inode(tmp_path, 1, 'head/0')
 
 
-@pytest.mark.parametrize('damage', ['gone', 'truncated', 'directory gone'])
+@pytest.mark.parametrize('damage', ['gone', 'truncated', 'flipped', 'symbolic link', 'zarray', 'directory gone'])
 def test_a_damaged_previous_checkpoint_is_written_anew(tmp_path, damage):
     state = state_of(5)
     ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path)
@@ -63,10 +63,22 @@ def test_a_damaged_previous_checkpoint_is_written_anew(tmp_path, damage):
         chunk.unlink()
     elif damage == 'truncated':
         os.truncate(chunk, 17)
+    elif damage == 'flipped':
+        contents = bytearray(chunk.read_bytes())
+        contents[1000] ^= 4
+        chunk.write_bytes(contents)
+    elif damage == 'symbolic link':
+        os.rename(chunk, tmp_path / 'elsewhere')
+        chunk.symlink_to(tmp_path / 'elsewhere')
+    elif damage == 'zarray':
+        zarray = chunk.with_name('.zarray')
+        zarray.write_text(zarray.read_text().replace('"order":"C"', '"order":"F"'))
     else:
         shutil.rmtree(tmp_path / 'checkpoint_0')
     ck.save(state, step=1)
+    (tmp_path / 'elsewhere').unlink(missing_ok=True)
     assert np.array_equal(ck.restore(step=1)['frozen']['w'], np.arange(100_000))
+    assert '"order":"C"' in (tmp_path / 'checkpoint_1' / 'frozen.w' / '.zarray').read_text()
 
 
 def test_another_layout_is_not_linked(tmp_path):

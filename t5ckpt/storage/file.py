@@ -209,6 +209,9 @@ class FileStorage(Storage):
 
     def link(self, source: str, target: str) -> bool:
         try:
+            if not stat.S_ISREG(os.lstat(self._path(source)).st_mode):
+                # Another name of a symbolic link would depend on what the link leads to.
+                return False
             os.makedirs(os.path.dirname(self._path(target)), exist_ok=True)
             os.link(self._path(source), self._path(target), follow_symlinks=False)
         except OSError:

@@ -205,6 +205,8 @@ INTERRUPTED = """
     import jax, jax.numpy as jnp, numpy as np
     import t5ckpt
 
+    # A shell starts what runs in the background with interrupts ignored, and Python keeps that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     state = {f'x{i}': jnp.ones((512, 512)) * i for i in range(8)}
     jax.block_until_ready(state)
     where = sys.argv[1]

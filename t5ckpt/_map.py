@@ -22,39 +22,23 @@ Notes: 15 us a file. A map lives as long as any array on it, also one that JAX h
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
-import json
 import math
 import mmap
 import os
-import stat
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from t5ckpt._chunks import Box
-from t5ckpt._dtypes import dtype_from_name, zarr_typestr
+from t5ckpt._local import ChunkFiles, Grid, grid_of, has_plain_chunks, range_of
 from t5ckpt._mmap import Region, max_maps
 from t5ckpt._specs import StoredArray
-from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError
 
 __all__ = ['ArrayMapper']
 
 _ALIGNMENT = 64
-_MAX_ZARRAY_BYTES = 2**20
-# A FIFO or a device that stands where a chunk should be must not block the open.
-_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
-# One byte or more an element, and the same bits for numpy and for TensorStore; with the names in ``.zarray``.
-_DTYPES = (
-    *('bool', 'int8', 'int16', 'int32', 'int64', 'uint8', 'uint16', 'uint32', 'uint64'),
-    *('float16', 'bfloat16', 'float32', 'float64', 'complex64', 'complex128'),
-    *('float8_e3m4', 'float8_e4m3b11fnuz', 'float8_e4m3fn', 'float8_e4m3fnuz', 'float8_e5m2', 'float8_e5m2fnuz'),
-)
-_TYPESTRS = {dtype_from_name(name): zarr_typestr(dtype_from_name(name)) for name in _DTYPES}
 
 
 class ArrayMapper:
@@ -86,22 +70,17 @@ class ArrayMapper:
           CorruptCheckpointError: a chunk file has another size than its chunk.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
         """
-        if not _suits(array):
+        if not has_plain_chunks(array):
             return None
         try:
-            files = _Files(self._root, array.location, leaf)
+            with ChunkFiles(self._root, array.location, leaf) as files:
+                runs = (_runs if strided else self._kept_runs)(files.metadata(), array, boxes)
+                if runs is None or not (strided or all(run.contiguous for run in runs.values())):
+                    return None
+                distinct = {run.names: run for run in runs.values()}
+                regions = {names: _map_run(files, run) for names, run in distinct.items()}
         except OSError:
             return None
-        try:
-            runs = (_runs if strided else self._kept_runs)(files.metadata(), array, boxes)
-            if runs is None or not (strided or all(run.contiguous for run in runs.values())):
-                return None
-            distinct = {run.names: run for run in runs.values()}
-            regions = {names: _map_run(files, run) for names, run in distinct.items()}
-        except OSError:
-            return None
-        finally:
-            files.close()
         return {box: run.cut(regions[run.names], array.dtype) for box, run in runs.items()}
 
     def _kept_runs(self, text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _Run] | None:
@@ -111,28 +90,7 @@ class ArrayMapper:
         return self._runs[key]
 
 
-def _suits(array: StoredArray) -> bool:
-    return (
-        array.driver == 'zarr'
-        and array.container == 'dir'
-        and array.dtype in _TYPESTRS
-        and sys.byteorder == 'little'
-        and sys.maxsize > 2**32
-    )
-
-
 # --- which files, in which order -------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Grid:
-    chunks: tuple[int, ...]
-    separator: str
-    itemsize: int
-
-    @property
-    def cell_bytes(self) -> int:
-        return math.prod(self.chunks) * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,31 +120,8 @@ class _Run:
         return np.ndarray([part.stop - part.start for part in self.within], dtype, region, self.offset)
 
 
-def _parse(text: bytes, array: StoredArray) -> _Grid | None:
-    """The chunk grid of an array whose chunks can be mapped; None also for metadata that contradicts the manifest."""
-    try:
-        found: Any = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(found, Mapping):
-        return None
-    chunks = found.get('chunks')
-    separator = found.get('dimension_separator', '.')
-    plain = found.get('compressor') is None and not found.get('filters') and found.get('order') == 'C'
-    agrees = (
-        found.get('zarr_format') == 2
-        and found.get('shape') == list(array.shape)
-        and found.get('dtype') == _TYPESTRS[array.dtype]
-    )
-    if not plain or not agrees or separator not in ('.', '/') or not isinstance(chunks, list):
-        return None
-    if len(chunks) != len(array.shape) or not all(type(size) is int and size > 0 for size in chunks):
-        return None
-    return _Grid(tuple(chunks), separator, array.dtype.itemsize)
-
-
 def _runs(text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _Run] | None:
-    grid = _parse(text, array)
+    grid = grid_of(text, array)
     if grid is None:
         return None
     runs: dict[Box, _Run] = {}
@@ -198,7 +133,7 @@ def _runs(text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _R
     return runs
 
 
-def _run(grid: _Grid, box: Box) -> _Run | None:
+def _run(grid: Grid, box: Box) -> _Run | None:
     """The run of chunk files that holds a box.
 
     Cells in C order are the region in C order exactly if every axis before the last divided one has chunks of size 1.
@@ -211,111 +146,25 @@ def _run(grid: _Grid, box: Box) -> _Run | None:
         return None
     if math.prod(map(len, cells)) > max_maps():
         return None
-    names = tuple(grid.separator.join(map(str, cell)) or '0' for cell in itertools.product(*cells))
+    names = tuple(grid.name(cell) for cell in itertools.product(*cells))
     firsts = [indices.start * size for indices, size in zip(cells, grid.chunks, strict=True)]
     within = tuple(slice(start - first, stop - first) for (start, stop), first in zip(box, firsts, strict=True))
     shape = tuple(len(indices) * size for indices, size in zip(cells, grid.chunks, strict=True))
-    offset, contiguous = _range_of(within, shape)
+    offset, contiguous = range_of(within, shape)
     offset *= grid.itemsize
     return _Run(names, grid.cell_bytes, shape, within, offset, contiguous and offset % _ALIGNMENT == 0)
-
-
-def _range_of(within: Sequence[slice], shape: Sequence[int]) -> tuple[int, bool]:
-    """Where a box begins in a C-order array, in elements, and whether its elements lie one after another."""
-    offset, stride, cut, contiguous = 0, 1, False, True
-    for part, size in zip(reversed(within), reversed(shape), strict=True):
-        length = part.stop - part.start
-        contiguous = contiguous and (length == 1 or not cut)
-        cut = cut or length < size
-        offset += part.start * stride
-        stride *= size
-    return offset, contiguous
-
-
-# --- opening files below the checkpoint's directory, and no others ---------------------------------------------------
-
-
-class _Files:
-    """The files of one array, opened component by component so that no symbolic link is followed unseen."""
-
-    def __init__(self, root: str, location: str, leaf: str):
-        """Opens the array's directory."""
-        self._root = root
-        self._location = location
-        self.leaf = leaf
-        fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-        try:
-            self._fd = self._open_below(fd, (), location, _DIRECTORY)
-        finally:
-            os.close(fd)
-
-    def close(self) -> None:
-        """Closes it."""
-        os.close(self._fd)
-
-    def path(self, name: str) -> str:
-        """For messages."""
-        return os.path.join(self._root, self._location, name)
-
-    def metadata(self) -> bytes:
-        """The ``.zarray``, or the part of it that is not absurdly long."""
-        fd = self.open('.zarray')
-        try:
-            return os.read(fd, _MAX_ZARRAY_BYTES)
-        finally:
-            os.close(fd)
-
-    def open(self, name: str) -> int:
-        """A descriptor of a file, which the caller closes."""
-        return self._open_below(self._fd, (self._location,), name, _FILE)
-
-    def _open_below(self, fd: int, above: tuple[str, ...], name: str, flags: int) -> int:
-        *parents, last = name.split('/')
-        opened = [fd]
-        try:
-            for parent in parents:
-                opened.append(os.open(parent, _DIRECTORY, dir_fd=opened[-1]))
-            return os.open(last, flags, dir_fd=opened[-1])
-        except OSError as error:
-            # A link itself gives ELOOP, or ENOTDIR where a directory was asked for.
-            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-                raise
-            return os.open(self._resolved('/'.join((*above, name))), flags)
-        finally:
-            for each in opened[1:]:
-                os.close(each)
-
-    def _resolved(self, below: str) -> str:
-        """The file behind a link, if it is one of the checkpoint's own."""
-        root = os.path.realpath(self._root)
-        path = os.path.join(root, below)
-        real = os.path.realpath(path)
-        if os.path.commonpath([root, real]) != root:
-            raise UnsafeSpecError(
-                f'{self.leaf}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file '
-                'here, or, if you trust the link, pass mmap=False to read through it.'
-            )
-        return real
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 
-def _map_run(files: _Files, run: _Run) -> np.ndarray:
+def _map_run(files: ChunkFiles, run: _Run) -> np.ndarray:
     region = Region(run.cell_bytes * len(run.names), len(run.names))
     if len(run.names) > 1:
         region.reserve()
     for position, name in enumerate(run.names):
-        fd = files.open(name)
+        fd = files.open_chunk(name, run.cell_bytes)
         try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise CorruptCheckpointError(f'{files.leaf}: {files.path(name)} is no regular file, expected a chunk.')
-            if info.st_size != run.cell_bytes:
-                raise CorruptCheckpointError(
-                    f'{files.leaf}: {files.path(name)} has {info.st_size:,} bytes, expected {run.cell_bytes:,}. It is '
-                    'truncated or damaged; restore an older step, or copy the checkpoint again.'
-                )
             region.map(fd, position * run.cell_bytes, run.cell_bytes)
         finally:
             os.close(fd)

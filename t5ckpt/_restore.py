@@ -18,7 +18,8 @@ from t5ckpt._open import leaves_of, read_contents
 from t5ckpt._place import place_value
 from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, plan_restore
 from t5ckpt._process import READ_EVENT, record_duration, require_one_process
-from t5ckpt._read import ArrayReader, read_arrays
+from t5ckpt._read import read_arrays
+from t5ckpt._reader import ArrayReader
 from t5ckpt._save import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
 from t5ckpt.lazy import LazyArray

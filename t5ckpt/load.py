@@ -15,7 +15,8 @@ from t5ckpt._leaves import Empty, LeafTable, Target, nest
 from t5ckpt._open import leaves_of, read_contents
 from t5ckpt._plan import cast_dtype
 from t5ckpt._plan_restore import StoredLeaf, StoredRead
-from t5ckpt._read import ArrayReader, read_arrays
+from t5ckpt._read import read_arrays
+from t5ckpt._reader import ArrayReader
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
 from t5ckpt.steps import locate

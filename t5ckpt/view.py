@@ -11,7 +11,7 @@ import numpy as np
 from t5ckpt._leaves import LeafTable
 from t5ckpt._open import Contents, leaves_of, read_contents
 from t5ckpt._plan_restore import StoredLeaf
-from t5ckpt._read import ArrayReader
+from t5ckpt._reader import ArrayReader
 from t5ckpt._types import leaf_name
 from t5ckpt.errors import near_names
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray

@@ -1,0 +1,196 @@
+"""Chunk files of a local checkpoint that hold plain bytes: which they are, and how they are opened.
+
+A zarr chunk without codec, filters and foreign byte order is the bytes of a C-order array. ``_map.py`` makes such files
+the array, ``_direct.py`` reads them into its buffers; everything else is TensorStore's.
+
+A symbolic link out of the checkpoint is followed only where the caller asks for it, and nothing but a regular file is
+read: a FIFO or a device that stands where a chunk should be must not block the reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from t5ckpt._dtypes import dtype_from_name, zarr_typestr
+from t5ckpt._specs import StoredArray
+from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError
+
+__all__ = ['ChunkFiles', 'Grid', 'grid_of', 'has_plain_chunks', 'range_of']
+
+_MAX_ZARRAY_BYTES = 2**20
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
+# One byte or more an element, and the same bits for numpy and for TensorStore; with the names in ``.zarray``.
+_DTYPES = (
+    *('bool', 'int8', 'int16', 'int32', 'int64', 'uint8', 'uint16', 'uint32', 'uint64'),
+    *('float16', 'bfloat16', 'float32', 'float64', 'complex64', 'complex128'),
+    *('float8_e3m4', 'float8_e4m3b11fnuz', 'float8_e4m3fn', 'float8_e4m3fnuz', 'float8_e5m2', 'float8_e5m2fnuz'),
+)
+_TYPESTRS = {dtype_from_name(name): zarr_typestr(dtype_from_name(name)) for name in _DTYPES}
+
+
+def has_plain_chunks(array: StoredArray) -> bool:
+    """Whether the manifest lets hope that an array's chunks are plain bytes; its ``.zarray`` decides."""
+    return (
+        array.driver == 'zarr'
+        and array.container == 'dir'
+        and array.dtype in _TYPESTRS
+        and array.metadata.get('compressor') is None
+        and sys.byteorder == 'little'
+        and sys.maxsize > 2**32
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The shape of a chunk, and how its files are named."""
+
+    chunks: tuple[int, ...]
+    separator: str
+    itemsize: int
+
+    @property
+    def cell_bytes(self) -> int:
+        """Of each chunk file: also chunks at the edge have the full shape."""
+        return math.prod(self.chunks) * self.itemsize
+
+    def name(self, cell: Sequence[int]) -> str:
+        """The file of the chunk at a position in the grid."""
+        return self.separator.join(map(str, cell)) or '0'
+
+
+def grid_of(text: bytes, array: StoredArray) -> Grid | None:
+    """The chunk grid of an array whose chunks are plain bytes; None also for metadata that contradicts the manifest."""
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(found, Mapping):
+        return None
+    chunks = found.get('chunks')
+    separator = found.get('dimension_separator', '.')
+    plain = found.get('compressor') is None and not found.get('filters') and found.get('order') == 'C'
+    agrees = (
+        found.get('zarr_format') == 2
+        and found.get('shape') == list(array.shape)
+        and found.get('dtype') == _TYPESTRS[array.dtype]
+    )
+    if not plain or not agrees or separator not in ('.', '/') or not isinstance(chunks, list):
+        return None
+    if len(chunks) != len(array.shape) or not all(type(size) is int and size > 0 for size in chunks):
+        return None
+    return Grid(tuple(chunks), separator, array.dtype.itemsize)
+
+
+def range_of(within: Sequence[slice], shape: Sequence[int]) -> tuple[int, bool]:
+    """Where a box begins in a C-order array, in elements, and whether its elements lie one after another."""
+    offset, stride, cut, contiguous = 0, 1, False, True
+    for part, size in zip(reversed(within), reversed(shape), strict=True):
+        length = part.stop - part.start
+        contiguous = contiguous and (length == 1 or not cut)
+        cut = cut or length < size
+        offset += part.start * stride
+        stride *= size
+    return offset, contiguous
+
+
+class ChunkFiles:
+    """The files of one array, opened component by component so that no symbolic link is followed unseen."""
+
+    def __init__(self, root: str, location: str, leaf: str, *, leave: bool = False):
+        """Opens the array's directory; with ``leave`` a symbolic link may lead out of the checkpoint."""
+        self._root = root
+        self._leave = leave
+        self._location = location
+        self.leaf = leaf
+        fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        try:
+            self._fd = self._open_below(fd, (), location, _DIRECTORY)
+        finally:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        os.close(self._fd)
+
+    def path(self, name: str) -> str:
+        """For messages."""
+        return os.path.join(self._root, self._location, name)
+
+    def metadata(self) -> bytes:
+        """The ``.zarray``, or the part of it that is not absurdly long."""
+        fd, _ = self._open('.zarray')
+        try:
+            return os.read(fd, _MAX_ZARRAY_BYTES)
+        finally:
+            os.close(fd)
+
+    def open_chunk(self, name: str, size: int) -> int:
+        """A descriptor of a chunk file, which the caller closes.
+
+        Raises:
+          CorruptCheckpointError: no regular file of ``size`` bytes there.
+          UnsafeSpecError: a symbolic link leads out of the checkpoint.
+          OSError: it cannot be read.
+        """
+        try:
+            fd, found = self._open(name)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(
+                f'{self.leaf}: the chunk {self.path(name)} is missing. Restore an older step, or copy the checkpoint again.'
+            ) from error
+        if found == size:
+            return fd
+        os.close(fd)
+        raise CorruptCheckpointError(
+            f'{self.leaf}: {self.path(name)} has {found:,} bytes, expected {size:,}. It is truncated or damaged; restore '
+            'an older step, or copy the checkpoint again.'
+        )
+
+    def _open(self, name: str) -> tuple[int, int]:
+        fd = self._open_below(self._fd, (self._location,), name, _FILE)
+        info = os.fstat(fd)
+        if stat.S_ISREG(info.st_mode):
+            return fd, info.st_size
+        os.close(fd)
+        raise CorruptCheckpointError(
+            f'{self.leaf}: {self.path(name)} is no regular file. Restore an older step, or copy the checkpoint again.'
+        )
+
+    def _open_below(self, fd: int, above: tuple[str, ...], name: str, flags: int) -> int:
+        *parents, last = name.split('/')
+        opened = [fd]
+        try:
+            for parent in parents:
+                opened.append(os.open(parent, _DIRECTORY, dir_fd=opened[-1]))
+            return os.open(last, flags, dir_fd=opened[-1])
+        except OSError as error:
+            # A link itself gives ELOOP, or ENOTDIR where a directory was asked for.
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            return os.open(self._resolved('/'.join((*above, name))), flags)
+        finally:
+            for each in opened[1:]:
+                os.close(each)
+
+    def _resolved(self, below: str) -> str:
+        """The file behind a link, if it is one of the checkpoint's own."""
+        root = os.path.realpath(self._root)
+        path = os.path.join(root, below)
+        real = os.path.realpath(path)
+        if not self._leave and os.path.commonpath([root, real]) != root:
+            raise UnsafeSpecError(
+                f'{self.leaf}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file '
+                'here, or, if you trust the link, pass mmap=False to read through it.'
+            )
+        return real

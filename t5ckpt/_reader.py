@@ -1,0 +1,197 @@
+"""Reading stored arrays by index: whole, or the chunks that a slice touches.
+
+There are three ways, and each array takes the first that it allows: mapped (``_map.py``, with ``mmap``), from its files
+straight into the buffers (``_direct.py``, when many are restored), and through TensorStore, which reads everything.
+
+The stored driver, bucket and place are ignored: every array is opened in the storage that the checkpoint was found in.
+A missing chunk is an error (``fill_missing_data_reads`` is off); a missing ``.zarray`` is made up for by the
+manifest's metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from t5ckpt._chunks import Box
+from t5ckpt._direct import DirectReader
+from t5ckpt._dtypes import from_stored, zarr_typestr
+from t5ckpt._layout import join
+from t5ckpt._map import ArrayMapper
+from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu
+from t5ckpt._plan_restore import StoredLeaf, StoredRead
+from t5ckpt._specs import StoredArray
+from t5ckpt._types import leaf_name
+from t5ckpt.storage import Storage, foreign_errors
+
+__all__ = ['ArrayReader', 'start_read']
+
+
+class ArrayReader:
+    """Reads arrays of one checkpoint. Safe from any thread."""
+
+    def __init__(self, storage: Storage, directory: str, mmap: bool = False):
+        """Takes a checkpoint's directory; with ``mmap`` its arrays are mapped where that is possible, see ``_map.py``."""
+        self._storage = storage
+        self._directory = directory
+        root = storage.local_path(directory)
+        self._mapper = None if root is None or not mmap else ArrayMapper(root)
+        self.direct = None if root is None else DirectReader(root)
+
+    def url(self, array: StoredArray) -> str:
+        """Where an array lies, for messages."""
+        return self._storage.url(join(self._directory, array.location))
+
+    def start_open(self, array: StoredArray) -> Any:
+        """Begins to open an array; the future goes to :meth:`finish_open`."""
+        with foreign_errors(self.url(array)):
+            return ts.open(self._spec(array), open=True, context=self._storage.context())
+
+    def finish_open(self, array: StoredArray, future: Any, leaf: str) -> Any:
+        """The opened array.
+
+        Raises:
+          CorruptCheckpointError: no array there, or its metadata contradicts the manifest.
+        """
+        try:
+            return future.result()
+        except ValueError as error:
+            if 'NOT_FOUND' in str(error) and array.container == 'dir' and 'chunks' in array.metadata:
+                return self._open_without_metadata(array, leaf)
+            with foreign_errors(f'{leaf} ({self.url(array)})'):
+                raise
+
+    def open(self, leaf: StoredLeaf, name: str) -> Any:
+        """Opens an array and waits for it."""
+        return self.finish_open(leaf.array, self.start_open(leaf.array), name)
+
+    def _spec(self, array: StoredArray) -> dict[str, Any]:
+        kvstore = self._storage.array_kvstore(join(self._directory, array.location))
+        if array.container == 'ocdbt':
+            base, _, prefix = array.location.partition('//')
+            base_kvstore = self._storage.array_kvstore(join(self._directory, base))
+            kvstore = {'driver': 'ocdbt', 'base': base_kvstore, 'path': f'{prefix}/'}
+        return {
+            'driver': array.driver,
+            'kvstore': kvstore,
+            'schema': {'dtype': array.dtype.name, 'domain': {'shape': list(array.shape)}},
+            'fill_missing_data_reads': False,
+            'recheck_cached_data': False,
+            'recheck_cached_metadata': False,
+        }
+
+    def _open_without_metadata(self, array: StoredArray, leaf: str) -> Any:
+        metadata = {key: value for key, value in array.metadata.items() if value is not None or key == 'compressor'}
+        metadata |= {'shape': list(array.shape), 'zarr_format': 2}
+        metadata.setdefault('dtype', zarr_typestr(array.dtype))
+        spec = self._spec(array) | {'metadata': metadata}
+        with foreign_errors(f'{leaf} ({self.url(array)}, without .zarray)'):
+            return ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()).result()
+
+    def read(self, leaf: StoredLeaf, name: str, index: Any = ...) -> np.ndarray:
+        """Reads a numpy basic index of an array; only the chunks it touches are read.
+
+        Args:
+          leaf: the array.
+          name: the leaf's, for errors.
+          index: integers, slices with any step, Ellipsis and None, in a tuple or alone.
+
+        Returns:
+          An array of the leaf's dtype: a new one, or, for the index ``...`` of a mapped leaf, one on a private map.
+        """
+        basic = _basic_index(index, leaf.shape)
+        if basic is None:
+            return self.read(leaf, name)[index]
+        boxes, after = basic
+        mapped = self._read_mapped(leaf, name, boxes, index is Ellipsis)
+        if mapped is not None:
+            return from_stored(mapped, leaf.dtype)[after]
+        store = self.open(leaf, name)
+        view = store[boxes] if boxes else store
+        out = aligned_empty(tuple(view.shape), leaf.array.dtype)
+        with foreign_errors(f'{name} ({self.url(leaf.array)})'):
+            start_read(view, out).result()
+        return from_stored(out, leaf.dtype)[after]
+
+    def _read_mapped(self, leaf: StoredLeaf, name: str, parts: tuple[slice, ...], whole: bool) -> np.ndarray | None:
+        if self._mapper is None:
+            return None
+        box = tuple((part.start, part.stop) for part in parts)
+        views = self._mapper.map_boxes(leaf.array, name, [box], strided=not whole)
+        if views is None:
+            return None
+        if whole:
+            return views[box]
+        # A copy of the slice alone: as a view it would keep the whole map.
+        return views[box][tuple(slice(None, None, part.step) for part in parts)].copy()
+
+    def map_leaf(self, read: StoredRead) -> dict[Box, np.ndarray] | None:
+        """The buffers of a leaf that needs no copy at all: mapped, in the right dtype, and usable where they are."""
+        array = read.leaf.array
+        stored = array.dtype if array.bits_of is None else array.bits_of
+        same_bits = read.dtype == read.leaf.dtype == stored
+        if self._mapper is None or not same_bits or not is_on_cpu(read.target):
+            return None
+        views = self._mapper.map_boxes(array, leaf_name(read.path), boxes_wanted(read.target, read.leaf.shape))
+        return None if views is None else {box: from_stored(view, read.dtype) for box, view in views.items()}
+
+
+def start_read(view: Any, out: np.ndarray) -> Any:
+    """Begins to read a TensorStore array into a numpy array of its shape and dtype."""
+    if view.rank:
+        view = view[ts.d[:].translate_to[0]]
+    return ts.array(out).write(view)
+
+
+def _basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
+    """A numpy basic index in two parts: forward slices to read, one per dimension, and what numpy does with the rest.
+
+    Returns:
+      None for an advanced index (arrays, lists), which numpy applies to the whole array.
+
+    Raises:
+      IndexError: too many indices, or one out of bounds.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is None or part is Ellipsis or isinstance(part, slice) or _is_integer(part) for part in parts):
+        return None
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    if used > len(shape) or sum(part is Ellipsis for part in parts) > 1:
+        raise IndexError(f'{index!r:.80}: does not fit an array of {len(shape)} dimensions')
+    if not any(part is Ellipsis for part in parts):
+        parts = (*parts, Ellipsis)
+    read: list[slice] = []
+    after: list[Any] = []
+    for part in parts:
+        if part is None:
+            after.append(None)
+        elif part is Ellipsis:
+            rest = len(shape) - used
+            read += [slice(0, size) for size in shape[len(read) : len(read) + rest]]
+            after += [slice(None)] * rest
+        else:
+            forward, then = _axis_index(part, shape[len(read)], len(read))
+            read.append(forward)
+            after.append(then)
+    return tuple(read), tuple(after)
+
+
+def _is_integer(part: Any) -> bool:
+    return hasattr(part, '__index__') and np.ndim(part) == 0 and not isinstance(part, (bool, np.bool_))
+
+
+def _axis_index(part: Any, size: int, axis: int) -> tuple[slice, Any]:
+    if not isinstance(part, slice):
+        position = part.__index__()
+        if not -size <= position < size:
+            raise IndexError(f'index {position} is out of bounds for axis {axis} with size {size}')
+        return slice(position % size, position % size + 1), 0
+    chosen = range(*part.indices(size))
+    if not chosen:
+        return slice(0, 0), slice(None)
+    if chosen.step > 0:
+        return slice(chosen[0], chosen[-1] + 1, chosen.step), slice(None)
+    return slice(chosen[-1], chosen[0] + 1, -chosen.step), slice(None, None, -1)

@@ -1,0 +1,234 @@
+"""Chunk files read straight into buffers: the same bits as TensorStore's, each byte once, and clear words for damage."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+from support import partitioner
+from support.bits import assert_same, random_bits
+
+import t5ckpt
+from t5ckpt import _direct, _scatter, errors
+from t5ckpt._direct import DirectReader, Wanted
+from t5ckpt._dtypes import zarr_typestr
+from t5ckpt._specs import StoredArray
+
+DTYPES = ('float32', 'uint8', 'complex128', 'bool', 'bfloat16', 'float8_e4m3fn', 'int64')
+
+
+def dtype_of(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def store(root: pathlib.Path, values: np.ndarray, chunks, **metadata) -> StoredArray:
+    """Writes an array with TensorStore, which this code shares nothing with."""
+    spec = {
+        'driver': 'zarr',
+        'kvstore': {'driver': 'file', 'path': f'{root}/a/'},
+        'metadata': {'shape': list(values.shape), 'chunks': list(chunks), 'dtype': zarr_typestr(values.dtype)}
+        | {'compressor': None}
+        | metadata,
+        'store_data_equal_to_fill_value': True,
+    }
+    ts.open(spec, create=True, delete_existing=True).result()[...].write(values).result()
+    return StoredArray('a', values.shape, values.dtype, metadata={'chunks': list(chunks), 'compressor': None})
+
+
+def read(root: pathlib.Path, array: StoredArray, boxes, dtype=None) -> dict:
+    reader = DirectReader(str(root))
+    wanted = array.dtype if dtype is None else dtype
+    buffers = {box: np.empty([b - a for a, b in box], wanted) for box in boxes}
+    grid = reader.grid(array, 'a')
+    assert grid is not None
+    tasks = reader.tasks(Wanted(array, 'a', array.dtype, buffers), grid)
+    assert tasks is not None
+    for task in reversed(tasks):
+        task()
+    return buffers
+
+
+@st.composite
+def cases(draw):
+    rank = draw(st.integers(0, 4))
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=rank, max_size=rank)))
+    chunks = tuple(draw(st.integers(1, size + 2)) for size in shape)
+    cuts = [sorted(draw(st.sets(st.integers(1, max(1, size - 1)), max_size=2)) - {size}) for size in shape]
+    edges = [list(zip((0, *cut), (*cut, size), strict=True)) for cut, size in zip(cuts, shape, strict=True)]
+    boxes = [()]
+    for axis in edges:
+        boxes = [(*box, ends) for box in boxes for ends in axis]
+    kept = draw(st.sets(st.sampled_from(boxes), min_size=1))
+    separator = draw(st.sampled_from('./'))
+    return shape, chunks, sorted(kept), draw(st.sampled_from(DTYPES)), separator
+
+
+@given(case=cases(), least_run=st.sampled_from([1, 16, 512]), block=st.sampled_from([16, 64, 2**20]))
+def test_any_boxes_of_any_grid(tmp_path_factory, case, least_run, block):
+    """Runs, scratch and blocks of every size give what TensorStore wrote, also for parts of the array."""
+    shape, chunks, boxes, name, separator = case
+    root = tmp_path_factory.mktemp('direct')
+    values = random_bits(np.random.default_rng(math.prod(shape)), shape, dtype_of(name))
+    array = store(root, values, chunks, dimension_separator=separator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_direct, '_MIN_RUN_BYTES', least_run)
+        patch.setattr(_direct, '_SCRATCH_BYTES', block)
+        patch.setattr(_direct, '_SCATTER_BYTES', block)
+        patch.setattr(_direct, '_TASK_BYTES', 4 * block)
+        for box, buffer in read(root, array, boxes).items():
+            assert_same(buffer, values[tuple(slice(*ends) for ends in box)])
+
+
+@given(case=cases())
+def test_casting_on_the_way(tmp_path_factory, case):
+    shape, chunks, boxes, _, _ = case
+    root = tmp_path_factory.mktemp('direct')
+    values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    array = store(root, values, chunks)
+    for box, buffer in read(root, array, boxes, dtype_of('bfloat16')).items():
+        assert_same(buffer, values[tuple(slice(*ends) for ends in box)].astype(ml_dtypes.bfloat16))
+
+
+def test_rows_longer_than_a_system_call_takes(tmp_path):
+    """2,500 rows a buffer are more places than one preadv has room for; gaps between them are not read."""
+    values = np.arange(2500 * 512, dtype=np.float32).reshape(2500, 512)
+    array = store(tmp_path, values, values.shape)
+    boxes = [((0, 2500), (0, 128)), ((0, 2500), (256, 512))]
+    for box, buffer in read(tmp_path, array, boxes).items():
+        assert_same(buffer, values[tuple(slice(*ends) for ends in box)])
+
+
+def test_short_reads_are_continued(tmp_path, monkeypatch):
+    """A system call may stop anywhere, also within a place."""
+    (tmp_path / 'f').write_bytes(bytes(range(200)))
+    real = _scatter._preadv()
+
+    def short(fd, vector, count, offset):
+        del count
+        places = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int64 * 2).from_address(vector))
+        length, places[1] = int(places[1]), min(int(places[1]), 7)
+        read = real(fd, vector, 1, offset)
+        places[1] = length
+        return read
+
+    monkeypatch.setattr(_scatter, '_preadv', lambda: short)
+    out = np.zeros(100, np.uint8)
+    lengths = np.array([30, 20, 50])
+    places = out.ctypes.data + np.array([70, 0, 20])
+    fd = os.open(tmp_path / 'f', os.O_RDONLY)
+    _scatter.read_runs(fd, 50, places, lengths)
+    assert bytes(out[70:100]) + bytes(out[:70]) == bytes(range(50, 150))
+    with pytest.raises(EOFError):
+        _scatter.read_runs(fd, 150, places, lengths)
+    os.close(fd)
+
+
+# --- through the public interface --------------------------------------------------------------------------------------
+
+
+def columns(shape, dtype=np.float32):
+    sharding = NamedSharding(partitioner.mesh((8,), ('x',)), PartitionSpec(None, 'x'))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A directory with one step: one leaf, saved by rows over eight devices."""
+    values = np.random.default_rng(2).standard_normal((64, 2048)).astype(np.float32)
+    by_rows = NamedSharding(partitioner.mesh((8,), ('x',)), PartitionSpec('x'))
+    tree = {'target': {'w': jax.device_put(values, by_rows)}}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=str(tmp_path)) as ck:
+        ck.save(tree, step=1)
+    return tmp_path, values
+
+
+def restore(directory, template, **options):
+    with t5ckpt.Checkpointer({'target': {'w': template}}, checkpoints_dir=str(directory), **options) as ck:
+        return ck.restore()['target']['w']
+
+
+def test_to_another_sharding_and_dtype(run):
+    directory, values = run
+    assert_same(np.asarray(restore(directory, columns(values.shape))), values)
+    half = restore(directory, columns(values.shape, ml_dtypes.bfloat16), restore_dtype='bfloat16')
+    assert_same(np.asarray(half), values.astype(ml_dtypes.bfloat16))
+
+
+def test_each_byte_is_read_once(run, monkeypatch):
+    """However many devices want a part of each chunk."""
+    directory, values = run
+    sizes = []
+    runs, plain = _direct._File.read_runs, _direct._File.read
+
+    def read_runs(self, offset, places, lengths):
+        sizes.append(int(lengths.sum()))
+        runs(self, offset, places, lengths)
+
+    def read_plain(self, into, offset):
+        sizes.append(len(into))
+        plain(self, into, offset)
+
+    monkeypatch.setattr(_direct._File, 'read_runs', read_runs)
+    monkeypatch.setattr(_direct._File, 'read', read_plain)
+    restore(directory, columns(values.shape))
+    assert sum(sizes) == values.nbytes
+
+
+@pytest.mark.parametrize(
+    ('damage', 'words'),
+    [
+        (lambda file: file.unlink(), r'target/w: the chunk .*2\.0 is missing'),
+        (lambda file: os.truncate(file, 100), r'target/w: .*2\.0 has 100 bytes, expected 65,536'),
+        (lambda file: (file.unlink(), os.mkfifo(file)), r'target/w: .*2\.0 is no regular file'),
+        (lambda file: (file.unlink(), file.mkdir()), r'target/w: .*2\.0 is no regular file'),
+    ],
+)
+def test_damage_is_named(run, damage, words):
+    directory, values = run
+    damage(directory / 'checkpoint_1' / 'target.w' / '2.0')
+    with pytest.raises(errors.CorruptCheckpointError, match=words):
+        restore(directory, columns(values.shape))
+
+
+def test_a_fifo_for_metadata_does_not_block(run):
+    directory, values = run
+    metadata = directory / 'checkpoint_1' / 'target.w' / '.zarray'
+    metadata.unlink()
+    os.mkfifo(metadata)
+    with pytest.raises(errors.CorruptCheckpointError, match='no regular file'):
+        restore(directory, columns(values.shape))
+
+
+def test_a_file_cut_off_while_it_is_read(run, monkeypatch):
+    directory, values = run
+    announce = _direct._File.announce
+
+    def cut(self, start, stop):
+        announce(self, start, stop)
+        os.truncate(self.path, 4096)
+
+    monkeypatch.setattr(_direct._File, 'announce', cut)
+    with pytest.raises(errors.CorruptCheckpointError, match='became shorter'):
+        restore(directory, columns(values.shape))
+
+
+def test_a_grid_of_millions_goes_to_tensorstore(tmp_path):
+    array = StoredArray('a', (2**20, 4), np.dtype(np.float32), metadata={'chunks': [1, 4]})
+    (tmp_path / 'a').mkdir()
+    text = {'zarr_format': 2, 'shape': [2**20, 4], 'chunks': [1, 4], 'dtype': '<f4', 'order': 'C', 'compressor': None}
+    (tmp_path / 'a' / '.zarray').write_text(json.dumps(text | {'filters': None, 'fill_value': None}))
+    reader = DirectReader(str(tmp_path))
+    grid = reader.grid(array, 'a')
+    box = ((0, 2**20), (0, 4))
+    wanted = Wanted(array, 'a', array.dtype, {box: np.empty((2**20, 4), np.float32)})
+    assert grid is not None
+    assert reader.tasks(wanted, grid) is None
+    assert reader.grid(dataclasses.replace(array, metadata={'compressor': {'id': 'zstd'}}), 'a') is None

@@ -247,6 +247,10 @@ def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -
       sharding: overrides the leaf's own, where a partitioner decides.
       host: the result is a numpy array whatever the leaf is.
     """
+    if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
+        # First, because most leaves are such: none of the other questions needs to be asked.
+        place = _own_sharding(leaf) if sharding is None else sharding
+        return Target('array', leaf.shape, leaf.dtype, not host, None if host else place)
     if leaf is None:
         return Target('none')
     if isinstance(leaf, Empty):

@@ -247,14 +247,21 @@ def _check_path(path: Path, target: Target) -> None:
             f'{leaf_name(path)[:200]}: nested {len(path)} deep with {len(target.shape)} dimensions, the format holds '
             f'{_MAX_DEPTH} and {_MAX_RANK}. Flatten the state.'
         )
+    for key in path:
+        # Most are ASCII, which costs nothing to see.
+        if not key.isascii():
+            _check_unicode(path)
+    if '__msgpack_chunked_array__' in path:
+        raise UnsupportedLeafError(f'{leaf_name(path)}: Flax uses this key for split arrays. Rename it.')
+
+
+def _check_unicode(path: Path) -> None:
     try:
         leaf_name(path).encode()
     except UnicodeEncodeError as error:
         raise UnsupportedLeafError(
             f'{leaf_name(path)!r}: the key is no Unicode text ({error.reason}). Rename it.'
         ) from error
-    if '__msgpack_chunked_array__' in path:
-        raise UnsupportedLeafError(f'{leaf_name(path)}: Flax uses this key for split arrays. Rename it.')
 
 
 def _key_data(keys: Any) -> Any:

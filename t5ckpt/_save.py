@@ -117,7 +117,8 @@ def prepare_save(
         where = storage.url(step_dir(step))
         _log.warning('Skipping save checkpoint for step %d (directory %s already exists)', step, where)
         return None
-    infos = _parameter_infos(table, state, partitioner)
+    # Without transforms each leaf is its own info.
+    infos = _parameter_infos(table, state, partitioner) if fns else {}
     leaves, infos = _transformed(table, infos, fns)
     plan = plan_save(leaves, infos, request.options)
     previous = None if request.reuse is None else request.reuse.start(storage)

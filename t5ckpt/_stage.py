@@ -184,7 +184,14 @@ def _got(leaf: Any, name: str) -> np.ndarray:
 def _without_array(write: _Write) -> _Write:
     """A write that no longer keeps the caller's array alive."""
     is_array = is_jax_array(write.leaf) or isinstance(write.leaf, np.ndarray)
-    return dataclasses.replace(write, leaf=None) if is_array else write
+    if not is_array:
+        return write
+    # As dataclasses.replace, which takes four times as long.
+    return (
+        InlineWrite(write.path, None, write.dtype)
+        if isinstance(write, InlineWrite)
+        else dataclasses.replace(write, leaf=None)
+    )
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

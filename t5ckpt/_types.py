@@ -34,6 +34,9 @@ def native_dtype(dtype: Any) -> np.dtype:
 
 def leaf_name(path: Path) -> str:
     """The leaf's name: its path joined with '/'; a '/' inside a key is written as a backslash and '/'."""
+    name = '/'.join(path)
+    if name.count('/') == len(path) - 1:
+        return name
     return '/'.join(key.replace('/', '\\/') for key in path)
 
 

@@ -37,19 +37,31 @@ from t5ckpt._specs import StoredArray
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['DirectReader', 'Wanted']
+__all__ = ['DirectReader', 'Limits', 'Wanted']
 
-_SCRATCH_BYTES = 2**20
-_SCATTER_BYTES = 8 * 2**20
-# Shorter runs cost more in the kernel than a copy.
-_MIN_RUN_BYTES = 512
-_TASK_BYTES = 8 * 2**20
 # Beyond it the list of chunks would itself be large; TensorStore works through such a grid piece by piece.
 _MAX_CELLS = 2**17
 # Elements are moved as words, which numpy copies faster than the dtypes that it does not know itself.
 _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 Task = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Sizes in bytes.
+
+    Attributes:
+      task: what one task reads at least.
+      scratch: what is copied at once; fits a core's cache.
+      scatter: what is read at once to many places.
+      min_run: shorter runs are copied, since each place costs the kernel as much as to copy some hundred bytes.
+    """
+
+    task: int = 8 * 2**20
+    scratch: int = 2**20
+    scatter: int = 8 * 2**20
+    min_run: int = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +84,10 @@ class Wanted:
 class DirectReader:
     """Reads the plain arrays of one checkpoint that lies in a local directory. Safe from any thread."""
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, limits: Limits | None = None):
         """Takes the checkpoint's directory."""
         self._root = root
+        self._limits = Limits() if limits is None else limits
         self._local = threading.local()
 
     def grid(self, array: StoredArray, leaf: str) -> Grid | None:
@@ -96,11 +109,11 @@ class DirectReader:
         """Cuts a read into tasks for threads; the buffers are filled when all are done. None: too many chunks."""
         if sum(math.prod(map(len, _cells(grid, box))) for box in wanted.buffers) > _MAX_CELLS:
             return None
-        return _ArrayRead(self._root, wanted, grid, self._scratch).tasks()
+        return _ArrayRead(self._root, wanted, grid, self._limits, self._scratch).tasks()
 
     def _scratch(self) -> np.ndarray:
         if not hasattr(self._local, 'scratch'):
-            self._local.scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+            self._local.scratch = np.empty(self._limits.scratch, np.uint8)
         return self._local.scratch
 
 
@@ -135,17 +148,18 @@ class _Piece:
 class _ArrayRead:
     """The tasks of one array."""
 
-    def __init__(self, root: str, wanted: Wanted, grid: Grid, scratch: Callable[[], np.ndarray]):
+    def __init__(self, root: str, wanted: Wanted, grid: Grid, limits: Limits, scratch: Callable[[], np.ndarray]):
         self._root = root
         self._wanted = wanted
         self._grid = grid
+        self._limits = limits
         self._scratch = scratch
         array = wanted.array
         self._dtype = array.dtype
         self._converts = any(buffer.dtype != array.dtype for buffer in wanted.buffers.values())
         self._cells = self._parts()
-        self._scatters = can_scatter() and not self._converts and self._shortest_run() >= _MIN_RUN_BYTES
-        self._blocks = _Blocks(grid, _SCATTER_BYTES if self._scatters else _SCRATCH_BYTES)
+        self._scatters = can_scatter() and not self._converts and self._shortest_run() >= limits.min_run
+        self._blocks = _Blocks(grid, limits.scatter if self._scatters else limits.scratch)
 
     def _shortest_run(self) -> int:
         parts = (part for parts in self._cells.values() for part in parts if part.straight is None)
@@ -157,14 +171,14 @@ class _ArrayRead:
         batch: list[_Piece] = []
         size = 0
         for cell, parts in self._cells.items():
-            for start, stop in self._blocks.ranges():
+            for start, stop in self._blocks.ranges(self._limits.task):
                 first, last = self._blocks.offset(start), self._blocks.offset(stop)
                 touching = [part for part in parts if part.first < last and first < part.last]
                 if not touching:
                     continue
                 batch.append(_Piece(self._grid.name(cell), start, stop, touching))
                 size += last - first
-                if size >= _TASK_BYTES:
+                if size >= self._limits.task:
                     tasks.append(functools.partial(self._run, batch))
                     batch, size = [], 0
         if batch:
@@ -285,9 +299,9 @@ class _Blocks:
         self._per_lead = -(-self._chunks[axis] // self._rows)
         self._count = math.prod(self._chunks[:axis]) * self._per_lead
 
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks, each enough for a task."""
-        step = max(1, _TASK_BYTES // (self._rows * self._row))
+    def ranges(self, size: int) -> Iterator[tuple[int, int]]:
+        """Ranges of blocks of about ``size`` bytes."""
+        step = max(1, size // (self._rows * self._row))
         return ((start, min(start + step, self._count)) for start in range(0, self._count, step))
 
     def offset(self, index: int) -> int:

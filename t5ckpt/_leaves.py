@@ -253,10 +253,8 @@ def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -
         return Target('array', leaf.shape, leaf.dtype, not host, None if host else place)
     if leaf is None:
         return Target('none')
-    if isinstance(leaf, Empty):
-        return Target('empty', example=leaf)
-    if isinstance(leaf, str):
-        return Target('text', example=leaf)
+    if isinstance(leaf, (Empty, str)):
+        return Target('text' if isinstance(leaf, str) else 'empty', example=leaf)
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         return Target('scalar', (), np.asarray(leaf).dtype, python=type(leaf))
     if isinstance(leaf, np.ma.MaskedArray) or not (hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')):

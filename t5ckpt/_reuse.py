@@ -9,7 +9,8 @@ Every checkpoint stays complete and may be deleted by itself: the file goes away
 by rename and never into an existing file, so no save changes another's chunks. Where links do not work (another
 device, a store without them, too many links, a file that is gone or of another size) the chunk is written.
 
-Before a file is linked it is read and its checksum compared, so damage is not handed on: such a chunk is written anew.
+Before a file is linked its checksum is compared, so damage is not handed on: such a chunk is written anew. A file whose
+inode, size and time of change are those that this process saw after its write is not read again for it.
 What a link cannot give is a second copy: a sector that rots later rots under all checkpoints that share it. The checksum
 travels with the link, so each of them can notice. ``reuse_unchanged=False`` writes everything every time.
 """
@@ -42,12 +43,16 @@ class Previous:
       directory: its directory in the same storage.
       digests: file to (bytes, xxh3-64 hex).
       stamp: digest of its sidecar, to notice that another checkpoint has taken its place.
+      stamps: of the files when their checksums were last known to hold; see ``Storage.stamp``.
       leaves: array directory to the leaf that was saved there, weakly, and how it was laid out.
     """
 
     directory: str
     digests: Mapping[str, tuple[int, str]]
     stamp: str = ''
+    stamps: Mapping[str, tuple[int, ...] | None] = dataclasses.field(
+        default_factory=dict[str, 'tuple[int, ...] | None']
+    )
     leaves: Mapping[str, tuple[weakref.ref[Any], str]] = dataclasses.field(
         default_factory=dict[str, 'tuple[weakref.ref[Any], str]']
     )

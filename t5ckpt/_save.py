@@ -223,7 +223,9 @@ def _write_and_commit(job: _Job, work: Workspace | None) -> CommittedCheckpoint 
     seconds = time.monotonic() - job.started
     nbytes = report.file_bytes + sum(size for size, _ in files.values())
     if request.reuse is not None:
-        request.reuse.previous = Previous(step_dir(step), dict(report.digests), digest(sidecar), job.leaves)
+        request.reuse.previous = Previous(
+            step_dir(step), dict(report.digests), digest(sidecar), report.stamps, job.leaves
+        )
     _finish(job, report, nbytes, seconds)
     return CommittedCheckpoint(step, storage.url(step_dir(step)), nbytes, seconds)
 

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ _MAX_PLACES = 1024
 
 
 @functools.cache
-def _preadv():
+def _preadv() -> Callable[..., int]:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
     libc.preadv.restype = ctypes.c_ssize_t
@@ -56,7 +56,9 @@ def runs_in(shape: Sequence[int], strides: Sequence[int], itemsize: int, base: i
     return starts.reshape(-1), length
 
 
-def read_runs(fd: int, offset: int, places: np.ndarray, lengths: np.ndarray) -> None:
+def read_runs(
+    fd: int, offset: int, places: np.ndarray, lengths: np.ndarray, preadv: Callable[..., int] | None = None
+) -> None:
     """Reads the bytes of a file from ``offset`` on to the addresses ``places``, so many each.
 
     The memory there must be the caller's and stay it until this returns.
@@ -65,6 +67,7 @@ def read_runs(fd: int, offset: int, places: np.ndarray, lengths: np.ndarray) -> 
       EOFError: the file ends before.
       OSError: it cannot be read.
     """
+    call = _preadv() if preadv is None else preadv
     vector = np.empty((len(places), 2), np.int64)
     vector[:, 0] = places
     vector[:, 1] = lengths
@@ -72,7 +75,7 @@ def read_runs(fd: int, offset: int, places: np.ndarray, lengths: np.ndarray) -> 
     first, done = 0, 0
     while first < len(vector):
         count = min(_MAX_PLACES, len(vector) - first)
-        read = _preadv()(fd, vector[first:].ctypes.data, count, offset + done)
+        read = call(fd, vector[first:].ctypes.data, count, offset + done)
         if read < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))

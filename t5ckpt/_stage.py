@@ -184,14 +184,7 @@ def _got(leaf: Any, name: str) -> np.ndarray:
 def _without_array(write: _Write) -> _Write:
     """A write that no longer keeps the caller's array alive."""
     is_array = is_jax_array(write.leaf) or isinstance(write.leaf, np.ndarray)
-    if not is_array:
-        return write
-    # As dataclasses.replace, which takes four times as long.
-    return (
-        InlineWrite(write.path, None, write.dtype)
-        if isinstance(write, InlineWrite)
-        else dataclasses.replace(write, leaf=None)
-    )
+    return dataclasses.replace(write, leaf=None) if is_array else write
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
@@ -288,10 +281,11 @@ def _copied(writes: Sequence[ArrayWrite | InlineWrite], modes: dict[Path, str]) 
 
 
 def _device_copies(arrays: list[Any]) -> list[Any]:
+    # One transfer for all. A computation for each (jnp.copy) would wait for the step that is under way, since the CPU
+    # client takes 32 at most: 85 leaves took 0.9 s to dispatch behind a step, against 0.02 s.
     import jax
-    import jax.numpy as jnp
 
-    return jax.tree.map(jnp.copy, arrays)
+    return jax.device_put(arrays, [array.sharding for array in arrays], may_alias=False)
 
 
 def _pinned_copies(arrays: list[Any]) -> list[Any]:

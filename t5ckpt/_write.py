@@ -54,12 +54,14 @@ class WriteReport:
       digests: file, relative to the checkpoint's directory, to (bytes, xxh3-64 hex).
       array_bytes: bytes of array values, uncompressed.
       linked_bytes: how many of them were taken over from the previous checkpoint.
+      stamps: of the files as they were written, see ``Storage.stamp``.
     """
 
     arrays: dict[Path, StoredArray]
     digests: dict[str, tuple[int, str]]
     array_bytes: int
     linked_bytes: int
+    stamps: dict[str, tuple[int, ...] | None]
 
     @property
     def file_bytes(self) -> int:
@@ -133,7 +135,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
         raise SaveFailedError(
             f'{len(writer.digests)} files were written where {expected} were planned; nothing is committed.'
         )
-    return WriteReport(writer.arrays, writer.digests, writer.total, writer.linked)
+    return WriteReport(writer.arrays, writer.digests, writer.total, writer.linked, writer.stamps())
 
 
 @dataclasses.dataclass
@@ -191,10 +193,17 @@ class _Writer:
         self._count(write.piece_bytes * len(write.pieces), linked=True)
 
     def _link(self, previous: Previous, key: str, entry: tuple[int, str]) -> bool:
-        """Links one file, if what lies there is still what was written: damage must not be handed on."""
+        """Links one file, if what lies there is still what was written: damage must not be handed on.
+
+        A file that nobody has touched since this process wrote or read it need not be read again.
+        """
         source, target = join(previous.directory, key), join(self._job.directory, key)
         try:
-            if self._storage.size(source) != entry[0] or digest(self._storage.read(source)) != entry[1]:
+            stamp = previous.stamps.get(key)
+            is_known = stamp is not None and stamp == self._storage.stamp(source)
+            if not is_known and (
+                self._storage.size(source) != entry[0] or digest(self._storage.read(source)) != entry[1]
+            ):
                 return False
         except T5CkptError:
             # Deleted by somebody between the two looks, or unreadable: written anew.
@@ -305,6 +314,10 @@ class _Writer:
             with foreign_errors(self._storage.url(join(self._job.directory, key))):
                 data = bytes(self._kvstore.read(key).result().value)
             self.digests[key] = (len(data), digest(data))
+
+    def stamps(self) -> dict[str, tuple[int, ...] | None]:
+        """Of all files."""
+        return {key: self._storage.stamp(join(self._job.directory, key)) for key in self.digests}
 
     def abandon(self) -> None:
         """Waits for what was started, so that nothing is written after the caller has cleaned up."""

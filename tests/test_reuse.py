@@ -1,6 +1,7 @@
 """Unchanged arrays are linked, chosen codecs pay, and every checkpoint stands by itself."""
 
 import os
+import pathlib
 import shutil
 
 import jax
@@ -117,3 +118,22 @@ def test_the_sample_looks_past_the_beginning():
     )
     assert choose_codec(late) is None
     assert choose_codec(np.zeros((3, 0), np.float32)) is None
+
+
+def test_untouched_files_are_not_read_again(tmp_path):
+    """Within one process a file that nobody changed since its write is linked by its stamp alone."""
+    frozen = jax.device_put(np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32))
+
+    def read_so_far() -> int:
+        return int(pathlib.Path('/proc/self/io').read_text().splitlines()[0].split()[1])
+
+    with t5ckpt.Checkpointer({'w': frozen}, checkpoints_dir=tmp_path) as ck:
+        ck.save({'w': frozen}, step=1)
+        before = read_so_far()
+        ck.save({'w': frozen}, step=2)
+        assert read_so_far() - before < 100_000
+        before = read_so_far()
+        os.utime(tmp_path / 'checkpoint_2' / 'w' / '0.0')
+        ck.save({'w': frozen}, step=3)
+        assert read_so_far() - before > frozen.nbytes
+    assert len({(tmp_path / f'checkpoint_{step}' / 'w' / '0.0').stat().st_ino for step in (1, 2, 3)}) == 1

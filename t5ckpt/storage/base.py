@@ -67,6 +67,11 @@ class Storage(ABC):
     def size(self, key: str) -> int | None:
         """The bytes of a file, or None where there is no file."""
 
+    def stamp(self, key: str) -> tuple[int, ...] | None:
+        """What changes when a file is replaced or written to; None where the backend has nothing of the kind."""
+        del key
+        return None
+
     @abstractmethod
     def sync_file(self, key: str) -> None:
         """Makes a file durable that something else wrote; its directory entry is ``sync_tree``'s."""

@@ -118,6 +118,13 @@ class FileStorage(Storage):
                 return None
         return None if stat.S_ISDIR(info.st_mode) else info.st_size
 
+    def stamp(self, key: str) -> tuple[int, ...] | None:
+        try:
+            info = os.lstat(self._path(key))
+        except OSError:
+            return None
+        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
     def sync_file(self, key: str) -> None:
         with foreign_errors(self.url(key)):
             fd = os.open(self._path(key), os.O_RDONLY)

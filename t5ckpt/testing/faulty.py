@@ -68,6 +68,9 @@ class FaultyStorage(Storage):
         self._count('kind', key)
         return self._inner.kind(key)
 
+    def stamp(self, key: str) -> tuple[int, ...] | None:
+        return self._inner.stamp(key)
+
     def size(self, key: str) -> int | None:
         self._count('size', key)
         return self._inner.size(key)

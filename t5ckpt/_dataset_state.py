@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import pathlib
+import tempfile
 from typing import Any
 
 from t5ckpt._layout import dataset_prefix, join
@@ -44,20 +47,18 @@ class DatasetState:
         layout = partitioner.get_data_layout()
         return cls(iterator, layout.shard_id, layout.num_shards, layout.is_first_host_in_replica_set)
 
-    def save(self, storage: Storage, directory: str) -> None:
-        """Writes the iterator's state below the checkpoint's directory, durably but for the directory entries."""
+    def snapshot(self) -> dict[str, bytes]:
+        """The iterator's state as files, by name; the iterator moves on as soon as the caller does."""
         if not self.writes:
-            return
+            return {}
         prefix = dataset_prefix(self.shard_id, self.num_shards)
-        local = storage.local_path(join(directory, prefix))
-        if local is None:
-            raise UnsupportedLeafError(
-                f'dataset_iterator: its state cannot be written to {storage.url()}, only to a disk.'
-            )
-        self.iterator.save(local)
-        for entry in storage.entries(directory):
-            if entry.name.startswith(prefix):
-                storage.sync_file(join(directory, entry.name))
+        with tempfile.TemporaryDirectory(prefix='t5ckpt-') as directory:
+            self.iterator.save(os.path.join(directory, prefix))
+            return {
+                path.relative_to(directory).as_posix(): path.read_bytes()
+                for path in sorted(pathlib.Path(directory).rglob('*'))
+                if path.is_file() and path.relative_to(directory).as_posix().startswith(prefix)
+            }
 
     def load(self, storage: Storage, directory: str) -> None:
         """Takes the iterator's state from a checkpoint; one without any leaves the iterator as it is, and says so.

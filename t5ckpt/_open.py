@@ -17,7 +17,15 @@ from t5ckpt._types import Path, RestoreStateTransformationFn
 from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.steps import Located
 
-__all__ = ['Contents', 'leaves_of', 'read_contents']
+__all__ = ['Contents', 'RawFiles', 'leaves_of', 'read_contents', 'read_raw']
+
+
+@dataclasses.dataclass(frozen=True)
+class RawFiles:
+    """The manifest and the sidecar, if there is one, as they lie there; of an Orbax directory nothing."""
+
+    manifest: bytes | None = None
+    sidecar: bytes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,24 +37,42 @@ class Contents:
     sidecar: Sidecar
 
 
-def read_contents(located: Located) -> Contents:
-    """Reads the manifest, of whichever layout, and the sidecar where there is one.
+def read_raw(located: Located) -> RawFiles:
+    """Reads a checkpoint's own files.
+
+    Raises:
+      CheckpointNotFoundError: gone since it was located.
+    """
+    storage, directory = located.storage, located.directory
+    if not located.manifest:
+        return RawFiles()
+    manifest = storage.read(join(directory, located.manifest))
+    key = join(directory, SIDECAR)
+    return RawFiles(manifest, storage.read(key) if storage.kind(key) == 'file' else None)
+
+
+def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
+    """Decodes the manifest, of whichever layout, and the sidecar where there is one.
+
+    Args:
+      located: the checkpoint.
+      raw: its files, if somebody has read them already.
 
     Raises:
       FormatError: the manifest or the sidecar does not decode, or is of something else.
       CheckpointNotFoundError: gone since it was located.
     """
+    raw = read_raw(located) if raw is None else raw
     storage, directory = located.storage, located.directory
-    if not located.manifest:
+    if raw.manifest is None:
         return Contents(located, read_orbax(storage, directory), Sidecar())
-    manifest = decode_manifest(storage.read(join(directory, located.manifest)), located.url)
+    manifest = decode_manifest(raw.manifest, located.url)
     if has_placeholders(manifest.state):
         resolved = resolve_placeholders(storage, directory, manifest.state)
         return Contents(located, dataclasses.replace(manifest, state=resolved), Sidecar())
-    key = join(directory, SIDECAR)
-    if storage.kind(key) != 'file':
+    if raw.sidecar is None:
         return Contents(located, manifest, Sidecar())
-    return Contents(located, manifest, decode_sidecar(storage.read(key), storage.url(key)))
+    return Contents(located, manifest, decode_sidecar(raw.sidecar, storage.url(join(directory, SIDECAR))))
 
 
 def leaves_of(

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, boxes_of_grid, choose_chunks, whole_box
+from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, boxes_of_grid, whole_box
 from t5ckpt._compress import AUTO
 from t5ckpt._dtypes import dtype_from_name, kind, name_of, stored_dtype
 from t5ckpt._layout import array_dirs
 from t5ckpt._leaves import LeafTable, Target, is_jax_array, target_of
+from t5ckpt._owners import Owners, grid_for, held_shards
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import Path, leaf_name
@@ -164,21 +165,27 @@ def cast_dtype(path: Path, dtype: np.dtype, wanted: np.dtype | None) -> np.dtype
     return wanted
 
 
-def plan_save(table: LeafTable, infos: Mapping[Path, ParameterInfo], options: SaveOptions) -> SavePlan:
+def plan_save(
+    table: LeafTable, infos: Mapping[Path, ParameterInfo], options: SaveOptions, owners: Owners | None = None
+) -> SavePlan:
     """Plans a save.
 
     Args:
       table: the leaves, after save transforms.
       infos: for each leaf, if the caller has one.
       options: see :class:`SaveOptions`.
+      owners: which process of how many this is, in a job of several.
 
     Raises:
       UnsupportedLeafError: naming every leaf that cannot be written.
     """
+    owners = Owners() if owners is None else owners
     leaves = _examine_all(table, infos, options)
+    if owners.count > 1:
+        _refuse_local(leaves, owners.count)
     stored = _stored_paths(leaves, options)
     directories = _directories([leaf for leaf in leaves if leaf.path in stored])
-    writes = tuple(_plan_array(leaf, directories[leaf.path], options) for leaf in leaves if leaf.path in stored)
+    writes = tuple(_plan_array(leaf, directories[leaf.path], options, owners) for leaf in leaves if leaf.path in stored)
     inline = tuple(
         InlineWrite(leaf.path, leaf.value, leaf.dtype)
         for leaf in leaves
@@ -305,16 +312,32 @@ def _directories(leaves: Sequence[_Leaf]) -> dict[Path, str]:
     return {path: by_name[name] for path, name in names.items()}
 
 
-def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions) -> ArrayWrite:
+def _refuse_local(leaves: Sequence[_Leaf], count: int) -> None:
+    """In a job of several processes each has its own values of a host-local array, and a checkpoint has room for one."""
+    local = [leaf for leaf in leaves if is_jax_array(leaf.value) and leaf.value.is_fully_addressable]
+    if local:
+        names = [f'{leaf_name(leaf.path)} {leaf.target.shape} on {leaf.value.sharding}' for leaf in local[:20]]
+        more = f'\n  and {len(local) - 20} more' if len(local) > 20 else ''
+        raise UnsupportedLeafError(
+            f'these arrays lie on this process alone, and each of the {count} processes has its own:\n  '
+            + '\n  '.join(names)
+            + f'{more}\nMake them global: create them in a jitted function with out_shardings over the mesh of all '
+            'processes, or with jax.make_array_from_process_local_data; values that are the same everywhere may also be '
+            'given as numpy arrays or numbers, which are taken from process 0.'
+        )
+
+
+def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, owners: Owners) -> ArrayWrite:
     dtype = np.dtype(np.void) if leaf.dtype is None else leaf.dtype
     on_disk = stored_dtype(dtype)
-    shards = _shard_boxes(leaf.value, leaf.target.shape)
-    shard_shape = _shard_shape(leaf.value, leaf.target.shape)
-    chunks = choose_chunks(shard_shape, on_disk.itemsize, options.chunk_bytes)
+    shape = leaf.target.shape
+    shard_shape = _shard_shape(leaf.value, shape)
+    chunks = grid_for(shape, shard_shape, on_disk.itemsize, options.chunk_bytes, _replicas(leaf.value, owners))
+    cell_bytes = math.prod(chunks) * on_disk.itemsize
     pieces = tuple(
         Piece(cell, index, tuple((a - o, b - o) for (a, b), (o, _) in zip(cell, box, strict=True)))
-        for index, box in shards
-        for cell in boxes_of_grid(box, chunks)
+        for index, box, holders in _shards(leaf.value, shape, owners)
+        for cell in owners.mine(holders, boxes_of_grid(box, chunks), cell_bytes)
     )
     metadata = {'chunks': chunks, 'compressor': CODECS[options.codec]}
     return ArrayWrite(
@@ -327,15 +350,20 @@ def _shard_shape(value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if sharding is None else tuple(sharding.shard_shape(shape))
 
 
-def _shard_boxes(value: Any, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
-    """The shards of this process that it is to write: the first replica of each."""
+def _replicas(value: Any, owners: Owners) -> int:
+    """By how many processes each shard may be held, as far as all of them can tell."""
+    if owners.count == 1 or not is_jax_array(value):
+        return 1
+    shard_shape = value.sharding.shard_shape(value.shape)
+    shards = math.prod(-(-size // part) for size, part in zip(value.shape, shard_shape, strict=True) if part)
+    return min(owners.count, max(1, value.sharding.num_devices // shards))
+
+
+def _shards(value: Any, shape: tuple[int, ...], owners: Owners) -> list[tuple[int, Box, tuple[int, ...]]]:
+    """The shards that this process holds: (index, box, all holders). Host arrays are process 0's."""
     if not is_jax_array(value):
-        return [(-1, whole_box(shape))]
-    return [
-        (index, tuple(part.indices(size)[:2] for part, size in zip(shard.index, shape, strict=True)))
-        for index, shard in enumerate(value.addressable_shards)
-        if shard.replica_id == 0
-    ]
+        return [(-1, whole_box(shape), (0,))]
+    return [(shard.index, shard.box, shard.holders) for shard in held_shards(value, owners)]
 
 
 def _facts(leaves: Sequence[_Leaf], writes: Sequence[ArrayWrite]) -> TreeFacts:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,16 +16,18 @@ import numpy as np
 from t5ckpt._budget import ByteBudget
 from t5ckpt._dataset_state import DatasetState
 from t5ckpt._leaves import Empty, LeafTable, StateView, Target, is_jax_array, lookup, nest, target_of, view_state
-from t5ckpt._open import leaves_of, read_contents
+from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw
 from t5ckpt._place import place_value
 from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, plan_restore
-from t5ckpt._process import READ_EVENT, record_duration, require_one_process
+from t5ckpt._process import READ_EVENT, Round, record_duration
 from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader
 from t5ckpt._save import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
+from t5ckpt.errors import RemoteError
 from t5ckpt.lazy import LazyArray
-from t5ckpt.steps import Located
+from t5ckpt.steps import Located, locate, locate_step
+from t5ckpt.storage import Storage
 from t5ckpt.view import lazy_leaf
 
 __all__ = ['RestoreRequest', 'run_restore']
@@ -37,7 +41,10 @@ _IN_FLIGHT_BYTES = 4 * 2**30
 class RestoreRequest:
     """What a restore needs besides the model; see ``Checkpointer.restore`` for each field."""
 
-    located: Located
+    storage: Storage
+    step: int | None
+    path: str | os.PathLike[str] | None
+    meeting: Round
     fns: Sequence[Any]
     fallback: Mapping[str, Any] | None
     lazy: bool
@@ -50,16 +57,30 @@ def run_restore(
     request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
 ) -> Any:
     """Restores a state of the structure of ``state``."""
-    require_one_process('restore')
     started = time.monotonic()
+    try:
+        restored = _restored(request, state, partitioner, dataset)
+    except Exception as error:
+        # The others would go on, and wait for this process in their first step.
+        request.meeting.fail('restore', error)
+        raise
+    if not request.meeting.is_alone:
+        request.meeting.agree('restore', None, lambda _: None)
+    record_duration(READ_EVENT, time.monotonic() - started)
+    return restored
+
+
+def _restored(
+    request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
+) -> Any:
     if request.lazy and getattr(partitioner, 'params_on_devices', False):
         raise ValueError(
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
             'Set it to False, or restore without lazy_parameters.'
         )
-    located = request.located
+    located, raw = _found(request)
     view = view_state(state)
-    contents = read_contents(located)
+    contents = read_contents(located, raw)
     model = nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in view.table.items()})
     leaves, facts = leaves_of(contents, request.fns, model)
     fallback = {} if request.fallback is None else view_state(request.fallback).table
@@ -79,8 +100,39 @@ def run_restore(
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
     if dataset is not None:
         dataset.load(located.storage, located.directory)
-    record_duration(READ_EVENT, time.monotonic() - started)
     return view.rebuild(plan.kept | values)
+
+
+def _located(request: RestoreRequest) -> Located:
+    return locate_step(request.storage, request.step) if request.path is None else locate(request.path)
+
+
+def _found(request: RestoreRequest) -> tuple[Located, RawFiles | None]:
+    """The checkpoint: process 0 looks for it and reads its files, once for all processes."""
+    meeting = request.meeting
+    if meeting.is_alone:
+        return _located(request), None
+    if meeting.is_first:
+        try:
+            located = _located(request)
+            raw = read_raw(located)
+            held = [None if data is None else len(data) for data in (raw.manifest, raw.sidecar)]
+            place = [located.directory, located.manifest, located.step]
+            head = {'url': located.url, 'place': place, 'held': held}
+        except Exception as error:
+            meeting.share('found', json.dumps({'error': f'{type(error).__name__}: {error}'}).encode())
+            raise
+        meeting.share('found', json.dumps(head).encode())
+        meeting.share('files', (raw.manifest or b'') + (raw.sidecar or b''))
+        return located, raw
+    head = json.loads(meeting.share('found', None))
+    if 'error' in head:
+        raise RemoteError(f'process 0 found no checkpoint to restore: {head["error"]}', (0,))
+    data = meeting.share('files', None)
+    size, rest = head['held']
+    manifest = None if size is None else data[:size]
+    located = Located(request.storage, *head['place']) if request.path is None else locate(head['url'])
+    return located, RawFiles(manifest, None if rest is None else data[size or 0 :])
 
 
 def _warn_if_narrowed(plan: RestorePlan) -> None:

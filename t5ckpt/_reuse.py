@@ -27,7 +27,6 @@ from t5ckpt._digest import digest
 from t5ckpt._layout import SIDECAR, integrity_file, join, step_dir
 from t5ckpt._leaves import is_jax_array
 from t5ckpt._plan import ArrayWrite
-from t5ckpt._process import process_index
 from t5ckpt.errors import T5CkptError
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import Storage
@@ -85,12 +84,12 @@ def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.re
 
 
 def find_previous(storage: Storage) -> Previous | None:
-    """The latest checkpoint on storage that has checksums of this process, for the first save after a start."""
+    """The latest checkpoint on storage for the first save after a start."""
     if storage.local_path('') is None:
         return None
     for step in reversed(steps_in(storage)[-1:]):
         try:
-            data = json.loads(storage.read(join(step_dir(step), integrity_file(process_index()))))
+            data = json.loads(storage.read(join(step_dir(step), integrity_file(0))))
             files = {str(name): (int(size), str(text)) for name, (size, text) in data['files'].items()}
             return Previous(step_dir(step), files, digest(storage.read(join(step_dir(step), SIDECAR))))
         except (T5CkptError, ValueError, TypeError, KeyError, AttributeError):

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from t5ckpt._budget import ByteBudget
 from t5ckpt._commit import (
     AlreadyCommittedError,
@@ -21,13 +23,16 @@ from t5ckpt._commit import (
     sweep,
     writer_facts,
 )
+from t5ckpt._compress import AUTO, choose_codec
 from t5ckpt._dataset_state import DatasetState
 from t5ckpt._digest import digest
 from t5ckpt._layout import MANIFEST, integrity_file, join, step_dir
-from t5ckpt._leaves import Empty, LeafTable, flatten_nested, lookup, nest
+from t5ckpt._leaves import Empty, LeafTable, flatten_nested, is_jax_array, lookup, nest
 from t5ckpt._manifest import encode_manifest
+from t5ckpt._owners import Owners
 from t5ckpt._plan import ArrayWrite, ParameterInfo, SaveOptions, plan_save
-from t5ckpt._process import WRITE_EVENT, process_index, record_duration, require_one_process
+from t5ckpt._plan_text import difference, plan_text
+from t5ckpt._process import WRITE_EVENT, Round, record_duration
 from t5ckpt._retention import apply_policy, remove_old_datasets
 from t5ckpt._reuse import Previous, find_previous, leaves_of_writes
 from t5ckpt._sidecar import Sidecar, TreeFacts, encode_sidecar
@@ -36,13 +41,15 @@ from t5ckpt._stage import Staging
 from t5ckpt._types import Clock, Partitioner, Path, Progress, leaf_name
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, integrity_bytes, write_arrays
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.errors import DisagreementError, UnsupportedLeafError
+from t5ckpt.lazy import LazyArray
 from t5ckpt.policies import KeepPolicy
 from t5ckpt.storage import Storage
 
 __all__ = ['PreparedSave', 'Reuse', 'SaveRequest', 'axes_tree', 'prepare_save']
 
 _log = logging.getLogger('t5ckpt')
+_SAMPLE_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +65,7 @@ class SaveRequest:
     staging: str
     private_host: bool
     reuse: Reuse | None
+    dataset: DatasetState | None
     progress: Progress | None
     clock: Clock
 
@@ -82,11 +90,10 @@ class PreparedSave:
     """A planned save whose first wave is staged; see ``_pending.Work`` for its methods."""
 
     job: _Job
-    workspace: Workspace | None
 
     def run(self) -> CommittedCheckpoint | None:
         """Writes and commits."""
-        return _write_and_commit(self.job, self.workspace)
+        return _write_and_commit(self.job)
 
     def feed(self) -> None:
         """Stages the other waves."""
@@ -97,65 +104,107 @@ class PreparedSave:
         self.job.staging.stop()
 
 
-def prepare_save(
-    request: SaveRequest,
-    state: Any,
-    table: LeafTable,
-    fns: Sequence[Any],
-    partitioner: Partitioner | None,
-    dataset: DatasetState | None,
-) -> PreparedSave | None:
-    """Plans and stages a save.
-
-    Returns:
-      The rest of the work; None when the step is there already.
-    """
-    require_one_process('save')
-    started = time.monotonic()
-    storage, step = request.storage, request.step
-    if not is_free(storage, step):
-        where = storage.url(step_dir(step))
-        _log.warning('Skipping save checkpoint for step %d (directory %s already exists)', step, where)
-        return None
-    # Without transforms each leaf is its own info.
-    infos = _parameter_infos(table, state, partitioner) if fns else {}
-    leaves, infos = _transformed(table, infos, fns)
-    plan = plan_save(leaves, infos, request.options)
-    previous = None if request.reuse is None else request.reuse.start(storage)
-    unchanged = () if previous is None else tuple(write for write in plan.writes if previous.is_same(write))
-    linked = {write.path for write in unchanged}
-    changed = tuple(write for write in plan.writes if write.path not in linked)
-    staging = Staging(
-        dataclasses.replace(plan, writes=changed), request.staging, request.budget_bytes, request.private_host
-    )
-    staging.start()
-    work: Workspace | None = None
-    if dataset is not None:
-        # The iterator moves on as soon as the caller does, so its state is written now.
-        work = _begin(request)
-        try:
-            dataset.save(storage, work.directory)
-        except BaseException:
-            abandon(work)
-            raise
-    job = _Job(request, plan.facts, staging, previous, unchanged, leaves_of_writes(plan.writes), started)
-    return PreparedSave(job, work)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Job:
     """What the background needs; it holds no array of the caller's but the unchanged ones.
 
-    ``leaves`` is for the next save, see ``_reuse.py``.
+    ``leaves`` is for the next save, see ``_reuse.py``; ``text`` and ``samples`` are what the processes agree on.
     """
 
     request: SaveRequest
+    meeting: Round
     facts: TreeFacts
     staging: Staging
     previous: Previous | None
     unchanged: tuple[ArrayWrite, ...]
     leaves: Mapping[str, tuple[weakref.ref[Any], str]]
+    dataset: Mapping[str, bytes]
+    text: str
+    samples: Mapping[str, Any]
     started: float
+
+
+def prepare_save(
+    request: SaveRequest,
+    meeting: Round,
+    state: Any,
+    table: LeafTable,
+    fns: Sequence[Any],
+    partitioner: Partitioner | None,
+) -> PreparedSave | None:
+    """Plans and stages a save.
+
+    Returns:
+      The rest of the work; None when the step is there already. In a job of several processes, process 0 looks for
+      that in the background.
+    """
+    started = time.monotonic()
+    if meeting.is_alone and not _is_free(request):
+        return None
+    # Without transforms each leaf is its own info.
+    infos = _parameter_infos(table, state, partitioner) if fns else {}
+    leaves, infos = _transformed(table, infos, fns)
+    processes = meeting.processes
+    plan = plan_save(leaves, infos, request.options, Owners(processes.index, processes.count))
+    previous = _previous(request, meeting)
+    unchanged = () if previous is None else tuple(write for write in plan.writes if previous.is_same(write))
+    linked = {write.path for write in unchanged}
+    changed = tuple(write for write in plan.writes if write.path not in linked)
+    inline = plan.inline if meeting.is_first else ()
+    staging = Staging(
+        dataclasses.replace(plan, writes=changed, inline=inline),
+        request.staging,
+        request.budget_bytes,
+        request.private_host,
+    )
+    text = '' if meeting.is_alone else plan_text(plan, _header(request))
+    samples = _samples(plan.writes) if meeting.is_first and not meeting.is_alone else {}
+    staging.start()
+    # The iterator moves on as soon as the caller does, so its state is taken now.
+    dataset = {} if request.dataset is None else request.dataset.snapshot()
+    known = leaves_of_writes(plan.writes)
+    job = _Job(request, meeting, plan.facts, staging, previous, unchanged, known, dataset, text, samples, started)
+    return PreparedSave(job)
+
+
+def _is_free(request: SaveRequest) -> bool:
+    if is_free(request.storage, request.step):
+        return True
+    where = request.storage.url(step_dir(request.step))
+    _log.warning('Skipping save checkpoint for step %d (directory %s already exists)', request.step, where)
+    return False
+
+
+def _previous(request: SaveRequest, meeting: Round) -> Previous | None:
+    """The checkpoint to take chunks from.
+
+    With several processes it is the one that this job committed last, which all of them know without a look at storage;
+    and none where the data decide on the codec, since a process that writes a chunk anew has to write it as it was.
+    """
+    if request.reuse is None:
+        return None
+    if meeting.is_alone:
+        return request.reuse.start(request.storage)
+    return None if request.options.codec == 'auto' else request.reuse.previous
+
+
+def _header(request: SaveRequest) -> list[str]:
+    """The part of the plan's text that is not about leaves."""
+    return [f'step: {request.step}', f'directory: {request.storage.url()}', f'options: {request.options}']
+
+
+def _samples(writes: Sequence[ArrayWrite]) -> dict[str, Any]:
+    """By array directory, some values of process 0's own, to choose a codec by; fetched in the background."""
+    samples: dict[str, Any] = {}
+    for write in writes:
+        if write.array.metadata['compressor'] != AUTO:
+            continue
+        shards = write.leaf.addressable_shards if is_jax_array(write.leaf) else None
+        data = write.leaf if shards is None else shards[0].data if shards else None
+        if data is not None and not isinstance(data, LazyArray):
+            rows = max(1, _SAMPLE_BYTES * data.shape[0] // max(1, data.nbytes))
+            samples[write.array.location] = data[:rows].copy()
+    return samples
 
 
 def _parameter_infos(table: LeafTable, state: Any, partitioner: Partitioner | None) -> dict[Path, ParameterInfo]:
@@ -190,48 +239,118 @@ def _transformed(
     return leaves, {path: info for path, info in moved.items() if isinstance(info, ParameterInfo)}
 
 
-def _begin(request: SaveRequest) -> Workspace:
-    sweep(request.storage, request.clock)
-    return begin(request.storage, request.step, request.clock, writer_facts(__version__))
+def _write_and_commit(job: _Job) -> CommittedCheckpoint | None:
+    request, meeting = job.request, job.meeting
+    held: list[Workspace] = []
+    try:
+        note = {'plan': digest(job.text.encode())}
+        started = meeting.agree('plan', note, lambda notes: _begin(job, notes, held))
+        _check_agreement(job, started.get('different', ()))
+        if started.get('skip'):
+            return None
+        try:
+            report, entry = _write(job, started)
+        except BaseException as error:
+            meeting.fail('write', error)
+            raise
+        note = {'integrity': list(entry), 'bytes': report.file_bytes, 'files': len(report.digests)}
+        done = meeting.agree('write', note, lambda notes: _commit(job, notes, held, report))
+    except BaseException:
+        for work in held:
+            abandon(work)
+        raise
+    if done.get('skip'):
+        for work in held:
+            abandon(work)
+        return None
+    if request.reuse is not None:
+        directory = step_dir(request.step)
+        request.reuse.previous = Previous(directory, dict(report.digests), done['stamp'], report.stamps, job.leaves)
+    seconds = time.monotonic() - job.started
+    record_duration(WRITE_EVENT, seconds)
+    if meeting.is_first:
+        _finish(job, report, done['bytes'], seconds)
+    return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
 
 
-def _write_and_commit(job: _Job, work: Workspace | None) -> CommittedCheckpoint | None:
+def _begin(job: _Job, notes: Sequence[Any], held: list[Workspace]) -> dict[str, Any]:
+    """Process 0's decision whether to save, and where; nothing is written before all plans are the same."""
     request = job.request
-    storage, step = request.storage, request.step
+    different = [index for index, note in enumerate(notes) if note != notes[0]]
+    if different:
+        return {'different': different}
+    if not job.meeting.is_alone and not _is_free(request):
+        return {'skip': True}
+    reuse = job.previous is not None and (job.meeting.is_alone or job.previous.is_there(request.storage))
+    codecs = {location: choose_codec(np.asarray(sample)) for location, sample in job.samples.items()}
     try:
-        work = _begin(request) if work is None else work
+        sweep(request.storage, request.clock)
+        held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__)))
     except AlreadyCommittedError as error:
-        return _dropped(step, error)
+        return _dropped(request.step, error)
+    return {'directory': held[0].directory, 'reuse': reuse, 'codecs': codecs}
+
+
+def _check_agreement(job: _Job, different: Sequence[int]) -> None:
+    """Raises the difference between process 0's plan and that of the first other one, the same on all processes."""
+    if not different:
+        return
+    meeting, other = job.meeting, different[0]
+    if meeting.is_first:
+        meeting.say('plan', job.text.encode())
+    if meeting.processes.index != other:
+        raise DisagreementError(meeting.ask('difference', other).decode())
+    error = difference(meeting.ask('plan', 0).decode(), job.text, other)
+    meeting.say('difference', str(error).encode())
+    raise error
+
+
+def _write(job: _Job, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[int, str]]:
+    """Writes this process's part; returns what was written and (bytes, digest) of the file that lists it."""
+    request, directory = job.request, started['directory']
+    # Staged copies hold half of the budget, see _stage.py; what is being written, the other half.
+    budget = ByteBudget(max(1, request.budget_bytes // 2))
+    write_job = WriteJob(
+        request.storage,
+        directory,
+        budget,
+        job.previous if started['reuse'] else None,
+        job.unchanged,
+        request.progress,
+        job.meeting.is_first,
+        None if job.meeting.is_alone else started['codecs'],
+    )
+    report = write_arrays(write_job, job.staging)
+    for name, data in job.dataset.items():
+        parent = name.rpartition('/')[0]
+        if parent:
+            request.storage.make_dir(join(directory, parent))
+        request.storage.write(join(directory, name), data)
+    integrity = integrity_bytes(report)
+    request.storage.write(join(directory, integrity_file(job.meeting.processes.index)), integrity)
+    return report, (len(integrity), digest(integrity))
+
+
+def _commit(job: _Job, notes: Sequence[Any], held: list[Workspace], report: WriteReport) -> dict[str, Any]:
+    """Process 0's last step: everything is written, by all."""
+    request, work = job.request, held[0]
+    manifest = _manifest_bytes(job, report)
+    files = {MANIFEST: (len(manifest), digest(manifest))}
+    files |= {integrity_file(index): tuple(note['integrity']) for index, note in enumerate(notes)}
+    arrays = {key: sum(note[key] for note in notes) for key in ('bytes', 'files')}
+    sidecar = encode_sidecar(_sidecar(job, arrays, files))
     try:
-        # Staged copies hold half of the budget, see _stage.py; what is being written, the other half.
-        budget = ByteBudget(max(1, request.budget_bytes // 2))
-        write_job = WriteJob(storage, work.directory, budget, job.previous, job.unchanged, request.progress)
-        report = write_arrays(write_job, job.staging)
-        integrity = integrity_bytes(report)
-        integrity_name = integrity_file(process_index())
-        storage.write(join(work.directory, integrity_name), integrity)
-        manifest = _manifest_bytes(job, report)
-        files = {MANIFEST: (len(manifest), digest(manifest)), integrity_name: (len(integrity), digest(integrity))}
-        sidecar = encode_sidecar(_sidecar(job, report, files))
         commit(work, manifest, sidecar, request.clock)
     except AlreadyCommittedError as error:
-        abandon(work)
-        return _dropped(step, error)
-    except BaseException:
-        abandon(work)
-        raise
-    seconds = time.monotonic() - job.started
-    nbytes = report.file_bytes + sum(size for size, _ in files.values())
-    if request.reuse is not None:
-        request.reuse.previous = Previous(
-            step_dir(step), dict(report.digests), digest(sidecar), report.stamps, job.leaves
-        )
-    _finish(job, report, nbytes, seconds)
-    return CommittedCheckpoint(step, storage.url(step_dir(step)), nbytes, seconds)
+        return _dropped(request.step, error)
+    # Committed: whatever happens from now on must not take it away.
+    held.clear()
+    return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'stamp': digest(sidecar)}
 
 
-def _dropped(step: int, error: AlreadyCommittedError) -> None:
+def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:
     _log.warning('t5ckpt: step %d is saved by another writer, this save is dropped: %s', step, error)
+    return {'skip': True}
 
 
 def _finish(job: _Job, report: WriteReport, nbytes: int, seconds: float) -> None:
@@ -241,7 +360,6 @@ def _finish(job: _Job, report: WriteReport, nbytes: int, seconds: float) -> None
     linked = f', {report.linked_bytes} bytes of arrays linked' if report.linked_bytes else ''
     path = storage.url(step_dir(step))
     _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, path, nbytes, seconds, linked)
-    record_duration(WRITE_EVENT, seconds)
     try:
         apply_policy(storage, request.keep_policy, step, request.clock)
         remove_old_datasets(storage, request.keep_datasets, step)
@@ -256,13 +374,12 @@ def _manifest_bytes(job: _Job, report: WriteReport) -> bytes:
     return encode_manifest(nest(table))
 
 
-def _sidecar(job: _Job, report: WriteReport, files: Mapping[str, tuple[int, str]]) -> Sidecar:
+def _sidecar(job: _Job, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]]) -> Sidecar:
     extra = {
         'writer': writer_facts(__version__),
         'created_unix': round(job.request.clock(), 3),
         'step': job.request.step,
-        'bytes': report.file_bytes,
-        'files': len(report.digests),
+        **arrays,
         'digests': {name: list(entry) for name, entry in files.items()},
     }
     return Sidecar(job.facts, extra)

@@ -98,7 +98,8 @@ class Staging:
     def __init__(self, plan: SavePlan, mode: str, budget_bytes: int, private_host: bool):
         """Splits the plan into waves; nothing is copied yet."""
         self.total_bytes = sum(write.piece_bytes * len(write.pieces) for write in plan.writes)
-        self.file_count = sum(len(write.pieces) + 1 for write in plan.writes)
+        self.chunk_count = sum(len(write.pieces) for write in plan.writes)
+        self.array_count = len(plan.writes)
         self._inline_writes = plan.inline
         self._private_host = private_host
         self._modes = {write.path: _mode_of(write.leaf, mode, private_host) for write in (*plan.writes, *plan.inline)}

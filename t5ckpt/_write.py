@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,8 @@ class WriteJob:
       previous: a checkpoint whose equal chunks are linked instead of written, or None.
       unchanged: leaves that are linked without a look at their values.
       progress: called with (bytes done, bytes in all).
+      is_first: whether this is process 0, which writes the metadata of every array, also of those that others write.
+      codecs: by array directory, where the processes agreed on what the data were to decide.
     """
 
     storage: Storage
@@ -88,6 +90,8 @@ class WriteJob:
     previous: Previous | None = None
     unchanged: tuple[ArrayWrite, ...] = ()
     progress: Progress | None = None
+    is_first: bool = True
+    codecs: Mapping[str, Any] | None = None
 
 
 def integrity_bytes(report: WriteReport) -> bytes:
@@ -130,7 +134,9 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
     except BaseException:
         writer.abandon()
         raise
-    expected = staging.file_count + sum(len(write.pieces) + 1 for write in job.unchanged)
+    expected = staging.chunk_count + sum(len(write.pieces) for write in job.unchanged)
+    if job.is_first:
+        expected += staging.array_count + len(job.unchanged)
     if len(writer.digests) != expected:
         raise SaveFailedError(
             f'{len(writer.digests)} files were written where {expected} were planned; nothing is committed.'
@@ -175,10 +181,11 @@ class _Writer:
           StorageError: it cannot be linked, and the array has been donated since.
         """
         previous = self._job.previous
-        prefix = f'{write.array.location}/'
-        held = {} if previous is None else {k: v for k, v in previous.digests.items() if k.startswith(prefix)}
-        for key, entry in held.items():
-            if previous is None or not self._link(previous, key, entry):
+        metadata_key = join(write.array.location, '.zarray')
+        keys = [self._key(write.array, piece) for piece in write.pieces]
+        for key in [metadata_key, *keys] if self._job.is_first else keys:
+            entry = None if previous is None else previous.digests.get(key)
+            if previous is None or entry is None or not self._link(previous, key, entry):
                 if write.leaf.is_deleted():
                     where = self._storage.url(join('' if previous is None else previous.directory, key))
                     raise StorageError(
@@ -187,9 +194,10 @@ class _Writer:
                     )
                 self.write_array(write, Source(leaf_name(write.path), write.leaf))
                 return
-        zarray = json.loads(self._storage.read(join(self._job.directory, prefix, '.zarray')))
-        metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
-        self.arrays[write.path] = dataclasses.replace(write.array, metadata=metadata)
+        if self._job.is_first:
+            zarray = json.loads(self._storage.read(join(self._job.directory, metadata_key)))
+            metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
+            self.arrays[write.path] = dataclasses.replace(write.array, metadata=metadata)
         self._count(write.piece_bytes * len(write.pieces), linked=True)
 
     def _link(self, previous: Previous, key: str, entry: tuple[int, str]) -> bool:
@@ -222,9 +230,7 @@ class _Writer:
             try:
                 data = _piece_values(source, piece, write)
                 if store is None:
-                    array = _with_codec(write.array, data)
-                    self._write_metadata(array, leaf_name(write.path))
-                    self.arrays[write.path] = array
+                    array = self._begin_array(write, data)
                     store = self._open(array, leaf_name(write.path))
                 key, entry = self._key(self.arrays[write.path], piece), self._digest_of(self.arrays[write.path], data)
                 if entry is not None and self._linked_instead(key, entry):
@@ -241,7 +247,20 @@ class _Writer:
             else:
                 self.digests[key] = entry
         if not write.pieces:
-            self.arrays[write.path] = _with_codec(write.array, np.empty(0, write.array.dtype))
+            # All of its chunks are written by other processes.
+            self._begin_array(write, np.empty(0, write.array.dtype))
+
+    def _begin_array(self, write: ArrayWrite, sample: np.ndarray) -> StoredArray:
+        """Chooses the codec, where the plan leaves that to the data, and writes the metadata."""
+        array = write.array
+        if array.metadata['compressor'] == AUTO:
+            codecs = self._job.codecs
+            codec = choose_codec(sample) if codecs is None else codecs.get(array.location)
+            array = dataclasses.replace(array, metadata={**array.metadata, 'compressor': codec})
+        if self._job.is_first:
+            self._write_metadata(array, leaf_name(write.path))
+        self.arrays[write.path] = array
+        return array
 
     def _linked_instead(self, key: str, entry: tuple[int, str]) -> bool:
         previous = self._job.previous
@@ -271,7 +290,9 @@ class _Writer:
     @staticmethod
     def _digest_of(array: StoredArray, data: np.ndarray) -> tuple[int, str] | None:
         """The chunk file's size and digest, where its bytes are the array's; None where only the codec knows them."""
-        if array.metadata['compressor'] is not None or array.dtype.name in _SUB_BYTE:
+        # A chunk at the array's end is filled up on disk.
+        is_whole = data.shape == tuple(array.metadata['chunks'])
+        if array.metadata['compressor'] is not None or array.dtype.name in _SUB_BYTE or not is_whole:
             return None
         return data.nbytes, digest(data)
 
@@ -328,13 +349,6 @@ class _Writer:
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def _with_codec(array: StoredArray, sample: np.ndarray) -> StoredArray:
-    """The array with its codec chosen, where the plan leaves that to the data."""
-    if array.metadata['compressor'] != AUTO:
-        return array
-    return dataclasses.replace(array, metadata={**array.metadata, 'compressor': choose_codec(sample)})
 
 
 def _piece_values(source: Source, piece: Piece, write: ArrayWrite) -> np.ndarray:

@@ -21,10 +21,12 @@ from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import step_of, view_state
 from t5ckpt._pending import PendingSave
 from t5ckpt._plan import CODECS, SaveOptions
+from t5ckpt._process import DEFAULT_TIMEOUT_SECONDS, Channel, Processes, Round, jax_processes
 from t5ckpt._restore import RestoreRequest, run_restore
 from t5ckpt._save import Reuse, SaveRequest, prepare_save
 from t5ckpt._stage import STAGING_MODES
 from t5ckpt._types import Clock, Partitioner, Progress, RestoreStateTransformationFn, SaveStateTransformationFn
+from t5ckpt.errors import UnsupportedTopologyError
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.storage import Storage, open_storage
 
@@ -60,6 +62,8 @@ class Checkpointer:
         mmap: bool = False,
         progress: Progress | None = None,
         clock: Clock = time.time,
+        processes: Processes | None = None,
+        process_timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ):
         """Makes a checkpointer; nothing is created on storage before the first save.
 
@@ -83,6 +87,8 @@ class Checkpointer:
             values are then read from the checkpoint when a step touches them, see docs/mapped-restore.md.
           progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
           clock: unix seconds.
+          processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
+          process_timeout: seconds that a process waits for the others at each of the two points where all meet.
         """
         if not isinstance(checkpoints_dir, Storage) and not os.fspath(checkpoints_dir):
             given = f', got partitioner={partitioner!r:.80}' if isinstance(partitioner, (str, os.PathLike)) else ''
@@ -111,6 +117,9 @@ class Checkpointer:
         self._mmap = mmap
         self._progress = progress
         self._clock = clock
+        self._processes = processes
+        self._process_timeout = process_timeout
+        self._channel: Channel | None = None
         self._pending: PendingSave | None = None
 
     def __enter__(self) -> Self:
@@ -176,25 +185,43 @@ class Checkpointer:
         if not 0 < concurrent_gb < math.inf:
             raise ValueError(f'concurrent_gb must be a finite number above 0, got {concurrent_gb}.')
         self.wait_until_finished()
-        self.check_for_errors()
-        view = view_state(state)
-        request = SaveRequest(
-            storage=self._storage,
-            step=step_of(state, view.table, step),
-            options=self._options,
-            keep_policy=self._keep_policy,
-            keep_datasets=self.keep_dataset_checkpoints,
-            budget_bytes=max(1, int(concurrent_gb * _GB)),
-            staging=self._staging,
-            private_host=is_async,
-            reuse=self._reuse,
-            progress=self._progress,
-            clock=self._clock,
-        )
-        prepared = prepare_save(request, state, view.table, fns, self._partitioner, self._dataset)
+        meeting = self._meeting('a save' if step is None else f'the save of step {step}')
+        try:
+            self.check_for_errors()
+            view = view_state(state)
+            request = SaveRequest(
+                storage=self._storage,
+                step=step_of(state, view.table, step),
+                options=self._options,
+                keep_policy=self._keep_policy,
+                keep_datasets=self.keep_dataset_checkpoints,
+                budget_bytes=max(1, int(concurrent_gb * _GB)),
+                staging=self._staging,
+                private_host=is_async,
+                reuse=self._reuse,
+                dataset=self._dataset,
+                progress=self._progress,
+                clock=self._clock,
+            )
+            prepared = prepare_save(request, meeting, state, view.table, fns, self._partitioner)
+        except Exception as error:
+            meeting.fail('plan', error)
+            raise
         pending = PendingSave(request.step, prepared, log_errors=is_async)
         self._pending = pending if is_async else None
         return pending
+
+    def _meeting(self, action: str) -> Round:
+        """The next thing that all processes do together; asked for only now, since a constructor meets nobody."""
+        if self._channel is None:
+            processes = jax_processes() if self._processes is None else self._processes
+            if processes.count > 1 and not self._storage.is_shared:
+                raise UnsupportedTopologyError(
+                    f'{self._storage.url()} is seen by one process alone, and this job has {processes.count}. Use a '
+                    'directory that all of them share.'
+                )
+            self._channel = processes.channel(self._process_timeout)
+        return self._channel.round(action)
 
     def wait_until_finished(self) -> None:
         """Waits for the save in the background, if there is one. Its error stays for ``check_for_errors``."""
@@ -243,7 +270,10 @@ class Checkpointer:
         if step is not None and not hasattr(step, '__index__'):
             raise ValueError(f'step must be an integer, got {step!r:.80}. A place is given as path=.')
         request = RestoreRequest(
-            located=steps.locate_step(self._storage, step) if path is None else steps.locate(path),
+            storage=self._storage,
+            step=step,
+            path=path,
+            meeting=self._meeting('a restore'),
             fns=state_transformation_fns,
             fallback=fallback_state,
             lazy=lazy_parameters,

@@ -17,6 +17,9 @@
     │   ├── AccessDeniedError     PermissionError
     │   └── NotADirectoryStorageError  NotADirectoryError
     ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
+    ├── DisagreementError         ValueError                      the processes were asked for different things
+    ├── ProcessMissingError       TimeoutError                    a process did not come in time
+    ├── RemoteError               RuntimeError                    another process failed, and so all did
     ├── UnsupportedTopologyError  RuntimeError                    processes or devices this version cannot serve
     └── MissingDependencyError    ImportError                     an optional extra is not installed
 
@@ -34,6 +37,7 @@ __all__ = [
     'AccessDeniedError',
     'CheckpointNotFoundError',
     'CorruptCheckpointError',
+    'DisagreementError',
     'DtypeMismatch',
     'FormatError',
     'LeafProblem',
@@ -41,6 +45,8 @@ __all__ = [
     'MissingLeaves',
     'NoSpaceError',
     'NotADirectoryStorageError',
+    'ProcessMissingError',
+    'RemoteError',
     'SaveFailedError',
     'ShapeMismatch',
     'StorageError',
@@ -102,6 +108,36 @@ class NotADirectoryStorageError(StorageError, NotADirectoryError):
 
 class SaveFailedError(T5CkptError, RuntimeError):
     """A save that ran in the background failed; ``__cause__`` is the first error."""
+
+
+class DisagreementError(T5CkptError, ValueError):
+    """The processes of a job were asked to save different things; the message shows how they differ."""
+
+
+class ProcessMissingError(T5CkptError, TimeoutError):
+    """A process did not come to where the others waited for it.
+
+    Attributes:
+      missing: the indices of the processes.
+      phase: what they did not come to.
+    """
+
+    def __init__(self, action: str, phase: str, missing: tuple[int, ...], seconds: float, detail: str):
+        names = ', '.join(map(str, missing)) or 'unknown'
+        super().__init__(
+            f'{action}: process {names} did not come to {phase!r} within {seconds:g} s; it died, hangs, or does something '
+            f'else. Look at its log; process_timeout= sets the wait. ({detail})'
+        )
+        self.missing = missing
+        self.phase = phase
+
+
+class RemoteError(T5CkptError, RuntimeError):
+    """Another process failed, and with it the whole job's save or restore; ``processes`` says which."""
+
+    def __init__(self, message: str, processes: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.processes = processes
 
 
 class UnsupportedTopologyError(T5CkptError, RuntimeError):

@@ -21,10 +21,10 @@ PACKAGE = ROOT / 't5ckpt'
 # can ever need each other. CONTRIBUTING.md says what each is for. A folder counts as one module.
 ROWS = (
     ('errors', '_version', '_types', '_budget', '_process'),
-    ('lazy', '_leaves', '_chunks', '_dtypes', '_digest', '_compress', 'translate', 'policies', 'progress'),
+    ('lazy', '_leaves', '_chunks', '_owners', '_dtypes', '_digest', '_compress', 'translate', 'policies', 'progress'),
     ('_specs', '_manifest', '_sidecar', '_layout'),
     ('storage',),
-    ('steps', '_plan', '_plan_restore', '_orbax', '_open'),
+    ('steps', '_plan', '_plan_text', '_plan_restore', '_orbax', '_open'),
     (
         '_integrity',
         '_reuse',

@@ -44,6 +44,8 @@ class Storage(ABC):
 
     renames: bool
     """Whether ``publish`` is one atomic rename."""
+    is_shared = True
+    """Whether other processes can see the same root, as far as it can be known."""
     driver: str
     """The kvstore driver that a manifest names for arrays written here: 'file' or 'gcs', the two T5X accepts."""
 
@@ -71,10 +73,6 @@ class Storage(ABC):
         """What changes when a file is replaced or written to; None where the backend has nothing of the kind."""
         del key
         return None
-
-    @abstractmethod
-    def sync_file(self, key: str) -> None:
-        """Makes a file durable that something else wrote; its directory entry is ``sync_tree``'s."""
 
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:

@@ -125,14 +125,6 @@ class FileStorage(Storage):
             return None
         return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
-    def sync_file(self, key: str) -> None:
-        with foreign_errors(self.url(key)):
-            fd = os.open(self._path(key), os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
     def entries(self, key: str = '') -> list[Entry]:
         with foreign_errors(self.url(key)):
             try:

@@ -51,6 +51,7 @@ class MemoryStorage(Storage):
     """A prefix of a named in-memory store."""
 
     renames = False
+    is_shared = False
     driver = 'file'
 
     def __init__(self, rest: str):
@@ -100,9 +101,6 @@ class MemoryStorage(Storage):
     def size(self, key: str) -> int | None:
         found = self._kvstore().read(self._key(key)).result()
         return len(found.value) if found.state == 'value' else None
-
-    def sync_file(self, key: str) -> None:
-        del key
 
     def entries(self, key: str = '') -> list[Entry]:
         found: dict[str, Entry] = {}

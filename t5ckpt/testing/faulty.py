@@ -37,6 +37,7 @@ class FaultyStorage(Storage):
           error: what is raised; no space by default.
         """
         self.renames = inner.renames
+        self.is_shared = inner.is_shared
         self.driver = inner.driver
         self.operations: list[tuple[str, str]] = []
         self._inner = inner
@@ -74,10 +75,6 @@ class FaultyStorage(Storage):
     def size(self, key: str) -> int | None:
         self._count('size', key)
         return self._inner.size(key)
-
-    def sync_file(self, key: str) -> None:
-        self._count('sync_file', key)
-        self._inner.sync_file(key)
 
     def entries(self, key: str = '') -> list[Entry]:
         self._count('entries', key)

@@ -1,0 +1,56 @@
+"""A save plan as text: what all processes must have in common before a byte is written, and how two of them differ."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from t5ckpt._plan import ArrayWrite, InlineWrite, SavePlan
+from t5ckpt._types import leaf_name
+from t5ckpt.errors import DisagreementError
+
+__all__ = ['difference', 'plan_text']
+
+_MAX_DIFF_LINES = 40
+
+
+def plan_text(plan: SavePlan, header: Sequence[str]) -> str:
+    """One line for each leaf, after the header; which chunks this process writes is left out.
+
+    Python numbers and host arrays may have other values in each process; process 0's are taken.
+    """
+    shardings: dict[int, str] = {}
+    leaves = [f'{leaf_name(write.path)}: {_leaf_text(write, shardings)}' for write in (*plan.writes, *plan.inline)]
+    return '\n'.join([*header, *sorted(leaves)])
+
+
+def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> str:
+    leaf = write.leaf
+    if leaf is None:
+        return 'None'
+    sharding = getattr(leaf, 'sharding', None)
+    if sharding is None:
+        place = 'host'
+    else:
+        # Few shardings serve many leaves, and their text takes long.
+        if id(sharding) not in shardings:
+            shardings[id(sharding)] = str(sharding)
+        place = shardings[id(sharding)]
+    shape = tuple(getattr(leaf, 'shape', ()))
+    chunks = tuple(write.array.metadata['chunks']) if isinstance(write, ArrayWrite) else 'inline'
+    dtype = '' if write.dtype is None else write.dtype.name
+    return f'{dtype} {shape} in {chunks}, {place}'
+
+
+def difference(first: str, other: str, process: int) -> DisagreementError:
+    """The error for a process whose plan is not process 0's."""
+    lines = difflib.unified_diff(
+        first.splitlines(), other.splitlines(), 'process 0', f'process {process}', '', '', 0, ''
+    )
+    shown = [line for line in lines if not line.startswith('@@')]
+    more = f'\n  ... and {len(shown) - _MAX_DIFF_LINES} more lines' if len(shown) > _MAX_DIFF_LINES else ''
+    return DisagreementError(
+        'the processes were asked to save different things; nothing was written:\n  '
+        + '\n  '.join(shown[:_MAX_DIFF_LINES])
+        + f'{more}\nEvery process has to save the same tree, to the same directory, as the same step.'
+    )

@@ -1,0 +1,329 @@
+"""What the processes of a job are told to do. Every function runs in all of them at once; arguments are JSON's types."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import t5ckpt
+from t5ckpt._process import jax_processes
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
+
+logging.getLogger('t5ckpt').setLevel(logging.INFO)
+
+# By leaf: shape, dtype, and how it is sharded over the mesh ('data', 'model').
+LEAVES = {
+    'target/both': ((64, 4096), 'float32', ('data', 'model')),
+    'target/rows': ((64, 4096), 'float32', ('model', None)),
+    'target/bfloat': ((32, 2048), 'bfloat16', ('data', None)),
+    'target/everywhere': ((2048, 1024), 'float32', ()),
+    'target/odd': ((7, 300_007), 'float32', ()),
+    'target/small': ((64,), 'float32', ()),
+    'state/step': ((), 'int32', ()),
+}
+
+
+def mesh(shape=(2, 4)):
+    return Mesh(np.array(jax.devices()).reshape(shape), ('data', 'model'))
+
+
+def full(name: str, shape, dtype, seed: int = 0) -> np.ndarray:
+    """The values of a leaf, the same wherever they are asked for."""
+    rng = np.random.default_rng([seed, *name.encode()])
+    return np.asarray(rng.standard_normal(shape) * 100).astype(jnp.dtype(dtype))
+
+
+def sharded(values: np.ndarray, axes, shape=(2, 4)) -> jax.Array:
+    sharding = NamedSharding(mesh(shape), PartitionSpec(*axes))
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def state(seed: int = 0, shape=(2, 4), leaves=None) -> dict:
+    """All of LEAVES as global arrays."""
+    tree: dict = {}
+    for name in LEAVES if leaves is None else leaves:
+        size, dtype, axes = LEAVES[name]
+        group, leaf = name.split('/')
+        tree.setdefault(group, {})[leaf] = sharded(full(name, size, dtype, seed), axes, shape)
+    return tree
+
+
+def expected(seed: int = 0) -> dict[str, np.ndarray]:
+    return {name: full(name, shape, dtype, seed) for name, (shape, dtype, _) in LEAVES.items()}
+
+
+def template(shape=(2, 4), swap: bool = False) -> dict:
+    """What to restore to; with ``swap`` the axes of every leaf are the other way round."""
+    tree: dict = {}
+    for name, (size, dtype, axes) in LEAVES.items():
+        group, leaf = name.split('/')
+        sharding = NamedSharding(mesh(shape), PartitionSpec(*(reversed(axes) if swap else axes)))
+        tree.setdefault(group, {})[leaf] = jax.ShapeDtypeStruct(size, jnp.dtype(dtype), sharding=sharding)
+    return tree
+
+
+def check(restored: dict, seed: int = 0) -> None:
+    for name, values in expected(seed).items():
+        group, leaf = name.split('/')
+        for shard in restored[group][leaf].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), name
+
+
+def bytes_read() -> int:
+    return int(pathlib.Path('/proc/self/io').read_text().splitlines()[0].split()[1])
+
+
+def checkpointer(directory, tree=None, **options):
+    options = {'process_timeout': 60.0} | options
+    return t5ckpt.Checkpointer(state() if tree is None else tree, checkpoints_dir=directory, **options)
+
+
+# --- saving and restoring ---------------------------------------------------------------------------------------------
+
+
+def save(directory, step=1, seed=0, options=None):
+    """Saves; returns the barriers it took and what was answered."""
+    tree = state(seed)
+    with checkpointer(directory, tree, **(options or {})) as ck:
+        before = jax_processes().barriers
+        done = ck.save(tree, step=step)
+        return [jax_processes().barriers - before, None if done is None else [done.step, done.nbytes]]
+
+
+def restore(directory, shape=(2, 4), swap=False, options=None):
+    """Restores, checks the bits; returns the bytes this process read and the barriers it took."""
+    with checkpointer(directory, template(tuple(shape), swap), **(options or {})) as ck:
+        barriers, before = jax_processes().barriers, bytes_read()
+        restored = ck.restore()
+        read = bytes_read() - before
+        check(restored)
+        return [read, jax_processes().barriers - barriers]
+
+
+def many_saves(directory, keep):
+    with checkpointer(directory, keep=keep) as ck:
+        for step in range(4):
+            ck.save(state(step), step=step)
+        multihost_utils.sync_global_devices('after the saves')
+        return ck.all_steps()
+
+
+def train(directory, steps):
+    """Donating steps with collectives, a save in the background on each; every checkpoint must hold its own step."""
+    everywhere = NamedSharding(mesh(), PartitionSpec())
+    by_rows = NamedSharding(mesh(), PartitionSpec(('data', 'model')))
+
+    @jax.jit
+    def mean(tree):
+        return jax.lax.with_sharding_constraint(jnp.mean(tree['w'], axis=0), everywhere)
+
+    step_fn = jax.jit(
+        lambda tree: {'w': tree['w'] + 1 + 0 * jnp.mean(tree['w']), 'r': tree['r'] + 1},
+        donate_argnums=0,
+        out_shardings={'w': by_rows, 'r': everywhere},
+    )
+    values = np.zeros((8, 50_000), np.float32)
+    tree = {'w': jax.device_put(values, by_rows), 'r': jax.device_put(values[0], everywhere)}
+    pending = []
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=directory, process_timeout=60) as ck:
+        for step in range(steps):
+            pending.append(ck.save_async(tree, step=step))
+            tree = step_fn(tree)
+            mean(tree).block_until_ready()
+    return [save.result().step for save in pending]
+
+
+def save_numpy(directory):
+    """Host leaves differ from process to process; process 0's are taken."""
+    index = jax.process_index()
+    tree = {
+        'big': np.full((300, 1000), index, np.float32),
+        'number': index,
+        'scalar': np.float32(index + 0.5),
+        'array': sharded(full('x', (64, 64), 'float32'), ('data', 'model')),
+    }
+    with checkpointer(directory, tree) as ck:
+        ck.save(tree, step=1)
+
+
+def save_frozen(directory, step, seed):
+    """One leaf is the same array in every save, the others are new."""
+    if not hasattr(save_frozen, 'kept'):
+        save_frozen.kept = {}
+    if directory not in save_frozen.kept:
+        frozen = sharded(full('frozen', (64, 32_768), 'float32'), ('model', None))
+        replicated = sharded(full('replicated', (1024, 1024), 'float32'), ())
+        tree = {'frozen': frozen, 'replicated': replicated, 'new': None}
+        save_frozen.kept[directory] = (tree, checkpointer(directory, tree))
+    tree, ck = save_frozen.kept[directory]
+    tree = tree | {'new': sharded(full('new', (64, 4096), 'float32', seed), ('data', 'model'))}
+    ck.save(tree, step=step)
+
+
+def save_transformed(directory):
+    """The sidecar's facts and save transforms, in a job of several processes."""
+    tree = {'target': {'w': sharded(full('w', (64, 4096), 'float32'), ('model', None))}, 'empty': {}, 'count': 3}
+    with checkpointer(directory, tree) as ck:
+        ck.save(tree, step=1)
+        back = ck.restore()
+    assert back['empty'] == {}
+    assert back['count'] == 3
+    assert type(back['count']) is int
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def save_with_fault(directory, process, operation, key):
+    """One process's storage fails in one operation; then all save again, without."""
+    storage = open_storage(directory)
+    if jax.process_index() == process:
+        storage = HookedStorage(storage, operation, key, fail)
+    with checkpointer(storage) as ck:
+        try:
+            ck.save(state(1), step=1)
+        finally:
+            multihost_utils.sync_global_devices('failed')
+            assert not (pathlib.Path(directory) / 'checkpoint_1').exists()
+
+
+class HookedStorage(FaultyStorage):
+    """Does something when an operation comes to a key that contains a text."""
+
+    def __init__(self, inner, operation, key, hook):
+        super().__init__(inner)
+        self._at = operation, key
+        self._hook = hook
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if name == self._at[0] and self._at[1] in key:
+            self._hook()
+
+
+def fail():
+    raise t5ckpt.errors.NoSpaceError(28, 'injected: no space left on device')
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(directory, step, process, operation, key, options):
+    """One process kills itself when its storage comes to an operation."""
+    storage = open_storage(directory)
+    if jax.process_index() == process:
+        storage = HookedStorage(storage, operation, key, die)
+    with checkpointer(storage, **options) as ck:
+        done = ck.save(state(), step=step)
+        time.sleep(1)
+        return done.step
+
+
+def restore_and_die(directory, process):
+    """One process kills itself when the first bytes have come."""
+    progress = (lambda *_: die()) if jax.process_index() == process else None
+    with checkpointer(directory, template(), process_timeout=3.0, progress=progress) as ck:
+        ck.restore()
+
+
+def save_differently(directory, what):
+    """All processes but the last agree."""
+    tree, step = state(), 1
+    if jax.process_index() == jax.process_count() - 1:
+        match what:
+            case 'step':
+                step = 2
+            case 'directory':
+                directory = f'{directory}-other'
+            case 'shape':
+                tree['target']['small'] = sharded(full('x', (128,), 'float32'), ())
+            case 'tree':
+                tree['target']['more'] = sharded(full('x', (64,), 'float32'), ())
+            case 'sharding':
+                tree['target']['both'] = sharded(full('x', (64, 4096), 'float32'), ('model', 'data'))
+            case 'dtype':
+                tree['target']['small'] = sharded(full('x', (64,), 'bfloat16'), ())
+            case 'leaf':
+                tree['target']['small'] = object()
+    with checkpointer(directory, tree) as ck:
+        ck.save(tree, step=step)
+
+
+def save_local(directory):
+    tree = {'here': jnp.ones((4, 4)), 'everywhere': state()['target']['both']}
+    with checkpointer(directory, tree) as ck:
+        ck.save(tree, step=1)
+
+
+def save_slowly(directory, timeout):
+    """As ``save``, for a job one of whose processes is stopped meanwhile."""
+    with checkpointer(directory, process_timeout=timeout) as ck:
+        try:
+            ck.save(state(), step=1)
+        except t5ckpt.errors.T5CkptError as error:
+            first = [type(error).__name__, str(error)]
+        else:
+            first = None
+        multihost_utils.sync_global_devices('all are back')
+        return [first, ck.save(state(), step=2).step]
+
+
+# --- data iterators ----------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """The smallest iterator with a position."""
+
+    def __init__(self):
+        self.position = 0
+
+    def save(self, filename):
+        pathlib.Path(filename).write_text(str(self.position))
+
+    def load(self, filename):
+        self.position = int(pathlib.Path(filename).read_text())
+
+
+class DataPartitioner:
+    """Says which data shard a process reads; shardings come from the arrays."""
+
+    params_on_devices = True
+
+    def __init__(self, shards):
+        per_shard = jax.process_count() // shards
+        self.mesh = mesh()
+        self.shard_id = jax.process_index() // per_shard
+        self.num_shards = shards
+        self.is_first_host_in_replica_set = jax.process_index() % per_shard == 0
+
+    def get_data_layout(self):
+        return self
+
+    def get_mesh_axes(self, train_state):
+        return jax.tree.map(lambda leaf: leaf.sharding.spec, train_state)
+
+
+def save_iterators(directory, shards):
+    tree, data = state(), Counter()
+    data.position = 100 + jax.process_index()
+    with checkpointer(directory, tree, partitioner=DataPartitioner(shards), dataset_iterator=data) as ck:
+        ck.save(tree, step=1)
+
+
+def restore_iterators(directory, shards):
+    data = Counter()
+    options = {'partitioner': DataPartitioner(shards), 'dataset_iterator': data}
+    with checkpointer(directory, template(), **options) as ck:
+        check(ck.restore())
+    return data.position

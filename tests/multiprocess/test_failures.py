@@ -1,0 +1,115 @@
+"""One process fails, disagrees, hangs: all are told who and why, and nothing half-done is seen."""
+
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+
+import t5ckpt
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+def leftovers(directory: pathlib.Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if '.tmp-' in path.name]
+
+
+@pytest.mark.parametrize(
+    ('process', 'operation', 'key'),
+    [
+        (2, 'write', 'integrity.2.json'),
+        (3, 'array_kvstore', 'checkpoint_1'),
+        (0, 'make_dir', 'checkpoint_1'),
+        (0, 'write', 'integrity.0.json'),
+        (0, 'write', '/checkpoint'),
+        (0, 'sync_tree', 'checkpoint_1'),
+        (0, 'publish', 'checkpoint_1'),
+    ],
+)
+def test_a_fault_in_one_process_fails_all(four, tmp_path, process, operation, key):
+    errors = four.errors('save_with_fault', tmp_path, process, operation, key)
+    assert errors[process][0] == 'NoSpaceError'
+    for index, (kind, text) in enumerate(errors):
+        if index != process:
+            assert kind == 'RemoteError'
+            assert f'process {process}: NoSpaceError: ' in text
+            assert 'the save of step 1' in text
+    assert t5ckpt.all_steps(tmp_path) == []
+    assert leftovers(tmp_path) == []
+    four.run('save', tmp_path)
+    four.run('restore', tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('what', 'words'),
+    [
+        ('step', ['-step: 1', '+step: 2']),
+        ('directory', ['+directory: ', '-other']),
+        ('shape', ['-target/small: float32 (64,)', '+target/small: float32 (128,)']),
+        ('tree', ['+target/more: float32 (64,)']),
+        ('dtype', ['+target/small: bfloat16 (64,)']),
+        ('sharding', ['-target/both: float32', '+target/both: float32']),
+    ],
+)
+def test_disagreement_is_shown_before_anything_is_written(four, tmp_path, what, words):
+    directory = tmp_path / 'run'
+    errors = four.errors('save_differently', directory, what)
+    for kind, text in errors:
+        assert kind == 'DisagreementError'
+        assert 'process 3' in text
+        assert all(word in text for word in words)
+    assert [path.name for path in tmp_path.iterdir()] == []
+    four.run('save', directory)
+
+
+def test_a_leaf_that_one_process_cannot_save(four, tmp_path):
+    errors = four.errors('save_differently', tmp_path, 'leaf')
+    assert errors[3][0] == 'UnsupportedLeafError'
+    assert all(kind == 'RemoteError' and 'process 3: UnsupportedLeafError' in text for kind, text in errors[:3])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_host_local_arrays_are_refused_with_the_cure(four, tmp_path):
+    for kind, text in four.errors('save_local', tmp_path):
+        assert kind == 'UnsupportedLeafError'
+        assert 'here (4, 4)' in text
+        assert 'out_shardings' in text
+        assert 'everywhere' not in text.splitlines()[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_restoring_what_is_not_there(four, tmp_path):
+    errors = four.errors('restore', tmp_path)
+    assert errors[0][0] == 'CheckpointNotFoundError'
+    assert all(kind == 'RemoteError' and 'no complete checkpoint' in text for kind, text in errors[1:])
+
+
+def test_memory_is_no_place_for_several_processes(four):
+    for kind, text in four.errors('save', 'memory://x'):
+        assert kind == 'UnsupportedTopologyError'
+        assert 'share' in text
+
+
+def test_a_damaged_chunk_fails_the_restore_of_all(four, tmp_path):
+    four.run('save', tmp_path)
+    os.truncate(next((tmp_path / 'checkpoint_1' / 'target.both').glob('0.*')), 100)
+    errors = four.errors('restore', tmp_path)
+    assert 'CorruptCheckpointError' in [kind for kind, _ in errors]
+    assert all('has 100 bytes' in text for _, text in errors)
+
+
+def test_a_process_that_hangs_is_named_and_comes_back(four, tmp_path):
+    """Three time out and name the fourth; when it goes on it fails, too, and the next save of all is well."""
+    four.signal(2, signal.SIGSTOP)
+    four.start('save_slowly', tmp_path, 2.0)
+    time.sleep(4)
+    four.signal(2, signal.SIGCONT)
+    answers = four.answers()
+    for index, (error, step) in enumerate(answers):
+        assert error[0] == 'ProcessMissingError', answers
+        if index != 2:
+            assert "process 2 did not come to 'plan' within 2 s" in error[1]
+        assert step == 2
+    assert t5ckpt.all_steps(tmp_path) == [2]

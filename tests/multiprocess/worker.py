@@ -1,0 +1,32 @@
+"""One process of a job: `worker.py PORT COUNT INDEX HEARTBEAT`, orders on standard input, answers on standard output."""
+
+import json
+import sys
+import traceback
+
+import jax
+
+
+def main() -> None:
+    port, count, index, heartbeat = map(int, sys.argv[1:])
+    jax.distributed.initialize(f'127.0.0.1:{port}', count, index, heartbeat_timeout_seconds=heartbeat)
+    import scenarios
+
+    _answer('ready')
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            answer = getattr(scenarios, name)(*arguments)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            answer = {'error': [type(error).__name__, str(error)]}
+            traceback.print_exc()
+        _answer(answer)
+
+
+def _answer(value: object) -> None:
+    sys.stdout.write(f'ANSWER {json.dumps(value)}\n')
+    sys.stdout.flush()
+
+
+if __name__ == '__main__':
+    main()

@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt._layout import (
@@ -165,8 +165,15 @@ def _write_owner(work: Workspace, writer: Mapping[str, Any]) -> None:
         raise
 
 
-def commit(work: Workspace, manifest: bytes, sidecar: bytes, clock: Clock) -> str:
+def commit(work: Workspace, manifest: bytes, sidecar: bytes, directories: Sequence[str], clock: Clock) -> str:
     """Makes a written directory the checkpoint of its step.
+
+    Args:
+      work: where everything was written.
+      manifest: the file's bytes.
+      sidecar: likewise.
+      directories: that were written, relative to the checkpoint's.
+      clock: unix seconds.
 
     Returns:
       The directory's name.
@@ -178,7 +185,7 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes, clock: Clock) -> st
     storage.write(join(work.directory, SIDECAR), sidecar)
     storage.write(join(work.directory, MANIFEST), manifest)
     if storage.renames:
-        storage.sync_tree(work.directory)
+        storage.sync_tree(work.directory, directories)
         broken = _rename_away(storage, work.step, clock) if storage.kind(final) == 'dir' and _vacate(work) else None
         try:
             storage.publish(work.directory, final)

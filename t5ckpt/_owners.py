@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._chunks import Box, choose_chunks
+from t5ckpt._chunks import Box, boxes_of_grid, choose_chunks
 
-__all__ = ['HeldShard', 'MeshLayout', 'Owners', 'grid_for', 'held_shards']
+__all__ = ['HeldShard', 'MeshLayout', 'Owners', 'grid_for']
 
 # Below it a file of its own costs more than the bytes that somebody else could have written (0.3 to 0.8 ms a file).
 _MIN_SPLIT_BYTES = 2**20
@@ -33,7 +33,7 @@ class HeldShard:
     """A shard that this process holds.
 
     Attributes:
-      index: into the array's addressable shards.
+      index: into the array's addressable shards; -1 for a host array.
       box: in the array's coordinates.
       holders: the processes that hold it, ascending.
     """
@@ -69,7 +69,10 @@ class MeshLayout:
 
 
 class Owners:
-    """Deals out chunks; one for each plan, since what was dealt out before decides who comes next."""
+    """Deals out chunks; one for each plan, since what was dealt out before decides who comes next.
+
+    Most leaves of a model have the shape and the sharding of many others, so what follows from these two is kept.
+    """
 
     def __init__(self, index: int = 0, count: int = 1):
         """Takes this process's index and the number of all."""
@@ -77,19 +80,46 @@ class Owners:
         self.count = count
         self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self._meshes: dict[Any, tuple[MeshLayout, dict[Any, tuple[int, ...]]]] = {}
+        self._held: dict[Any, list[HeldShard]] = {}
+        self._cells: dict[Any, list[Box]] = {}
+        self._grids: dict[Any, tuple[int, ...]] = {}
 
-    def mine(self, holders: tuple[int, ...], cells: Sequence[Box], cell_bytes: int) -> list[Box]:
+    def mine(self, shard: HeldShard, chunks: tuple[int, ...], itemsize: int) -> list[Box]:
         """The chunks of a shard that this process writes; to be asked for each shard that it holds, in order."""
+        key = shard.box, chunks
+        if key not in self._cells:
+            self._cells[key] = boxes_of_grid(shard.box, chunks)
+        cells, holders = self._cells[key], shard.holders
         if len(holders) == 1:
-            return list(cells) if holders[0] == self.index else []
+            return cells if holders[0] == self.index else []
         loads = self._loads.setdefault(holders, [(0, process) for process in holders])
+        size = math.prod(chunks) * itemsize
         mine: list[Box] = []
         for cell in cells:
             load, process = loads[0]
-            heapq.heapreplace(loads, (load + cell_bytes, process))
+            heapq.heapreplace(loads, (load + size, process))
             if process == self.index:
                 mine.append(cell)
         return mine
+
+    def held(self, array: Any) -> list[HeldShard]:
+        """The distinct shards of a jax.Array that this process holds, by box."""
+        key = array.sharding, array.shape
+        if key not in self._held:
+            self._held[key] = _held_shards(array, self)
+        return self._held[key]
+
+    def grid(self, array: Any, itemsize: int, limit: int) -> tuple[int, ...]:
+        """The chunk shape of a jax.Array, see :func:`grid_for`."""
+        key = array.sharding, array.shape, itemsize, limit
+        if key not in self._grids:
+            shape = tuple(array.shape)
+            part = tuple(array.sharding.shard_shape(shape))
+            shards = math.prod(-(-size // each) for size, each in zip(shape, part, strict=True) if each)
+            # By how many processes each shard may be held, as far as all of them can tell.
+            replicas = min(self.count, max(1, array.sharding.num_devices // shards))
+            self._grids[key] = grid_for(shape, part, itemsize, limit, replicas)
+        return self._grids[key]
 
     def layout(self, mesh: Any) -> tuple[MeshLayout, dict[Any, tuple[int, ...]]]:
         """A mesh's layout, and the positions of this process's devices in it."""
@@ -101,8 +131,7 @@ class Owners:
         return self._meshes[mesh]
 
 
-def held_shards(array: Any, owners: Owners) -> list[HeldShard]:
-    """The distinct shards of a jax.Array that this process holds, by box."""
+def _held_shards(array: Any, owners: Owners) -> list[HeldShard]:
     sharding, shape = array.sharding, array.shape
     found: dict[Box, HeldShard] = {}
     for index, shard in enumerate(array.addressable_shards):

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, boxes_of_grid, whole_box
+from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, whole_box
 from t5ckpt._compress import AUTO
 from t5ckpt._dtypes import dtype_from_name, kind, name_of, stored_dtype
 from t5ckpt._layout import array_dirs
 from t5ckpt._leaves import LeafTable, Target, is_jax_array, target_of
-from t5ckpt._owners import Owners, grid_for, held_shards
+from t5ckpt._owners import HeldShard, Owners, grid_for
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import Path, leaf_name
@@ -330,14 +330,17 @@ def _refuse_local(leaves: Sequence[_Leaf], count: int) -> None:
 def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, owners: Owners) -> ArrayWrite:
     dtype = np.dtype(np.void) if leaf.dtype is None else leaf.dtype
     on_disk = stored_dtype(dtype)
-    shape = leaf.target.shape
-    shard_shape = _shard_shape(leaf.value, shape)
-    chunks = grid_for(shape, shard_shape, on_disk.itemsize, options.chunk_bytes, _replicas(leaf.value, owners))
-    cell_bytes = math.prod(chunks) * on_disk.itemsize
+    shape, value = leaf.target.shape, leaf.value
+    if is_jax_array(value):
+        chunks, shards = owners.grid(value, on_disk.itemsize, options.chunk_bytes), owners.held(value)
+    else:
+        # Host arrays are process 0's.
+        chunks = grid_for(shape, shape, on_disk.itemsize, options.chunk_bytes, 1)
+        shards = [HeldShard(-1, whole_box(shape), (0,))]
     pieces = tuple(
-        Piece(cell, index, tuple((a - o, b - o) for (a, b), (o, _) in zip(cell, box, strict=True)))
-        for index, box, holders in _shards(leaf.value, shape, owners)
-        for cell in owners.mine(holders, boxes_of_grid(box, chunks), cell_bytes)
+        Piece(cell, shard.index, _within(cell, shard.box))
+        for shard in shards
+        for cell in owners.mine(shard, chunks, on_disk.itemsize)
     )
     metadata = {'chunks': chunks, 'compressor': CODECS[options.codec]}
     return ArrayWrite(
@@ -345,25 +348,8 @@ def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, owners: Owner
     )
 
 
-def _shard_shape(value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    sharding = getattr(value, 'sharding', None)
-    return shape if sharding is None else tuple(sharding.shard_shape(shape))
-
-
-def _replicas(value: Any, owners: Owners) -> int:
-    """By how many processes each shard may be held, as far as all of them can tell."""
-    if owners.count == 1 or not is_jax_array(value):
-        return 1
-    shard_shape = value.sharding.shard_shape(value.shape)
-    shards = math.prod(-(-size // part) for size, part in zip(value.shape, shard_shape, strict=True) if part)
-    return min(owners.count, max(1, value.sharding.num_devices // shards))
-
-
-def _shards(value: Any, shape: tuple[int, ...], owners: Owners) -> list[tuple[int, Box, tuple[int, ...]]]:
-    """The shards that this process holds: (index, box, all holders). Host arrays are process 0's."""
-    if not is_jax_array(value):
-        return [(-1, whole_box(shape), (0,))]
-    return [(shard.index, shard.box, shard.holders) for shard in held_shards(value, owners)]
+def _within(cell: Box, box: Box) -> Box:
+    return tuple([(start - at, stop - at) for (start, stop), (at, _) in zip(cell, box, strict=True)])
 
 
 def _facts(leaves: Sequence[_Leaf], writes: Sequence[ArrayWrite]) -> TreeFacts:

@@ -253,7 +253,13 @@ def _write_and_commit(job: _Job) -> CommittedCheckpoint | None:
         except BaseException as error:
             meeting.fail('write', error)
             raise
-        note = {'integrity': list(entry), 'bytes': report.file_bytes, 'files': len(report.digests)}
+        parents = sorted({name.rpartition('/')[0] for name in job.dataset} - {''})
+        note = {
+            'integrity': list(entry),
+            'bytes': report.file_bytes,
+            'files': len(report.digests),
+            'directories': parents,
+        }
         done = meeting.agree('write', note, lambda notes: _commit(job, notes, held, report))
     except BaseException:
         for work in held:
@@ -339,8 +345,10 @@ def _commit(job: _Job, notes: Sequence[Any], held: list[Workspace], report: Writ
     files |= {integrity_file(index): tuple(note['integrity']) for index, note in enumerate(notes)}
     arrays = {key: sum(note[key] for note in notes) for key in ('bytes', 'files')}
     sidecar = encode_sidecar(_sidecar(job, arrays, files))
+    directories = [array.location for array in report.arrays.values()]
+    directories += sorted({name for note in notes for name in note['directories']})
     try:
-        commit(work, manifest, sidecar, request.clock)
+        commit(work, manifest, sidecar, directories, request.clock)
     except AlreadyCommittedError as error:
         return _dropped(request.step, error)
     # Committed: whatever happens from now on must not take it away.

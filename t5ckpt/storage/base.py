@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -95,8 +95,11 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def sync_tree(self, key: str) -> None:
-        """Makes the directory entries below ``key`` durable; files are durable already."""
+    def sync_tree(self, key: str, below: Sequence[str]) -> None:
+        """Makes the entries of a directory, and of those ``below`` it, durable; files are durable already.
+
+        They are named, because to find them would be to list every file of a huge checkpoint.
+        """
 
     @abstractmethod
     def publish(self, source: str, target: str) -> None:

@@ -16,7 +16,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -191,10 +191,16 @@ class FileStorage(Storage):
         finally:
             os.close(fd)
 
-    def sync_tree(self, key: str) -> None:
+    def sync_tree(self, key: str, below: Sequence[str]) -> None:
+        parents = {key}
+        for name in below:
+            *above, _ = name.split('/')
+            parents |= {join(key, *above[: depth + 1]) for depth in range(len(above))}
+            parents.add(join(key, name))
         with foreign_errors(self.url(key)):
-            for directory, _, _ in os.walk(self._path(key), topdown=False):
-                self._sync_dir(directory)
+            # Leaves first: a directory is there for good only when its parent says so.
+            for directory in sorted(parents, key=lambda name: (-name.count('/'), name)):
+                self._sync_dir(self._path(directory))
 
     def publish(self, source: str, target: str) -> None:
         with foreign_errors(self.url(target)):

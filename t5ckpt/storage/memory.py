@@ -8,7 +8,7 @@ manifest comes last, exactly as on an object store.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -125,8 +125,8 @@ class MemoryStorage(Storage):
             _claims.add(self.url(key))
         return _Claim(self.url(key))
 
-    def sync_tree(self, key: str) -> None:
-        del key
+    def sync_tree(self, key: str, below: Sequence[str]) -> None:
+        del key, below
 
     def publish(self, source: str, target: str) -> None:
         raise NotImplementedError(f'{self.url()} cannot rename {source} to {target}; write in place')

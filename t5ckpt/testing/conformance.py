@@ -103,7 +103,8 @@ class StorageConformance:
         for key in ('tmp', 'taken'):
             storage.make_dir(key)
             storage.write(f'{key}/x', key.encode())
-        storage.sync_tree('tmp')
+        storage.make_dir('tmp/a/b')
+        storage.sync_tree('tmp', ['a/b'])
         storage.publish('tmp', 'final')
         _check(self.raw(storage, 'final/x') == b'tmp' and storage.kind('tmp') is None, 'publish did not move')
         try:

@@ -7,7 +7,7 @@ chunks are written by TensorStore behind the storage's back; asking for their kv
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -92,9 +92,9 @@ class FaultyStorage(Storage):
         self._count('claim', key)
         return self._inner.claim(key)
 
-    def sync_tree(self, key: str) -> None:
+    def sync_tree(self, key: str, below: Sequence[str]) -> None:
         self._count('sync_tree', key)
-        self._inner.sync_tree(key)
+        self._inner.sync_tree(key, below)
 
     def publish(self, source: str, target: str) -> None:
         self._count('publish', target)

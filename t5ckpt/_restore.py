@@ -15,6 +15,7 @@ import numpy as np
 
 from t5ckpt._budget import ByteBudget
 from t5ckpt._dataset_state import DatasetState
+from t5ckpt._gather import completed, in_parts
 from t5ckpt._leaves import Empty, LeafTable, StateView, Target, is_jax_array, lookup, nest, target_of, view_state
 from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw
 from t5ckpt._place import place_value
@@ -51,6 +52,7 @@ class RestoreRequest:
     restore_dtype: np.dtype | None
     progress: Progress | None
     mmap: bool = False
+    share_replicated: bool = False
 
 
 def run_restore(
@@ -96,7 +98,7 @@ def _restored(
         _log.info('t5ckpt: left out below a None of the model: %s', ', '.join(map(leaf_name, plan.ignored)))
     _warn_if_narrowed(plan)
     reader = ArrayReader(located.storage, located.directory, request.mmap)
-    values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request.progress)
+    values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request)
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
     if dataset is not None:
         dataset.load(located.storage, located.directory)
@@ -168,9 +170,12 @@ def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> di
     return targets
 
 
-def _values(reader: ArrayReader, plan: RestorePlan, progress: Progress | None) -> LeafTable:
+def _values(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest) -> LeafTable:
     values: LeafTable = {read.path: place_value(read) for read in plan.inline}
-    return values | read_arrays(reader, plan.stored, ByteBudget(_IN_FLIGHT_BYTES), progress)
+    processes = request.meeting.processes.count if request.share_replicated else 1
+    reads, wanted = in_parts(plan.stored, processes)
+    values |= read_arrays(reader, reads, ByteBudget(_IN_FLIGHT_BYTES), request.progress)
+    return values | completed(values, wanted)
 
 
 def _lazy_values(reader: ArrayReader, plan: RestorePlan) -> LeafTable:

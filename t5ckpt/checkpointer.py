@@ -62,6 +62,7 @@ class Checkpointer:
         mmap: bool = False,
         progress: Progress | None = None,
         clock: Clock = time.time,
+        share_replicated: bool = False,
         processes: Processes | None = None,
         process_timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ):
@@ -87,6 +88,8 @@ class Checkpointer:
             values are then read from the checkpoint when a step touches them, see docs/mapped-restore.md.
           progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
           clock: unix seconds.
+          share_replicated: with several processes, ``restore`` reads an array that all of them hold whole once, each
+            device a part, and completes it over the network between the devices; see docs/many-hosts.md.
           processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
           process_timeout: seconds that a process waits for the others at each of the two points where all meet.
         """
@@ -117,6 +120,7 @@ class Checkpointer:
         self._mmap = mmap
         self._progress = progress
         self._clock = clock
+        self._share_replicated = share_replicated
         self._processes = processes
         self._process_timeout = process_timeout
         self._channel: Channel | None = None
@@ -280,6 +284,7 @@ class Checkpointer:
             restore_dtype=floating_dtype(self.restore_dtype, 'restore_dtype'),
             progress=self._progress,
             mmap=self._mmap,
+            share_replicated=self._share_replicated,
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 

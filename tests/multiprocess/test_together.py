@@ -96,6 +96,16 @@ def test_each_process_reads_what_it_needs(four, saved):
     assert all(size < 1.1 * needed + 100_000 for size in read)
 
 
+def test_replicated_arrays_read_once_in_the_job(four, saved):
+    """Each process reads a quarter of those that the number of devices divides; the network does the rest."""
+    directory, _ = saved
+    alone = [size for size, _ in four.run('restore', directory)]
+    shared = [size for size, _ in four.run('restore', directory, (2, 4), False, {'share_replicated': True})]
+    everywhere = scenarios.expected()['target/everywhere'].nbytes
+    for before, after in zip(alone, shared, strict=True):
+        assert abs(before - after - 0.75 * everywhere) < 0.1 * everywhere
+
+
 def test_restore_in_another_number_of_processes(two, saved):
     directory, _ = saved
     two.run('restore', directory)

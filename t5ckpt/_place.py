@@ -24,6 +24,8 @@ from t5ckpt.errors import CorruptCheckpointError
 __all__ = ['aligned_empty', 'boxes_wanted', 'is_on_cpu', 'place', 'place_value']
 
 _ALIGNMENT = 64
+# Up to this size it costs less to let JAX copy than to make an aligned buffer that it takes over.
+_SMALL_BYTES = 64 * 1024
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -96,9 +98,16 @@ def place_value(read: InlineRead) -> Any:
         value = value.astype(read.dtype)
     if value.shape != read.target.shape:
         raise CorruptCheckpointError(f'{leaf_name(read.path)}: holds {value.shape}, says {read.target.shape}.')
-    wanted = boxes_wanted(read.target, value.shape)
+    target = read.target
+    if target.device and target.sharding is not None and target.kind == 'array' and value.nbytes <= _SMALL_BYTES:
+        # The bulk of the leaves where there are very many: each device's part is cut by JAX.
+        import jax
+
+        whole = value.copy()
+        return jax.make_array_from_callback(value.shape, target.sharding, lambda index: whole[(..., *index)])
+    wanted = boxes_wanted(target, value.shape)
     hosts = {box: _own_copy(value[tuple(slice(start, stop) for start, stop in box)]) for box in wanted}
-    return place(hosts, read.target, value.shape)
+    return place(hosts, target, value.shape)
 
 
 def _own_copy(values: np.ndarray) -> np.ndarray:

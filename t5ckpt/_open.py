@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt._layout import SIDECAR, join
@@ -14,10 +15,10 @@ from t5ckpt._plan_restore import checkpoint_leaves, with_facts
 from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar
 from t5ckpt._specs import is_spec
 from t5ckpt._types import Path, RestoreStateTransformationFn
-from t5ckpt.errors import UnsupportedFormatError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.steps import Located
 
-__all__ = ['Contents', 'RawFiles', 'leaves_of', 'read_contents', 'read_raw']
+__all__ = ['Contents', 'RawFiles', 'leaves_of', 'read_contents', 'read_raw', 'still_there']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,23 @@ def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
     if raw.sidecar is None:
         return Contents(located, manifest, Sidecar())
     return Contents(located, manifest, decode_sidecar(raw.sidecar, storage.url(join(directory, SIDECAR))))
+
+
+@contextlib.contextmanager
+def still_there(located: Located) -> Generator[None]:
+    """Says that a checkpoint was deleted while its arrays were read, where that looks like damage.
+
+    Raises:
+      CheckpointNotFoundError: instead of CorruptCheckpointError, if the manifest is gone by now.
+    """
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if located.manifest and located.storage.kind(join(located.directory, located.manifest)) is None:
+            raise CheckpointNotFoundError(
+                f'{located.url} was deleted while it was being read. Read another step, or pin one that is to stay.'
+            ) from error
+        raise
 
 
 def leaves_of(

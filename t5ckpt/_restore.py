@@ -17,7 +17,7 @@ from t5ckpt._budget import ByteBudget
 from t5ckpt._dataset_state import DatasetState
 from t5ckpt._gather import completed, in_parts
 from t5ckpt._leaves import Empty, LeafTable, StateView, Target, is_jax_array, lookup, nest, target_of, view_state
-from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw
+from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw, still_there
 from t5ckpt._place import place_value
 from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, plan_restore
 from t5ckpt._process import READ_EVENT, Round, record_duration
@@ -98,7 +98,8 @@ def _restored(
         _log.info('t5ckpt: left out below a None of the model: %s', ', '.join(map(leaf_name, plan.ignored)))
     _warn_if_narrowed(plan)
     reader = ArrayReader(located.storage, located.directory, request.mmap)
-    values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request)
+    with still_there(located):
+        values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request)
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
     if dataset is not None:
         dataset.load(located.storage, located.directory)

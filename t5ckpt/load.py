@@ -12,7 +12,7 @@ import numpy as np
 from t5ckpt._budget import ByteBudget
 from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import Empty, LeafTable, Target, nest
-from t5ckpt._open import leaves_of, read_contents
+from t5ckpt._open import leaves_of, read_contents, still_there
 from t5ckpt._plan import cast_dtype
 from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._read import read_arrays
@@ -66,7 +66,8 @@ def load_t5x_checkpoint(
     if lazy_parameters:
         table = {path: _lazy(reader, (path, leaf), wanted, facts) for path, leaf in leaves.items()}
     else:
-        table = _read_all(reader, leaves, wanted, facts)
+        with still_there(contents.located):
+            table = _read_all(reader, leaves, wanted, facts)
     return nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 
 

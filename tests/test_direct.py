@@ -18,9 +18,10 @@ from support import partitioner
 from support.bits import assert_same, random_bits
 
 import t5ckpt
-from t5ckpt import errors
+from t5ckpt import errors, steps
 from t5ckpt._direct import DirectReader, Limits, Wanted, _File
 from t5ckpt._dtypes import zarr_typestr
+from t5ckpt._open import still_there
 from t5ckpt._scatter import read_runs
 from t5ckpt._specs import StoredArray
 
@@ -183,6 +184,24 @@ def test_damage_is_named(run, damage, words):
     damage(directory / 'checkpoint_1' / 'target.w' / '2.0')
     with pytest.raises(errors.CorruptCheckpointError, match=words):
         restore(directory, columns(values.shape))
+
+
+def test_deleted_while_it_is_read(run):
+    """Retention of another process: not damage, and nothing to be repaired."""
+    directory, values = run
+
+    tree = {'target': {'w': columns(values.shape)}}
+    (directory / 'checkpoint_1' / 'target.w' / '2.0').unlink()
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=directory) as ck:
+        with pytest.raises(errors.CorruptCheckpointError, match='missing'):
+            ck.restore()
+    located = steps.locate(directory)
+    (directory / 'checkpoint_1').rename(directory / 'checkpoint_1.deleted-1')
+    with (
+        pytest.raises(errors.CheckpointNotFoundError, match='was deleted while it was being read'),
+        still_there(located),
+    ):
+        raise errors.CorruptCheckpointError('target/w: the chunk is missing')
 
 
 def test_a_fifo_for_metadata_does_not_block(run):

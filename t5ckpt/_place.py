@@ -104,7 +104,7 @@ def place_value(read: InlineRead) -> Any:
         import jax
 
         whole = value.copy()
-        return jax.make_array_from_callback(value.shape, target.sharding, lambda index: whole[(..., *index)])
+        return jax.make_array_from_callback(value.shape, target.sharding, lambda index: whole[(..., *(index or ()))])
     wanted = boxes_wanted(target, value.shape)
     hosts = {box: _own_copy(value[tuple(slice(start, stop) for start, stop in box)]) for box in wanted}
     return place(hosts, target, value.shape)

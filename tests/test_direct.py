@@ -192,9 +192,9 @@ def test_deleted_while_it_is_read(run):
 
     tree = {'target': {'w': columns(values.shape)}}
     (directory / 'checkpoint_1' / 'target.w' / '2.0').unlink()
-    with t5ckpt.Checkpointer(tree, checkpoints_dir=directory) as ck:
-        with pytest.raises(errors.CorruptCheckpointError, match='missing'):
-            ck.restore()
+    ck = t5ckpt.Checkpointer(tree, checkpoints_dir=directory)
+    with pytest.raises(errors.CorruptCheckpointError, match='missing'):
+        ck.restore()
     located = steps.locate(directory)
     (directory / 'checkpoint_1').rename(directory / 'checkpoint_1.deleted-1')
     with (

@@ -40,6 +40,7 @@ class Device:
     """One of a host's devices."""
 
     process_index: int
+    id: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +61,10 @@ class Sharding:
     @property
     def num_devices(self) -> int:
         return self.mesh.devices.size
+
+    @property
+    def device_set(self) -> list[Device]:
+        return self.mesh.devices.flat
 
     def _parts(self, entry: Any) -> int:
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
@@ -130,7 +135,7 @@ class World:
     def __init__(
         self, hosts: int, shape: tuple[int, int, int], state: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]]
     ):
-        devices = [Device(host) for host in range(hosts) for _ in range(_DEVICES_PER_HOST)]
+        devices = [Device(number // _DEVICES_PER_HOST, number) for number in range(hosts * _DEVICES_PER_HOST)]
         self.hosts = hosts
         self.mesh = Mesh(np.array(devices, object).reshape(shape))
         self.state = state

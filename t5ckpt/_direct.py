@@ -40,7 +40,7 @@ from t5ckpt.storage import foreign_errors
 __all__ = ['DirectReader', 'Limits', 'Wanted']
 
 # Beyond it the list of chunks would itself be large; TensorStore works through such a grid piece by piece.
-_MAX_CELLS = 2**17
+_MAX_CELLS = 2**14
 # Elements are moved as words, which numpy copies faster than the dtypes that it does not know itself.
 _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
@@ -171,7 +171,8 @@ class _ArrayRead:
         batch: list[_Piece] = []
         size = 0
         for cell, parts in self._cells.items():
-            for start, stop in self._blocks.ranges(self._limits.task):
+            span = min(part.first for part in parts), max(part.last for part in parts)
+            for start, stop in self._blocks.ranges(self._limits.task, *span):
                 first, last = self._blocks.offset(start), self._blocks.offset(stop)
                 touching = [part for part in parts if part.first < last and first < part.last]
                 if not touching:
@@ -299,10 +300,18 @@ class _Blocks:
         self._per_lead = -(-self._chunks[axis] // self._rows)
         self._count = math.prod(self._chunks[:axis]) * self._per_lead
 
-    def ranges(self, size: int) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks of about ``size`` bytes."""
+    def ranges(self, size: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Ranges of blocks of about ``size`` bytes that hold the bytes from ``first`` to ``last``.
+
+        A chunk may claim to be larger than anything, so its blocks are not counted one by one.
+        """
         step = max(1, size // (self._rows * self._row))
-        return ((start, min(start + step, self._count)) for start in range(0, self._count, step))
+        begin, end = self._block_at(first), self._block_at(last - 1) + 1
+        return ((start, min(start + step, end)) for start in range(begin, end, step))
+
+    def _block_at(self, offset: int) -> int:
+        lead, row = divmod(offset // self._row, self._chunks[self._axis])
+        return lead * self._per_lead + row // self._rows
 
     def offset(self, index: int) -> int:
         """Where a block begins in the file, in bytes."""

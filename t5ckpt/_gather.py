@@ -65,5 +65,12 @@ def completed(values: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> dict[Pa
         return {}
     import jax
 
-    gather = jax.jit(lambda arrays: arrays, out_shardings=list(wanted.values()))
-    return dict(zip(wanted, gather([values[path] for path in wanted]), strict=True))
+    # One computation takes place on one order of devices.
+    by_mesh: dict[Any, list[Path]] = {}
+    for path, sharding in wanted.items():
+        by_mesh.setdefault(sharding.mesh, []).append(path)
+    found: dict[Path, Any] = {}
+    for paths in by_mesh.values():
+        gather = jax.jit(lambda arrays: arrays, out_shardings=[wanted[path] for path in paths])
+        found |= zip(paths, gather([values[path] for path in paths]), strict=True)
+    return found

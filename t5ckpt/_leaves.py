@@ -315,6 +315,8 @@ def step_of(state: Any, table: LeafTable, step: int | None) -> int:
     if isinstance(value, LazyArray):
         value = value.get()
     if getattr(value, 'is_fully_addressable', True) is False:
+        if not value.addressable_shards:
+            raise ValueError('the step lies on other processes alone: pass step= to save.')
         value = value.addressable_data(0)
     number = np.asarray(value)
     if number.shape != () or not np.issubdtype(number.dtype, np.integer) or not 0 <= int(number) < MAX_STEP:

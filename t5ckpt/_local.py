@@ -71,7 +71,7 @@ def grid_of(text: bytes, array: StoredArray) -> Grid | None:
     """The chunk grid of an array whose chunks are plain bytes; None also for metadata that contradicts the manifest."""
     try:
         found: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, Mapping):
         return None

@@ -80,6 +80,7 @@ class Owners:
         self.count = count
         self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self._meshes: dict[Any, tuple[MeshLayout, dict[Any, tuple[int, ...]]]] = {}
+        self._at_first: dict[Any, bool] = {}
         self._held: dict[Any, list[HeldShard]] = {}
         self._cells: dict[Any, list[Box]] = {}
         self._grids: dict[Any, tuple[int, ...]] = {}
@@ -120,6 +121,14 @@ class Owners:
             replicas = min(self.count, max(1, array.sharding.num_devices // shards))
             self._grids[key] = grid_for(shape, part, itemsize, limit, replicas)
         return self._grids[key]
+
+    def first_holds(self, array: Any) -> bool:
+        """Whether process 0 holds anything of a jax.Array."""
+        if self.count == 1:
+            return True
+        if array.sharding not in self._at_first:
+            self._at_first[array.sharding] = any(device.process_index == 0 for device in array.sharding.device_set)
+        return self._at_first[array.sharding]
 
     def layout(self, mesh: Any) -> tuple[MeshLayout, dict[Any, tuple[int, ...]]]:
         """A mesh's layout, and the positions of this process's devices in it."""

@@ -69,13 +69,14 @@ def is_on_cpu(target: Target) -> bool:
     return target.sharding.memory_kind in (None, device.default_memory().kind)
 
 
-def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...]) -> Any:
+def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     """Hands a leaf's buffers to where its target wants them.
 
     Args:
       hosts: a buffer for each of ``boxes_wanted``; not to be written to afterwards.
       target: of the leaf.
       shape: of the whole leaf.
+      dtype: of the result, which a process that holds nothing of it has to know, too.
     """
     if not target.device:
         whole = hosts[whole_box(shape)]
@@ -86,6 +87,8 @@ def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...
 
     if target.sharding is None:
         array = jax.device_put(hosts[whole_box(shape)], may_alias=True)
+    elif not hosts:
+        array = jax.make_array_from_single_device_arrays(shape, target.sharding, [], dtype=dtype)
     else:
         array = jax.make_array_from_callback(shape, target.sharding, lambda index: hosts[_box(index, shape)])
     return jax.random.wrap_key_data(array, impl=target.impl) if target.kind == 'key' else array
@@ -99,15 +102,17 @@ def place_value(read: InlineRead) -> Any:
     if value.shape != read.target.shape:
         raise CorruptCheckpointError(f'{leaf_name(read.path)}: holds {value.shape}, says {read.target.shape}.')
     target = read.target
-    if target.device and target.sharding is not None and target.kind == 'array' and value.nbytes <= _SMALL_BYTES:
+    sharding = target.sharding
+    is_small = target.device and target.kind == 'array' and value.nbytes <= _SMALL_BYTES
+    if is_small and sharding is not None and sharding.addressable_devices:
         # The bulk of the leaves where there are very many: each device's part is cut by JAX.
         import jax
 
         whole = value.copy()
-        return jax.make_array_from_callback(value.shape, target.sharding, lambda index: whole[(..., *(index or ()))])
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[(..., *(index or ()))])
     wanted = boxes_wanted(target, value.shape)
     hosts = {box: _own_copy(value[tuple(slice(start, stop) for start, stop in box)]) for box in wanted}
-    return place(hosts, target, value.shape)
+    return place(hosts, target, value.shape, value.dtype)
 
 
 def _own_copy(values: np.ndarray) -> np.ndarray:

@@ -183,7 +183,9 @@ def plan_save(
     leaves = _examine_all(table, infos, options)
     if owners.count > 1:
         _refuse_local(leaves, owners.count)
-    stored = _stored_paths(leaves, options)
+        # Chunks are dealt out leaf after leaf, so the order must be the same everywhere; that of a dict need not be.
+        leaves.sort(key=lambda leaf: leaf.path)
+    stored = _stored_paths(leaves, options, owners)
     directories = _directories([leaf for leaf in leaves if leaf.path in stored])
     writes = tuple(_plan_array(leaf, directories[leaf.path], options, owners) for leaf in leaves if leaf.path in stored)
     inline = tuple(
@@ -277,8 +279,8 @@ def _key_data(keys: Any) -> Any:
     return jax.random.key_data(keys)
 
 
-def _stored_paths(leaves: Sequence[_Leaf], options: SaveOptions) -> set[Path]:
-    """The leaves that get an array of their own: all that are too large, or that no process holds whole.
+def _stored_paths(leaves: Sequence[_Leaf], options: SaveOptions, owners: Owners) -> set[Path]:
+    """The leaves that get an array of their own: all that are too large, or that process 0 does not hold whole.
 
     Empty arrays and scalars always go inline: zarr has no chunk of size 0, and a scalar no chunk to split.
     """
@@ -287,8 +289,14 @@ def _stored_paths(leaves: Sequence[_Leaf], options: SaveOptions) -> set[Path]:
     for leaf in sorted(leaves, key=lambda leaf: (leaf.nbytes, leaf.path)):
         if leaf.dtype is None:
             continue
-        must_inline = leaf.target.shape == () or leaf.nbytes == 0
-        fits = leaf.whole and leaf.nbytes <= options.inline_bytes and total + leaf.nbytes <= options.inline_total_bytes
+        at_hand = not is_jax_array(leaf.value) or owners.first_holds(leaf.value)
+        must_inline = leaf.nbytes == 0 or (leaf.target.shape == () and at_hand)
+        fits = (
+            leaf.whole
+            and at_hand
+            and leaf.nbytes <= options.inline_bytes
+            and total + leaf.nbytes <= options.inline_total_bytes
+        )
         if must_inline or fits:
             total += leaf.nbytes
         else:

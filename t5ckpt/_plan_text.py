@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Any
 
+from t5ckpt._digest import digest
 from t5ckpt._plan import ArrayWrite, InlineWrite, SavePlan
 from t5ckpt._types import leaf_name
 from t5ckpt.errors import DisagreementError
@@ -34,12 +36,20 @@ def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> st
     else:
         # Few shardings serve many leaves, and their text takes long.
         if id(sharding) not in shardings:
-            shardings[id(sharding)] = str(sharding)
+            shardings[id(sharding)] = f'{sharding} on {_devices_text(sharding)}'
         place = shardings[id(sharding)]
     shape = tuple(getattr(leaf, 'shape', ()))
     chunks = tuple(write.array.metadata['chunks']) if isinstance(write, ArrayWrite) else 'inline'
     dtype = '' if write.dtype is None else write.dtype.name
     return f'{dtype} {shape} in {chunks}, {place}'
+
+
+def _devices_text(sharding: Any) -> str:
+    """Which devices, in which order: a mesh's text says only how many."""
+    mesh = getattr(sharding, 'mesh', None)
+    devices = sharding.device_set if mesh is None else mesh.devices.flat
+    ids = [device.id for device in devices]
+    return f'devices {digest(str(sorted(ids) if mesh is None else ids).encode())}'
 
 
 def difference(first: str, other: str, process: int) -> DisagreementError:

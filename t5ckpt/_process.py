@@ -229,7 +229,8 @@ class Round:
         if not self.is_first:
             return self._hear(at, phase)
         try:
-            notes = [json.loads(text) for _, text in sorted(self.processes.get_all(f'{at}/note').items())]
+            found = {int(name): text for name, text in self.processes.get_all(f'{at}/note').items()}
+            notes = [json.loads(found[index]) for index in range(self.processes.count)]
             self._raise_failures(phase, notes)
             value = decide(notes)
         except BaseException as error:
@@ -280,7 +281,9 @@ class Round:
 
     def fail(self, phase: str, error: BaseException) -> None:
         """Tells the others that this process cannot go on; returns when they know, or do not come."""
-        if not self.is_alone:
+        # Whoever is missing will not come to hear it either.
+        is_known = any(isinstance(each, ProcessMissingError) for each in (error, error.__cause__))
+        if not self.is_alone and not is_known:
             with contextlib.suppress(T5CkptError):
                 self.agree(phase, {'error': f'{type(error).__name__}: {error}'}, lambda _: None)
 

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, plan_r
 from t5ckpt._process import READ_EVENT, Round, record_duration
 from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader
-from t5ckpt._save import axes_tree
+from t5ckpt._transform import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
-from t5ckpt.errors import RemoteError
+from t5ckpt.errors import DisagreementError, RemoteError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.steps import Located, locate, locate_step
 from t5ckpt.storage import Storage
@@ -60,21 +60,31 @@ def run_restore(
 ) -> Any:
     """Restores a state of the structure of ``state``."""
     started = time.monotonic()
+    meeting = request.meeting
     try:
-        restored = _restored(request, state, partitioner, dataset)
-    except Exception as error:
+        finish = _read(request, state, partitioner, dataset)
+    except BaseException as error:
         # The others would go on, and wait for this process in their first step.
-        request.meeting.fail('restore', error)
+        meeting.fail('read' if request.share_replicated else 'restore', error)
         raise
-    if not request.meeting.is_alone:
-        request.meeting.agree('restore', None, lambda _: None)
+    if request.share_replicated and not meeting.is_alone:
+        # What follows is a collective: it must not begin before it is known that nobody has failed.
+        meeting.agree('read', None, lambda _: None)
+    try:
+        restored = finish()
+    except BaseException as error:
+        meeting.fail('restore', error)
+        raise
+    if not meeting.is_alone:
+        meeting.agree('restore', None, lambda _: None)
     record_duration(READ_EVENT, time.monotonic() - started)
     return restored
 
 
-def _restored(
+def _read(
     request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
-) -> Any:
+) -> Callable[[], Any]:
+    """Reads everything; what is returned makes the state of it."""
     if request.lazy and getattr(partitioner, 'params_on_devices', False):
         raise ValueError(
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
@@ -98,16 +108,23 @@ def _restored(
         _log.info('t5ckpt: left out below a None of the model: %s', ', '.join(map(leaf_name, plan.ignored)))
     _warn_if_narrowed(plan)
     reader = ArrayReader(located.storage, located.directory, request.mmap)
+    wanted: dict[Path, Any] = {}
     with still_there(located):
-        values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request)
+        values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, wanted)
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
     if dataset is not None:
         dataset.load(located.storage, located.directory)
-    return view.rebuild(plan.kept | values)
+    return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
 
 
 def _located(request: RestoreRequest) -> Located:
     return locate_step(request.storage, request.step) if request.path is None else locate(request.path)
+
+
+def _asked(request: RestoreRequest) -> str:
+    if request.path is not None:
+        return os.fspath(request.path)
+    return f'{"the latest step" if request.step is None else f"step {int(request.step)}"} of {request.storage.url()}'
 
 
 def _found(request: RestoreRequest) -> tuple[Located, RawFiles | None]:
@@ -121,7 +138,7 @@ def _found(request: RestoreRequest) -> tuple[Located, RawFiles | None]:
             raw = read_raw(located)
             held = [None if data is None else len(data) for data in (raw.manifest, raw.sidecar)]
             place = [located.directory, located.manifest, located.step]
-            head = {'url': located.url, 'place': place, 'held': held}
+            head = {'url': located.url, 'place': place, 'held': held, 'asked': _asked(request)}
         except Exception as error:
             meeting.share('found', json.dumps({'error': f'{type(error).__name__}: {error}'}).encode())
             raise
@@ -131,6 +148,11 @@ def _found(request: RestoreRequest) -> tuple[Located, RawFiles | None]:
     head = json.loads(meeting.share('found', None))
     if 'error' in head:
         raise RemoteError(f'process 0 found no checkpoint to restore: {head["error"]}', (0,))
+    if head['asked'] != _asked(request):
+        raise DisagreementError(
+            f'process 0 was asked to restore {head["asked"]}, process {meeting.processes.index} {_asked(request)}. Every '
+            'process has to restore the same step of the same directory.'
+        )
     data = meeting.share('files', None)
     size, rest = head['held']
     manifest = None if size is None else data[:size]
@@ -171,12 +193,12 @@ def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> di
     return targets
 
 
-def _values(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest) -> LeafTable:
+def _values(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest, wanted: dict[Path, Any]) -> LeafTable:
+    """The leaves; ``wanted`` gets the shardings of those that are to be completed, see ``_gather.py``."""
     values: LeafTable = {read.path: place_value(read) for read in plan.inline}
-    processes = request.meeting.processes.count if request.share_replicated else 1
-    reads, wanted = in_parts(plan.stored, processes)
-    values |= read_arrays(reader, reads, ByteBudget(_IN_FLIGHT_BYTES), request.progress)
-    return values | completed(values, wanted)
+    reads, split = in_parts(plan.stored, request.meeting.processes.count if request.share_replicated else 1)
+    wanted |= split
+    return values | read_arrays(reader, reads, ByteBudget(_IN_FLIGHT_BYTES), request.progress)
 
 
 def _lazy_values(reader: ArrayReader, plan: RestorePlan) -> LeafTable:

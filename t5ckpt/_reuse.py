@@ -10,7 +10,7 @@ by rename and never into an existing file, so no save changes another's chunks. 
 device, a store without them, too many links, a file that is gone or of another size) the chunk is written.
 
 Before a file is linked its checksum is compared, so damage is not handed on: such a chunk is written anew. A file whose
-inode, size and time of change are those that this process saw after its write is not read again for it.
+inode, size and times are those that this process saw after its write is not read again for it.
 What a link cannot give is a second copy: a sector that rots later rots under all checkpoints that share it. The checksum
 travels with the link, so each of them can notice. ``reuse_unchanged=False`` writes everything every time.
 """
@@ -31,7 +31,7 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import Storage
 
-__all__ = ['Previous', 'find_previous', 'leaves_of_writes']
+__all__ = ['Previous', 'files_of', 'find_previous', 'leaves_of_writes']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +56,12 @@ class Previous:
         default_factory=dict[str, 'tuple[weakref.ref[Any], str]']
     )
 
-    def is_same(self, write: ArrayWrite) -> bool:
-        """Whether this leaf is the object that was saved there, laid out as it is to be now."""
+    def is_same(self, write: ArrayWrite, with_metadata: bool) -> bool:
+        """Whether this leaf is the object that was saved there, laid out as it is to be now, by this process."""
         held = self.leaves.get(write.array.location)
-        return held is not None and held[0]() is write.leaf and held[1] == _layout_text(write)
+        if held is None or held[0]() is not write.leaf or held[1] != _layout_text(write):
+            return False
+        return all(name in self.digests for name in files_of(write, with_metadata))
 
     def is_there(self, storage: Storage) -> bool:
         """Whether the directory still holds the checkpoint that was committed, and not another of the same step."""
@@ -67,6 +69,16 @@ class Previous:
             return digest(storage.read(join(self.directory, SIDECAR))) == self.stamp
         except T5CkptError:
             return False
+
+
+def files_of(write: ArrayWrite, with_metadata: bool) -> list[str]:
+    """The files that a process writes of a leaf, relative to the checkpoint's directory."""
+    location, chunks = write.array.location, write.array.metadata['chunks']
+    cells = [
+        join(location, '.'.join(str(start // size) for (start, _), size in zip(piece.box, chunks, strict=True)) or '0')
+        for piece in write.pieces
+    ]
+    return [join(location, '.zarray'), *cells] if with_metadata else cells
 
 
 def _layout_text(write: ArrayWrite) -> str:

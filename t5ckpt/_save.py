@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -26,27 +27,29 @@ from t5ckpt._commit import (
 from t5ckpt._compress import AUTO, choose_codec
 from t5ckpt._dataset_state import DatasetState
 from t5ckpt._digest import digest
+from t5ckpt._dtypes import to_stored
 from t5ckpt._layout import MANIFEST, integrity_file, join, step_dir
-from t5ckpt._leaves import Empty, LeafTable, flatten_nested, is_jax_array, lookup, nest
+from t5ckpt._leaves import LeafTable, is_jax_array, nest
 from t5ckpt._manifest import encode_manifest
 from t5ckpt._owners import Owners
-from t5ckpt._plan import ArrayWrite, ParameterInfo, SaveOptions, plan_save
+from t5ckpt._plan import ArrayWrite, SaveOptions, plan_save
 from t5ckpt._plan_text import difference, plan_text
 from t5ckpt._process import WRITE_EVENT, Round, record_duration
 from t5ckpt._retention import apply_policy, remove_old_datasets
 from t5ckpt._reuse import Previous, find_previous, leaves_of_writes
 from t5ckpt._sidecar import Sidecar, TreeFacts, encode_sidecar
-from t5ckpt._specs import spec_of
+from t5ckpt._specs import StoredArray, spec_of
 from t5ckpt._stage import Staging
-from t5ckpt._types import Clock, Partitioner, Path, Progress, leaf_name
+from t5ckpt._transform import parameter_infos, transformed
+from t5ckpt._types import Clock, Partitioner, Progress
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, integrity_bytes, write_arrays
-from t5ckpt.errors import DisagreementError, UnsupportedLeafError
+from t5ckpt.errors import DisagreementError, SaveFailedError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.policies import KeepPolicy
 from t5ckpt.storage import Storage
 
-__all__ = ['PreparedSave', 'Reuse', 'SaveRequest', 'axes_tree', 'prepare_save']
+__all__ = ['PreparedSave', 'Reuse', 'SaveRequest', 'prepare_save']
 
 _log = logging.getLogger('t5ckpt')
 _SAMPLE_BYTES = 2**20
@@ -142,12 +145,14 @@ def prepare_save(
     if meeting.is_alone and not _is_free(request):
         return None
     # Without transforms each leaf is its own info.
-    infos = _parameter_infos(table, state, partitioner) if fns else {}
-    leaves, infos = _transformed(table, infos, fns)
+    infos = parameter_infos(table, state, partitioner) if fns else {}
+    leaves, infos = transformed(table, infos, fns)
     processes = meeting.processes
     plan = plan_save(leaves, infos, request.options, Owners(processes.index, processes.count))
     previous = _previous(request, meeting)
-    unchanged = () if previous is None else tuple(write for write in plan.writes if previous.is_same(write))
+    unchanged: tuple[ArrayWrite, ...] = ()
+    if previous is not None:
+        unchanged = tuple(write for write in plan.writes if previous.is_same(write, meeting.is_first))
     linked = {write.path for write in unchanged}
     changed = tuple(write for write in plan.writes if write.path not in linked)
     inline = plan.inline if meeting.is_first else ()
@@ -203,40 +208,8 @@ def _samples(writes: Sequence[ArrayWrite]) -> dict[str, Any]:
         data = write.leaf if shards is None else shards[0].data if shards else None
         if data is not None and not isinstance(data, LazyArray):
             rows = max(1, _SAMPLE_BYTES * data.shape[0] // max(1, data.nbytes))
-            samples[write.array.location] = data[:rows].copy()
+            samples[write.array.location] = data[:rows].copy(), write.dtype
     return samples
-
-
-def _parameter_infos(table: LeafTable, state: Any, partitioner: Partitioner | None) -> dict[Path, ParameterInfo]:
-    axes = None if partitioner is None else axes_tree(partitioner, state)
-    return {
-        path: ParameterInfo(leaf_name(path), tuple(leaf.shape), lookup(axes, path))
-        for path, leaf in table.items()
-        if hasattr(leaf, 'shape')
-    }
-
-
-def axes_tree(partitioner: Partitioner, state: Any) -> Any:
-    """The partitioner's PartitionSpecs as a tree of dicts or whatever the state is made of."""
-    axes = partitioner.get_mesh_axes(state)
-    return axes.state_dict() if hasattr(axes, 'state_dict') else axes
-
-
-def _transformed(
-    table: LeafTable, infos: dict[Path, ParameterInfo], fns: Sequence[Any]
-) -> tuple[LeafTable, dict[Path, ParameterInfo]]:
-    if not fns:
-        return table, infos
-    state: Any = nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
-    # Leaves without an array (None, numbers, empty) have None for an info, as in T5X.
-    tree: Any = nest({path: infos.get(path) for path in table})
-    for fn in fns:
-        state, tree = fn(state, tree)
-    if not isinstance(state, Mapping) or not isinstance(tree, Mapping):
-        raise UnsupportedLeafError('a state transformation must return the new state dict and the new parameter infos.')
-    leaves = flatten_nested(state, lambda _: False)
-    moved = flatten_nested(tree, lambda _: False)
-    return leaves, {path: info for path, info in moved.items() if isinstance(info, ParameterInfo)}
 
 
 def _write_and_commit(job: _Job) -> CommittedCheckpoint | None:
@@ -264,18 +237,22 @@ def _write_and_commit(job: _Job) -> CommittedCheckpoint | None:
     except BaseException:
         for work in held:
             abandon(work)
+        if request.reuse is not None and not meeting.is_alone:
+            # Whatever was wrong with it, the next save is not to fail for the same reason.
+            request.reuse.previous = None
         raise
     if done.get('skip'):
         for work in held:
             abandon(work)
         return None
-    if request.reuse is not None:
-        directory = step_dir(request.step)
-        request.reuse.previous = Previous(directory, dict(report.digests), done['stamp'], report.stamps, job.leaves)
     seconds = time.monotonic() - job.started
     record_duration(WRITE_EVENT, seconds)
     if meeting.is_first:
         _finish(job, report, done['bytes'], seconds)
+    if request.reuse is not None:
+        directory, stamps = step_dir(request.step), report.stamps
+        stamps = {key: request.storage.stamp(join(directory, key), stamp) for key, stamp in stamps.items()}
+        request.reuse.previous = Previous(directory, dict(report.digests), done['stamp'], stamps, job.leaves)
     return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
 
 
@@ -288,7 +265,10 @@ def _begin(job: _Job, notes: Sequence[Any], held: list[Workspace]) -> dict[str, 
     if not job.meeting.is_alone and not _is_free(request):
         return {'skip': True}
     reuse = job.previous is not None and (job.meeting.is_alone or job.previous.is_there(request.storage))
-    codecs = {location: choose_codec(np.asarray(sample)) for location, sample in job.samples.items()}
+    codecs = {
+        location: choose_codec(to_stored(np.asarray(sample).astype(dtype)))
+        for location, (sample, dtype) in job.samples.items()
+    }
     try:
         sweep(request.storage, request.clock)
         held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__)))
@@ -344,6 +324,11 @@ def _commit(job: _Job, notes: Sequence[Any], held: list[Workspace], report: Writ
     files = {MANIFEST: (len(manifest), digest(manifest))}
     files |= {integrity_file(index): tuple(note['integrity']) for index, note in enumerate(notes)}
     arrays = {key: sum(note[key] for note in notes) for key in ('bytes', 'files')}
+    expected = sum(1 + _chunk_count(array) for array in report.arrays.values())
+    if arrays['files'] != expected:
+        raise SaveFailedError(
+            f'all processes together wrote {arrays["files"]} files where the arrays have {expected}; nothing is committed.'
+        )
     sidecar = encode_sidecar(_sidecar(job, arrays, files))
     directories = [array.location for array in report.arrays.values()]
     directories += sorted({name for note in notes for name in note['directories']})
@@ -354,6 +339,10 @@ def _commit(job: _Job, notes: Sequence[Any], held: list[Workspace], report: Writ
     # Committed: whatever happens from now on must not take it away.
     held.clear()
     return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'stamp': digest(sidecar)}
+
+
+def _chunk_count(array: StoredArray) -> int:
+    return math.prod(-(-size // chunk) for size, chunk in zip(array.shape, array.metadata['chunks'], strict=True))
 
 
 def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:

@@ -267,6 +267,13 @@ def _host(leaf: Any, private: bool) -> Any:
 def _inline_source(leaf: Any, private: bool) -> Any:
     if leaf is None or not is_jax_array(leaf):
         return None if leaf is None else _host(leaf, private)
+    return _whole(leaf)
+
+
+def _whole(leaf: Any) -> np.ndarray:
+    """An inline leaf's values: it is replicated, or so empty that no shard has its shape."""
+    if leaf.size == 0:
+        return np.empty(leaf.shape, leaf.dtype)
     return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
 
 
@@ -302,7 +309,7 @@ def _as_inline(write: InlineWrite, value: Any) -> Any:
     if isinstance(value, LazyArray):
         value = _got(value, leaf_name(write.path))
     elif is_jax_array(value):
-        value = value if value.is_fully_addressable else value.addressable_data(0)
+        value = _whole(value)
     array = np.asarray(value)
     if write.dtype is not None and array.dtype != write.dtype:
         array = array.astype(write.dtype)

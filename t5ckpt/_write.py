@@ -33,7 +33,7 @@ from t5ckpt._digest import ALGORITHM, digest
 from t5ckpt._dtypes import to_stored, zarr_typestr
 from t5ckpt._layout import join
 from t5ckpt._plan import ArrayWrite, Piece
-from t5ckpt._reuse import Previous
+from t5ckpt._reuse import Previous, files_of
 from t5ckpt._specs import StoredArray
 from t5ckpt._stage import Source, StagedWave, Staging
 from t5ckpt._types import Path, Progress, leaf_name
@@ -42,6 +42,9 @@ from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['WriteJob', 'WriteReport', 'integrity_bytes', 'write_arrays', 'zarray_bytes']
 
+# Chunks that are no range of their shard's bytes are copied to be written; a few of 64 MiB keep a disk busy, and 32, as
+# many as TensorStore writes at once, would be 2 GB.
+_COPIED_BYTES = 256 * 2**20
 _SUB_BYTE = {'float4_e2m1fn', 'int2', 'int4'}
 
 
@@ -149,6 +152,7 @@ class _InFlight:
     leaf: str
     future: Any
     size: int
+    copied: int = 0
 
 
 class _Writer:
@@ -158,6 +162,7 @@ class _Writer:
         self._storage = job.storage
         self._kvstore = job.storage.open_kvstore(job.directory)
         self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._copies = ByteBudget(_COPIED_BYTES)
         self._unread: list[str] = []
         self._done = 0
         self.total = total
@@ -182,8 +187,7 @@ class _Writer:
         """
         previous = self._job.previous
         metadata_key = join(write.array.location, '.zarray')
-        keys = [self._key(write.array, piece) for piece in write.pieces]
-        for key in [metadata_key, *keys] if self._job.is_first else keys:
+        for key in files_of(write, self._job.is_first):
             entry = None if previous is None else previous.digests.get(key)
             if previous is None or entry is None or not self._link(previous, key, entry):
                 if write.leaf.is_deleted():
@@ -237,11 +241,12 @@ class _Writer:
                     self._job.budget.release(write.piece_bytes)
                     self._count(write.piece_bytes, linked=True)
                     continue
+                copied = self._admit_copy(data)
                 future = store[_slices(piece.box)].write(data, can_reference_source_data_indefinitely=True)
             except BaseException:
                 self._job.budget.release(write.piece_bytes)
                 raise
-            self._in_flight.append(_InFlight(leaf_name(write.path), future, write.piece_bytes))
+            self._in_flight.append(_InFlight(leaf_name(write.path), future, write.piece_bytes, copied))
             if entry is None:
                 self._unread.append(key)
             else:
@@ -285,7 +290,7 @@ class _Writer:
     @staticmethod
     def _key(array: StoredArray, piece: Piece) -> str:
         cell = '.'.join(str(a // size) for (a, _), size in zip(piece.box, array.metadata['chunks'], strict=True))
-        return join(array.location, cell)
+        return join(array.location, cell or '0')
 
     @staticmethod
     def _digest_of(array: StoredArray, data: np.ndarray) -> tuple[int, str] | None:
@@ -304,6 +309,13 @@ class _Writer:
                 self._job.budget.acquire(size)
                 return
 
+    def _admit_copy(self, data: np.ndarray) -> int:
+        """Waits until there is room for a chunk that is no part of its shard's memory; its bytes, or 0."""
+        copied = data.nbytes if data.base is None else 0
+        while copied and not self._copies.try_acquire(copied):
+            self._finish(self._in_flight.popleft())
+        return copied
+
     def _finish(self, item: _InFlight) -> None:
         try:
             with foreign_errors(f'{item.leaf} in {self._storage.url(self._job.directory)}', writing=True):
@@ -311,6 +323,7 @@ class _Writer:
         finally:
             if item.size:
                 self._job.budget.release(item.size)
+            self._copies.release(item.copied)
         self._count(item.size)
 
     def _count(self, size: int, *, linked: bool = False) -> None:
@@ -356,4 +369,6 @@ def _piece_values(source: Source, piece: Piece, write: ArrayWrite) -> np.ndarray
     values = source.values(piece)
     if values.dtype != write.dtype:
         values = values.astype(write.dtype)
-    return np.ascontiguousarray(to_stored(values))
+    stored = to_stored(np.asarray(values))
+    # numpy makes an array of one dimension of a contiguous scalar.
+    return np.ascontiguousarray(stored) if stored.ndim else stored

@@ -208,7 +208,7 @@ class Checkpointer:
                 clock=self._clock,
             )
             prepared = prepare_save(request, meeting, state, view.table, fns, self._partitioner)
-        except Exception as error:
+        except BaseException as error:
             meeting.fail('plan', error)
             raise
         pending = PendingSave(request.step, prepared, log_errors=is_async)
@@ -225,6 +225,9 @@ class Checkpointer:
                     'directory that all of them share.'
                 )
             self._channel = processes.channel(self._process_timeout)
+        if self._channel.processes.count > 1:
+            # One thing at a time: the keys of a round go when the next one begins.
+            self.wait_until_finished()
         return self._channel.round(action)
 
     def wait_until_finished(self) -> None:

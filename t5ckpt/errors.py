@@ -123,10 +123,10 @@ class ProcessMissingError(T5CkptError, TimeoutError):
     """
 
     def __init__(self, action: str, phase: str, missing: tuple[int, ...], seconds: float, detail: str):
-        names = ', '.join(map(str, missing)) or 'unknown'
+        names = f'process {", ".join(map(str, missing))}' if missing else 'one of the processes'
         super().__init__(
-            f'{action}: process {names} did not come to {phase!r} within {seconds:g} s; it died, hangs, or does something '
-            f'else. Look at its log; process_timeout= sets the wait. ({detail})'
+            f'{action}: {names} did not come to {phase!r} within {seconds:g} s: it died, hangs, or never called save or '
+            f'restore, which every process has to. Look at its log; process_timeout= sets the wait. ({detail})'
         )
         self.missing = missing
         self.phase = phase

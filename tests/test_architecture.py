@@ -42,7 +42,7 @@ ROWS = (
         '_retention',
         '_dataset_state',
     ),
-    ('_gather', '_save', '_pending', 'view', 'load', '_restore'),
+    ('_gather', '_transform', '_save', '_pending', 'view', 'load', '_restore'),
     ('checkpointer', 'save_best'),
     ('metrics', 'datasets', 'convert', 'training', 'cli'),
     ('__init__', '__main__', 'testing'),

@@ -213,6 +213,17 @@ def test_a_fifo_for_metadata_does_not_block(run):
         restore(directory, columns(values.shape))
 
 
+@pytest.mark.parametrize('chunks', ['[1000000000000, 2048]', '[4611686018427387904, 2048]', '[64, 1e30]', '[' * 5000])
+def test_metadata_that_claims_anything(run, chunks):
+    """An error at once, not a walk over the blocks of a chunk of petabytes."""
+    directory, values = run
+    metadata = directory / 'checkpoint_1' / 'target.w' / '.zarray'
+    text = json.loads(metadata.read_text())
+    metadata.write_text(json.dumps(text | {'chunks': 'CHUNKS'}).replace('"CHUNKS"', chunks))
+    with pytest.raises(errors.CorruptCheckpointError):
+        restore(directory, columns(values.shape))
+
+
 def test_a_file_cut_off_while_it_is_read(tmp_path):
     path = tmp_path / '0.0'
     path.write_bytes(bytes(8192))

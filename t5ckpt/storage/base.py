@@ -69,9 +69,12 @@ class Storage(ABC):
     def size(self, key: str) -> int | None:
         """The bytes of a file, or None where there is no file."""
 
-    def stamp(self, key: str) -> tuple[int, ...] | None:
-        """What changes when a file is replaced or written to; None where the backend has nothing of the kind."""
-        del key
+    def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
+        """What changes when a file is replaced, written to, or gets or loses a name; None where there is no such thing.
+
+        With ``before``, an earlier stamp: None too if more has changed since than the names.
+        """
+        del key, before
         return None
 
     @abstractmethod

@@ -118,12 +118,14 @@ class FileStorage(Storage):
                 return None
         return None if stat.S_ISDIR(info.st_mode) else info.st_size
 
-    def stamp(self, key: str) -> tuple[int, ...] | None:
+    def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         try:
             info = os.lstat(self._path(key))
         except OSError:
             return None
-        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+        # The time of change sees also who sets the other time back; links move it, too.
+        now = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+        return None if before is not None and now[:-1] != before[:-1] else now
 
     def entries(self, key: str = '') -> list[Entry]:
         with foreign_errors(self.url(key)):

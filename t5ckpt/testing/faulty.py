@@ -69,8 +69,8 @@ class FaultyStorage(Storage):
         self._count('kind', key)
         return self._inner.kind(key)
 
-    def stamp(self, key: str) -> tuple[int, ...] | None:
-        return self._inner.stamp(key)
+    def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
+        return self._inner.stamp(key, before)
 
     def size(self, key: str) -> int | None:
         self._count('size', key)

@@ -181,6 +181,100 @@ def save_transformed(directory):
     assert type(back['count']) is int
 
 
+def some_devices(first, count):
+    return NamedSharding(Mesh(np.array(jax.devices()[first : first + count]), ('x',)), PartitionSpec())
+
+
+def save_odd(directory):
+    """Arrays that some processes hold nothing of, empty arrays, dtypes that are stored as others; and back."""
+    away = some_devices(4, 4)
+    rows = NamedSharding(away.mesh, PartitionSpec('x'))
+
+    def put(values, sharding):
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index], dtype=values.dtype)
+
+    values = {
+        'sub_sharded': (full('a', (512, 1024), 'float32'), rows),
+        'sub_replicated': (full('b', (999, 1021), 'float32'), away),
+        'sub_small': (full('c', (5,), 'float32'), away),
+        'sub_scalar': (full('d', (), 'float32'), away),
+        'empty': (np.zeros((0, 8), np.float32), NamedSharding(mesh(), PartitionSpec(None, 'model'))),
+        'uint4': (np.arange(4096).reshape(64, 64).astype(jnp.uint4), NamedSharding(mesh(), PartitionSpec('model'))),
+        'float8': (full('e', (64, 64), 'float8_e4m3'), NamedSharding(mesh(), PartitionSpec('model'))),
+    }
+    tree = {name: put(*each) for name, each in values.items()}
+    for step, compression in enumerate((None, 'auto')):
+        options = {'compression': compression, 'inline_bytes': 64}
+        with checkpointer(directory, tree, **options) as ck:
+            ck.save(tree, step=step)
+            back = ck.restore(step=step)
+        for name, (expect, sharding) in values.items():
+            assert back[name].shape == expect.shape, name
+            assert back[name].dtype == expect.dtype, name
+            assert back[name].sharding.is_equivalent_to(sharding, expect.ndim), name
+            for shard in back[name].addressable_shards:
+                assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(expect[shard.index]).tobytes(), name
+
+
+def save_in_any_order(directory):
+    """The keys of the state come in another order in each process."""
+    tree = state()
+    names = sorted(tree['target'], key=lambda name: hash((name, jax.process_index())))
+
+    def shuffle(state_dict, infos):
+        return (
+            {'target': {name: state_dict['target'][name] for name in names}},
+            {'target': {name: infos['target'][name] for name in names}},
+        )
+
+    with checkpointer(directory, tree) as ck:
+        ck.save(tree, [shuffle], step=1)
+
+
+def restore_between(directory):
+    """A restore while a save is under way, whose process 0 is slow and whose process 1 fails."""
+    checkpointer(directory).save(state(), step=1)
+    storage = open_storage(directory)
+    hooks = {0: lambda: time.sleep(2), 1: fail}
+    if jax.process_index() in hooks:
+        storage = HookedStorage(storage, 'write', 'integrity', hooks[jax.process_index()])
+    ck = checkpointer(storage)
+    pending = ck.save_async(state(1), step=2)
+    check(ck.restore(step=1))
+    try:
+        pending.result()
+    except t5ckpt.errors.T5CkptError as error:
+        return [type(error).__name__, ck.all_steps()]
+    return ['saved', ck.all_steps()]
+
+
+def share_after_failure(directory):
+    """One process cannot read; the next restore, with collectives again, is of its own step everywhere."""
+    with checkpointer(directory, share_replicated=True) as ck:
+        for step in (1, 2):
+            ck.save(state(step), step=step)
+    multihost_utils.sync_global_devices('saved')
+    calls = []
+
+    def progress(*_):
+        calls.append(1)
+        if len(calls) == 1 and jax.process_index() == 1:
+            raise t5ckpt.errors.StorageError(5, 'injected: input/output error')
+
+    with checkpointer(directory, template(), share_replicated=True, progress=progress) as ck:
+        try:
+            ck.restore(step=2)
+        except t5ckpt.errors.T5CkptError as error:
+            kind = type(error).__name__
+        check(ck.restore(step=1), 1)
+    return kind
+
+
+def restore_another_step(directory):
+    with checkpointer(directory, template()) as ck:
+        ck.restore(step=1 + jax.process_index() // 3)
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -254,6 +348,13 @@ def save_differently(directory, what):
                 tree['target']['both'] = sharded(full('x', (64, 4096), 'float32'), ('model', 'data'))
             case 'dtype':
                 tree['target']['small'] = sharded(full('x', (64,), 'bfloat16'), ())
+            case 'devices':
+                devices = np.array(jax.devices())[::-1].reshape(2, 4)
+                sharding = NamedSharding(Mesh(devices, ('data', 'model')), PartitionSpec('data', 'model'))
+                values = full('target/both', (64, 4096), 'float32')
+                tree['target']['both'] = jax.make_array_from_callback(
+                    values.shape, sharding, lambda index: values[index]
+                )
             case 'leaf':
                 tree['target']['small'] = object()
     with checkpointer(directory, tree) as ck:

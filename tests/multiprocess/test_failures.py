@@ -50,6 +50,7 @@ def test_a_fault_in_one_process_fails_all(four, tmp_path, process, operation, ke
         ('shape', ['-target/small: float32 (64,)', '+target/small: float32 (128,)']),
         ('tree', ['+target/more: float32 (64,)']),
         ('dtype', ['+target/small: bfloat16 (64,)']),
+        ('devices', ['-target/both: float32', '+target/both: float32']),
         ('sharding', ['-target/both: float32', '+target/both: float32']),
     ],
 )
@@ -98,6 +99,24 @@ def test_a_damaged_chunk_fails_the_restore_of_all(four, tmp_path):
     errors = four.errors('restore', tmp_path)
     assert 'CorruptCheckpointError' in [kind for kind, _ in errors]
     assert all('has 100 bytes' in text for _, text in errors)
+
+
+def test_a_restore_does_not_disturb_the_save_before_it(four, tmp_path):
+    """Nothing is committed that one process failed to write."""
+    kinds = four.run('restore_between', tmp_path)
+    assert [kind for kind, _ in kinds] == ['RemoteError', 'NoSpaceError', 'RemoteError', 'RemoteError']
+    assert all(steps == [1] for _, steps in kinds)
+
+
+def test_no_collective_before_all_have_read(four, tmp_path):
+    assert four.run('share_after_failure', tmp_path) == ['RemoteError', 'StorageError', 'RemoteError', 'RemoteError']
+
+
+def test_restoring_different_steps(four, tmp_path):
+    four.run('many_saves', tmp_path, 4)
+    errors = four.errors('restore_another_step', tmp_path)
+    assert errors[3][0] == 'DisagreementError'
+    assert all('step 1 of' in text and 'step 0 of' not in text for _, text in errors)
 
 
 def test_a_process_that_hangs_is_named_and_comes_back(four, tmp_path):

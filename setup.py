@@ -17,7 +17,7 @@ EXTRAS = {
     'orbax': ['orbax-checkpoint>=0.11'],
     'hf': ['safetensors>=0.4'],
     'grain': ['grain>=0.2'],
-    'cli': ['rich>=13'],
+    'cli': ['click>=8.1', 'rich>=13'],
     'docs': ['matplotlib>=3.8', 'optax>=0.2.3'],  # what the examples in README.md, docs/ and examples/ import
     'test': [
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
@@ -52,6 +52,7 @@ setup(
         'xxhash>=3.4',
     ],
     extras_require=EXTRAS,
+    entry_points={'console_scripts': ['t5ckpt = t5ckpt.cli:main']},
     classifiers=[
         'Operating System :: POSIX :: Linux',
         'Programming Language :: Python :: 3.11',

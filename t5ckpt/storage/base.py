@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import tensorstore as ts
+from typing import TYPE_CHECKING, Any
 
 from t5ckpt.storage._errors import foreign_errors
+
+if TYPE_CHECKING:
+    # Listing steps and reading manifests need no TensorStore, whose import is most of what `t5ckpt ls` would wait for.
+    import tensorstore as ts
 
 __all__ = ['Entry', 'Storage', 'foreign_errors']
 
@@ -131,6 +133,8 @@ class Storage(ABC):
 
     def open_kvstore(self, key: str) -> ts.KvStore:
         """TensorStore's view of the directory ``key``, for many small writes at once."""
+        import tensorstore as ts
+
         with foreign_errors(self.url(key)):
             return ts.KvStore.open(self.array_kvstore(key), context=self.context()).result()
 

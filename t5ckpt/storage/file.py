@@ -17,13 +17,14 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import tensorstore as ts
+from typing import TYPE_CHECKING, Any
 
 from t5ckpt._layout import join
 from t5ckpt.storage._errors import foreign_errors
 from t5ckpt.storage.base import Entry, Storage
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 __all__ = ['FileStorage']
 
@@ -246,6 +247,8 @@ class FileStorage(Storage):
 
     def context(self) -> ts.Context:
         if self._context is None:
+            import tensorstore as ts
+
             self._context = ts.Context(
                 {'cache_pool': {'total_bytes_limit': 0}, 'file_io_concurrency': {'limit': _IO_CONCURRENCY}}
             )

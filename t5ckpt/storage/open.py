@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
-from typing import Any
 
 from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.storage.base import Storage
 
 __all__ = ['open_storage', 'split_path']
 
+_CLASSES = {'file': ('file', 'FileStorage'), 'memory': ('memory', 'MemoryStorage')}
 _SCHEME = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
 
 
@@ -42,16 +43,10 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     if isinstance(path, Storage):
         return path
     scheme, rest = _scheme(os.fspath(path))
-    classes = _classes()
-    if scheme not in classes:
+    if scheme not in _CLASSES:
         raise UnsupportedFormatError(
-            f'{path}: {scheme!r} is not served, only {sorted(classes)}. Copy the checkpoint to a disk first.'
+            f'{path}: {scheme!r} is not served, only {sorted(_CLASSES)}. Copy the checkpoint to a disk first.'
         )
-    return classes[scheme](rest)
-
-
-def _classes() -> dict[str, Any]:
-    from t5ckpt.storage.file import FileStorage
-    from t5ckpt.storage.memory import MemoryStorage
-
-    return {'file': FileStorage, 'memory': MemoryStorage}
+    # Imported when it is needed: a listing on a disk does not wait for what the other backends load.
+    module, name = _CLASSES[scheme]
+    return getattr(importlib.import_module(f't5ckpt.storage.{module}'), name)(rest)

@@ -1,0 +1,127 @@
+"""What can be said of each step of a run without opening it: for ``ls``, and for who chooses among steps.
+
+Notes: reads one small file a step where t5ckpt wrote it, and lists the step's files where somebody else did. Loads
+neither jax nor tensorstore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, join, parse_leftover, parse_step_dir
+from t5ckpt._sidecar import decode_sidecar
+from t5ckpt.errors import CheckpointNotFoundError, FormatError
+from t5ckpt.steps import steps_in
+from t5ckpt.storage import Entry, Storage
+
+__all__ = ['StepSummary', 'summaries']
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSummary:
+    """One step of a run.
+
+    Attributes:
+      step: its number.
+      path: its directory, as a user would write it.
+      complete: whether readers see it.
+      state: ``'complete'``, ``'unfinished'``, ``'being deleted'`` or ``'broken'``.
+      nbytes: of all its files.
+      created: unix seconds of the save; of the manifest file where no sidecar says it; None where nothing does.
+      metrics: given to ``save``.
+      pinned: whether retention never deletes it.
+      writer: who wrote it, such as ``'t5ckpt 0.1.0'``; empty where it is not known.
+      kept: why it stays, in words, as far as that is known without a policy.
+    """
+
+    step: int
+    path: str
+    complete: bool
+    state: str
+    nbytes: int
+    created: float | None
+    metrics: Mapping[str, float]
+    pinned: bool
+    writer: str
+    kept: str
+
+
+def summaries(storage: Storage) -> list[StepSummary]:
+    """Every step below a storage's root, ascending, with what is unfinished or broken.
+
+    A step that is deleted meanwhile is left out.
+    """
+    complete = set(steps_in(storage))
+    latest = max(complete, default=None)
+    found: list[StepSummary] = []
+    for entry in storage.entries():
+        named = _state_of(entry, complete) if entry.is_dir else None
+        if named is not None:
+            summary = _summary(storage, entry, *named, latest)
+            found += [] if summary is None else [summary]
+    return sorted(found, key=lambda summary: (summary.step, not summary.complete))
+
+
+def _state_of(entry: Entry, complete: set[int]) -> tuple[int, str] | None:
+    step = parse_step_dir(entry.name)
+    if step is not None:
+        return step, 'complete' if step in complete else 'broken'
+    leftover = parse_leftover(entry.name)
+    if leftover is None:
+        return None
+    return leftover.step, 'unfinished' if leftover.state == 'tmp' else 'being deleted'
+
+
+def _summary(storage: Storage, entry: Entry, step: int, state: str, latest: int | None) -> StepSummary | None:
+    extra = _sidecar(storage, entry.name)
+    files = {item.name: item for item in storage.entries(entry.name)}
+    if not files:
+        return None
+    pinned = PINNED in files
+    manifest = files.get(MANIFEST)
+    nbytes = extra.get('bytes')
+    if isinstance(nbytes, int):
+        # The sidecar counts what lies in the arrays' directories.
+        nbytes += sum(item.size for item in files.values())
+    else:
+        nbytes = sum(size for _, size in storage.walk(entry.name))
+    created = extra.get('created_unix')
+    if not isinstance(created, (int, float)):
+        created = manifest.mtime if manifest is not None and manifest.mtime else None
+    kept = ['pinned'] * pinned + ['latest'] * (state == 'complete' and step == latest)
+    return StepSummary(
+        step=step,
+        path=storage.url(entry.name),
+        complete=state == 'complete',
+        state=state,
+        nbytes=nbytes,
+        created=created,
+        metrics=_metrics(extra),
+        pinned=pinned,
+        writer=_writer(extra),
+        kept=', '.join(kept) if state == 'complete' else '',
+    )
+
+
+def _sidecar(storage: Storage, directory: str) -> Mapping[str, Any]:
+    key = join(directory, SIDECAR)
+    try:
+        return decode_sidecar(storage.read(key), storage.url(key)).extra
+    except (CheckpointNotFoundError, FormatError):
+        return {}
+
+
+def _metrics(extra: Mapping[str, Any]) -> dict[str, float]:
+    metrics = extra.get('metrics')
+    if not isinstance(metrics, Mapping):
+        return {}
+    return {str(name): float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+
+
+def _writer(extra: Mapping[str, Any]) -> str:
+    writer = extra.get('writer')
+    if not isinstance(writer, Mapping):
+        return ''
+    return ' '.join(str(writer[key]) for key in ('name', 'version') if key in writer)

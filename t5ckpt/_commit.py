@@ -83,12 +83,13 @@ class CommittedCheckpoint:
 
 @dataclasses.dataclass
 class Workspace:
-    """A directory that is being written, and the lock that says so."""
+    """A directory that is being written, and the lock that says so; ``replaces`` a complete checkpoint of the step."""
 
     storage: Storage
     step: int
     directory: str
     claim: Any
+    replaces: bool = False
 
 
 def writer_facts(version: str) -> dict[str, Any]:
@@ -190,7 +191,10 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes, directories: Sequen
         try:
             storage.publish(work.directory, final)
         except StorageError as error:
-            if storage.kind(join(final, MANIFEST)) == 'file':
+            if broken is not None and work.replaces:
+                # Nothing has taken its place.
+                storage.publish(broken, final)
+            elif storage.kind(join(final, MANIFEST)) == 'file':
                 raise AlreadyCommittedError(storage.url(final)) from error
             raise
         work.directory = final
@@ -201,8 +205,8 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes, directories: Sequen
 
 
 def _vacate(work: Workspace) -> bool:
-    """Whether what lies at the final name is broken and is to make room."""
-    if not is_free(work.storage, work.step):
+    """Whether what lies at the final name is broken, or to be replaced, and makes room."""
+    if not work.replaces and not is_free(work.storage, work.step):
         raise AlreadyCommittedError(work.storage.url(step_dir(work.step)))
     return True
 

@@ -19,7 +19,7 @@ it has been written (the other half serves the writer), so that the caller retur
 that is larger than a wave is fetched chunk by chunk while the caller waits.
 
 Host arrays are copied for an asynchronous save, since their owner may write into them, and used as they are for a
-blocking one. A LazyArray is read when its turn to be written comes.
+blocking one. A LazyArray is read when its turn to be written comes, chunk by chunk where it can be sliced.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Source:
         """The values of one chunk; may wait for a transfer or a read."""
         if self.direct:
             return np.asarray(self.leaf.addressable_shards[piece.shard].data[_slices(piece.within)])
+        if isinstance(self.leaf, LazyArray) and self.leaf.is_sliceable:
+            return _got_slice(self.leaf, piece.within, self.name)
         return self._shard(piece.shard)[_slices(piece.within)]
 
     def release(self) -> None:
@@ -179,6 +181,13 @@ def _got(leaf: Any, name: str) -> np.ndarray:
         raise UnsupportedLeafError(
             f'{name}: a LazyArray of shape {leaf.shape} gave values of shape {values.shape}. Correct it.'
         )
+    return values
+
+
+def _got_slice(leaf: LazyArray, box: Box, name: str) -> np.ndarray:
+    values = np.asarray(leaf[_slices(box)])
+    if values.shape != tuple(stop - start for start, stop in box):
+        raise UnsupportedLeafError(f'{name}: a LazyArray gave values of shape {values.shape} for the slice {box}.')
     return values
 
 

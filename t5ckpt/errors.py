@@ -2,6 +2,7 @@
 
     T5CkptError
     ├── CheckpointNotFoundError   FileNotFoundError, ValueError   no such step, directory or run
+    ├── CheckpointExistsError     FileExistsError                 a complete checkpoint stands where one is to be written
     ├── FormatError               ValueError                      what lies there is not what a reader accepts
     │   ├── CorruptCheckpointError                                it was a checkpoint once: truncated, chunk missing, ...
     │   ├── UnsupportedFormatError                                it is something else, or newer than this reader
@@ -35,6 +36,7 @@ from collections.abc import Iterable, Sequence
 
 __all__ = [
     'AccessDeniedError',
+    'CheckpointExistsError',
     'CheckpointNotFoundError',
     'CorruptCheckpointError',
     'DisagreementError',
@@ -68,6 +70,10 @@ class T5CkptError(Exception):
 
 class CheckpointNotFoundError(T5CkptError, FileNotFoundError, ValueError):
     """No complete checkpoint where one was asked for."""
+
+
+class CheckpointExistsError(T5CkptError, FileExistsError):
+    """A complete checkpoint stands where one was to be written, and replacing it was not asked for."""
 
 
 class FormatError(T5CkptError, ValueError):

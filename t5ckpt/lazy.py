@@ -85,6 +85,11 @@ class LazyArray(ABC):
         """Bytes in memory once read."""
         return self.size * self._dtype.itemsize
 
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether a slice reads less than all of it."""
+        return self._slice_fn is not None
+
     def __len__(self) -> int:
         if not self._shape:
             raise TypeError('len() of an array without dimensions')

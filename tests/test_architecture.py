@@ -42,9 +42,10 @@ ROWS = (
         '_retention',
         '_dataset_state',
     ),
-    ('_gather', '_transform', '_save', '_pending', 'view', 'load', '_restore'),
+    ('_gather', '_transform', '_save', '_pending', '_borrow', '_stream', 'view', 'load', '_restore'),
+    ('convert',),
     ('checkpointer', 'save_best'),
-    ('metrics', 'datasets', 'convert', 'training', 'cli'),
+    ('metrics', 'datasets', 'training', 'cli'),
     ('__init__', '__main__', 'testing'),
 )
 PLACES = [name for names in ROWS for name in names]

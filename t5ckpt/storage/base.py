@@ -112,7 +112,11 @@ class Storage(ABC):
 
     def link(self, source: str, target: str) -> bool:
         """Makes ``target`` another name of the file ``source``, with parents; says False where that does not work."""
-        del source, target
+        return self.link_from(self, source, target)
+
+    def link_from(self, other: Storage, source: str, target: str) -> bool:
+        """The same, with ``source`` a file of another storage."""
+        del other, source, target
         return False
 
     @abstractmethod

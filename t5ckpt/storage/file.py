@@ -215,13 +215,14 @@ class FileStorage(Storage):
                 os.rename(self._path(target), self._path(source))
                 raise
 
-    def link(self, source: str, target: str) -> bool:
+    def link_from(self, other: Storage, source: str, target: str) -> bool:
+        path = other.local_path(source)
         try:
-            if not stat.S_ISREG(os.lstat(self._path(source)).st_mode):
+            if path is None or not stat.S_ISREG(os.lstat(path).st_mode):
                 # Another name of a symbolic link would depend on what the link leads to.
                 return False
             os.makedirs(os.path.dirname(self._path(target)), exist_ok=True)
-            os.link(self._path(source), self._path(target), follow_symlinks=False)
+            os.link(path, self._path(target), follow_symlinks=False)
         except OSError:
             # Gone, another device, too many links, a file system without them: the caller writes the file instead.
             return False

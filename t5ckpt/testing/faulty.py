@@ -104,6 +104,10 @@ class FaultyStorage(Storage):
         self._count('link', target)
         return self._inner.link(source, target)
 
+    def link_from(self, other: Storage, source: str, target: str) -> bool:
+        self._count('link', target)
+        return self._inner.link_from(other, source, target)
+
     def delete_file(self, key: str) -> None:
         self._count('delete_file', key)
         self._inner.delete_file(key)

@@ -1,0 +1,167 @@
+"""Arrays of one checkpoint that become part of another without being decoded.
+
+Chunk files do not say whose they are, so a copy with other names, or with fewer leaves, shares them: by hard link where
+both lie on one file system, else by a copy of the bytes. Either way each file is read once and compared with its
+checksum, where the source has one, so that damage is not handed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._chunks import boxes_of_grid, whole_box
+from t5ckpt._digest import digest
+from t5ckpt._layout import integrity_file, join
+from t5ckpt._leaves import LeafTable
+from t5ckpt._open import Contents, leaves_of
+from t5ckpt._plan import ArrayWrite, Piece
+from t5ckpt._plan_restore import StoredLeaf
+from t5ckpt._reader import ArrayReader
+from t5ckpt._reuse import files_of
+from t5ckpt._specs import StoredArray
+from t5ckpt._types import leaf_name
+from t5ckpt._write import zarray_bytes
+from t5ckpt.errors import CorruptCheckpointError, T5CkptError
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.storage import Storage
+
+__all__ = ['BorrowedArray', 'Lender', 'borrow', 'borrowable', 'take_files', 'whole_pieces']
+
+_PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lender:
+    """A checkpoint whose arrays are taken over; ``digests`` is by file, empty where nobody wrote any."""
+
+    storage: Storage
+    directory: str
+    reader: ArrayReader
+    digests: Mapping[str, tuple[int, str]]
+
+    @classmethod
+    def open(cls, storage: Storage, directory: str) -> Lender:
+        """Opens a checkpoint's directory; what its integrity sidecars say is believed as far as it decodes."""
+        digests: dict[str, tuple[int, str]] = {}
+        process = 0
+        while storage.kind(key := join(directory, integrity_file(process))) == 'file':
+            try:
+                files = json.loads(storage.read(key))['files']
+                digests |= {str(name): (int(size), str(text)) for name, (size, text) in files.items()}
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise CorruptCheckpointError(
+                    f'{storage.url(key)} does not decode ({error!s:.120}). Remove it to go without checksums.'
+                ) from error
+            process += 1
+        return cls(storage, directory, ArrayReader(storage, directory), digests)
+
+
+class BorrowedArray(LazyThreadPoolArray):
+    """A stored array of another checkpoint; as it is, its files are taken over; once cast, it is read."""
+
+    def __init__(self, lender: Lender, leaf: StoredLeaf, name: str):
+        super().__init__(
+            leaf.shape,
+            leaf.dtype,
+            lambda: lender.reader.read(leaf, name),
+            lambda index: lender.reader.read(leaf, name, index),
+        )
+        self.lender = lender
+        self.leaf = leaf
+
+    def astype(self, dtype: Any) -> LazyArray:
+        """The same array, cast to ``dtype`` when it is read."""
+        if np.dtype(dtype) == self.dtype:
+            return self
+        return LazyThreadPoolArray(self.shape, dtype, self._get_fn, self._slice_fn)
+
+
+def borrow(contents: Contents) -> LeafTable:
+    """The leaves of a checkpoint, such that a checkpoint written of them is the same: nothing stored is read.
+
+    Python numbers, text, empty containers and typed PRNG keys come back where the sidecar knows of them.
+    """
+    leaves, facts = leaves_of(contents, (), {})
+    lender = Lender.open(contents.located.storage, contents.located.directory)
+    table: LeafTable = {}
+    for path, leaf in leaves.items():
+        value = BorrowedArray(lender, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
+        if path in facts.keys:
+            value = _keys(value, facts.keys[path])
+        elif path in facts.python and not isinstance(value, BorrowedArray):
+            value = _PYTHON[facts.python[path]](np.asarray(value)[()])
+        table[path] = value
+    return table
+
+
+def _keys(data: Any, impl: str) -> Any:
+    import jax
+
+    values = data.get() if isinstance(data, LazyArray) else data
+    return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=impl)
+
+
+def borrowable(leaf: BorrowedArray, write: ArrayWrite) -> StoredArray | None:
+    """The array as it is to stand in the new checkpoint, or None where its values have to be read.
+
+    That is where it is cast, where it does not lie in a directory of zarr chunks, where version 2 hid bfloat16 in it, and
+    where its metadata is not such as we write, which T5X might not accept from us.
+    """
+    held = leaf.leaf.array
+    plain = held.container == 'dir' and held.driver == 'zarr' and held.bits_of is None
+    if not plain or write.dtype != leaf.dtype or held.dtype != write.array.dtype:
+        return None
+    storage = leaf.lender.storage
+    key = join(leaf.lender.directory, held.location, '.zarray')
+    if storage.kind(key) != 'file':
+        return None
+    try:
+        found = json.loads(storage.read(key))
+        metadata = {'chunks': tuple(found['chunks']), 'compressor': found['compressor']}
+        array = dataclasses.replace(write.array, metadata=metadata)
+        expected = json.loads(zarray_bytes(array))
+        same = {**found, 'dimension_separator': found.get('dimension_separator', '.')} == expected
+    except (ValueError, TypeError, KeyError):
+        return None
+    return array if same else None
+
+
+def whole_pieces(array: StoredArray) -> tuple[Piece, ...]:
+    """All chunks of an array."""
+    boxes = boxes_of_grid(whole_box(array.shape), array.metadata['chunks'])
+    return tuple(Piece(box, -1, box) for box in boxes)
+
+
+def take_files(leaf: BorrowedArray, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, tuple[int, str]]:
+    """Links or copies the files of an array into ``directory``; returns their sizes and digests.
+
+    Raises:
+      CorruptCheckpointError: a file is gone, or not what was once written.
+    """
+    lender, held = leaf.lender, leaf.leaf.array.location
+    entries: dict[str, tuple[int, str]] = {}
+    for name in files_of(write, True):
+        old = join(held, name.rpartition('/')[2])
+        source, target = join(lender.directory, old), join(directory, name)
+        try:
+            data = lender.storage.read(source)
+        except T5CkptError as error:
+            raise _damaged(leaf, write, old, 'cannot be read') from error
+        entry = len(data), digest(data)
+        if lender.digests.get(old, entry) != entry:
+            raise _damaged(leaf, write, old, 'is not what its checksum says')
+        if not storage.link_from(lender.storage, source, target):
+            storage.make_dir(join(directory, write.array.location))
+            storage.write(target, data)
+        entries[name] = entry
+    return entries
+
+
+def _damaged(leaf: BorrowedArray, write: ArrayWrite, file: str, what: str) -> CorruptCheckpointError:
+    where = leaf.lender.storage.url(join(leaf.lender.directory, file))
+    return CorruptCheckpointError(f'{leaf_name(write.path)}: {where} {what}. Take another copy of the checkpoint.')

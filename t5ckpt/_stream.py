@@ -1,0 +1,273 @@
+"""Writing a checkpoint from leaves that are read one after another: what converters and rewriters share.
+
+The leaves are any mixture of numpy arrays, numbers, None and LazyArrays. A LazyArray is read when its turn comes, in
+slices of one chunk where it can be sliced, and let go of when the chunk is on its way; the bytes in flight stay within
+``budget_bytes``. So a checkpoint of any size goes through a few hundred megabytes, plus the largest leaf that cannot be
+sliced. The commit is that of a save: a temporary directory, fsync, sidecars with checksums, manifest, one rename.
+
+A :class:`BorrowedArray` that is to be written as it is has its chunk files hard-linked from the checkpoint it lies in,
+or copied where links do not work, after a look at their checksums.
+
+Resuming: with ``source``, whatever names the input, a write that was killed is taken up by the next one with the same
+source, plan and options: leaves whose files are all there are not read again. A file is there only whole, since it is
+renamed into place. An error removes what was written, as in a save.
+
+Notes: one process. No jax is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5ckpt._borrow import BorrowedArray, borrowable, take_files, whole_pieces
+from t5ckpt._budget import ByteBudget
+from t5ckpt._commit import (
+    AlreadyCommittedError,
+    CommittedCheckpoint,
+    Workspace,
+    abandon,
+    begin,
+    commit,
+    is_free,
+    sweep,
+    writer_facts,
+)
+from t5ckpt._compress import AUTO
+from t5ckpt._digest import digest
+from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, integrity_file, join, parse_leftover, step_dir
+from t5ckpt._leaves import LeafTable, nest
+from t5ckpt._manifest import encode_manifest
+from t5ckpt._plan import ArrayWrite, SaveOptions, SavePlan, plan_save
+from t5ckpt._plan_text import plan_text
+from t5ckpt._reuse import files_of
+from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
+from t5ckpt._specs import spec_of
+from t5ckpt._stage import Staging
+from t5ckpt._types import Clock, Path, Progress
+from t5ckpt._version import __version__
+from t5ckpt._write import WriteJob, WriteReport, integrity_bytes, write_arrays
+from t5ckpt.errors import CheckpointExistsError, FormatError
+from t5ckpt.storage import Storage
+
+__all__ = ['STREAM_BYTES', 'BorrowedArray', 'StreamRequest', 'write_stream']
+
+STREAM_BYTES = 512 * 10**6
+"""Bytes in flight by default: enough for a few chunks of 64 MiB on their way to the disk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamRequest:
+    """Where and how to write.
+
+    Attributes:
+      storage: of the run's directory.
+      step: to write as.
+      options: dtype, codec, chunks and what goes inline, as in a save.
+      budget_bytes: of values in flight; a larger chunk goes alone.
+      overwrite: a complete checkpoint of this step is replaced, once the new one is whole. One that is pinned is not.
+      source: what is read and how, of JSON's types; kept in the sidecar. With one, the write can be resumed.
+      progress: called with (bytes done, bytes in all).
+      clock: unix seconds.
+    """
+
+    storage: Storage
+    step: int
+    options: SaveOptions = dataclasses.field(default_factory=SaveOptions)
+    budget_bytes: int = STREAM_BYTES
+    overwrite: bool = False
+    source: Mapping[str, Any] | None = None
+    progress: Progress | None = None
+    clock: Clock = time.time
+
+
+@dataclasses.dataclass
+class _Taken:
+    """Leaves that need not be read: their files are there already, or are another checkpoint's."""
+
+    writes: dict[Path, ArrayWrite] = dataclasses.field(default_factory=dict[Path, ArrayWrite])
+    digests: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict[str, 'tuple[int, str]'])
+    array_bytes: int = 0
+
+    def add(self, write: ArrayWrite, files: Mapping[str, tuple[int, str]]) -> None:
+        self.writes[write.path] = write
+        self.digests |= files
+        self.array_bytes += write.array.nbytes
+
+
+def check_room(request: StreamRequest) -> None:
+    """Says before anything is read that the step is taken.
+
+    Raises:
+      CheckpointExistsError: a complete checkpoint is there, and replacing it was not asked for or is not possible.
+      UnsupportedFormatError: what is there is another program's.
+    """
+    storage, directory = request.storage, step_dir(request.step)
+    if is_free(storage, request.step):
+        return
+    where = storage.url(directory)
+    if not request.overwrite:
+        raise CheckpointExistsError(f'{where} is there already. Write to another directory, or ask to replace it.')
+    if storage.kind(join(directory, PINNED)) == 'file':
+        raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')
+    if not storage.renames:
+        raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
+
+
+def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoint:
+    """Writes a checkpoint, leaf by leaf.
+
+    Args:
+      table: path to leaf, as in ``{('target', 'w'): LazyThreadPoolArray(...), ('state', 'step'): np.int32(7)}``.
+      request: where and how.
+
+    Raises:
+      CheckpointExistsError: see :func:`check_room`; nothing was read.
+      UnsupportedLeafError: a leaf cannot be written; nothing was.
+      StorageError: nothing became visible.
+    """
+    started = time.monotonic()
+    check_room(request)
+    plan = plan_save(table, {}, request.options)
+    work = _workspace(request, plan)
+    try:
+        nbytes = _fill_and_commit(request, plan, work)
+    except Exception:
+        abandon(work)
+        raise
+    except BaseException:
+        # Stopped by the user. What is whole is kept for the next attempt, or for the sweep of the next save.
+        if request.source is None:
+            abandon(work)
+        else:
+            work.claim.close()
+        raise
+    url = request.storage.url(step_dir(request.step))
+    return CommittedCheckpoint(request.step, url, nbytes, time.monotonic() - started)
+
+
+def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
+    """The directory of a killed write that was after the same, or a new one."""
+    storage, facts = request.storage, writer_facts(__version__)
+    unfinished = None
+    if request.source is not None:
+        header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
+        facts['resume'] = digest(plan_text(plan, header).encode())
+        unfinished = _unfinished(storage, request.step, facts['resume'])
+    # The lock of the unfinished one is held by now, so it is not swept.
+    sweep(storage, request.clock)
+    work = begin(storage, request.step, request.clock, facts) if unfinished is None else unfinished
+    work.replaces = request.overwrite
+    return work
+
+
+def _unfinished(storage: Storage, step: int, fingerprint: str) -> Workspace | None:
+    for entry in storage.entries() if storage.renames else ():
+        leftover = parse_leftover(entry.name)
+        if leftover is None or leftover.state != 'tmp' or leftover.step != step:
+            continue
+        claim = storage.claim(entry.name)
+        if claim is not None and claim.is_held and _resume_text(storage, entry.name) == fingerprint:
+            return Workspace(storage, step, entry.name, claim)
+        if claim is not None:
+            claim.close()
+    return None
+
+
+def _resume_text(storage: Storage, directory: str) -> Any:
+    key = join(directory, SIDECAR)
+    if storage.kind(key) != 'file':
+        return None
+    try:
+        writer = decode_sidecar(storage.read(key), storage.url(key)).extra.get('writer')
+    except FormatError:
+        return None
+    return writer.get('resume') if isinstance(writer, Mapping) else None
+
+
+def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) -> int:
+    """Writes everything and commits; returns the bytes of all files."""
+    storage, directory = request.storage, work.directory
+    taken = _take(request, plan.writes, work)
+    rest = tuple(write for write in plan.writes if write.path not in taken.writes)
+    staging = Staging(dataclasses.replace(plan, writes=rest), 'auto', request.budget_bytes, False)
+    staging.start()
+    budget = ByteBudget(max(1, request.budget_bytes // 2))
+    job = WriteJob(storage, directory, budget, progress=_progress_after(request.progress, taken.array_bytes))
+    report = write_arrays(job, staging)
+    report = dataclasses.replace(
+        report,
+        arrays=report.arrays | {path: write.array for path, write in taken.writes.items()},
+        digests=report.digests | taken.digests,
+    )
+    integrity = integrity_bytes(report)
+    storage.write(join(directory, integrity_file(0)), integrity)
+    manifest = _manifest_bytes(staging, report, storage.driver)
+    files = {MANIFEST: (len(manifest), digest(manifest)), integrity_file(0): (len(integrity), digest(integrity))}
+    extra = {
+        'writer': writer_facts(__version__),
+        'created_unix': round(request.clock(), 3),
+        'step': request.step,
+        'bytes': report.file_bytes,
+        'files': len(report.digests),
+        'digests': {name: list(entry) for name, entry in files.items()},
+        **({} if request.source is None else {'source': dict(request.source)}),
+    }
+    try:
+        locations = [array.location for array in report.arrays.values()]
+        commit(work, manifest, encode_sidecar(Sidecar(plan.facts, extra)), locations, request.clock)
+    except AlreadyCommittedError as error:
+        raise CheckpointExistsError(f'{error} was saved by another writer in the meantime.') from error
+    return report.file_bytes + sum(size for size, _ in files.values())
+
+
+def _manifest_bytes(staging: Staging, report: WriteReport, driver: str) -> bytes:
+    table: LeafTable = dict(staging.inline_values())
+    table |= {path: spec_of(array, driver) for path, array in report.arrays.items()}
+    return encode_manifest(nest(table))
+
+
+def _progress_after(progress: Progress | None, before: int) -> Progress | None:
+    return None if progress is None else lambda done, total: progress(before + done, before + total)
+
+
+def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Workspace) -> _Taken:
+    """What need not be read: files that a killed write left here, and arrays that are another checkpoint's."""
+    taken = _Taken()
+    total = sum(write.array.nbytes for write in writes)
+    for write in writes:
+        leaf = write.leaf
+        array = borrowable(leaf, write) if isinstance(leaf, BorrowedArray) else None
+        planned = write if array is None else dataclasses.replace(write, array=array, pieces=whole_pieces(array))
+        files = _files_here(work, planned)
+        if files is None and isinstance(leaf, BorrowedArray) and array is not None:
+            files = take_files(leaf, planned, work.storage, work.directory)
+        if files is None:
+            continue
+        taken.add(_with_codec(work, planned), files)
+        if request.progress is not None:
+            request.progress(taken.array_bytes, total)
+    return taken
+
+
+def _files_here(work: Workspace, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
+    """All files of a leaf with their digests, or None where one is not there."""
+    storage, names = work.storage, files_of(write, True)
+    sizes = {name: storage.size(join(work.directory, name)) for name in names}
+    if any(size is None for size in sizes.values()):
+        return None
+    if write.array.metadata['compressor'] is None and any(sizes[name] != write.piece_bytes for name in names[1:]):
+        return None
+    return {name: (len(data), digest(data)) for name in names for data in [storage.read(join(work.directory, name))]}
+
+
+def _with_codec(work: Workspace, write: ArrayWrite) -> ArrayWrite:
+    """The write with the codec that was chosen when its metadata was written."""
+    if write.array.metadata['compressor'] != AUTO:
+        return write
+    zarray = json.loads(work.storage.read(join(work.directory, write.array.location, '.zarray')))
+    metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
+    return dataclasses.replace(write, array=dataclasses.replace(write.array, metadata=metadata))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         pin_checkpoint,
         unpin_checkpoint,
     )
-    from t5ckpt.translate import apply_assignment_map
+    from t5ckpt.translate import apply_assignment_map, intersect_state
     from t5ckpt.view import CheckpointView, open_checkpoint
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     'apply_assignment_map',
     'find_checkpoint',
     'get_checkpoint_dir',
+    'intersect_state',
     'is_pinned_checkpoint',
     'latest_step',
     'load_t5x_checkpoint',
@@ -78,6 +79,7 @@ _MODULES = {
     'apply_assignment_map': 'translate',
     'find_checkpoint': 'steps',
     'get_checkpoint_dir': 'steps',
+    'intersect_state': 'translate',
     'is_pinned_checkpoint': 'steps',
     'latest_step': 'steps',
     'load_t5x_checkpoint': 'load',

@@ -24,7 +24,7 @@ from t5ckpt._plan import cast_dtype
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray, is_spec, parse_spec
 from t5ckpt._types import Path, leaf_name
-from t5ckpt.errors import CorruptCheckpointError, LeafProblem, mismatch_error, near_names
+from t5ckpt.errors import CorruptCheckpointError, LeafProblem, UnsupportedLeafError, mismatch_error, near_names
 
 __all__ = [
     'InlineRead',
@@ -176,11 +176,12 @@ def plan_restore(
 
     Raises:
       TreeMismatchError: or the subclass of the only kind of difference there is.
+      UnsupportedLeafError: a transform put something there that is no leaf.
     """
-    matcher = _Matcher(leaves, options)
+    matcher = _Matcher(leaves, targets, options)
     for path, target in targets.items():
         matcher.match(path, target)
-    matcher.leftovers(targets)
+    matcher.leftovers()
     if matcher.problems:
         raise mismatch_error(matcher.problems, where)
     return RestorePlan(
@@ -196,8 +197,9 @@ def plan_restore(
 class _Matcher:
     """Collects the plan and the problems, leaf by leaf."""
 
-    def __init__(self, leaves: LeafTable, options: RestoreOptions):
+    def __init__(self, leaves: LeafTable, targets: Mapping[Path, Target], options: RestoreOptions):
         self._leaves = leaves
+        self._targets = targets
         self._fallback = options.fallback
         self._restore_dtype = options.restore_dtype
         self._keys = options.keys
@@ -211,7 +213,7 @@ class _Matcher:
         self.problems: list[LeafProblem] = []
 
     def match(self, path: Path, target: Target) -> None:
-        found = self._leaves.get(path)
+        found = _as_leaf(path, self._leaves.get(path))
         if target.kind == 'none':
             self.kept[path] = None
         elif target.kind in ('empty', 'text'):
@@ -253,13 +255,14 @@ class _Matcher:
             hint = f'The checkpoint holds {_held(found)} there.'
             self.problems.append(LeafProblem(name, 'missing', '', _describe(target), hint))
             return
+        near = self._near(name, self._leaves, self._targets)
+        self.problems.append(LeafProblem(name, 'missing', '', _describe(target), near=near))
+
+    def _near(self, name: str, there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
+        """Names there that are close and have no partner here; one that has is no leaf that was renamed."""
         if len(self.problems) >= _HINTED:
-            self.problems.append(LeafProblem(name, 'missing', '', _describe(target)))
-            return
-        near = near_names(name, (leaf_name(other) for other in self._leaves))
-        self.problems.append(
-            LeafProblem(name, 'missing', '', _describe(target), f'Near: {", ".join(near)}.' if near else '')
-        )
+            return ()
+        return tuple(near_names(name, (leaf_name(other) for other in there if other not in here)))
 
     def _fits(self, path: Path, target: Target, found: Any, source: str = '') -> bool:
         name, shape, dtype = leaf_name(path), tuple(found.shape), np.dtype(found.dtype)
@@ -281,11 +284,11 @@ class _Matcher:
             self.notes.append(f'{name}: checkpoint {dtype.name}, model {wanted.name}')
         return True
 
-    def leftovers(self, targets: Mapping[Path, Target]) -> None:
+    def leftovers(self) -> None:
         """Leaves of the checkpoint that the model does not name."""
-        nones = {path for path, target in targets.items() if target.kind == 'none'}
+        nones = {path for path, target in self._targets.items() if target.kind == 'none'}
         for path, found in self._leaves.items():
-            if path in targets or found is None or isinstance(found, Empty):
+            if path in self._targets or found is None or isinstance(found, Empty):
                 continue
             if isinstance(found, str):
                 self.notes.append(f'{leaf_name(path)}: text in the checkpoint, not in the model')
@@ -293,14 +296,23 @@ class _Matcher:
             if any(path[:length] in nones for length in range(1, len(path))):
                 self.ignored.append(path)
                 continue
-            near = (
-                near_names(leaf_name(path), (leaf_name(other) for other in targets))
-                if len(self.problems) < _HINTED
-                else []
-            )
-            hint = f'Near: {", ".join(near)}.' if near else ''
-            holds = _held(found)
-            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', holds, '', hint))
+            near = self._near(leaf_name(path), self._targets, self._leaves)
+            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', _held(found), '', near=near))
+
+
+def _as_leaf(path: Path, found: Any) -> Any:
+    """A leaf of the checkpoint; a number that a transform put there as numpy.
+
+    Raises:
+      UnsupportedLeafError: a transform put something else there.
+    """
+    if found is None or isinstance(found, (Empty, str)) or (hasattr(found, 'shape') and hasattr(found, 'dtype')):
+        return found
+    if isinstance(found, (bool, int, float, complex)):
+        return np.asarray(found)
+    raise UnsupportedLeafError(
+        f'{leaf_name(path)}: a state transformation put a {type(found).__name__} there. Give an array or a number.'
+    )
 
 
 def _both_python_ints(dtype: np.dtype, target: Target) -> bool:
@@ -312,7 +324,13 @@ def _held(found: Any) -> str:
     """What the checkpoint holds at a leaf, for a message."""
     if found is None or isinstance(found, Empty):
         return 'None' if found is None else 'an empty container'
-    return f'{np.dtype(found.dtype).name} {tuple(found.shape)}' if hasattr(found, 'dtype') else 'text'
+    return (
+        f'{np.dtype(found.dtype).name} {tuple(found.shape)}'
+        if hasattr(found, 'dtype')
+        else 'text'
+        if isinstance(found, str)
+        else type(found).__name__
+    )
 
 
 def _describe(target: Target) -> str:

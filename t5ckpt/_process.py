@@ -256,7 +256,7 @@ class Round:
         except TimeoutError:
             return ProcessMissingError(self._action, phase, (0,), self._timeout, f'its service is gone: {error}')
         missing = tuple(sorted(set(range(self.processes.count)) - here))
-        return ProcessMissingError(self._action, phase, missing, self._timeout, str(error).partition('\n')[0][:300])
+        return ProcessMissingError(self._action, phase, missing, self._timeout, str(error))
 
     def _raise_failures(self, phase: str, notes: Sequence[Any]) -> None:
         failed = {
@@ -271,7 +271,7 @@ class Round:
         try:
             answer = json.loads(self.processes.get(f'{at}/answer', self._timeout))
         except TimeoutError as error:
-            raise ProcessMissingError(self._action, phase, (0,), self._timeout, str(error)[:300]) from error
+            raise ProcessMissingError(self._action, phase, (0,), self._timeout, str(error)) from error
         if 'error' in answer:
             kind, _, text = answer['error'].partition(': ')
             if kind == 'RemoteError':
@@ -302,7 +302,7 @@ class Round:
             count = int(self._wait(f'{at}/count', deadline))
             return b''.join(self._wait(f'{at}/{number}', deadline) for number in range(count))
         except TimeoutError as error:
-            raise ProcessMissingError(self._action, name, (0,), self._timeout, str(error)[:300]) from error
+            raise ProcessMissingError(self._action, name, (0,), self._timeout, str(error)) from error
 
     def _wait(self, key: str, deadline: float) -> bytes:
         return self.processes.get(key, max(0.001, deadline - time.monotonic()))
@@ -320,7 +320,7 @@ class Round:
         try:
             return self.processes.get(f'{self._prefix}/{name}/{process}', self._timeout)
         except TimeoutError as error:
-            raise ProcessMissingError(self._action, name, (process,), self._timeout, str(error)[:300]) from error
+            raise ProcessMissingError(self._action, name, (process,), self._timeout, str(error)) from error
 
 
 # T5X's names (t5x/checkpoints.py), so that a dashboard made for T5X goes on working.

@@ -107,6 +107,8 @@ def _read(
     if plan.ignored:
         _log.info('t5ckpt: left out below a None of the model: %s', ', '.join(map(leaf_name, plan.ignored)))
     _warn_if_narrowed(plan)
+    if not request.meeting.is_alone and not request.lazy:
+        _warn_if_local(plan)
     reader = ArrayReader(located.storage, located.directory, request.mmap)
     wanted: dict[Path, Any] = {}
     with still_there(located):
@@ -172,7 +174,24 @@ def _warn_if_narrowed(plan: RestorePlan) -> None:
         warnings.warn(
             f'{", ".join(names[:5])}{" ..." if len(names) > 5 else ""}: JAX narrows these to 32 bits on a device. Set '
             'jax_enable_x64, or restore to numpy, to keep all bits.',
-            stacklevel=4,
+            stacklevel=5,
+        )
+
+
+def _warn_if_local(plan: RestorePlan) -> None:
+    """In a job of several processes each gets arrays of its own where the model names no sharding over all of them."""
+    reads = [read for read in (*plan.stored, *plan.inline) if read.target.device]
+    local = [
+        leaf_name(read.path)
+        for read in reads
+        if read.target.sharding is None or read.target.sharding.is_fully_addressable
+    ]
+    if local:
+        warnings.warn(
+            f'{", ".join(local[:5])}{f" and {len(local) - 5} more" if len(local) > 5 else ""}: the model gives no sharding over '
+            'the devices of all processes, so each process gets an array of its own, which the next save refuses. Give '
+            'the leaves of the model global shardings: jax.ShapeDtypeStruct(shape, dtype, sharding=...).',
+            stacklevel=5,
         )
 
 

@@ -26,7 +26,7 @@ from t5ckpt._restore import RestoreRequest, run_restore
 from t5ckpt._save import Reuse, SaveRequest, prepare_save
 from t5ckpt._stage import STAGING_MODES
 from t5ckpt._types import Clock, Partitioner, Progress, RestoreStateTransformationFn, SaveStateTransformationFn
-from t5ckpt.errors import UnsupportedTopologyError
+from t5ckpt.errors import ClosedError, UnsupportedTopologyError
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.storage import Storage, open_storage
 
@@ -38,8 +38,35 @@ _GB = 10**9
 class Checkpointer:
     """Saves and restores a train state, in T5X's format. The signatures are T5X's, plus keywords.
 
+    Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
+
+    Args:
+      train_state: the structure, shapes, dtypes and shardings to restore to: an object with T5X's protocol, a
+        Flax TrainState or any pytree; leaves may be jax.ShapeDtypeStruct.
+      partitioner: T5X's; gives the mesh and the axes to restore to. Without one the leaves' own shardings count.
+      checkpoints_dir: the run's directory: a path, a URL of a storage that is served, or a Storage.
+      dataset_iterator: has ``save(filename)`` and ``load(filename)``.
+      keep: how many of the latest checkpoints stay; at least 1; None keeps all.
+      save_dtype: floating leaves of ``target`` or ``params`` are cast to it on save; None casts nothing.
+      restore_dtype: the same on restore.
+      keep_dataset_checkpoints: how many of the latest checkpoints keep their iterator state; None keeps all.
+      keep_policy: decides instead of ``keep``.
+      compression: None, 'zstd', 'gzip', 'blosc', or 'auto' to compress the leaves for which it pays.
+      chunk_bytes: the wish for the largest chunk file.
+      inline_bytes: leaves up to this many bytes go into the manifest instead of an array of their own.
+      staging: how the state is made safe before ``save_async`` returns, see ``_stage.py``.
+      reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it, see ``_reuse.py``.
+      mmap: ``restore`` maps chunk files instead of reading them, on the CPU backend and where the files allow it;
+        values are then read from the checkpoint when a step touches them, see docs/mapped-restore.md.
+      progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
+      clock: unix seconds.
+      share_replicated: with several processes, ``restore`` reads an array that all of them hold whole once, each
+        device a part, and completes it over the network between the devices; see docs/many-hosts.md.
+      processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
+      process_timeout: seconds that a process waits for the others at each of the two points where all meet.
+
     Notes: one save at a time, a second one waits for the first. Methods are to be called from one thread, the one
-    that trains; the background thread of a save calls none of them. Use as a context manager, or call ``close``.
+    that trains; the background thread of a save calls none of them.
     """
 
     def __init__(
@@ -66,33 +93,6 @@ class Checkpointer:
         processes: Processes | None = None,
         process_timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ):
-        """Makes a checkpointer; nothing is created on storage before the first save.
-
-        Args:
-          train_state: the structure, shapes, dtypes and shardings to restore to: an object with T5X's protocol, a
-            Flax TrainState or any pytree; leaves may be jax.ShapeDtypeStruct.
-          partitioner: T5X's; gives the mesh and the axes to restore to. Without one the leaves' own shardings count.
-          checkpoints_dir: the run's directory: a path, a URL of a storage that is served, or a Storage.
-          dataset_iterator: has ``save(filename)`` and ``load(filename)``.
-          keep: how many of the latest checkpoints stay; at least 1; None keeps all.
-          save_dtype: floating leaves of ``target`` or ``params`` are cast to it on save; None casts nothing.
-          restore_dtype: the same on restore.
-          keep_dataset_checkpoints: how many of the latest checkpoints keep their iterator state; None keeps all.
-          keep_policy: decides instead of ``keep``.
-          compression: None, 'zstd', 'gzip', 'blosc', or 'auto' to compress the leaves for which it pays.
-          chunk_bytes: the wish for the largest chunk file.
-          inline_bytes: leaves up to this many bytes go into the manifest instead of an array of their own.
-          staging: how the state is made safe before ``save_async`` returns, see ``_stage.py``.
-          reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it, see ``_reuse.py``.
-          mmap: ``restore`` maps chunk files instead of reading them, on the CPU backend and where the files allow it;
-            values are then read from the checkpoint when a step touches them, see docs/mapped-restore.md.
-          progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
-          clock: unix seconds.
-          share_replicated: with several processes, ``restore`` reads an array that all of them hold whole once, each
-            device a part, and completes it over the network between the devices; see docs/many-hosts.md.
-          processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
-          process_timeout: seconds that a process waits for the others at each of the two points where all meet.
-        """
         if not isinstance(checkpoints_dir, Storage) and not os.fspath(checkpoints_dir):
             given = f', got partitioner={partitioner!r:.80}' if isinstance(partitioner, (str, os.PathLike)) else ''
             raise ValueError(f'checkpoints_dir is empty: pass checkpoints_dir=, the directory of the run{given}.')
@@ -125,6 +125,7 @@ class Checkpointer:
         self._process_timeout = process_timeout
         self._channel: Channel | None = None
         self._pending: PendingSave | None = None
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -188,6 +189,11 @@ class Checkpointer:
     ) -> PendingSave:
         if not 0 < concurrent_gb < math.inf:
             raise ValueError(f'concurrent_gb must be a finite number above 0, got {concurrent_gb}.')
+        if self._is_closed:
+            raise ClosedError(
+                f'the checkpointer of {self.checkpoints_dir} is closed, so nobody would wait for this save or see its error. '
+                'Save inside the with block, or before close().'
+            )
         self.wait_until_finished()
         meeting = self._meeting('a save' if step is None else f'the save of step {step}')
         try:
@@ -241,7 +247,11 @@ class Checkpointer:
             self._pending.raise_unseen()
 
     def close(self) -> None:
-        """Waits for the save in the background and raises its error, if nobody has seen it."""
+        """Waits for the save in the background and raises its error, if nobody has seen it.
+
+        After that ``save`` and ``save_async`` raise ClosedError; restoring goes on.
+        """
+        self._is_closed = True
         self.wait_until_finished()
         self.check_for_errors()
 

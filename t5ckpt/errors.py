@@ -18,6 +18,7 @@
     │   ├── AccessDeniedError     PermissionError
     │   └── NotADirectoryStorageError  NotADirectoryError
     ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
+    ├── ClosedError               ValueError                      a save with a checkpointer that was closed
     ├── DisagreementError         ValueError                      the processes were asked for different things
     ├── ProcessMissingError       TimeoutError                    a process did not come in time
     ├── RemoteError               RuntimeError                    another process failed, and so all did
@@ -32,12 +33,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 __all__ = [
     'AccessDeniedError',
     'CheckpointExistsError',
     'CheckpointNotFoundError',
+    'ClosedError',
     'CorruptCheckpointError',
     'DisagreementError',
     'DtypeMismatch',
@@ -116,6 +119,10 @@ class SaveFailedError(T5CkptError, RuntimeError):
     """A save that ran in the background failed; ``__cause__`` is the first error."""
 
 
+class ClosedError(T5CkptError, ValueError):
+    """A save with a checkpointer that was closed."""
+
+
 class DisagreementError(T5CkptError, ValueError):
     """The processes of a job were asked to save different things; the message shows how they differ."""
 
@@ -130,9 +137,11 @@ class ProcessMissingError(T5CkptError, TimeoutError):
 
     def __init__(self, action: str, phase: str, missing: tuple[int, ...], seconds: float, detail: str):
         names = f'process {", ".join(map(str, missing))}' if missing else 'one of the processes'
+        # That the wait ended is what this error says; anything else the coordination service has to say is news.
+        news = '' if detail.startswith('DEADLINE_EXCEEDED') else f' ({detail.partition(chr(10))[0][:300]})'
         super().__init__(
             f'{action}: {names} did not come to {phase!r} within {seconds:g} s: it died, hangs, or never called save or '
-            f'restore, which every process has to. Look at its log; process_timeout= sets the wait. ({detail})'
+            f'restore, which every process has to. Look at its log; process_timeout= sets the wait.{news}'
         )
         self.missing = missing
         self.phase = phase
@@ -163,7 +172,8 @@ class LeafProblem:
       kind: ``'shape'``, ``'dtype'``, ``'missing'`` or ``'unexpected'``.
       checkpoint: what the checkpoint holds, as text; empty when it holds nothing.
       model: what the model expects, as text; empty when it expects nothing.
-      hint: what else helps, such as names that are close.
+      hint: what else helps.
+      near: names on the other side that have no partner and are close, nearest first: the leaf may have been renamed.
     """
 
     leaf: str
@@ -171,9 +181,11 @@ class LeafProblem:
     checkpoint: str
     model: str
     hint: str = ''
+    near: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         tail = f' {self.hint}' if self.hint else ''
+        tail += f' Near: {", ".join(self.near)}.' if self.near else ''
         match self.kind:
             case 'missing':
                 return f'{self.leaf}: not in the checkpoint, model {self.model}.{tail}'
@@ -211,11 +223,11 @@ class UnexpectedLeaves(TreeMismatchError):  # noqa: N818
 
 
 _CURES = {
-    'shape': 'Pass a state_transformation_fn that reshapes the leaf, or that drops it and fallback_state to take it from there.',
     'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the model.',
-    'missing': 'Pass fallback_state to take these leaves from there, or a state_transformation_fn that renames them.',
-    'unexpected': 'Rename them with apply_assignment_map, or drop them in a state_transformation_fn, e.g. '
-    'lambda state, model: {key: value for key, value in state.items() if key in model}.',
+    'missing': 'To start leaves that are new from values of yours: fallback_state=, nested dicts like the model.',
+    'shape': 'Change the model, or put an array of the right shape in the place of the leaf in a state_transformation_fn; to '
+    'start it anew, leave it out there, and pass fallback_state=.',
+    'unexpected': 'To leave out what the model has no place for: state_transformation_fns=[t5ckpt.intersect_state]',
 }
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,
@@ -242,8 +254,21 @@ def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchE
     lines += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         lines.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
+    lines += _renaming(problems)
     lines += [_CURES[kind] for kind in kinds]
     return cls('\n'.join(lines), problems)
+
+
+def _renaming(problems: Sequence[LeafProblem]) -> list[str]:
+    """How to rename, with the first pair of near names as the example; nothing where there is no such pair."""
+    first = next((problem for problem in problems if problem.near), None)
+    if first is None:
+        return []
+    pair = (first.leaf, first.near[0]) if first.kind == 'missing' else (first.near[0], first.leaf)
+    rule = (re.escape(pair[0]).replace('\\-', '-'), pair[1].replace('\\', r'\\'))
+    text = 'Where only a name has changed, say so, the name in the model first'
+    fn = f'functools.partial(t5ckpt.apply_assignment_map, assignment_map=[{rule!r}])'
+    return [f'{text}: state_transformation_fns=[{fn}]']
 
 
 def near_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:

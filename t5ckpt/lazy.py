@@ -34,9 +34,12 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
 class LazyArray(ABC):
     """An array that is read when asked for.
 
-    Attributes:
+    Args:
       shape: of the array.
-      dtype: that ``get`` returns.
+      dtype: of the result; what ``get_fn`` returns is cast to it where it differs.
+      get_fn: returns the values, or an awaitable of them in LazyAwaitableArray.
+      slice_fn: takes a numpy basic index and returns those values in the dtype on disk; without one a slice reads
+        the whole array.
     """
 
     def __init__(
@@ -46,15 +49,6 @@ class LazyArray(ABC):
         get_fn: Callable[[], Any],
         slice_fn: Callable[[Any], np.ndarray] | None = None,
     ):
-        """Makes a lazy array.
-
-        Args:
-          shape: of the array.
-          dtype: of the result; what ``get_fn`` returns is cast to it where it differs.
-          get_fn: returns the values, or an awaitable of them in LazyAwaitableArray.
-          slice_fn: takes a numpy basic index and returns those values in the dtype on disk; without one a slice reads
-            the whole array.
-        """
         self._shape = tuple(int(size) for size in shape)
         self._dtype = np.dtype(dtype)
         self._get_fn = get_fn

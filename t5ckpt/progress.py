@@ -22,20 +22,18 @@ class ProgressReporter:
 
     Pass it as ``progress=`` to a Checkpointer. A new operation begins when the bytes done go down.
 
+    Args:
+      label: the first word of the line.
+      stream: where to write; standard error by default.
+      every: seconds between two lines.
+      clock: seconds from any origin.
+
     Notes: safe from the thread of a background save; writes at most every ``every`` seconds, and at the end.
     """
 
     def __init__(
         self, label: str = 't5ckpt', stream: TextIO | None = None, every: float = 0.1, clock: Clock = time.monotonic
     ):
-        """Makes a reporter.
-
-        Args:
-          label: the first word of the line.
-          stream: where to write; standard error by default.
-          every: seconds between two lines.
-          clock: seconds from any origin.
-        """
         self._label = label
         self._stream = stream
         self._every = every

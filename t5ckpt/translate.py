@@ -1,4 +1,4 @@
-"""Renaming: which leaf of a checkpoint feeds which leaf of a model."""
+"""Which leaf of a checkpoint feeds which leaf of a model, and which is left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
 
-__all__ = ['apply_assignment_map']
+__all__ = ['apply_assignment_map', 'intersect_state']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -52,6 +52,26 @@ def apply_assignment_map(
     kept = {name: name for name in held if name not in moved and name not in source}
     result = {new: held[old] for new, old in {**source, **kept}.items() if old is not None}
     return _nest(result)
+
+
+def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leaves out what the model has no place for (T5X, state_utils.intersect_state).
+
+    Pass it in ``state_transformation_fns`` of a restore. A warning in the log names what was left out.
+
+    Args:
+      state_dict: the checkpoint's state, nested dicts; spec dicts are leaves.
+      intersect_state_dict: the model's state.
+
+    Returns:
+      The leaves of the checkpoint whose names the model has, too.
+    """
+    held, model = _flatten(state_dict, ''), _flatten(intersect_state_dict, '')
+    dropped = [name for name in held if name not in model]
+    if dropped:
+        more = f' and {len(dropped) - 20} more' if len(dropped) > 20 else ''
+        _log.warning('t5ckpt: not in the model, so left out: %s%s', ', '.join(dropped[:20]), more)
+    return _nest({name: value for name, value in held.items() if name in model})
 
 
 def _apply_rules(

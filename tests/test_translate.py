@@ -5,7 +5,7 @@ import functools
 import pytest
 from support.golden import flatten, nest
 
-from t5ckpt import apply_assignment_map, errors
+from t5ckpt import apply_assignment_map, errors, intersect_state
 
 
 def mapped(checkpoint, model, rules, **options):
@@ -68,3 +68,15 @@ def test_arrays_on_disk_are_leaves_and_the_input_is_untouched():
     result = fn(state, {'target': {'new': 0}})
     assert result == {'target': {'new': spec}}
     assert state == {'target': {'old': spec}}
+
+
+def test_intersection(caplog):
+    """At any depth, specs whole; what is dropped is named."""
+    spec = {'driver': 'zarr', 'kvstore': {}, 'metadata': {}}
+    held = {'a': {'b': {'c': 1, 'd': 2}}, 'e': spec, 'f': spec, 'gone': {'x': 3}}
+    model = {'a': {'b': {'c': 0}}, 'e': 0, 'new': 0, 'gone': {}}
+    assert intersect_state(held, model) == {'a': {'b': {'c': 1}}, 'e': spec}
+    assert 'a/b/d, f, gone/x' in caplog.text
+    caplog.clear()
+    assert intersect_state(held, held) == held
+    assert caplog.text == ''

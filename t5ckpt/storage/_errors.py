@@ -28,6 +28,8 @@ __all__ = ['foreign_errors', 'map_os_error', 'map_tensorstore_error']
 
 _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
 _DENIED = 'Check the permissions and the mount; nothing that was there was changed.'
+_NOT_HERE = 'Nothing can be created there: give a directory on a disk that is mounted and writable.'
+_OTHER = 'The disk or the file system failed (see dmesg); try again, or use another directory.'
 
 
 def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5CkptError:
@@ -36,6 +38,8 @@ def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5Ckpt
     match error.errno:
         case errno.ENOENT if not writing:
             return CheckpointNotFoundError(f'{where}: {text}')
+        case errno.ENOENT:
+            return StorageError(error.errno, f'{where}: {text}. {_NOT_HERE}')
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return NoSpaceError(error.errno, f'{where}: {text}. {_NO_SPACE}')
         case errno.EACCES | errno.EPERM | errno.EROFS:
@@ -45,7 +49,7 @@ def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5Ckpt
                 error.errno, f'{where}: {text}. A file stands where a directory should be, or the other way round.'
             )
         case _:
-            return StorageError(error.errno or errno.EIO, f'{where}: {text}')
+            return StorageError(error.errno or errno.EIO, f'{where}: {text}. {_OTHER}')
 
 
 def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False) -> T5CkptError:

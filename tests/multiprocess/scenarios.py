@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -268,6 +269,18 @@ def share_after_failure(directory):
             kind = type(error).__name__
         check(ck.restore(step=1), 1)
     return kind
+
+
+def restore_local(directory):
+    """Restores one leaf to an array of each process's own; returns what the warning begins with, and whether it is local."""
+    tree = template()
+    tree['target']['both'] = jax.ShapeDtypeStruct(tree['target']['both'].shape, tree['target']['both'].dtype)
+    with checkpointer(directory, tree) as ck, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        restored = ck.restore()
+    check(restored)
+    (warning,) = caught
+    return [str(warning.message).partition(',')[0], restored['target']['both'].is_fully_addressable]
 
 
 def restore_another_step(directory):

@@ -112,6 +112,12 @@ def test_no_collective_before_all_have_read(four, tmp_path):
     assert four.run('share_after_failure', tmp_path) == ['RemoteError', 'StorageError', 'RemoteError', 'RemoteError']
 
 
+def test_a_restore_to_local_arrays_warns(four, tmp_path):
+    four.run('save', tmp_path)
+    for answer in four.run('restore_local', tmp_path):
+        assert answer == ['target/both: the model gives no sharding over the devices of all processes', True]
+
+
 def test_restoring_different_steps(four, tmp_path):
     four.run('many_saves', tmp_path, 4)
     errors = four.errors('restore_another_step', tmp_path)
@@ -130,5 +136,7 @@ def test_a_process_that_hangs_is_named_and_comes_back(four, tmp_path):
         assert error[0] == 'ProcessMissingError', answers
         if index != 2:
             assert "process 2 did not come to 'plan' within 2 s" in error[1]
+            # What the coordination service says of a wait that ended is as long as it says little.
+            assert 'DEADLINE_EXCEEDED' not in error[1]
         assert step == 2
     assert t5ckpt.all_steps(tmp_path) == [2]

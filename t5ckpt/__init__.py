@@ -12,6 +12,8 @@ from t5ckpt._version import __version__
 
 if TYPE_CHECKING:
     from t5ckpt._commit import CommittedCheckpoint
+    from t5ckpt._damage import Damage, VerifyReport
+    from t5ckpt._integrity import verify
     from t5ckpt._pending import PendingSave
     from t5ckpt._plan import ParameterInfo
     from t5ckpt._types import RestoreStateTransformationFn, SaveStateTransformationFn
@@ -37,6 +39,7 @@ __all__ = [
     'CheckpointView',
     'Checkpointer',
     'CommittedCheckpoint',
+    'Damage',
     'KeepLatest',
     'LazyArray',
     'LazyAwaitableArray',
@@ -46,6 +49,7 @@ __all__ = [
     'ProgressReporter',
     'RestoreStateTransformationFn',
     'SaveStateTransformationFn',
+    'VerifyReport',
     '__version__',
     'all_dataset_checkpoint_steps',
     'all_steps',
@@ -59,12 +63,14 @@ __all__ = [
     'open_checkpoint',
     'pin_checkpoint',
     'unpin_checkpoint',
+    'verify',
 ]
 
 _MODULES = {
     'CheckpointView': 'view',
     'Checkpointer': 'checkpointer',
     'CommittedCheckpoint': '_commit',
+    'Damage': '_damage',
     'KeepLatest': 'policies',
     'LazyArray': 'lazy',
     'LazyAwaitableArray': 'lazy',
@@ -74,6 +80,7 @@ _MODULES = {
     'ProgressReporter': 'progress',
     'RestoreStateTransformationFn': '_types',
     'SaveStateTransformationFn': '_types',
+    'VerifyReport': '_damage',
     'all_dataset_checkpoint_steps': 'steps',
     'all_steps': 'steps',
     'apply_assignment_map': 'translate',
@@ -86,6 +93,7 @@ _MODULES = {
     'open_checkpoint': 'view',
     'pin_checkpoint': 'steps',
     'unpin_checkpoint': 'steps',
+    'verify': '_integrity',
 }
 
 

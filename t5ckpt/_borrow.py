@@ -18,6 +18,7 @@ from t5ckpt._chunks import boxes_of_grid, whole_box
 from t5ckpt._digest import digest
 from t5ckpt._layout import integrity_file, join
 from t5ckpt._leaves import LeafTable
+from t5ckpt._ledger import decode_ledger
 from t5ckpt._open import Contents, leaves_of
 from t5ckpt._plan import ArrayWrite, Piece
 from t5ckpt._plan_restore import StoredLeaf
@@ -50,13 +51,7 @@ class Lender:
         digests: dict[str, tuple[int, str]] = {}
         process = 0
         while storage.kind(key := join(directory, integrity_file(process))) == 'file':
-            try:
-                files = json.loads(storage.read(key))['files']
-                digests |= {str(name): (int(size), str(text)) for name, (size, text) in files.items()}
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise CorruptCheckpointError(
-                    f'{storage.url(key)} does not decode ({error!s:.120}). Remove it to go without checksums.'
-                ) from error
+            digests |= decode_ledger(storage.read(key), storage.url(key))
             process += 1
         return cls(storage, directory, ArrayReader(storage, directory), digests)
 

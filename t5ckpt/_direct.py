@@ -99,7 +99,7 @@ class DirectReader:
         if not has_plain_chunks(array):
             return None
         try:
-            with ChunkFiles(self._root, array.location, leaf, leave=True) as files:
+            with ChunkFiles(self._root, array.location, leaf, follow_links=True) as files:
                 return grid_of(files.metadata(), array)
         except OSError:
             # TensorStore finds the words for what is wrong.
@@ -216,7 +216,7 @@ class _ArrayRead:
         array, leaf = self._wanted.array, self._wanted.leaf
         with (
             foreign_errors(f'{leaf} ({os.path.join(self._root, array.location)})'),
-            ChunkFiles(self._root, array.location, leaf, leave=True) as files,
+            ChunkFiles(self._root, array.location, leaf, follow_links=True) as files,
         ):
             for piece in pieces:
                 fd = files.open_chunk(piece.name, self._grid.cell_bytes)

@@ -3,7 +3,8 @@
 The layout is T5X's (t5x/checkpoints.py): ``checkpoint_<step>/checkpoint`` is the manifest,
 ``checkpoint_<step>.tmp-<unix seconds>`` is being written, ``train_ds-SSS-of-NNN*`` is a data iterator's state, and a
 stored array lies in the directory of its name with ``/`` turned into ``.``. Ours are ``t5ckpt.json``,
-``integrity.<process>.json`` and ``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out.
+``integrity.<process>.json``, ``DATASET_REMOVED``, which says that the iterator files are gone on purpose, and
+``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from collections.abc import Iterable
 
 __all__ = [
+    'DATASET_REMOVED',
     'MANIFEST',
     'PINNED',
     'SIDECAR',
@@ -23,6 +25,7 @@ __all__ = [
     'dataset_prefix',
     'deleted_dir',
     'integrity_file',
+    'is_inside',
     'join',
     'parse_leftover',
     'parse_step_dir',
@@ -33,6 +36,7 @@ __all__ = [
 MANIFEST = 'checkpoint'
 SIDECAR = 't5ckpt.json'
 PINNED = 'PINNED'
+DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds'
 
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
@@ -62,6 +66,12 @@ class Leftover:
 def join(*parts: str) -> str:
     """Joins key components with '/', leaving out empty ones."""
     return '/'.join(part.strip('/') for part in parts if part.strip('/'))
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative name from a file stays below the directory it is taken from, on every system."""
+    components = name.split('/')
+    return not any(part in ('', '.', '..') or '\0' in part or '\\' in part for part in components)
 
 
 def step_dir(step: int) -> str:
@@ -130,7 +140,7 @@ def _is_safe(text: str) -> bool:
         len(text) <= _MAX_COMPONENT
         and _SAFE.fullmatch(text) is not None
         and not text.endswith(('.__lock', '.', ' '))
-        and text.casefold() not in {MANIFEST, SIDECAR, PINNED.casefold()}
+        and text.casefold() not in {MANIFEST, SIDECAR, PINNED.casefold(), DATASET_REMOVED.casefold()}
         and not text.startswith((TRAIN_DS_PREFIX + '-', 'integrity.'))
     )
 

@@ -3,31 +3,28 @@
 A zarr chunk without codec, filters and foreign byte order is the bytes of a C-order array. ``_map.py`` makes such files
 the array, ``_direct.py`` reads them into its buffers; everything else is TensorStore's.
 
-A symbolic link out of the checkpoint is followed only where the caller asks for it, and nothing but a regular file is
-read: a FIFO or a device that stands where a chunk should be must not block the reader.
+They are opened behind a fence (``_fence.py``), so that a symbolic link leads out of the checkpoint only where the caller
+asks for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import math
 import os
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from t5ckpt._dtypes import dtype_from_name, zarr_typestr
+from t5ckpt._fence import Fence
 from t5ckpt._specs import StoredArray
-from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError
+from t5ckpt.errors import CorruptCheckpointError
 
 __all__ = ['ChunkFiles', 'Grid', 'grid_of', 'has_plain_chunks', 'range_of']
 
 _MAX_ZARRAY_BYTES = 2**20
-_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 # One byte or more an element, and the same bits for numpy and for TensorStore; with the names in ``.zarray``.
 _DTYPES = (
     *('bool', 'int8', 'int16', 'int32', 'int64', 'uint8', 'uint16', 'uint32', 'uint64'),
@@ -105,17 +102,13 @@ def range_of(within: Sequence[slice], shape: Sequence[int]) -> tuple[int, bool]:
 class ChunkFiles:
     """The files of one array, opened component by component so that no symbolic link is followed unseen."""
 
-    def __init__(self, root: str, location: str, leaf: str, *, leave: bool = False):
-        """Opens the array's directory; with ``leave`` a symbolic link may lead out of the checkpoint."""
+    def __init__(self, root: str, location: str, leaf: str, *, follow_links: bool = False):
+        """Opens the array's directory; with ``follow_links`` a symbolic link may lead out of the checkpoint."""
+        self._fence = Fence(root, follow_links=follow_links)
         self._root = root
-        self._leave = leave
         self._location = location
         self.leaf = leaf
-        fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-        try:
-            self._fd = self._open_below(fd, (), location, _DIRECTORY)
-        finally:
-            os.close(fd)
+        self._fd = self._fence.open_dir(location, leaf)
 
     def __enter__(self) -> Self:
         return self
@@ -158,39 +151,4 @@ class ChunkFiles:
         )
 
     def _open(self, name: str) -> tuple[int, int]:
-        fd = self._open_below(self._fd, (self._location,), name, _FILE)
-        info = os.fstat(fd)
-        if stat.S_ISREG(info.st_mode):
-            return fd, info.st_size
-        os.close(fd)
-        raise CorruptCheckpointError(
-            f'{self.leaf}: {self.path(name)} is no regular file. Restore an older step, or copy the checkpoint again.'
-        )
-
-    def _open_below(self, fd: int, above: tuple[str, ...], name: str, flags: int) -> int:
-        *parents, last = name.split('/')
-        opened = [fd]
-        try:
-            for parent in parents:
-                opened.append(os.open(parent, _DIRECTORY, dir_fd=opened[-1]))
-            return os.open(last, flags, dir_fd=opened[-1])
-        except OSError as error:
-            # A link itself gives ELOOP, or ENOTDIR where a directory was asked for.
-            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-                raise
-            return os.open(self._resolved('/'.join((*above, name))), flags)
-        finally:
-            for each in opened[1:]:
-                os.close(each)
-
-    def _resolved(self, below: str) -> str:
-        """The file behind a link, if it is one of the checkpoint's own."""
-        root = os.path.realpath(self._root)
-        path = os.path.join(root, below)
-        real = os.path.realpath(path)
-        if not self._leave and os.path.commonpath([root, real]) != root:
-            raise UnsafeSpecError(
-                f'{self.leaf}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file '
-                'here, or, if you trust the link, pass mmap=False to read through it.'
-            )
-        return real
+        return self._fence.open_file((self._fd, self._location), name, self.leaf)

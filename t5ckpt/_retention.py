@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from t5ckpt._commit import delete_checkpoint
-from t5ckpt._layout import PINNED, TRAIN_DS_PREFIX, join, step_dir
+from t5ckpt._layout import DATASET_REMOVED, PINNED, TRAIN_DS_PREFIX, join, step_dir
 from t5ckpt._types import Clock
 from t5ckpt.errors import T5CkptError
 from t5ckpt.policies import Decision, KeepPolicy, StepInfo, doomed_steps
@@ -47,11 +47,13 @@ def remove_old_datasets(storage: Storage, keep: int | None, just_saved: int) -> 
     having = [step for step in steps_in(storage) if _dataset_files(storage, step)]
     removed = [step for step in having[:-keep] if step != just_saved]
     for step in removed:
-        for name in _dataset_files(storage, step):
-            try:
+        try:
+            # First: from then on it is no damage that some of them are missing.
+            storage.write(join(step_dir(step), DATASET_REMOVED), b'')
+            for name in _dataset_files(storage, step):
                 storage.delete_file(join(step_dir(step), name))
-            except T5CkptError as error:
-                _log.warning('t5ckpt: could not delete %s of step %d: %s', name, step, error)
+        except T5CkptError as error:
+            _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
     return removed
 
 

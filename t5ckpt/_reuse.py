@@ -18,7 +18,6 @@ travels with the link, so each of them can notice. ``reuse_unchanged=False`` wri
 from __future__ import annotations
 
 import dataclasses
-import json
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 from t5ckpt._digest import digest
 from t5ckpt._layout import SIDECAR, integrity_file, join, step_dir
 from t5ckpt._leaves import is_jax_array
+from t5ckpt._ledger import decode_ledger
 from t5ckpt._plan import ArrayWrite
 from t5ckpt.errors import T5CkptError
 from t5ckpt.steps import steps_in
@@ -101,10 +101,10 @@ def find_previous(storage: Storage) -> Previous | None:
         return None
     for step in reversed(steps_in(storage)[-1:]):
         try:
-            data = json.loads(storage.read(join(step_dir(step), integrity_file(0))))
-            files = {str(name): (int(size), str(text)) for name, (size, text) in data['files'].items()}
+            key = join(step_dir(step), integrity_file(0))
+            files = decode_ledger(storage.read(key), storage.url(key))
             return Previous(step_dir(step), files, digest(storage.read(join(step_dir(step), SIDECAR))))
-        except (T5CkptError, ValueError, TypeError, KeyError, AttributeError):
+        except T5CkptError:
             # Written by T5X, or damaged: there is nothing to take over, and nothing is lost by writing it all.
             return None
     return None

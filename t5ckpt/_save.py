@@ -30,6 +30,7 @@ from t5ckpt._digest import digest
 from t5ckpt._dtypes import to_stored
 from t5ckpt._layout import MANIFEST, integrity_file, join, step_dir
 from t5ckpt._leaves import LeafTable, is_jax_array, nest
+from t5ckpt._ledger import encode_ledger
 from t5ckpt._manifest import encode_manifest
 from t5ckpt._owners import Owners
 from t5ckpt._plan import ArrayWrite, SaveOptions, plan_save
@@ -43,7 +44,7 @@ from t5ckpt._stage import Staging
 from t5ckpt._transform import parameter_infos, transformed
 from t5ckpt._types import Clock, Partitioner, Progress
 from t5ckpt._version import __version__
-from t5ckpt._write import WriteJob, WriteReport, integrity_bytes, write_arrays
+from t5ckpt._write import WriteJob, WriteReport, write_arrays
 from t5ckpt.errors import DisagreementError, SaveFailedError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.policies import KeepPolicy
@@ -312,7 +313,8 @@ def _write(job: _Job, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[in
         if parent:
             request.storage.make_dir(join(directory, parent))
         request.storage.write(join(directory, name), data)
-    integrity = integrity_bytes(report)
+    files = report.digests | {name: (len(data), digest(data)) for name, data in job.dataset.items()}
+    integrity = encode_ledger(files)
     request.storage.write(join(directory, integrity_file(job.meeting.processes.index)), integrity)
     return report, (len(integrity), digest(integrity))
 

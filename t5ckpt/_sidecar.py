@@ -2,6 +2,7 @@
 
 A JSON object beside the manifest. Real T5X never opens it, and a checkpoint without it reads as T5X would read it.
 
+    checksum   xxh3-64 hex of the rest of the file, that is, of the file without this line
     format     1
     writer     {name, version, host, pid}: who wrote it; while a save runs, who owns the temporary directory
     step, created_unix, bytes, files       of the checkpoint
@@ -20,15 +21,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt._digest import digest
 from t5ckpt._types import Path
 from t5ckpt.errors import CorruptCheckpointError
 
 __all__ = ['FORMAT', 'Sidecar', 'TreeFacts', 'decode_sidecar', 'encode_sidecar']
 
 FORMAT = 1
+_HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
+_CURE = 'It holds what T5X has no place for; remove it and the integrity files to read the rest as T5X would.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +63,23 @@ def encode_sidecar(sidecar: Sidecar) -> bytes:
     }
     tree['stored'] = [[directory, dtype] for directory, dtype in sidecar.facts.stored.items()]
     contents = {'format': FORMAT, **sidecar.extra, 'tree': tree}
-    return (json.dumps(contents, indent=1, sort_keys=True, allow_nan=True) + '\n').encode()
+    text = (json.dumps(contents, indent=1, sort_keys=True, allow_nan=True) + '\n').encode()
+    return b'{\n "checksum": "%s",\n%s' % (digest(text).encode(), text.removeprefix(b'{\n'))
 
 
 def decode_sidecar(data: bytes, where: str) -> Sidecar:
     """Decodes the file's bytes.
 
     Raises:
-      CorruptCheckpointError: not JSON, or fields of the wrong type. A newer format is read as far as it is known.
+      CorruptCheckpointError: not what was written, or fields of the wrong type. A newer format is read as far as it is
+        known.
     """
+    head = _HEAD.match(data)
+    if head is None or digest(b'{\n' + data[head.end() :]).encode() != head[1]:
+        raise CorruptCheckpointError(f'{where} is damaged or was edited: it does not match its own checksum. {_CURE}')
     try:
         contents = json.loads(data)
+        del contents['checksum']
         tree = contents.pop('tree', {})
         by_path = {
             field: {_path(path): _text(value) for path, value in tree.get(field, [])}
@@ -78,8 +89,7 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
         return Sidecar(TreeFacts(**by_path, stored=stored), contents)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f'{where} does not decode ({type(error).__name__}: {error!s:.120}). It holds what T5X has no place for; '
-            'remove it to read the rest as T5X would.'
+            f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {_CURE}'
         ) from error
 
 

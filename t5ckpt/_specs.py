@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._dtypes import dtype_from_name, dtype_from_typestr
+from t5ckpt._layout import is_inside
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 
 __all__ = ['SpecDict', 'StoredArray', 'is_spec', 'parse_spec', 'spec_of']
@@ -146,8 +147,7 @@ def _location(spec: Mapping[str, Any], leaf: str) -> str:
     if not parts or not all(isinstance(part, str) for part in parts):
         raise CorruptCheckpointError(f'{leaf}: spec without a path, neither in "kvstore" nor at the top.')
     path = '/'.join(part.rstrip('/') for part in parts)
-    components = path.split('/')
-    if any(component in ('', '.', '..') or '\0' in component or '\\' in component for component in components):
+    if not is_inside(path):
         raise UnsafeSpecError(
             f'{leaf}: array path {path!r:.120} leads outside the checkpoint; only relative paths inside it are read.'
         )

@@ -40,6 +40,7 @@ from t5ckpt._compress import AUTO
 from t5ckpt._digest import digest
 from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, integrity_file, join, parse_leftover, step_dir
 from t5ckpt._leaves import LeafTable, nest
+from t5ckpt._ledger import encode_ledger
 from t5ckpt._manifest import encode_manifest
 from t5ckpt._plan import ArrayWrite, SaveOptions, SavePlan, plan_save
 from t5ckpt._plan_text import plan_text
@@ -49,7 +50,7 @@ from t5ckpt._specs import spec_of
 from t5ckpt._stage import Staging
 from t5ckpt._types import Clock, Path, Progress
 from t5ckpt._version import __version__
-from t5ckpt._write import WriteJob, WriteReport, integrity_bytes, write_arrays
+from t5ckpt._write import WriteJob, WriteReport, write_arrays
 from t5ckpt.errors import CheckpointExistsError, FormatError
 from t5ckpt.storage import Storage
 
@@ -203,7 +204,7 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) ->
         arrays=report.arrays | {path: write.array for path, write in taken.writes.items()},
         digests=report.digests | taken.digests,
     )
-    integrity = integrity_bytes(report)
+    integrity = encode_ledger(report.digests)
     storage.write(join(directory, integrity_file(0)), integrity)
     manifest = _manifest_bytes(staging, report, storage.driver)
     files = {MANIFEST: (len(manifest), digest(manifest)), integrity_file(0): (len(integrity), digest(integrity))}

@@ -29,7 +29,7 @@ import tensorstore as ts
 from t5ckpt._budget import ByteBudget
 from t5ckpt._chunks import Box
 from t5ckpt._compress import AUTO, choose_codec
-from t5ckpt._digest import ALGORITHM, digest
+from t5ckpt._digest import digest
 from t5ckpt._dtypes import to_stored, zarr_typestr
 from t5ckpt._layout import join
 from t5ckpt._plan import ArrayWrite, Piece
@@ -40,7 +40,7 @@ from t5ckpt._types import Path, Progress, leaf_name
 from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['WriteJob', 'WriteReport', 'integrity_bytes', 'write_arrays', 'zarray_bytes']
+__all__ = ['WriteJob', 'WriteReport', 'write_arrays', 'zarray_bytes']
 
 # Chunks that are no range of their shard's bytes are copied to be written; a few of 64 MiB keep a disk busy, and 32, as
 # many as TensorStore writes at once, would be 2 GB.
@@ -95,12 +95,6 @@ class WriteJob:
     progress: Progress | None = None
     is_first: bool = True
     codecs: Mapping[str, Any] | None = None
-
-
-def integrity_bytes(report: WriteReport) -> bytes:
-    """The checksum sidecar of one process: ``{'algorithm': 'xxh3_64', 'files': {file: [bytes, hex]}}``."""
-    files = {name: list(entry) for name, entry in sorted(report.digests.items())}
-    return json.dumps({'algorithm': ALGORITHM, 'files': files}, separators=(',', ':')).encode()
 
 
 def zarray_bytes(array: StoredArray) -> bytes:

@@ -23,6 +23,7 @@
     ├── ProcessMissingError       TimeoutError                    a process did not come in time
     ├── RemoteError               RuntimeError                    another process failed, and so all did
     ├── UnsupportedTopologyError  RuntimeError                    processes or devices this version cannot serve
+    ├── NotEnoughMemoryError      MemoryError                     an array is larger than this machine's memory
     └── MissingDependencyError    ImportError                     an optional extra is not installed
 
 Each is also the builtin that callers of T5X already catch. ``TreeMismatchError`` carries its differences as data in
@@ -50,6 +51,7 @@ __all__ = [
     'MissingLeaves',
     'NoSpaceError',
     'NotADirectoryStorageError',
+    'NotEnoughMemoryError',
     'ProcessMissingError',
     'RemoteError',
     'SaveFailedError',
@@ -157,6 +159,10 @@ class RemoteError(T5CkptError, RuntimeError):
 
 class UnsupportedTopologyError(T5CkptError, RuntimeError):
     """The processes or the devices at hand are not served."""
+
+
+class NotEnoughMemoryError(T5CkptError, MemoryError):
+    """An array, or what a checkpoint claims to be one, is larger than the memory of this machine."""
 
 
 class MissingDependencyError(T5CkptError, ImportError):

@@ -141,7 +141,9 @@ class FileStorage(Storage):
         for entry in self.entries(key):
             below = join(key, entry.name)
             if entry.is_dir:
-                yield from self.walk(below)
+                # Links to directories may form a loop.
+                if not os.path.islink(self._path(below)):
+                    yield from self.walk(below)
             else:
                 yield below, entry.size
 

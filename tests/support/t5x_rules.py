@@ -12,7 +12,7 @@ import tensorstore as ts
 
 from support import independent_reader
 
-_SIDECARS = re.compile(r't5ckpt\.json|integrity\.\d+(\..*)?|PINNED|train_ds-\d{3,}-of-\d{3,}.*')
+_SIDECARS = re.compile(r't5ckpt\.json|integrity\.\d+(\..*)?|PINNED|DATASET_REMOVED|train_ds-\d{3,}-of-\d{3,}.*')
 _SPEC_KEYS = {'driver', 'dtype', 'kvstore', 'metadata'}
 _METADATA_KEYS = {'shape', 'chunks', 'compressor'}
 

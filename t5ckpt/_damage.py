@@ -1,0 +1,103 @@
+"""What a verification found: values, and how they read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from t5ckpt._chunks import Box
+from t5ckpt.errors import CorruptCheckpointError
+
+__all__ = ['Damage', 'VerifyReport']
+
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong with a checkpoint.
+
+    Attributes:
+      kind: ``'missing'``, ``'size'``, ``'checksum'``, ``'undecodable'``, ``'contradiction'`` (two files that do not belong
+        together), ``'unsafe'`` (it leads outside the checkpoint) or ``'unreadable'`` (the storage said no).
+      file: relative to the checkpoint's directory.
+      text: what was found and what was expected.
+      leaf: the leaf whose values are affected; empty where it is none or all.
+      chunk: the chunk's position in the leaf's chunk grid.
+      box: the leaf's elements in that chunk, (start, stop) per dimension.
+      offsets: the bytes of the file that are affected, (start, stop); None for all, or where that is not known.
+    """
+
+    kind: str
+    file: str
+    text: str
+    leaf: str = ''
+    chunk: tuple[int, ...] | None = None
+    box: Box | None = None
+    offsets: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        where = self.leaf
+        if self.chunk is not None:
+            where += f' chunk {".".join(map(str, self.chunk)) or "0"}'
+        if self.box:
+            where += f' [{", ".join(f"{start}:{stop}" for start, stop in self.box)}]'
+        return ': '.join(part for part in (where, self.file, f'{self.kind}: {self.text}') if part)
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What a verification found.
+
+    Attributes:
+      path: the manifest, or the directory where there is none of ours.
+      step: from the directory's name, or None.
+      full: whether every byte was read; otherwise presence, sizes and the manifest.
+      has_checksums: whether the checkpoint lists its files with checksums, as ours do. Of others, ``full`` decodes every
+        chunk, which finds what is missing, cut off or undecodable, but no flipped bit in plain values.
+      damages: everything that is wrong, by file.
+      notes: what is no damage, but may be worth a look, such as files that nobody knows.
+      leaves: arrays that lie in files of their own.
+      files: that were looked at.
+      nbytes: of these files; with ``full`` all of them were read.
+      seconds: it took.
+    """
+
+    path: str
+    step: int | None
+    full: bool
+    has_checksums: bool
+    damages: tuple[Damage, ...]
+    notes: tuple[str, ...]
+    leaves: int
+    files: int
+    nbytes: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.damages
+
+    def raise_if_damaged(self) -> None:
+        """Raises CorruptCheckpointError with the damages, if there are any."""
+        if self.damages:
+            raise CorruptCheckpointError(
+                f'{self.path} is damaged in {len(self.damages)} place(s):\n{_listed(self.damages)}\nRestore an older step, '
+                'or copy the checkpoint again; "t5ckpt repair" mends what can be rebuilt.'
+            )
+
+    def __str__(self) -> str:
+        how = 'every byte read' if self.full else 'presence and sizes'
+        how += '' if self.has_checksums else ', no checksums recorded'
+        result = 'whole' if self.ok else f'damaged in {len(self.damages)} place(s)'
+        head = f'{self.path}: {result} ({how}; {self.leaves} arrays, {self.files} files, {self.nbytes:,} bytes)'
+        lines = [_listed(self.damages)] if self.damages else []
+        return '\n'.join([head, *lines, *(f'  note: {note}' for note in self.notes)])
+
+
+def _listed(damages: Sequence[Damage]) -> str:
+    lines = [f'  {damage}' for damage in damages[:_SHOWN]]
+    if len(damages) > _SHOWN:
+        lines.append(f'  ... and {len(damages) - _SHOWN} more, all of them in .damages')
+    return '\n'.join(lines)

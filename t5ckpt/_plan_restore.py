@@ -310,6 +310,8 @@ def _as_leaf(path: Path, found: Any) -> Any:
         return found
     if isinstance(found, (bool, int, float, complex)):
         return np.asarray(found)
+    if found in ((), []):
+        return Empty(type(found).__name__)
     raise UnsupportedLeafError(
         f'{leaf_name(path)}: a state transformation put a {type(found).__name__} there. Give an array or a number.'
     )

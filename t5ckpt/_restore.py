@@ -19,7 +19,7 @@ from t5ckpt._gather import completed, in_parts
 from t5ckpt._leaves import Empty, LeafTable, StateView, Target, is_jax_array, lookup, nest, target_of, view_state
 from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw, still_there
 from t5ckpt._place import place_value
-from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, plan_restore
+from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, StoredRead, plan_restore
 from t5ckpt._process import READ_EVENT, Round, record_duration
 from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader
@@ -169,13 +169,23 @@ def _warn_if_narrowed(plan: RestorePlan) -> None:
         return
     import jax
 
-    names = [f'{leaf_name(r.path)} ({r.dtype.name})' for r in wide if jax.dtypes.canonicalize_dtype(r.dtype) != r.dtype]
+    names = [
+        f'{leaf_name(r.path)} ({r.dtype.name})' for r in wide if not _fits(r, jax.dtypes.canonicalize_dtype(r.dtype))
+    ]
     if names:
         warnings.warn(
             f'{", ".join(names[:5])}{" ..." if len(names) > 5 else ""}: JAX narrows these to 32 bits on a device. Set '
             'jax_enable_x64, or restore to numpy, to keep all bits.',
             stacklevel=5,
         )
+
+
+def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
+    """Whether no bit is lost in ``dtype``: a Python int that counts steps, say, is at hand to look at."""
+    if read.dtype == dtype or not isinstance(read, InlineRead) or read.dtype.kind not in 'iu':
+        return read.dtype == dtype
+    value = np.asarray(read.value)
+    return bool((value.astype(dtype) == value).all())
 
 
 def _warn_if_local(plan: RestorePlan) -> None:

@@ -56,7 +56,9 @@ def load_t5x_checkpoint(
       and strings come back where the sidecar knows of them; typed PRNG keys come as their uint32 data.
 
     Raises:
-      CheckpointNotFoundError, FormatError, StorageError.
+      CheckpointNotFoundError: no such checkpoint.
+      FormatError: it is damaged, or of something else.
+      StorageError: it cannot be read.
     """
     contents = read_contents(locate(path, step))
     fns = state_transformation_fns if remap else ()

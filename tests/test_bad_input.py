@@ -176,7 +176,7 @@ def test_what_a_restore_transform_may_put_in_the_place_of_a_leaf(saved):
     for number in (7, np.int64(7), np.asarray(7, np.int32), jax.numpy.int32(7)):
         restored = restore(saved, state_of(), state_transformation_fns=put(number))
         assert restored.state_dict()['state']['step'] == 7
-    for value, held in ((7.5, 'float64'), ('seven', 'text')):
+    for value, held in ((7.5, 'float64'), ('seven', 'text'), ((), 'empty')):
         with pytest.raises(errors.TreeMismatchError, match='state/step') as error:
             restore(saved, state_of(), state_transformation_fns=put(value))
         assert_says(error, held)

@@ -397,6 +397,17 @@ def test_a_budget_smaller_than_an_array(run_dir, concurrent_gb):
                 assert_same(leaf, flatten(state.tree)[key], key)
 
 
+def test_a_python_int_that_fits_is_narrowed_in_silence(run_dir):
+    """`jax.eval_shape` makes an int32 of a Python int; warnings are errors here."""
+    with t5ckpt.Checkpointer({'n': 7}, checkpoints_dir=str(run_dir)) as ck:
+        ck.save({'n': 7}, step=1)
+        ck.save({'n': 2**40}, step=2)
+    ck = t5ckpt.Checkpointer(jax.eval_shape(lambda: {'n': 7}), checkpoints_dir=str(run_dir))
+    assert ck.restore(step=1)['n'] == 7
+    with pytest.warns(UserWarning, match='int64'):
+        ck.restore(step=2)
+
+
 def test_64_bits_are_not_narrowed_in_silence(run_dir):
     tree = {'big': np.arange(2.0**13) / 3, 'small': np.arange(3) + 2**40}
     with t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir)) as ck:

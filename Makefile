@@ -54,7 +54,7 @@ define install
 endef
 
 $(VENV)/installed-docs: EXTRAS := docs
-$(VENV)/installed-test: EXTRAS := cli,docs,hf,orbax,test
+$(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,test
 $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 	$(install)
 
@@ -63,7 +63,7 @@ $(VENV)/installed-test: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 
 # No hashes and no addresses: the files say which versions were tried, not where they came from.
 constraints:
-	for v in 11 12 13; do uv pip compile setup.py --upgrade --extra cli --extra docs --extra hf --extra orbax --extra test \
+	for v in 11 12 13; do uv pip compile setup.py --upgrade --extra cli --extra docs --extra hf --extra notebook --extra orbax --extra test \
 		--python-version 3.$$v --python-platform linux --no-annotate --no-header --no-emit-index-url \
 		--no-emit-find-links --quiet --output-file constraints/py3$$v.txt || exit 1; done
 

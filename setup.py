@@ -18,6 +18,7 @@ EXTRAS = {
     'hf': ['safetensors>=0.4'],
     'grain': ['grain>=0.2'],
     'cli': ['click>=8.1', 'rich>=13'],
+    'notebook': ['matplotlib>=3.8', 'pandas>=2'],
     'docs': ['matplotlib>=3.8', 'optax>=0.2.3'],  # what the examples in README.md, docs/ and examples/ import
     'test': [
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with

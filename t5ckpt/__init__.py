@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from t5ckpt._commit import CommittedCheckpoint
     from t5ckpt._damage import Damage, VerifyReport
     from t5ckpt._integrity import verify
+    from t5ckpt._diff import CheckpointDiff, LeafDiff, diff
     from t5ckpt._pending import PendingSave
     from t5ckpt._plan import ParameterInfo
+    from t5ckpt._stats import CheckpointStats, LeafStats
     from t5ckpt._types import RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.checkpointer import Checkpointer
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
     from t5ckpt.policies import KeepLatest
     from t5ckpt.progress import ProgressReporter
+    from t5ckpt.runs import Run, Series, open_run
     from t5ckpt.steps import (
         all_dataset_checkpoint_steps,
         all_steps,
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from t5ckpt.view import CheckpointView, open_checkpoint
 
 __all__ = [
+    'CheckpointDiff',
+    'CheckpointStats',
     'CheckpointView',
     'Checkpointer',
     'CommittedCheckpoint',
@@ -44,16 +49,21 @@ __all__ = [
     'LazyArray',
     'LazyAwaitableArray',
     'LazyThreadPoolArray',
+    'LeafDiff',
+    'LeafStats',
     'ParameterInfo',
     'PendingSave',
     'ProgressReporter',
     'RestoreStateTransformationFn',
+    'Run',
     'SaveStateTransformationFn',
     'VerifyReport',
+    'Series',
     '__version__',
     'all_dataset_checkpoint_steps',
     'all_steps',
     'apply_assignment_map',
+    'diff',
     'find_checkpoint',
     'get_checkpoint_dir',
     'intersect_state',
@@ -61,12 +71,15 @@ __all__ = [
     'latest_step',
     'load_t5x_checkpoint',
     'open_checkpoint',
+    'open_run',
     'pin_checkpoint',
     'unpin_checkpoint',
     'verify',
 ]
 
 _MODULES = {
+    'CheckpointDiff': '_diff',
+    'CheckpointStats': '_stats',
     'CheckpointView': 'view',
     'Checkpointer': 'checkpointer',
     'CommittedCheckpoint': '_commit',
@@ -75,15 +88,20 @@ _MODULES = {
     'LazyArray': 'lazy',
     'LazyAwaitableArray': 'lazy',
     'LazyThreadPoolArray': 'lazy',
+    'LeafDiff': '_diff',
+    'LeafStats': '_stats',
     'ParameterInfo': '_plan',
     'PendingSave': '_pending',
     'ProgressReporter': 'progress',
     'RestoreStateTransformationFn': '_types',
+    'Run': 'runs',
     'SaveStateTransformationFn': '_types',
     'VerifyReport': '_damage',
+    'Series': 'runs',
     'all_dataset_checkpoint_steps': 'steps',
     'all_steps': 'steps',
     'apply_assignment_map': 'translate',
+    'diff': '_diff',
     'find_checkpoint': 'steps',
     'get_checkpoint_dir': 'steps',
     'intersect_state': 'translate',
@@ -91,6 +109,7 @@ _MODULES = {
     'latest_step': 'steps',
     'load_t5x_checkpoint': 'load',
     'open_checkpoint': 'view',
+    'open_run': 'runs',
     'pin_checkpoint': 'steps',
     'unpin_checkpoint': 'steps',
     'verify': '_integrity',

@@ -116,6 +116,29 @@ class LazyArray(ABC):
             return array.astype(dtype)
         return array.copy() if copy else array
 
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """The values for ``torch.from_dlpack`` and others; read now."""
+        return np.asarray(self).__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Host memory, in DLPack's numbers."""
+        return (1, 0)
+
+    def item(self) -> Any:
+        """The value of an array of one element, as a Python number."""
+        return np.asarray(self).item()
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what numpy's arrays have and this has not: everything else is an ordinary AttributeError.
+        hint = f'; read it first: np.asarray(x).{name}' if hasattr(np.ndarray, name) and name[:1] != '_' else ''
+        raise AttributeError(f'{type(self).__name__} has no attribute {name!r}{hint}')
+
     def _cast(self, values: Any) -> Any:
         return values if values.dtype == self._dtype else values.astype(self._dtype)
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from t5ckpt._leaves import LeafTable
+from t5ckpt._frames import pandas
+from t5ckpt._html import tree_html
+from t5ckpt._leaves import Empty, LeafTable
 from t5ckpt._open import Contents, leaves_of, read_contents
 from t5ckpt._plan_restore import StoredLeaf
+from t5ckpt._plots import plot_heatmap
 from t5ckpt._reader import ArrayReader
-from t5ckpt._types import leaf_name
-from t5ckpt.errors import near_names
+from t5ckpt._stats import CheckpointStats, checkpoint_stats
+from t5ckpt._text import aligned, human_bytes
+from t5ckpt._tree import LeafInfo, build_tree, glob_regex, leaf_infos
+from t5ckpt._types import Path, Progress, leaf_name
+from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.steps import locate
 
 __all__ = ['CheckpointView', 'lazy_leaf', 'open_checkpoint']
+
+_SHOWN = 60
 
 
 def open_checkpoint(path: str | os.PathLike[str], step: int | None = None, *, mmap: bool = True) -> CheckpointView:
@@ -37,7 +46,7 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None, *, mm
     contents = read_contents(locate(path, step))
     leaves, _ = leaves_of(contents, (), {})
     reader = ArrayReader(contents.located.storage, contents.located.directory, mmap)
-    return CheckpointView(contents, reader, leaves, '')
+    return CheckpointView(contents, reader, leaves)
 
 
 def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:
@@ -53,17 +62,25 @@ def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None 
 
 
 class CheckpointView(Mapping[str, LazyArray]):
-    """A checkpoint as a mapping from leaf name to LazyArray; a subtree's name gives a view of the subtree.
+    """A checkpoint, or a part of it, as a mapping from leaf name to LazyArray.
+
+    - ``view['target/encoder/kernel']`` is a leaf, ``view['target/encoder']`` a view of what is below it, and
+      ``view['target/**/kernel']`` a view of all leaves that match (``*`` within a key, ``**`` across keys).
+    - ``view.target.encoder`` is the same by attribute, with completion; a key that is also a method of this class
+      (``state.step``, ``items``) is reached by its name in brackets.
+    - Iterating gives the names of arrays. None, text and empty containers are shown, and given by name.
+    - In a notebook a view shows itself as a tree.
 
     Notes: nothing is cached, each access reads; safe from any thread and inside a running event loop.
     """
 
-    def __init__(self, contents: Contents, reader: ArrayReader, leaves: LeafTable, prefix: str):
+    def __init__(self, contents: Contents, reader: ArrayReader, leaves: LeafTable, prefix: Path = ()):
         self._contents = contents
         self._prefix = prefix
         self._reader = reader
-        self._all = leaves
-        self._arrays = {leaf_name(path): leaf for path, leaf in leaves.items() if hasattr(leaf, 'dtype')}
+        self._leaves = leaves
+        self._by_name = {leaf_name(path): path for path in leaves}
+        self._arrays = [name for name, path in self._by_name.items() if hasattr(leaves[path], 'dtype')]
 
     @property
     def path(self) -> str:
@@ -76,22 +93,92 @@ class CheckpointView(Mapping[str, LazyArray]):
         return self._contents.located.step
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that were saved with the checkpoint."""
+        return dict(self._contents.sidecar.extra.get('metrics') or {})
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays in memory."""
-        return sum(self[name].nbytes for name in self)
+        return sum(info.nbytes for info in self.infos())
+
+    def infos(self) -> list[LeafInfo]:
+        """What the manifest says of each leaf: shape, dtype, bytes, chunks; see :class:`LeafInfo`."""
+        return leaf_infos(self._leaves)
+
+    def to_pandas(self) -> Any:
+        """The leaves as a pandas DataFrame, a row each: name, kind, dtype, shape, size, nbytes, chunks, codec."""
+        fields = ('name', 'kind', 'dtype', 'shape', 'size', 'nbytes', 'chunks', 'codec')
+        return pandas().DataFrame(
+            [[getattr(info, field) for field in fields] for info in self.infos()], columns=[*fields]
+        )
+
+    def stats(self, bins: int = 0, progress: Progress | None = None) -> CheckpointStats:
+        """Mean, standard deviation, extremes, norm, zeros, NaN and infinite values of every array below here.
+
+        Reads everything once, block by block, in as many threads as there are cores, with bounded memory; a second
+        time for a histogram of ``bins`` bins a leaf. See :class:`LeafStats` for what is counted how.
+        """
+        return checkpoint_stats(self, bins, progress)
+
+    def heatmap(self, name: str, ax: Any = None) -> Any:
+        """A leaf as a picture on matplotlib axes, which it returns: the last dimension to the right, zero is white."""
+        return plot_heatmap(self[name], name, ax)
+
+    # --- access ------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._arrays:
-            return lazy_leaf(self._reader, self._arrays[name], name)
-        below = {path: leaf for path, leaf in self._all.items() if leaf_name(path).startswith(f'{name}/')}
+        path = self._by_name.get(name)
+        if path is not None:
+            leaf = self._leaves[path]
+            if hasattr(leaf, 'dtype'):
+                return lazy_leaf(self._reader, leaf, leaf_name((*self._prefix, *path)))
+            return leaf.build() if isinstance(leaf, Empty) else leaf
+        below = {path: leaf for path, leaf in self._leaves.items() if leaf_name(path).startswith(f'{name}/')}
         if below:
-            depth = next(n for path in below for n in range(len(path)) if leaf_name(path[:n]) == name)
-            inner = {path[depth:]: leaf for path, leaf in below.items()}
-            return CheckpointView(self._contents, self._reader, inner, f'{self._prefix}{name}/')
-        near = near_names(name, self._arrays)
-        raise KeyError(
-            f'{self._prefix}{name}: no such leaf in {self.path}. ' + (f'Near: {", ".join(near)}.' if near else '')
-        )
+            path = next(iter(below))
+            depth = next(n for n in range(len(path)) if leaf_name(path[:n]) == name)
+            return self._part({path[depth:]: leaf for path, leaf in below.items()}, path[:depth])
+        if any(character in name for character in '*?'):
+            matches = glob_regex(name).fullmatch
+            found = {path: self._leaves[path] for text, path in self._by_name.items() if matches(text)}
+            if found:
+                return self._part(found, ())
+        near = near_names(name, self._by_name)
+        hint = f' Near: {", ".join(near)}.' if near else ''
+        where = f'{leaf_name(self._prefix)}/{name}' if self._prefix else name
+        raise KeyError(f'{where}: no such leaf in {self.path}.{hint}')
+
+    def select(self, pattern: str) -> CheckpointView:
+        """The leaves of a name, a group or a pattern, always as a view.
+
+        Raises:
+          CheckpointNotFoundError: there are none.
+        """
+        if pattern in self._by_name:
+            return self._part({self._by_name[pattern]: self._leaves[self._by_name[pattern]]}, ())
+        try:
+            return self[pattern]
+        except KeyError as error:
+            raise CheckpointNotFoundError(error.args[0]) from error
+
+    def _part(self, leaves: LeafTable, below: Path) -> CheckpointView:
+        return CheckpointView(self._contents, self._reader, leaves, (*self._prefix, *below))
+
+    def _children(self) -> list[str]:
+        return list(dict.fromkeys(path[0] for path in self._leaves if path))
+
+    def __getattr__(self, name: str) -> Any:
+        # Notebooks and copy() ask for names with underscores before __init__ has run.
+        if not name.startswith('_') and name in self._children():
+            return self[leaf_name((name,))]
+        raise AttributeError(f'{type(self).__name__} has no attribute and no group {name!r}; view[{name!r}] is a name.')
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *[key for key in self._children() if key.isidentifier()]]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._by_name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
@@ -99,11 +186,45 @@ class CheckpointView(Mapping[str, LazyArray]):
     def __len__(self) -> int:
         return len(self._arrays)
 
+    # --- showing -----------------------------------------------------------------------------------------------------
+
+    def _title(self) -> str:
+        return f'{self.path}: {leaf_name(self._prefix)}' if self._prefix else self.path
+
+    def _facts(self) -> list[str]:
+        infos, extra = self.infos(), self._contents.sidecar.extra
+        facts = [] if self.step is None else [f'step {self.step}']
+        facts += [f'{len(infos):,} leaves', f'{sum(info.size for info in infos):,} values', human_bytes(self.nbytes)]
+        created = extra.get('created_unix')
+        if isinstance(created, (int, float)):
+            saved = datetime.datetime.fromtimestamp(created, datetime.UTC)
+            facts.append(f'saved {saved:%Y-%m-%d %H:%M} UTC')
+        return facts + [f'{name} {value:.6g}' for name, value in self.metrics.items()]
+
     def __repr__(self) -> str:
-        lines = [f'{self.path} ({self._prefix or "all"}, {len(self)} leaves, {self.nbytes:,} bytes)']
-        width = max((len(name) for name in self), default=0)
-        for name in self:
-            leaf = self[name]
-            kind = 'stored' if isinstance(self._arrays[name], StoredLeaf) else 'inline'
-            lines.append(f'  {name:<{width}}  {leaf.dtype.name:<10} {leaf.shape!s:<20} {kind}')
+        infos = self.infos()
+        rows = [
+            (f'  {info.name}', info.dtype or info.kind, str(info.shape) if info.dtype else '', _described(info))
+            for info in infos[:_SHOWN]
+        ]
+        lines = [f'{self._title()} ({", ".join(self._facts())})', *aligned(rows, (False,) * 4)]
+        if len(infos) > _SHOWN:
+            lines.append(
+                f"  ... and {len(infos) - _SHOWN:,} more: view['a/group'], view['**/kernel'], view.to_pandas()"
+            )
         return '\n'.join(lines)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        from treescope import repr_lib
+
+        children = {key: self[leaf_name((key,))] for key in self._children()}
+        return repr_lib.render_dictionary_wrapper(type(self), children, path, subtree_renderer)
+
+    def _repr_html_(self) -> str:
+        return tree_html(self._title(), self._facts(), build_tree(self.infos()))
+
+
+def _described(info: LeafInfo) -> str:
+    if info.value:
+        return f'= {info.value}'
+    return f'{human_bytes(info.nbytes)} {info.kind}' if info.dtype else ''

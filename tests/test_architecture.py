@@ -20,11 +20,11 @@ PACKAGE = ROOT / 't5ckpt'
 # A module imports only from rows above its own, and in its own row from what stands before it, so that no two modules
 # can ever need each other. CONTRIBUTING.md says what each is for. A folder counts as one module.
 ROWS = (
-    ('errors', '_version', '_types', '_budget', '_process'),
+    ('errors', '_version', '_text', '_types', '_budget', '_process'),
     ('lazy', '_leaves', '_chunks', '_owners', '_dtypes', '_digest', '_compress', 'translate', 'policies', 'progress'),
     ('_layout', '_specs', '_manifest', '_ledger', '_sidecar'),
     ('storage',),
-    ('steps', '_summaries', '_plan', '_plan_text', '_plan_restore', '_orbax', '_open'),
+    ('steps', '_summaries', '_plan', '_plan_text', '_plan_restore', '_orbax', '_open', '_tree', '_html', '_frames'),
     (
         '_claims',
         '_fence',
@@ -47,7 +47,8 @@ ROWS = (
         '_retention',
         '_dataset_state',
     ),
-    ('_gather', '_transform', '_save', '_pending', '_borrow', '_stream', 'view', 'load', '_restore'),
+    ('_gather', '_transform', '_save', '_pending', '_borrow', '_stream'),
+    ('_blocks', '_plots', '_stats', 'view', '_diff', 'runs', 'load', '_restore'),
     ('convert',),
     ('checkpointer', 'save_best'),
     ('metrics', 'datasets', 'training', 'cli'),
@@ -78,7 +79,7 @@ OPTIONAL = {
     'tensorflow',
     'torch',
 }
-OPTIONAL_HOMES = {'_orbax', 'view', 'metrics', 'datasets', 'convert', 'training', 'cli', 'testing'}
+OPTIONAL_HOMES = {'_frames', '_orbax', '_plots', 'view', 'metrics', 'datasets', 'convert', 'training', 'cli', 'testing'}
 # The verbs are loaded by cli/__init__.py after it has looked for these.
 CLI_LIBRARIES = {'click', 'rich'}
 

@@ -158,3 +158,76 @@ def test_without_its_extra_the_command_says_what_to_install():
     )
     assert done.returncode == 1
     assert "pip install 't5ckpt[cli]'" in done.stderr
+
+
+# --- looking into a checkpoint ---------------------------------------------------------------------------------------
+
+
+def test_show_sums_up_groups(run_dir):
+    lines = t5ckpt_cli('show', run_dir).splitlines()
+    assert [line.split()[0] for line in lines] == ['name', 'target', 'scale', 'mlp', 'kernel', 'total']
+    assert 'stored in chunks of (64, 128)' in lines[4]
+    assert [line.split()[0] for line in t5ckpt_cli('show', run_dir, '--depth', 1).splitlines()] == [
+        'name',
+        'target',
+        'total',
+    ]
+
+
+def test_show_sorts_and_greps(run_dir):
+    by_size = t5ckpt_cli('show', run_dir, '--sort', 'size').splitlines()
+    assert [line.split()[0] for line in by_size] == ['name', 'target/mlp/kernel', 'target/scale', 'total']
+    found = json.loads(t5ckpt_cli('show', run_dir, '--step', 100, '--grep', 'scale$', '--json'))
+    assert found['step'] == 100
+    assert [leaf['name'] for leaf in found['leaves']] == ['target/scale']
+    assert 'no regular expression' in t5ckpt_cli('show', run_dir, '--grep', '(', code=2)
+
+
+def test_cat_prints_a_leaf_or_a_slice(run_dir, tmp_path):
+    assert t5ckpt_cli('cat', run_dir, 'target/mlp/kernel[0, :3]').split() == ['[0.', '1.', '2.]']
+    found = json.loads(t5ckpt_cli('cat', run_dir, 'target/mlp/kernel[-1,-2:]', '--json'))
+    assert found == {'name': 'target/mlp/kernel', 'dtype': 'float32', 'shape': [2], 'values': [8190.0, 8191.0]}
+    done = subprocess.run(
+        [sys.executable, '-m', 't5ckpt', 'cat', run_dir, 'target/mlp/kernel[::2, ...]', '--npy'],
+        capture_output=True,
+        check=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    )
+    (tmp_path / 'x.npy').write_bytes(done.stdout)
+    np.testing.assert_array_equal(np.load(tmp_path / 'x.npy'), np.arange(8192).reshape(64, 128)[::2])
+
+
+@pytest.mark.parametrize(
+    ('leaf', 'code', 'text'),
+    [
+        ('target/mlp/kernal', 3, 'Near: target/mlp/kernel'),
+        ('target/mlp', 3, 'is a group of 1 leaves'),
+        ('target/mlp/kernel[64]', 2, 'out of bounds'),
+        ('target/mlp/kernel[:,:,:]', 2, 'shape (64, 128)'),
+        ('target/mlp/kernel[1-2]', 2, 'is no index'),
+    ],
+)
+def test_cat_refuses_what_is_not_there(run_dir, leaf, code, text):
+    assert text in t5ckpt_cli('cat', run_dir, leaf, code=code)
+
+
+def test_stats_counts_and_fails_on_nan(run_dir, tmp_path):
+    found = json.loads(t5ckpt_cli('stats', run_dir, '--json'))
+    assert found['leaves']['target/mlp/kernel']['max'] == 8191.0
+    assert 'target/scale' in t5ckpt_cli('stats', run_dir, 'target/scale')
+    with t5ckpt.Checkpointer({'w': np.full(3, np.nan)}, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save({'w': np.full(3, np.nan)}, step=1)
+    assert json.loads(t5ckpt_cli('stats', tmp_path, '--json'))['not_finite'] == ['w']
+    t5ckpt_cli('stats', tmp_path, '--fail-on-nan', code=1)
+
+
+def test_diff_answers_with_its_exit_code(run_dir, tmp_path):
+    assert '0 leaves differ' in t5ckpt_cli('diff', run_dir / 'checkpoint_0', run_dir / 'checkpoint_200')
+    state = {'target': {'mlp': {'kernel': np.ones((64, 128), np.float32)}}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    text = t5ckpt_cli('diff', run_dir, tmp_path, code=1)
+    assert 'removed' in text
+    found = json.loads(t5ckpt_cli('diff', run_dir, tmp_path, '--json', '--top', 1, code=1))
+    assert [leaf['name'] for leaf in found['leaves']] == ['target/mlp/kernel']
+    assert 'no such file' in t5ckpt_cli('diff', run_dir, tmp_path / 'nope', code=3)

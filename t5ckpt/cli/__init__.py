@@ -18,6 +18,10 @@ __all__ = ['VERBS', 'main']
 
 VERBS = {
     'ls': 'ls',
+    'show': 'show',
+    'cat': 'cat',
+    'stats': 'stats',
+    'diff': 'diff',
 }
 
 

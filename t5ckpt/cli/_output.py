@@ -11,10 +11,12 @@ from typing import Any
 
 import click
 
+from t5ckpt._text import aligned
 from t5ckpt._types import Progress
 
-__all__ = ['Column', 'age', 'confirm', 'json_option', 'print_json', 'print_table', 'progress', 'size']
+__all__ = ['Column', 'confirm', 'json_option', 'print_json', 'print_table', 'progress', 'step_option']
 
+step_option = click.option('--step', type=int, help='Which step, where PATH is a run; the latest without it.')
 json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON, for programs.')
 
 
@@ -55,34 +57,8 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
 
 
 def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    lines = [[column.title for column in columns], *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
-        cells = [
-            cell.rjust(width) if column.right else cell.ljust(width)
-            for cell, width, column in zip(line, widths, columns, strict=True)
-        ]
-        click.echo('  '.join(cells).rstrip())
-
-
-def size(nbytes: int | None) -> str:
-    """Bytes for people, in powers of 1000 as disks are sold: '1.5 GB'."""
-    if nbytes is None:
-        return ''
-    value, units = float(nbytes), ['B', 'kB', 'MB', 'GB', 'TB', 'PB']
-    while value >= 999.95 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f'{nbytes} B' if units[0] == 'B' else f'{value:.1f} {units[0]}'
-
-
-def age(seconds: float | None) -> str:
-    """A duration for people: '45 s', '12 min', '3 h', '5 days'."""
-    if seconds is None:
-        return ''
-    for limit, unit, name in ((120, 1, 's'), (7200, 60, 'min'), (172800, 3600, 'h')):
-        if seconds < limit:
-            return f'{max(0, int(seconds / unit))} {name}'
-    return f'{int(seconds / 86400)} days'
+    for line in aligned([[column.title for column in columns], *rows], [column.right for column in columns]):
+        click.echo(line)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ import time
 import click
 
 from t5ckpt._summaries import StepSummary, summaries
-from t5ckpt.cli._output import Column, age, json_option, print_json, print_table, size
+from t5ckpt._text import human_age, human_bytes
+from t5ckpt.cli._output import Column, json_option, print_json, print_table
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import open_storage
 
@@ -49,7 +50,7 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
 
 
 def _row(entry: StepSummary, names: list[str], now: float) -> list[str]:
-    seconds = None if entry.created is None else now - entry.created
+    age = '' if entry.created is None else human_age(now - entry.created)
     metrics = ['' if name not in entry.metrics else f'{entry.metrics[name]:.6g}' for name in names]
     state = 'complete' if entry.complete else entry.state
-    return [str(entry.step), size(entry.nbytes), age(seconds), *metrics, state, entry.kept]
+    return [str(entry.step), human_bytes(entry.nbytes), age, *metrics, state, entry.kept]

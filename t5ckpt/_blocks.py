@@ -1,0 +1,78 @@
+"""An array in blocks of bounded size, each of whole chunks where that is possible, so that nothing is read twice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import numpy as np
+
+__all__ = ['BLOCK_BYTES', 'blocks_of', 'pieces_of', 'run_all']
+
+# Large enough that a block costs more than its read's set-up, small enough that a handful are cheap to hold.
+BLOCK_BYTES = 8 * 2**20
+# A chunk is read whole, since to read its parts would be to decode it again for each; only beyond this it is divided.
+_CHUNK_BYTES = 64 * 2**20
+# Elements of a piece: in float64, with a temporary or two, it stays in a core's cache.
+_PIECE = 2**16
+Result = TypeVar('Result')
+
+
+def blocks_of(shape: Sequence[int], itemsize: int, chunks: Sequence[int] | None = None) -> Iterator[tuple[slice, ...]]:
+    """Slices that cover an array once, in C order; one empty index for an array without dimensions.
+
+    Args:
+      shape: of the array.
+      itemsize: bytes an element.
+      chunks: the chunk shape; without one the array counts as one chunk that may be divided.
+    """
+    block = _block_shape(shape, itemsize, shape if chunks is None else chunks, chunks is not None)
+    axes = [
+        [slice(at, min(at + step, size)) for at in range(0, size, step)]
+        for size, step in zip(shape, block, strict=True)
+    ]
+    yield from itertools.product(*axes)
+
+
+def _block_shape(shape: Sequence[int], itemsize: int, chunks: Sequence[int], whole: bool) -> list[int]:
+    block = [max(1, min(size, chunk)) for size, chunk in zip(shape, chunks, strict=True)]
+    limit = _CHUNK_BYTES if whole else BLOCK_BYTES
+    for axis in range(len(block)):
+        # The first axes are cut first: what is left is contiguous in C order.
+        rest = itemsize * math.prod(block) // block[axis]
+        if rest * block[axis] > limit:
+            block[axis] = max(1, limit // rest)
+    for axis in reversed(range(len(block))):
+        nbytes = itemsize * math.prod(block)
+        block[axis] = min(max(1, shape[axis]), block[axis] * max(1, BLOCK_BYTES // nbytes))
+        if block[axis] < shape[axis]:
+            break
+    return block
+
+
+def pieces_of(block: np.ndarray) -> Iterator[np.ndarray]:
+    """A block's elements in flat pieces that fit a core's cache, whatever is computed of them."""
+    flat = block.reshape(-1)
+    for at in range(0, flat.size, _PIECE):
+        yield flat[at : at + _PIECE]
+
+
+def run_all(work: Iterator[Callable[[], Result]], threads: int) -> Iterator[Result]:
+    """Runs jobs in threads and yields what they return, in any order; at most two jobs a thread are begun or waiting."""
+    with ThreadPoolExecutor(threads) as executor:
+        begun: set[Future[Result]] = set()
+        try:
+            for job in work:
+                begun.add(executor.submit(job))
+                if len(begun) >= 2 * threads:
+                    done, begun = wait(begun, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            while begun:
+                done, begun = wait(begun, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        finally:
+            for future in begun:
+                future.cancel()

@@ -1,0 +1,22 @@
+"""Tables of pandas, which comes with the extra ``notebook``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from t5ckpt.errors import MissingDependencyError
+
+__all__ = ['pandas']
+
+
+def pandas() -> Any:
+    """The module.
+
+    Raises:
+      MissingDependencyError: it is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise MissingDependencyError("to_pandas needs pandas: pip install 't5ckpt[notebook]'") from error
+    return pd

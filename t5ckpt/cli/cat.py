@@ -1,0 +1,114 @@
+"""``t5ckpt cat``: the values of one leaf, or of a slice of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import click
+import numpy as np
+
+from t5ckpt.cli._output import json_option, print_json, step_option
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.lazy import LazyArray
+from t5ckpt.view import CheckpointView, open_checkpoint
+
+__all__ = ['command']
+
+_LEAF = re.compile(r'(?P<name>.*?)(\[(?P<index>[0-9:, .\-]*)\])?', re.DOTALL)
+
+
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Names of leaves, for the shell; nothing where the checkpoint cannot be read."""
+    del param
+    try:
+        return [name for name in open_checkpoint(ctx.params['path']) if name.startswith(incomplete)]
+    except (KeyError, OSError, ValueError):
+        return []
+
+
+@click.command('cat')
+@click.argument('path')
+@click.argument('leaf', metavar='LEAF[SLICE]', shell_complete=_complete)
+@step_option
+@click.option('--npy', is_flag=True, help="Write the array to standard output in numpy's .npy format.")
+@json_option
+def command(path: str, leaf: str, step: int | None, npy: bool, as_json: bool) -> None:
+    """Prints the values of a leaf, or of a slice of it; only the chunks that the slice touches are read.
+
+    On paper a large array is shortened in the middle, as numpy does; --json and --npy give every value. bfloat16 and
+    other dtypes that .npy does not know are written as float32.
+
+    \b
+    Examples:
+      t5ckpt cat run state/step
+      t5ckpt cat run 'target/token_embedder/embedding[:2, :8]'
+      t5ckpt cat run target/encoder/scale --npy > scale.npy
+    """
+    view = open_checkpoint(path, step)
+    name, index = _parsed(leaf, view)
+    value = view[name]
+    if not isinstance(value, LazyArray):
+        if isinstance(value, CheckpointView):
+            raise CheckpointNotFoundError(
+                f'{name} is a group of {len(value)} leaves such as {next(iter(value), "")!r}.'
+            )
+        print_json(value) if as_json else click.echo(repr(value))
+        return
+    array = np.asarray(value if index is None else _sliced(value, index, name))
+    if npy:
+        np.save(sys.stdout.buffer, _known_to_numpy(array), allow_pickle=False)
+    elif as_json:
+        print_json({'name': name, 'dtype': array.dtype.name, 'shape': array.shape, 'values': _listed(array)})
+    else:
+        click.echo(f'{array[()]}')
+
+
+def _parsed(text: str, view: CheckpointView) -> tuple[str, tuple[Any, ...] | None]:
+    """A leaf's name and the index behind it; a name may end in brackets itself."""
+    names = set(view)
+    if text in names:
+        return text, None
+    match = _LEAF.fullmatch(text)
+    name = text if match is None else match['name']
+    if match is None or match['index'] is None:
+        _known(name, view)
+        return name, None
+    _known(name, view)
+    try:
+        return name, tuple(_axis(part.strip()) for part in match['index'].split(',') if part.strip())
+    except ValueError as error:
+        raise click.UsageError(f'[{match["index"]}] is no index: numbers, start:stop:step, ... and commas.') from error
+
+
+def _known(name: str, view: CheckpointView) -> None:
+    try:
+        view[name]
+    except KeyError as error:
+        raise CheckpointNotFoundError(error.args[0]) from error
+
+
+def _axis(part: str) -> Any:
+    if part == '...':
+        return Ellipsis
+    if ':' not in part:
+        return int(part)
+    return slice(*[int(number) if number.strip() else None for number in part.split(':')])
+
+
+def _sliced(value: LazyArray, index: tuple[Any, ...], name: str) -> Any:
+    try:
+        return value[index]
+    except (IndexError, ValueError, TypeError) as error:
+        raise click.UsageError(f'{name} has shape {value.shape}: {error}') from error
+
+
+def _known_to_numpy(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype.isbuiltin == 1 else array.astype(np.float32)
+
+
+def _listed(array: np.ndarray) -> Any:
+    known = _known_to_numpy(array)
+    # JSON has no complex numbers: each becomes [real, imaginary].
+    return np.stack([np.real(known), np.imag(known)], axis=-1).tolist() if known.dtype.kind == 'c' else known.tolist()

@@ -1,0 +1,49 @@
+"""``t5ckpt diff``: what changed between two checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import click
+
+from t5ckpt._diff import LeafDiff, diff
+from t5ckpt.cli._output import Column, json_option, print_json, print_table, progress
+
+__all__ = ['command']
+
+
+@click.command('diff')
+@click.argument('a')
+@click.argument('b')
+@click.option('--top', type=click.IntRange(1), help='Only the leaves whose values moved most, this many of them.')
+@click.option('--no-values', is_flag=True, help='Compare names, shapes and dtypes alone; reads no array.')
+@json_option
+def command(a: str, b: str, top: int | None, no_values: bool, as_json: bool) -> int:
+    """Compares the checkpoints A and B: leaves added and removed, shapes and dtypes changed, values moved.
+
+    "relative" is the norm of b - a over the norm of a. Any formats that t5ckpt reads can be compared. Exits with 1
+    when they differ.
+
+    \b
+    Examples:
+      t5ckpt diff run/checkpoint_1000 run/checkpoint_2000 --top 10
+      t5ckpt diff run/checkpoint_1000 orbax_run/1000 --json
+    """
+    with progress('comparing') as report:
+        found = diff(a, b, values=not no_values, progress=report)
+    leaves = found.leaves if top is None else found.top(top)
+    if as_json:
+        fields = [_plain(leaf) for leaf in leaves]
+        print_json({'a': found.a, 'b': found.b, 'same': found.same, 'different': len(found.leaves), 'leaves': fields})
+        return int(bool(found))
+    click.echo(found.title)
+    if leaves:
+        shown = dataclasses.replace(found, leaves=tuple(leaves))
+        print_table([Column(name, right=name in ('relative', 'largest')) for name in found.columns], shown.rows())
+    return int(bool(found))
+
+
+def _plain(leaf: LeafDiff) -> dict[str, object]:
+    fields = dataclasses.asdict(leaf)
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()}

@@ -1,0 +1,90 @@
+"""``t5ckpt show``: the tree of one checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import click
+
+from t5ckpt._text import human_bytes
+from t5ckpt._tree import Group, LeafInfo, build_tree
+from t5ckpt.cli._output import Column, json_option, print_json, print_table, step_option
+from t5ckpt.view import open_checkpoint
+
+__all__ = ['command']
+
+_COLUMNS = (
+    Column('name'),
+    Column('dtype'),
+    Column('shape'),
+    Column('values', right=True),
+    Column('bytes', right=True),
+    Column('where'),
+)
+
+
+@click.command('show')
+@click.argument('path')
+@step_option
+@click.option('--depth', type=click.IntRange(1), help='Sum up what lies deeper than this many groups.')
+@click.option('--grep', 'pattern', help='Only leaves whose name matches this regular expression somewhere.')
+@click.option(
+    '--sort', type=click.Choice(['tree', 'name', 'size']), default='tree', help='size: the largest first, flat.'
+)
+@json_option
+def command(path: str, step: int | None, depth: int | None, pattern: str | None, sort: str, as_json: bool) -> None:
+    """Shows the leaves of a checkpoint as a tree: dtype, shape, values, bytes, and where the values lie.
+
+    Reads the manifest alone.
+
+    \b
+    Examples:
+      t5ckpt show run
+      t5ckpt show run --step 1000 --grep 'kernel$' --sort size
+      t5ckpt show run/checkpoint_1000 --depth 2
+    """
+    view = open_checkpoint(path, step)
+    infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
+    if sort != 'tree':
+        infos.sort(key=lambda info: info.name if sort == 'name' else (-info.nbytes, info.name))
+    if as_json:
+        leaves = [_fields(info) for info in infos]
+        print_json({'path': view.path, 'step': view.step, 'metrics': view.metrics, 'leaves': leaves})
+        return
+    tree = build_tree(infos)
+    rows = _tree_rows(tree, depth, 0) if sort == 'tree' else [_leaf_row(info.name, info) for info in infos]
+    total = ('total', '', f'{tree.leaves:,} leaves', f'{tree.size:,}', human_bytes(tree.nbytes), '')
+    print_table(_COLUMNS, [*rows, total])
+
+
+def _matcher(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise click.UsageError(f'--grep {pattern!r} is no regular expression: {error}.') from error
+
+
+def _fields(info: LeafInfo) -> dict[str, Any]:
+    return {'name': info.name, **dataclasses.asdict(info)}
+
+
+def _tree_rows(group: Group, depth: int | None, level: int) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for key, child in group.children.items():
+        indented = '  ' * level + key
+        if isinstance(child, LeafInfo):
+            rows.append(_leaf_row(indented, child))
+            continue
+        rows.append((indented, '', f'{child.leaves:,} leaves', f'{child.size:,}', human_bytes(child.nbytes), ''))
+        if depth is None or level + 1 < depth:
+            rows += _tree_rows(child, depth, level + 1)
+    return rows
+
+
+def _leaf_row(name: str, info: LeafInfo) -> tuple[str, ...]:
+    where = f'{info.place} = {info.value}' if info.value else info.place
+    if not info.dtype:
+        return (name, '', '', '', '', where)
+    return (name, info.dtype, str(info.shape), f'{info.size:,}', human_bytes(info.nbytes), where)

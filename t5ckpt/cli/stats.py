@@ -1,0 +1,50 @@
+"""``t5ckpt stats``: mean, spread, extremes, zeros and NaN of every leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import click
+
+from t5ckpt.cli._output import Column, json_option, print_json, print_table, progress, step_option
+from t5ckpt.view import open_checkpoint
+
+__all__ = ['command']
+
+
+@click.command('stats')
+@click.argument('path')
+@click.argument('leaves', required=False, metavar='[LEAVES]')
+@step_option
+@click.option('--fail-on-nan', is_flag=True, help='Exit with 1 if any value is NaN or infinite.')
+@json_option
+def command(path: str, leaves: str | None, step: int | None, fail_on_nan: bool, as_json: bool) -> int:
+    """Reads the leaves of a checkpoint and sums each up: mean, standard deviation, extremes, norm, zeros, NaN, inf.
+
+    LEAVES is a name, a group, or a pattern such as 'target/**/kernel' (* within a key, ** across keys); all leaves
+    without it. Memory stays bounded, whatever the size.
+
+    \b
+    Examples:
+      t5ckpt stats run
+      t5ckpt stats run 'target/**/kernel' --fail-on-nan
+    """
+    view = open_checkpoint(path, step)
+    if leaves is not None:
+        view = view.select(leaves)
+    with progress('reading') as report:
+        stats = view.stats(progress=report)
+    bad = [name for name, leaf in stats.items() if leaf.nan or leaf.inf]
+    if as_json:
+        fields = {name: _plain(dataclasses.asdict(leaf)) for name, leaf in stats.items()}
+        print_json({'path': view.path, 'step': view.step, 'leaves': fields, 'not_finite': bad})
+    else:
+        print_table([Column(name, right=name != 'name') for name in stats.columns], stats.rows())
+    return 1 if bad and fail_on_nan else 0
+
+
+def _plain(fields: dict[str, object]) -> dict[str, object]:
+    """Without the histogram, and with null for NaN, which JSON does not know."""
+    kept = {name: value for name, value in fields.items() if name not in ('counts', 'edges')}
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in kept.items()}

@@ -1,0 +1,167 @@
+"""All checkpoints of a run together: which there are, with their metrics, and how a leaf moved over them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from t5ckpt._frames import pandas
+from t5ckpt._html import table_html
+from t5ckpt._plots import plot_series
+from t5ckpt._summaries import StepSummary, summaries
+from t5ckpt._text import aligned, human_bytes
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.lazy import LazyArray
+from t5ckpt.storage import Storage, open_storage
+from t5ckpt.view import CheckpointView, open_checkpoint
+
+__all__ = ['Run', 'Series', 'open_run']
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Opens a run's directory; what is in it is looked up when it is asked for.
+
+    Raises:
+      CheckpointNotFoundError: there is no such directory.
+    """
+    storage = open_storage(path)
+    if storage.kind('') != 'dir':
+        raise CheckpointNotFoundError(f'{storage.url()}: there is no such directory.')
+    return Run(storage)
+
+
+class Series(Mapping[int, Any]):
+    """A value for each step; ``plot()`` and ``to_pandas()`` show it."""
+
+    def __init__(self, name: str, values: Mapping[int, Any]):
+        self.name = name
+        self._values = dict(values)
+
+    def __getitem__(self, step: int) -> Any:
+        return self._values[step]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def plot(self, ax: Any = None) -> Any:
+        """The values over the steps, on matplotlib axes, which it returns."""
+        return plot_series(self._values, self.name, ax)
+
+    def to_pandas(self) -> Any:
+        """A pandas Series, by step."""
+        return pandas().Series(self._values, name=self.name).rename_axis('step')
+
+    def __repr__(self) -> str:
+        lines = aligned([(str(step), f'{value!r:.60}') for step, value in self._values.items()], (True, False))
+        return '\n'.join([self.name, *lines])
+
+
+class Run(Mapping[int, CheckpointView]):
+    """From step to CheckpointView; shows itself as a table of the steps with their metrics.
+
+    Notes: steps are looked up anew by each access, so a run that is being trained may grow under a notebook. What
+    :meth:`series` computed is kept for as long as this object lives.
+    """
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+        self._series: dict[tuple[int, float | None, str, Any], Any] = {}
+
+    @property
+    def path(self) -> str:
+        """The run's directory."""
+        return self._storage.url()
+
+    def summaries(self) -> list[StepSummary]:
+        """What is known of each complete step without opening it, ascending."""
+        return [summary for summary in summaries(self._storage) if summary.complete]
+
+    @property
+    def steps(self) -> list[int]:
+        """The complete steps, ascending."""
+        return [summary.step for summary in self.summaries()]
+
+    def __getitem__(self, step: int) -> CheckpointView:
+        try:
+            return open_checkpoint(self.path, step)
+        except CheckpointNotFoundError as error:
+            raise KeyError(str(error)) from error
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def series(self, name: str, fn: Callable[[LazyArray], Any], *, since: int = 0) -> Series:
+        """``fn`` of a leaf at every step that has it, such as ``lambda x: float(np.linalg.norm(x))``.
+
+        Args:
+          name: the leaf's.
+          fn: gets a LazyArray; numpy functions take it, and a slice of it reads only its part.
+          since: the first step to look at.
+
+        Returns:
+          The values by step. A step is read once for the same ``name`` and the same ``fn`` object, also by later calls;
+          one that was saved anew is read anew.
+
+        Raises:
+          KeyError: no step has the leaf.
+        """
+        values: dict[int, Any] = {}
+        missing: KeyError | None = None
+        for summary in self.summaries():
+            if summary.step < since:
+                continue
+            key = (summary.step, summary.created, name, fn)
+            if key not in self._series:
+                try:
+                    leaf = self[summary.step][name]
+                except KeyError as error:
+                    missing = error
+                    continue
+                self._series[key] = fn(leaf)
+            values[summary.step] = self._series[key]
+        if not values and missing is not None:
+            raise missing
+        return Series(name, values)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row a step: bytes, time of the save, pinned, and a column for each metric."""
+        rows = [
+            {'step': item.step, 'nbytes': item.nbytes, 'saved': _saved(item), 'pinned': item.pinned, **item.metrics}
+            for item in self.summaries()
+        ]
+        return pandas().DataFrame(rows).set_index('step') if rows else pandas().DataFrame()
+
+    def _rows(self) -> tuple[list[str], list[list[str]]]:
+        found = self.summaries()
+        names = sorted({name for item in found for name in item.metrics})
+        rows = [
+            [
+                str(item.step),
+                human_bytes(item.nbytes),
+                '' if _saved(item) is None else f'{_saved(item):%Y-%m-%d %H:%M:%S}',
+                *['' if name not in item.metrics else f'{item.metrics[name]:.6g}' for name in names],
+                item.kept,
+            ]
+            for item in found
+        ]
+        return ['step', 'size', 'saved (UTC)', *names, ''], rows
+
+    def __repr__(self) -> str:
+        columns, rows = self._rows()
+        return '\n'.join([f'{self.path}: {len(rows)} steps', *aligned([columns, *rows], [True] * len(columns))])
+
+    def _repr_html_(self) -> str:
+        columns, rows = self._rows()
+        return table_html(f'{self.path}: {len(rows)} steps', columns, rows)
+
+
+def _saved(summary: StepSummary) -> datetime.datetime | None:
+    return None if summary.created is None else datetime.datetime.fromtimestamp(summary.created, datetime.UTC)

@@ -13,8 +13,8 @@ from t5ckpt._version import __version__
 if TYPE_CHECKING:
     from t5ckpt._commit import CommittedCheckpoint
     from t5ckpt._damage import Damage, VerifyReport
-    from t5ckpt._integrity import verify
     from t5ckpt._diff import CheckpointDiff, LeafDiff, diff
+    from t5ckpt._integrity import verify
     from t5ckpt._pending import PendingSave
     from t5ckpt._plan import ParameterInfo
     from t5ckpt._stats import CheckpointStats, LeafStats
@@ -57,8 +57,8 @@ __all__ = [
     'RestoreStateTransformationFn',
     'Run',
     'SaveStateTransformationFn',
-    'VerifyReport',
     'Series',
+    'VerifyReport',
     '__version__',
     'all_dataset_checkpoint_steps',
     'all_steps',

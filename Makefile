@@ -54,18 +54,20 @@ define install
 endef
 
 $(VENV)/installed-docs: EXTRAS := docs
-$(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,test
+$(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,test$(PEERS)
 $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 	$(install)
 
 $(VENV)/installed-test: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 	$(install)
 
-# No hashes and no addresses: the files say which versions were tried, not where they came from.
+# No hashes and no addresses: the files say which versions were tried, not where they came from. PyTorch is pinned in
+# setup.py, and which GPU libraries it needs depends on the build.
 constraints:
-	for v in 11 12 13; do uv pip compile setup.py --upgrade --extra cli --extra docs --extra hf --extra notebook --extra orbax --extra test \
+	for v in 11 12 13; do uv pip compile setup.py --upgrade --extra cli --extra docs --extra hf --extra notebook --extra orbax --extra peers --extra test \
 		--python-version 3.$$v --python-platform linux --no-annotate --no-header --no-emit-index-url \
-		--no-emit-find-links --quiet --output-file constraints/py3$$v.txt || exit 1; done
+		--no-emit-find-links --quiet --output-file constraints/py3$$v.txt || exit 1; \
+		sed -i '/^\(nvidia-\|cuda-\|triton=\|torch=\)/d' constraints/py3$$v.txt; done
 
 clean:
 	rm -rf $(VENV) build demo_run *.egg-info .pytest_cache .ruff_cache .hypothesis

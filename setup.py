@@ -13,13 +13,22 @@ VERSION = re.search(
 EXTRAS = {
     # Each extra is imported only inside the call that needs it; the error names the extra to install.
     'tf': ['tensorflow>=2.16'],
-    'tensorboard': ['tensorboard>=2.16'],
+    'tensorboard': ['tensorboardX>=2.6.2'],
     'orbax': ['orbax-checkpoint>=0.11'],
     'hf': ['safetensors>=0.4'],
     'grain': ['grain>=0.2'],
     'cli': ['click>=8.1', 'rich>=13'],
     'notebook': ['matplotlib>=3.8', 'pandas>=2'],
-    'docs': ['matplotlib>=3.8', 'optax>=0.2.3'],  # what the examples in README.md, docs/ and examples/ import
+    # What the examples in README.md, docs/ and examples/ import.
+    'docs': ['grain>=0.2.12', 'matplotlib>=3.8', 'optax>=0.2.3', 'tensorboardX>=2.6.2'],
+    # Large libraries that tests marked slow compare with, where they are installed; PyTorch's CPU build, if there is one
+    # at hand, is for this Python only.
+    'peers': [
+        'tensorflow-cpu>=2.16; python_version < "3.12"',
+        'torch==2.13.0; python_version < "3.12"',
+        'torchdata==0.11.0; python_version < "3.12"',
+        'zarr>=2.18,<3; python_version < "3.12"',
+    ],
     'test': [
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
         'hypothesis>=6.100',

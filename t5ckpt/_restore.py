@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._budget import ByteBudget
-from t5ckpt._dataset_state import DatasetState
 from t5ckpt._gather import completed, in_parts
 from t5ckpt._leaves import Empty, LeafTable, StateView, Target, is_jax_array, lookup, nest, target_of, view_state
 from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw, still_there
@@ -25,6 +24,7 @@ from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader
 from t5ckpt._transform import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
+from t5ckpt.datasets import DatasetState, warn_of_unused
 from t5ckpt.errors import DisagreementError, RemoteError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.steps import Located, locate, locate_step
@@ -115,7 +115,9 @@ def _read(
         values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, wanted)
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
     if dataset is not None:
-        dataset.load(located.storage, located.directory)
+        dataset.load(located.storage, located.directory, request.meeting.processes)
+    elif request.meeting.is_first:
+        warn_of_unused(located.storage, located.directory)
     return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
 
 

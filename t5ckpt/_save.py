@@ -25,7 +25,6 @@ from t5ckpt._commit import (
     writer_facts,
 )
 from t5ckpt._compress import AUTO, choose_codec
-from t5ckpt._dataset_state import DatasetState
 from t5ckpt._digest import digest
 from t5ckpt._dtypes import to_stored
 from t5ckpt._layout import MANIFEST, integrity_file, join, step_dir
@@ -45,6 +44,7 @@ from t5ckpt._transform import parameter_infos, transformed
 from t5ckpt._types import Clock, Partitioner, Progress
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, write_arrays
+from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import DisagreementError, SaveFailedError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.policies import KeepPolicy
@@ -145,10 +145,12 @@ def prepare_save(
     started = time.monotonic()
     if meeting.is_alone and not _is_free(request):
         return None
+    processes = meeting.processes
+    # The iterator moves on as soon as the caller does, so its state is taken now; first, because it may not have one.
+    dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
     # Without transforms each leaf is its own info.
     infos = parameter_infos(table, state, partitioner) if fns else {}
     leaves, infos = transformed(table, infos, fns)
-    processes = meeting.processes
     plan = plan_save(leaves, infos, request.options, Owners(processes.index, processes.count))
     previous = _previous(request, meeting)
     unchanged: tuple[ArrayWrite, ...] = ()
@@ -166,8 +168,6 @@ def prepare_save(
     text = '' if meeting.is_alone else plan_text(plan, _header(request))
     samples = _samples(plan.writes) if meeting.is_first and not meeting.is_alone else {}
     staging.start()
-    # The iterator moves on as soon as the caller does, so its state is taken now.
-    dataset = {} if request.dataset is None else request.dataset.snapshot()
     known = leaves_of_writes(plan.writes)
     job = _Job(request, meeting, plan.facts, staging, previous, unchanged, known, dataset, text, samples, started)
     return PreparedSave(job)

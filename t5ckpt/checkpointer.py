@@ -16,7 +16,6 @@ from typing import Any, Self
 
 from t5ckpt import steps
 from t5ckpt._commit import CommittedCheckpoint
-from t5ckpt._dataset_state import DatasetState
 from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import step_of, view_state
 from t5ckpt._pending import PendingSave
@@ -26,6 +25,7 @@ from t5ckpt._restore import RestoreRequest, run_restore
 from t5ckpt._save import Reuse, SaveRequest, prepare_save
 from t5ckpt._stage import STAGING_MODES
 from t5ckpt._types import Clock, Partitioner, Progress, RestoreStateTransformationFn, SaveStateTransformationFn
+from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import ClosedError, UnsupportedTopologyError
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.storage import Storage, open_storage
@@ -45,7 +45,7 @@ class Checkpointer:
         Flax TrainState or any pytree; leaves may be jax.ShapeDtypeStruct.
       partitioner: T5X's; gives the mesh and the axes to restore to. Without one the leaves' own shardings count.
       checkpoints_dir: the run's directory: a path, a URL of a storage that is served, or a Storage.
-      dataset_iterator: has ``save(filename)`` and ``load(filename)``.
+      dataset_iterator: whose position is saved, too: tf.data's, Grain's, torch's; see docs/data-iterators.md.
       keep: how many of the latest checkpoints stay; at least 1; None keeps all.
       save_dtype: floating leaves of ``target`` or ``params`` are cast to it on save; None casts nothing.
       restore_dtype: the same on restore.

@@ -13,6 +13,7 @@
     │   ├── MissingLeaves
     │   └── UnexpectedLeaves
     ├── UnsupportedLeafError      TypeError, ValueError           a leaf that no checkpoint can hold
+    ├── DatasetStateError         RuntimeError                    a data iterator's position cannot be saved or taken back
     ├── StorageError              OSError                         the backend said no
     │   ├── NoSpaceError
     │   ├── AccessDeniedError     PermissionError
@@ -43,6 +44,7 @@ __all__ = [
     'CheckpointNotFoundError',
     'ClosedError',
     'CorruptCheckpointError',
+    'DatasetStateError',
     'DisagreementError',
     'DtypeMismatch',
     'FormatError',
@@ -99,6 +101,10 @@ class UnsafeSpecError(FormatError):
 
 class UnsupportedLeafError(T5CkptError, TypeError, ValueError):
     """A leaf of the state that cannot be written without changing it."""
+
+
+class DatasetStateError(T5CkptError, RuntimeError):
+    """A data iterator cannot say where it stands, or does not take the position that a checkpoint holds."""
 
 
 class StorageError(T5CkptError, OSError):

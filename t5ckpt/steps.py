@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 
+from t5ckpt._foreign import foreign_layout
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
 from t5ckpt._manifest import is_whole
 from t5ckpt.errors import CheckpointNotFoundError
@@ -33,15 +33,6 @@ __all__ = [
 ]
 
 _WALKED_BYTES = 64 * 2**20
-# What a directory of others is known by, and what can be done about it.
-_FOREIGN = (
-    (r'\.metadata', 'a torch.distributed.checkpoint (DCP) directory, which is not read; convert it with PyTorch'),
-    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which T5X converts with convert_from_tf_checkpoint'),
-    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, which is no checkpoint of a training run'),
-    (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
-    (r'\.zgroup|zarr\.json', 'a zarr group, such as seqax writes, without a T5X manifest'),
-    (r'step_[0-9]+', "an axlearn or DCP run, whose steps are not in T5X's format"),
-)
 _ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
 
 
@@ -228,7 +219,7 @@ def _contents(storage: Storage) -> str:
     names = [entry.name for entry in storage.entries()]
     if not names:
         return 'the directory is empty'
-    known = next((text for mark, text in _FOREIGN if any(re.fullmatch(mark, name) for name in names)), None)
+    known = foreign_layout(storage)
     looks = '' if known is None else f'; it looks like {known}'
     return f'it holds {len(names)} entries such as {", ".join(names[:5])}{looks}'
 

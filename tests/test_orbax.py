@@ -112,7 +112,6 @@ def test_metadata_that_is_damaged(tmp_path):
         ('model.safetensors', 'safetensors'),
         ('pytorch_model.bin', 'PyTorch'),
         ('.zgroup', 'zarr group'),
-        ('step_00000100', 'axlearn'),
         ('notes.txt', 'notes.txt'),
     ],
 )

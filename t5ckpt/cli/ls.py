@@ -7,10 +7,11 @@ import time
 
 import click
 
+from t5ckpt._foreign import foreign_layout
 from t5ckpt._summaries import StepSummary, summaries
 from t5ckpt._text import human_age, human_bytes
 from t5ckpt.cli._output import Column, json_option, print_json, print_table
-from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.storage import open_storage
 
 __all__ = ['command']
@@ -36,6 +37,9 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     if storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: there is no such directory.')
     found = [entry for entry in summaries(storage) if entry.complete or show_all]
+    foreign = None if found else foreign_layout(storage)
+    if foreign is not None:
+        raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')
     if as_json:
         print_json([dataclasses.asdict(entry) for entry in found])
         return

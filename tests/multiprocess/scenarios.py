@@ -431,13 +431,15 @@ class DataPartitioner:
 def save_iterators(directory, shards):
     tree, data = state(), Counter()
     data.position = 100 + jax.process_index()
-    with checkpointer(directory, tree, partitioner=DataPartitioner(shards), dataset_iterator=data) as ck:
+    partitioner = None if shards is None else DataPartitioner(shards)
+    with checkpointer(directory, tree, partitioner=partitioner, dataset_iterator=data) as ck:
         ck.save(tree, step=1)
 
 
 def restore_iterators(directory, shards):
     data = Counter()
-    options = {'partitioner': DataPartitioner(shards), 'dataset_iterator': data}
+    partitioner = None if shards is None else DataPartitioner(shards)
+    options = {'partitioner': partitioner, 'dataset_iterator': data}
     with checkpointer(directory, template(), **options) as ck:
         check(ck.restore())
     return data.position

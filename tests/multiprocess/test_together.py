@@ -192,8 +192,15 @@ def test_each_data_shard_has_its_iterator(four, tmp_path, shards):
     assert four.run('restore_iterators', tmp_path, shards) == first
 
 
+def test_without_a_partitioner_each_process_has_a_data_shard(four, tmp_path):
+    four.run('save_iterators', tmp_path, None)
+    names = sorted(path.name for path in (tmp_path / 'checkpoint_1').glob('train_ds-*'))
+    assert names == [f'train_ds-{shard:03}-of-004' for shard in range(4)]
+    assert four.run('restore_iterators', tmp_path, None) == [100, 101, 102, 103]
+
+
 def test_iterators_of_another_number_of_shards(four, tmp_path):
     four.run('save_iterators', tmp_path, 2)
     for kind, text in four.errors('restore_iterators', tmp_path, 4):
-        assert kind in ('CheckpointNotFoundError', 'RemoteError')
+        assert kind in ('DatasetStateError', 'RemoteError')
         assert 'same number of data shards' in text

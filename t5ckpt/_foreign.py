@@ -1,0 +1,52 @@
+"""What a directory is that is no run of ours: named, with its steps and what reads it."""
+
+from __future__ import annotations
+
+import re
+
+from t5ckpt._layout import join
+from t5ckpt.storage import Storage
+
+__all__ = ['foreign_layout']
+
+_STEP = re.compile(r'(?:step[_-])?([0-9]+)')
+# What a directory is known by, the first that matches one of its names; for single checkpoints and files.
+_MARKS = (
+    (
+        r'\.metadata|.*\.distcp',
+        'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
+    ),
+    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which T5X converts with convert_from_tf_checkpoint'),
+    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, which is no checkpoint of a training run'),
+    (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
+    (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
+)
+# The same for a step below a run, by what lies in it.
+_STEP_MARKS = (
+    (
+        {'.metadata'},
+        'a run of torchtitan, or another one that saves with torch.distributed.checkpoint (DCP)',
+        'Their metadata is a pickle and is not read: load them with PyTorch and save safetensors',
+    ),
+    ({'index', 'gda'}, 'a run of axlearn', "They are in axlearn's own layout and are not read: load them with axlearn"),
+    ({'.zattrs', '.zgroup'}, 'a run of seqax', 'import_seqax of t5ckpt.convert.seqax converts them'),
+)
+
+
+def foreign_layout(storage: Storage) -> str | None:
+    """What a storage's root looks like, for the end of a sentence; None for what is not known.
+
+    Looks at names only, in the directory and in one that is named like a step.
+    """
+    entries = storage.entries()
+    steps = {entry.name: int(match[1]) for entry in entries if entry.is_dir and (match := _STEP.fullmatch(entry.name))}
+    if steps:
+        latest = max(steps, key=lambda name: steps[name])
+        names = {below.name for below in storage.entries(latest)}
+        for marks, what, cure in _STEP_MARKS:
+            if marks <= names:
+                shown = ', '.join(str(step) for step in sorted(steps.values())[-5:])
+                more = 'the last are ' if len(steps) > 5 else ''
+                return f'{what}, with {len(steps)} step(s): {more}{shown}. {cure}; {storage.url(join(latest))} is one'
+    names = [entry.name for entry in entries]
+    return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)

@@ -1,0 +1,326 @@
+"""seqax's checkpoints, both ways, so that a run can move over and back.
+
+    <dir>/<step, 10 digits>/           a zarr v2 group, complete when ``write_completed`` is among its attributes
+        .zgroup .zattrs
+        .weights.embed/{.zarray,0.0}   one array a leaf, named by ``jax.tree_util.keystr`` of its path
+
+(seqax, docs/pytree-zarr-checkpoint.md.) The name ``.weights.embed`` is ours ``weights/embed``, and so are
+``['weights']['embed']`` and the like: a checkpoint of this project does not tell an attribute from a key. Going back,
+``like=`` says which it was; without it names become attributes, which all of seqax's own states are made of.
+
+Notes: one process. Arrays are read and written chunk by chunk. A missing chunk is an error, where seqax would read
+whatever the memory holds. No pickle, and no zarr library.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from t5ckpt._chunks import boxes_of_grid, choose_chunks, whole_box
+from t5ckpt._commit import CommittedCheckpoint
+from t5ckpt._dtypes import dtype_from_typestr
+from t5ckpt._layout import join
+from t5ckpt._leaves import Empty, LeafTable, is_jax_array, view_state
+from t5ckpt._plan_restore import StoredLeaf
+from t5ckpt._process import jax_processes
+from t5ckpt._reader import ArrayReader
+from t5ckpt._specs import StoredArray
+from t5ckpt._stream import StreamRequest, write_stream
+from t5ckpt._types import Path, TrainState, leaf_name
+from t5ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    TreeMismatchError,
+    UnsupportedFormatError,
+    UnsupportedLeafError,
+    UnsupportedTopologyError,
+)
+from t5ckpt.lazy import LazyArray
+from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
+from t5ckpt.view import lazy_leaf, open_checkpoint
+
+__all__ = ['export_seqax', 'import_seqax', 'read_seqax', 'seqax_steps', 'write_seqax']
+
+_STEP = re.compile(r'[0-9]{10}')
+_DONE = 'write_completed'
+_CHUNKS_UNDER_WAY = 4
+# One component of jax.tree_util.keystr: an attribute, or the repr of a key or index in brackets.
+_COMPONENT = re.compile(
+    r"""\.(?P<name>[^.\[]+) | \[(?P<key>'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" | -?[0-9]+)\]""", re.VERBOSE
+)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def seqax_steps(directory: str | os.PathLike[str]) -> list[int]:
+    """The complete steps of a seqax run, ascending."""
+    return _steps_in(open_storage(directory))
+
+
+def _steps_in(storage: Storage) -> list[int]:
+    names = [entry.name for entry in storage.entries() if entry.is_dir and _STEP.fullmatch(entry.name)]
+    return sorted(int(name) for name in names if _is_done(storage, name))
+
+
+def _is_done(storage: Storage, directory: str) -> bool:
+    """Seqax sets the attribute when all hosts have written; its value does not matter, as in seqax."""
+    if storage.kind(join(directory, '.zattrs')) != 'file':
+        return False
+    try:
+        attributes = json.loads(storage.read(join(directory, '.zattrs')))
+    except ValueError:
+        return False
+    return isinstance(attributes, dict) and _DONE in attributes
+
+
+def read_seqax(path: str | os.PathLike[str], step: int | None = None) -> tuple[LeafTable, int]:
+    """A checkpoint's leaves as LazyArrays by path, and its step; reads no values.
+
+    Args:
+      path: a run's directory, or a step's.
+      step: which step of a run; None takes the latest that is complete.
+
+    Raises:
+      CheckpointNotFoundError: no complete checkpoint, with the steps that are there.
+      FormatError: an array cannot be read, or has a name that ``keystr`` does not make.
+    """
+    storage, directory = _found(path, step)
+    reader = ArrayReader(storage, directory)
+    table: LeafTable = {}
+    for name in _array_names(storage, directory):
+        array = _stored_array(storage, directory, name)
+        leaf = _path_of(name, storage.url(directory))
+        if leaf in table:
+            raise UnsupportedFormatError(
+                f'{storage.url(directory)}: {name} and another array are both named {leaf_name(leaf)} here.'
+            )
+        table[leaf] = lazy_leaf(reader, StoredLeaf(array, array.dtype), leaf_name(leaf))
+    if not table:
+        raise UnsupportedFormatError(f'{storage.url(directory)} holds no arrays.')
+    return table, int(directory)
+
+
+def _found(path: str | os.PathLike[str], step: int | None) -> tuple[Storage, str]:
+    parent, name = split_path(path)
+    if step is None and _STEP.fullmatch(name):
+        storage, directory = open_storage(parent), name
+    else:
+        storage = open_storage(path)
+        steps = _steps_in(storage)
+        if not steps or (step is not None and step not in steps):
+            wanted = 'no complete checkpoint of seqax' if step is None else f'no complete step {step} of seqax'
+            raise CheckpointNotFoundError(f'{storage.url()}: {wanted}; complete steps: {steps[-5:]}.')
+        directory = f'{steps[-1] if step is None else step:010}'
+    if not _is_done(storage, directory):
+        raise CheckpointNotFoundError(
+            f'{storage.url(directory)}: no {_DONE} among the attributes (.zattrs), so it was not written to its end, or is '
+            'no checkpoint of seqax.'
+        )
+    return storage, directory
+
+
+def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]:
+    """Arrays of a group and of the groups in it, which zarr makes of a '/' in a name."""
+    names: list[str] = []
+    for entry in storage.entries(join(directory, below)):
+        if entry.is_dir:
+            name = join(below, entry.name)
+            is_array = storage.kind(join(directory, name, '.zarray')) == 'file'
+            names += [name] if is_array else _array_names(storage, directory, name)
+    return names
+
+
+def _stored_array(storage: Storage, directory: str, name: str) -> StoredArray:
+    where = storage.url(join(directory, name))
+    try:
+        metadata = json.loads(storage.read(join(directory, name, '.zarray')))
+        shape = tuple(int(size) for size in metadata['shape'])
+        dtype = dtype_from_typestr(str(metadata['dtype']))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f'{where}: .zarray does not decode ({error!s:.120}).') from error
+    if dtype is None:
+        raise UnsupportedFormatError(f'{where}: dtype {metadata["dtype"]!r:.40} is not known.')
+    return StoredArray(name, shape, dtype)
+
+
+def _path_of(name: str, where: str) -> Path:
+    """The path that ``keystr`` made a name of."""
+    path: list[str] = []
+    at = 0
+    while at < len(name):
+        match = _COMPONENT.match(name, at)
+        if match is None:
+            raise UnsupportedFormatError(
+                f'{where}: the array {name!r:.120} is not named as jax.tree_util.keystr names leaves, at {name[at:]!r:.40}.'
+            )
+        path.append(str(ast.literal_eval(match['key'])) if match['name'] is None else match['name'])
+        at = match.end()
+    return tuple(path)
+
+
+def import_seqax(
+    path: str | os.PathLike[str],
+    checkpoints_dir: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    overwrite: bool = False,
+) -> CommittedCheckpoint:
+    """Writes a checkpoint of seqax as one of this project, under the same step.
+
+    seqax's states hold no step: ``Checkpointer.save(state, step=...)`` has to be told, and ``restore`` gives a state
+    like the one that the checkpointer was made with.
+
+    Args:
+      path: a run's directory of seqax, or a step's.
+      checkpoints_dir: the run's directory to write to.
+      step: which step; None takes the latest.
+      overwrite: replace a checkpoint of that step.
+    """
+    table, found = read_seqax(path, step)
+    source = {'format': 'seqax', 'path': os.fspath(path), 'step': found}
+    return write_stream(table, StreamRequest(open_storage(checkpoints_dir), found, overwrite=overwrite, source=source))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def export_seqax(
+    path: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    like: Any = None,
+    overwrite: bool = False,
+) -> str:
+    """Writes a checkpoint of this project, or of T5X, as one of seqax.
+
+    Args:
+      path: as for ``open_checkpoint``.
+      directory: seqax's ``checkpoint_dir``.
+      step: which step of a run; None takes the latest.
+      like: the state that seqax will load into, with the same leaves; leaves may be jax.ShapeDtypeStruct. It says how
+        the leaves are called: a key of a dict is not an attribute.
+      overwrite: replace a checkpoint of that step.
+
+    Returns:
+      The directory that was written.
+
+    Raises:
+      TreeMismatchError: ``like`` has other leaves.
+    """
+    view = open_checkpoint(path, step)
+    if view.step is None:
+        raise UnsupportedFormatError(f'{view.path}: the directory does not say which step it is, and seqax needs one.')
+    if like is None:
+        names = {name: ''.join(f'.{part}' for part in name.split('/')) for name in view}
+    else:
+        names = {leaf_name(path): name for path, name in _keystr_names(like).items()}
+        if set(names) != set(view):
+            only = [sorted(set(view) - set(names))[:5], sorted(set(names) - set(view))[:5]]
+            raise TreeMismatchError(
+                f'{view.path} and `like` have other leaves: only there {only[0]}, only here {only[1]}.'
+            )
+    return _write(directory, view.step, {names[name]: view[name] for name in view}, overwrite)
+
+
+def write_seqax(directory: str | os.PathLike[str], step: int, state: Any, *, overwrite: bool = False) -> str:
+    """Writes a state as seqax does.
+
+    Args:
+      directory: seqax's ``checkpoint_dir``.
+      step: at most ten digits.
+      state: any pytree of arrays, numpy arrays, numbers and LazyArrays.
+      overwrite: replace a checkpoint of that step.
+
+    Returns:
+      The directory that was written.
+    """
+    table = view_state(state).table
+    return _write(directory, step, {name: table[path] for path, name in _keystr_names(state).items()}, overwrite)
+
+
+def _keystr_names(state: Any) -> dict[Path, str]:
+    """From our name of a leaf to seqax's; None and empty containers are no leaves there."""
+    import jax
+
+    tree = state.state_dict() if isinstance(state, TrainState) else state
+    paths = [path for path, leaf in view_state(tree).table.items() if leaf is not None and not isinstance(leaf, Empty)]
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {path: jax.tree_util.keystr(keys) for path, (keys, _) in zip(paths, flat, strict=True)}
+
+
+def _write(directory: str | os.PathLike[str], step: int, leaves: Mapping[str, Any], overwrite: bool) -> str:
+    if jax_processes().count > 1:
+        raise UnsupportedTopologyError('writing for seqax is done by one process: convert a checkpoint after the run.')
+    name = f'{step:010}'
+    if not _STEP.fullmatch(name):
+        raise ValueError(f'step={step}: seqax has ten digits for it.')
+    arrays = {key: _checked(key, leaf) for key, leaf in leaves.items()}
+    storage = open_storage(directory)
+    if storage.kind(name) is not None:
+        if _is_done(storage, name) and not overwrite:
+            raise CheckpointExistsError(
+                f'{storage.url(name)} is there already. Write to another directory, or overwrite.'
+            )
+        # First what makes it complete, so that seqax never loads half of it.
+        storage.delete_file(join(name, '.zattrs'))
+        storage.delete_tree(name)
+    storage.make_dir(name)
+    storage.write(join(name, '.zgroup'), b'{"zarr_format": 2}')
+    for key, array in arrays.items():
+        _write_array(storage, join(name, key), array)
+    storage.sync_tree(name, sorted(arrays))
+    storage.write(join(name, '.zattrs'), json.dumps({_DONE: True}).encode())
+    return storage.url(name)
+
+
+def _checked(name: str, leaf: Any) -> Any:
+    array = leaf if is_jax_array(leaf) or isinstance(leaf, LazyArray) else np.asarray(leaf)
+    if dtype_from_typestr(np.dtype(array.dtype).str) != array.dtype:
+        raise UnsupportedLeafError(
+            f'{name}: {array.dtype} has no name that seqax reads. Convert the leaf to float32 first.'
+        )
+    if '\\' in name or any(part in ('', '.', '..') for part in name.split('/')):
+        raise UnsupportedLeafError(f'{name}: zarr changes this name, so seqax would not find it. Rename the leaf.')
+    return array
+
+
+def _write_array(storage: Storage, key: str, array: Any) -> None:
+    shape = tuple(int(size) for size in array.shape)
+    shard = array.sharding.shard_shape(shape) if is_jax_array(array) else shape
+    # zarr has no chunk without extent, also where the array has none.
+    chunks = [max(1, size) for size in choose_chunks(shard, array.dtype.itemsize)]
+    spec = {
+        'driver': 'zarr',
+        'kvstore': storage.array_kvstore(key),
+        'metadata': {
+            'shape': list(shape),
+            'chunks': chunks,
+            'dtype': np.dtype(array.dtype).str,
+            'compressor': None,
+            'fill_value': None,
+            'dimension_separator': '.',
+        },
+        'store_data_equal_to_fill_value': True,
+    }
+    values = np.asarray(array) if is_jax_array(array) else array
+    under_way: list[Any] = []
+    with foreign_errors(storage.url(key)):
+        target = ts.open(spec, create=True, context=storage.context()).result()
+        for box in boxes_of_grid(whole_box(shape), chunks):
+            index = tuple(slice(start, stop) for start, stop in box)
+            under_way.append(target[index].write(np.asarray(values[index])))
+            if len(under_way) > _CHUNKS_UNDER_WAY:
+                under_way.pop(0).result()
+        for write in under_way:
+            write.result()

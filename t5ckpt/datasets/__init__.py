@@ -1,0 +1,17 @@
+"""Data iterators in checkpoints: one protocol, adapters to it, and the files of each data shard."""
+
+from __future__ import annotations
+
+from t5ckpt.datasets._adapters import StateIterator, TfDataIterator, as_dataset_iterator
+from t5ckpt.datasets._shards import DatasetState, warn_of_unused
+from t5ckpt.datasets._state_file import decode_state, encode_state
+
+__all__ = [
+    'DatasetState',
+    'StateIterator',
+    'TfDataIterator',
+    'as_dataset_iterator',
+    'decode_state',
+    'encode_state',
+    'warn_of_unused',
+]

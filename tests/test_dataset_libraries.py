@@ -1,0 +1,42 @@
+"""The real tf.data, Grain and torchdata, each in a process of its own: their threads and warnings stay theirs."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PROGRAMS = ROOT / 'tests' / 'libraries'
+
+
+def needs(module: str, package: str) -> pytest.MarkDecorator:
+    """Skips where a library is not installed, but never in CI, which installs it."""
+    absent = importlib.util.find_spec(module) is None and os.environ.get('CI') != 'true'
+    return pytest.mark.skipif(absent, reason=f"needs {package}: pip install 't5ckpt[peers]'")
+
+
+def run(program: str, *arguments: object) -> None:
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
+    command = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@needs('tensorflow', 'tensorflow-cpu')
+def test_tf_data(golden, tmp_path):
+    run('tf_data.py', golden / 'case07_dataset_iterator', tmp_path)
+
+
+@pytest.mark.slow
+@needs('torchdata', 'torchdata')
+def test_torch_stateful_data_loader(tmp_path):
+    run('torch_data.py', tmp_path)
+
+
+@pytest.mark.slow
+def test_grain(tmp_path):
+    run('grain_data.py', tmp_path)

@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Set to run part of the tests: make test ARGS='tests/test_readme.py -k notebook'
 ARGS ?=
 
-.PHONY: help demo test test-fast lint format bench constraints clean
+.PHONY: help demo test test-fast lint format bench docs constraints clean
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo 'make test         all tests                     make test-fast    without those marked slow'
 	@echo 'make lint         ruff and pyright              make format       rewrite the sources with ruff'
 	@echo 'make bench        against Orbax and raw I/O     make constraints  pin the newest versions (needs uv)'
+	@echo 'make docs         the site, in build/site'
 
 demo: $(VENV)/installed-docs
 	$(BIN)/python examples/demo.py
@@ -37,6 +38,11 @@ format: $(VENV)/installed-test
 bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
+# Strict: a link that leads nowhere, or a docstring that does not parse, is an error. The page of errors is made by real ones.
+docs: $(VENV)/installed-test
+	$(BIN)/python docs/make_errors.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # A distribution may ship Python without ensurepip; its own pip then fills the environment.
 $(BIN)/python:
 	@test -n '$(PYTHON)' || { echo 'No Python >= 3.11 on PATH. Set PYTHON=/path/to/python.' >&2; exit 1; }
@@ -54,7 +60,7 @@ define install
 endef
 
 $(VENV)/installed-docs: EXTRAS := docs
-$(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,test$(PEERS)
+$(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,site,test$(PEERS)
 $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 	$(install)
 
@@ -64,7 +70,7 @@ $(VENV)/installed-test: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 # No hashes and no addresses: the files say which versions were tried, not where they came from. PyTorch is pinned in
 # setup.py, and which GPU libraries it needs depends on the build.
 constraints:
-	for v in 11 12 13; do uv pip compile setup.py --upgrade --extra cli --extra docs --extra hf --extra notebook --extra orbax --extra peers --extra test \
+	for v in 11 12 13; do uv pip compile setup.py --upgrade --extra cli --extra docs --extra hf --extra notebook --extra orbax --extra peers --extra site --extra test \
 		--python-version 3.$$v --python-platform linux --no-annotate --no-header --no-emit-index-url \
 		--no-emit-find-links --quiet --output-file constraints/py3$$v.txt || exit 1; \
 		sed -i '/^\(nvidia-\|cuda-\|triton=\|torch=\)/d' constraints/py3$$v.txt; done

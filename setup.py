@@ -29,6 +29,7 @@ EXTRAS = {
         'torchdata==0.11.0; python_version < "3.12"',
         'zarr>=2.18,<3; python_version < "3.12"',
     ],
+    'site': ['mkdocs-material>=9.5', 'mkdocstrings[python]>=0.30'],  # make docs
     'test': [
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
         'hypothesis>=6.100',

@@ -105,7 +105,9 @@ def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
             f"{option}: {dtype!r:.40} is no dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
         ) from error
     if kind(wanted) != 'float':
-        raise ValueError(f'{option} must be a floating dtype, got {wanted.name}: only floating leaves are cast.')
+        raise ValueError(
+            f'{option} must be a floating dtype, got {wanted.name}: only floating leaves are cast. Pass jnp.bfloat16, say.'
+        )
     return wanted
 
 

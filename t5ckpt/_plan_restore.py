@@ -336,4 +336,6 @@ def _held(found: Any) -> str:
 
 
 def _describe(target: Target) -> str:
+    if target.kind == 'scalar' and target.python is not None:
+        return f'Python {target.python.__name__}'
     return f'{"" if target.dtype is None else target.dtype.name} {target.shape}'.strip()

@@ -268,6 +268,7 @@ def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchE
         lines.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
     lines += _renaming(problems)
     lines += [_CURES[kind] for kind in kinds]
+    lines.append('There is an example of each in docs/changed-models.md.')
     return cls('\n'.join(lines), problems)
 
 
@@ -276,11 +277,28 @@ def _renaming(problems: Sequence[LeafProblem]) -> list[str]:
     first = next((problem for problem in problems if problem.near), None)
     if first is None:
         return []
-    pair = (first.leaf, first.near[0]) if first.kind == 'missing' else (first.near[0], first.leaf)
-    rule = (re.escape(pair[0]).replace('\\-', '-'), pair[1].replace('\\', r'\\'))
+    model, held = (first.leaf, first.near[0]) if first.kind == 'missing' else (first.near[0], first.leaf)
+    rule = _scope_rule(model, held, problems) or (_literal(model), held.replace('\\', r'\\'))
     text = 'Where only a name has changed, say so, the name in the model first'
     fn = f'functools.partial(t5ckpt.apply_assignment_map, assignment_map=[{rule!r}])'
     return [f'{text}: state_transformation_fns=[{fn}]']
+
+
+def _scope_rule(model: str, held: str, problems: Sequence[LeafProblem]) -> tuple[str, str] | None:
+    """A rule for the scope in which two names differ, if every name that it would change leads to a leaf without a partner."""
+    ours, theirs = model.split('/'), held.split('/')
+    differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+    if len(ours) != len(theirs) or len(differing) != 1 or not 0 < differing[0] < len(ours) - 1 or '\\' in held:
+        return None
+    rule = rf'(.*)/{_literal(ours[differing[0]])}/(.*)', rf'\1/{theirs[differing[0]]}/\2'
+    free = {problem.leaf for problem in problems if problem.kind == 'unexpected'} | {held}
+    renamed = [re.fullmatch(rule[0], name) for name in [model, *(p.leaf for p in problems if p.kind == 'missing')]]
+    return rule if all(match is None or match.expand(rule[1]) in free for match in renamed) else None
+
+
+def _literal(name: str) -> str:
+    """A pattern for this name alone; a minus needs no escape outside brackets."""
+    return re.escape(name).replace('\\-', '-')
 
 
 def near_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:

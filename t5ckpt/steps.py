@@ -59,7 +59,12 @@ class Located:
 
 
 def get_checkpoint_dir(checkpoints_dir: str | os.PathLike[str], step: int) -> str:
-    """The directory of a step, ``<checkpoints_dir>/checkpoint_<step>``; nothing is looked up."""
+    """The directory of a step, ``<checkpoints_dir>/checkpoint_<step>``; nothing is looked up.
+
+    Args:
+      checkpoints_dir: the run's directory.
+      step: its number.
+    """
     return f'{os.fspath(checkpoints_dir).rstrip("/")}/{step_dir(step)}'
 
 
@@ -170,7 +175,9 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         # A damaged step is opened when there is nothing better: its decoder says what is wrong with it.
         step = max(steps or _orbax_steps(storage) or _damaged_steps(storage), default=None)
     if step is None:
-        raise CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {_contents(storage)}.')
+        raise CheckpointNotFoundError(
+            f'{storage.url()}: no complete checkpoint there; {_contents(storage)}. Check the path.'
+        )
     directory = step_dir(step)
     if storage.kind(join(directory, MANIFEST)) == 'file':
         return Located(storage, directory, MANIFEST, step)
@@ -184,7 +191,10 @@ def locate_step(storage: Storage, step: int | None) -> Located:
             f'{storage.url()} is one checkpoint, not a run: step {step} cannot be taken from it.'
         )
     shown = ', '.join(map(str, steps[-10:])) or 'none'
-    raise CheckpointNotFoundError(f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.')
+    raise CheckpointNotFoundError(
+        f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}. Pass one of them, or none to take '
+        'the latest.'
+    )
 
 
 def is_orbax(storage: Storage, directory: str) -> bool:

@@ -44,10 +44,13 @@ def apply_assignment_map(
     """
     if is_resuming:
         return ckpt_optimizer_state
-    held = _flatten(ckpt_optimizer_state, '')
-    source, unused = _apply_rules(held, _flatten(optimizer_state, ''), assignment_map)
+    held, model = _flatten(ckpt_optimizer_state, ''), _flatten(optimizer_state, '')
+    source, unused = _apply_rules(held, model, assignment_map)
     if unused and require_all_rules_match:
-        raise TreeMismatchError(f'the patterns {unused} of the assignment map match no leaf of the model. Remove them.')
+        raise TreeMismatchError(
+            f'the patterns {unused} of the assignment map match no leaf of the model, which has {_some(model)}. A rule is '
+            '(name in the model, name in the checkpoint): correct it or leave it out.'
+        )
     moved = {old for new, old in source.items() if old is not None and old != new}
     kept = {name: name for name in held if name not in moved and name not in source}
     result = {new: held[old] for new, old in {**source, **kept}.items() if old is not None}
@@ -93,11 +96,16 @@ def _apply_rules(
         source[name] = None if replacement is None else match.expand(replacement)
         old = source[name]
         if old is not None and old not in held:
-            near = ', '.join(near_names(old, held)) or 'none'
+            near = near_names(old, held)
             raise MissingLeaves(
-                f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. Near: {near}.'
+                f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. '
+                + (f'Near: {", ".join(near)}.' if near else f'It has {_some(held)}.')
             )
     return source, [pattern for pattern, _ in rules if pattern in unused]
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    return ', '.join(list(names)[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else '')
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -33,6 +33,8 @@ EXTRAS = {
     'test': [
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
         'hypothesis>=6.100',
+        'ipykernel>=6.29',  # for the notebooks in docs/
+        'nbclient>=0.10',
         'pyright[nodejs]>=1.1.400',
         'pytest>=9',
         'pytest-xdist>=3.5',

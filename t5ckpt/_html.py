@@ -17,12 +17,15 @@ __all__ = ['table_html', 'tree_html']
 # A browser stays quick with as many rows; a tree of 100,000 leaves is narrowed by a slice of the view.
 _MAX_ROWS = 2000
 _OPEN_ROWS = 30
-_STYLE = """<style>
+_STYLE = r"""<style>
 .t5ckpt{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-.t5ckpt summary{cursor:pointer}
+.t5ckpt summary{cursor:pointer;list-style:none}
+.t5ckpt summary::-webkit-details-marker{display:none}
+.t5ckpt summary::before,.t5ckpt .leaf::before{content:'';display:inline-block;width:1.2em}
+.t5ckpt summary::before{content:'\25B8'}
+.t5ckpt details[open]>summary::before{content:'\25BE'}
 .t5ckpt .in{margin-left:1.4em}
-.t5ckpt .row{display:inline-grid;grid-template-columns:minmax(9em,1fr) 8em 11em 9em 6em 8em;gap:.8em;width:calc(100% - 1.4em)}
-.t5ckpt .leaf{margin-left:1.1em}
+.t5ckpt .row{display:inline-grid;grid-template-columns:minmax(9em,1fr) 8em 11em 9em 6em 8em;gap:.8em;width:calc(100% - 1.3em)}
 .t5ckpt .n{text-align:right}
 .t5ckpt .dim{opacity:.65}
 .t5ckpt .bar{align-self:center;height:.55em;background:rgba(128,128,128,.22);border-radius:2px}
@@ -64,9 +67,13 @@ def _node(name: str, node: Group | LeafInfo, total: int, rows: _Rows, leaves: in
     if not rows.take(node.leaves):
         return ''
     below = ''.join(_node(key, child, total, rows, leaves) for key, child in node.children.items())
-    cells = _cells(f'<b>{html.escape(name)}</b>', '', f'{node.leaves:,} leaves', f'{node.size:,}', node.nbytes, total)
+    cells = _cells(f'<b>{html.escape(name)}</b>', '', _leaves(node.leaves), f'{node.size:,}', node.nbytes, total)
     is_open = ' open' if leaves <= _OPEN_ROWS or len(node.path) == 1 else ''
     return f'<details{is_open}><summary>{cells}</summary><div class="in">{below}</div></details>'
+
+
+def _leaves(count: int) -> str:
+    return '1 leaf' if count == 1 else f'{count:,} leaves'
 
 
 def _leaf(name: str, leaf: LeafInfo, total: int) -> str:

@@ -186,7 +186,7 @@ class CheckpointStats(Mapping[str, LeafStats]):
 
     def plot(self, name: str, ax: Any = None) -> Any:
         """The histogram of a leaf, on matplotlib axes, which it returns; needs ``stats(bins=...)``."""
-        from t5ckpt._plots import plot_histogram
+        from t5ckpt.plots import plot_histogram
 
         leaf = self[name]
         if leaf.counts is None or leaf.edges is None:

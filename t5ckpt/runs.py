@@ -9,11 +9,11 @@ from typing import Any
 
 from t5ckpt._frames import pandas
 from t5ckpt._html import table_html
-from t5ckpt._plots import plot_series
 from t5ckpt._summaries import StepSummary, summaries
 from t5ckpt._text import aligned, human_bytes
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.lazy import LazyArray
+from t5ckpt.plots import plot_series
 from t5ckpt.storage import Storage, open_storage
 from t5ckpt.view import CheckpointView, open_checkpoint
 

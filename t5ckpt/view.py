@@ -14,7 +14,6 @@ from t5ckpt._html import tree_html
 from t5ckpt._leaves import Empty, LeafTable
 from t5ckpt._open import Contents, leaves_of, read_contents
 from t5ckpt._plan_restore import StoredLeaf
-from t5ckpt._plots import plot_heatmap
 from t5ckpt._reader import ArrayReader
 from t5ckpt._stats import CheckpointStats, checkpoint_stats
 from t5ckpt._text import aligned, human_bytes
@@ -22,6 +21,7 @@ from t5ckpt._tree import LeafInfo, build_tree, glob_regex, leaf_infos
 from t5ckpt._types import Path, Progress, leaf_name
 from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.plots import plot_heatmap
 from t5ckpt.steps import locate
 
 __all__ = ['CheckpointView', 'lazy_leaf', 'open_checkpoint']

@@ -60,7 +60,7 @@ ROWS = (
         'datasets',
     ),
     ('_gather', '_transform', '_save', '_pending', '_borrow', '_stream'),
-    ('_blocks', '_plots', '_stats', 'view', '_diff', 'runs', 'load', '_restore'),
+    ('_blocks', 'plots', '_stats', 'view', '_diff', 'runs', 'load', '_restore'),
     ('convert',),
     ('checkpointer', 'save_best'),
     ('metrics', 'training', 'cli'),
@@ -92,7 +92,7 @@ OPTIONAL = {
     'tensorflow',
     'torch',
 }
-OPTIONAL_HOMES = {'_frames', '_orbax', '_plots', 'view', 'metrics', 'datasets', 'convert', 'training', 'cli', 'testing'}
+OPTIONAL_HOMES = {'_frames', '_orbax', 'plots', 'view', 'metrics', 'datasets', 'convert', 'training', 'cli', 'testing'}
 # The verbs are loaded by cli/__init__.py after it has looked for these.
 CLI_LIBRARIES = {'click', 'rich'}
 

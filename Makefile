@@ -20,11 +20,16 @@ help:
 demo: $(VENV)/installed-docs
 	$(BIN)/python examples/demo.py
 
+# Tests that start several processes have time-outs, so they come alone; 5 is pytest's "no test chosen".
+PYTEST := $(BIN)/python -m pytest
+ALONG := -n auto --maxprocesses 4 --dist loadfile
+
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ALONG) -m 'not multiprocess' $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m multiprocess $(ARGS) || test $$? -eq 5
 
 test-fast: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(PYTEST) $(ALONG) -m 'not slow' $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

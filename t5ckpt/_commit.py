@@ -30,6 +30,7 @@ from t5ckpt._layout import (
     Leftover,
     deleted_dir,
     join,
+    parse_hold,
     parse_leftover,
     parse_step_dir,
     step_dir,
@@ -50,8 +51,10 @@ __all__ = [
     'abandon',
     'begin',
     'commit',
-    'delete_checkpoint',
+    'held_steps',
+    'hide_checkpoint',
     'is_free',
+    'remove_hidden',
     'sweep',
     'writer_facts',
 ]
@@ -239,14 +242,48 @@ def _rename_away(storage: Storage, step: int, clock: Clock) -> str:
     return deleted_dir(step, unix)
 
 
-def delete_checkpoint(storage: Storage, step: int, clock: Clock) -> None:
-    """Deletes a step: invisible first, in one atomic operation, then gone."""
+def hide_checkpoint(storage: Storage, step: int, clock: Clock) -> str | None:
+    """Makes a step invisible, in one atomic operation.
+
+    A reader that takes hold of the step meanwhile has looked, after it wrote its hold, whether the step is still there:
+    so one whose hold is found now may have begun to read, and the step comes back.
+
+    Returns:
+      The directory that is to be removed; None when a reader holds the step.
+    """
+    if step in held_steps(storage, clock):
+        return None
     if storage.renames:
         doomed = _rename_away(storage, step, clock)
-        storage.delete_tree(doomed)
-    else:
-        storage.delete_file(join(step_dir(step), MANIFEST))
-        storage.delete_tree(step_dir(step))
+        if step in held_steps(storage, clock):
+            storage.publish(doomed, step_dir(step))
+            return None
+        return doomed
+    key = join(step_dir(step), MANIFEST)
+    manifest = storage.read(key)
+    storage.delete_file(key)
+    if step in held_steps(storage, clock):
+        storage.write(key, manifest)
+        return None
+    return step_dir(step)
+
+
+def remove_hidden(storage: Storage, directory: str) -> None:
+    """Removes what :func:`hide_checkpoint` left, unless a sweep has taken it up; a crash leaves it to the next sweep."""
+    claim = storage.claim(directory)
+    if claim is None:
+        return
+    try:
+        if storage.renames or storage.kind(join(directory, MANIFEST)) is None:
+            storage.delete_tree(directory)
+    finally:
+        claim.close()
+
+
+def held_steps(storage: Storage, clock: Clock) -> set[int]:
+    """The steps that readers ask not to be deleted now."""
+    holds = [hold for entry in storage.entries() if (hold := parse_hold(entry.name)) is not None]
+    return {hold.step for hold in holds if hold.until >= clock()}
 
 
 def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> list[str]:

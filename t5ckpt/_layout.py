@@ -3,8 +3,10 @@
 The layout is T5X's (t5x/checkpoints.py): ``checkpoint_<step>/checkpoint`` is the manifest,
 ``checkpoint_<step>.tmp-<unix seconds>`` is being written, ``train_ds-SSS-of-NNN*`` is a data iterator's state, and a
 stored array lies in the directory of its name with ``/`` turned into ``.``. Ours are ``t5ckpt.json``,
-``integrity.<process>.json``, ``DATASET_REMOVED``, which says that the iterator files are gone on purpose, and
-``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out.
+``integrity.<process>.json``, ``DATASET_REMOVED``, which says that the iterator files are gone on purpose,
+``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out, ``checkpoint_<step>.damaged-<unix seconds>``, which
+could not be restored, and ``held_<step>.<unix seconds>.<who>``, with which a reader asks until that second that the step
+not be deleted.
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ __all__ = [
     'PINNED',
     'SIDECAR',
     'TRAIN_DS_PREFIX',
+    'Hold',
     'Leftover',
     'array_dirs',
+    'damaged_dir',
     'dataset_prefix',
     'deleted_dir',
+    'hold_file',
     'integrity_file',
     'is_inside',
     'join',
+    'parse_hold',
     'parse_leftover',
     'parse_step_dir',
     'step_dir',
@@ -41,6 +47,7 @@ TRAIN_DS_PREFIX = 'train_ds'
 
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted)-([0-9]{1,12})')
+_HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
 # One component of a file key. Everything else (a slash, a control character, a leading dot) is not put on disk.
 _SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
 _MAX_COMPONENT = 200
@@ -61,6 +68,21 @@ class Leftover:
     step: int
     state: str
     unix: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Hold:
+    """A reader's wish that a step not be deleted.
+
+    Attributes:
+      name: the file's name.
+      step: the step.
+      until: the unix second at which the wish ends.
+    """
+
+    name: str
+    step: int
+    until: int
 
 
 def join(*parts: str) -> str:
@@ -87,6 +109,22 @@ def tmp_dir(step: int, unix: int) -> str:
 def deleted_dir(step: int, unix: int) -> str:
     """The directory's name while the checkpoint is being removed."""
     return f'checkpoint_{step}.deleted-{unix}'
+
+
+def damaged_dir(step: int, unix: int) -> str:
+    """The directory's name of a checkpoint that could not be restored and is out of the way."""
+    return f'checkpoint_{step}.damaged-{unix}'
+
+
+def hold_file(step: int, until: int, who: str) -> str:
+    """The file, beside the steps, with which a reader holds a step."""
+    return f'held_{step}.{until}.{who}'
+
+
+def parse_hold(name: str) -> Hold | None:
+    """What a hold's name says, or None for any other name."""
+    match = _HOLD.fullmatch(name)
+    return None if match is None else Hold(name, int(match.group(1)), int(match.group(2)))
 
 
 def parse_step_dir(name: str) -> int | None:

@@ -92,6 +92,10 @@ class PendingSave:
         """Whether the save has ended, well or not."""
         return self._ended.is_set()
 
+    def failed(self) -> bool:
+        """Whether it has ended badly."""
+        return self.done() and self._error is not None
+
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has ended; says whether it has. Raises nothing."""
         return self._ended.wait(timeout)

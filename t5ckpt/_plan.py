@@ -89,6 +89,14 @@ class SaveOptions:
     inline_bytes: int = 16 * 1024
     inline_total_bytes: int = 256 * 2**20
 
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise ValueError(f'compression is one of {list(CODECS)}, got {self.codec!r}.')
+        if self.chunk_bytes < 1 or self.inline_bytes < 0:
+            raise ValueError(
+                f'chunk_bytes={self.chunk_bytes}, inline_bytes={self.inline_bytes}: neither may be negative.'
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:

@@ -27,6 +27,7 @@ from t5ckpt._types import Path, leaf_name
 from t5ckpt.errors import CorruptCheckpointError, LeafProblem, UnsupportedLeafError, mismatch_error, near_names
 
 __all__ = [
+    'STRICTNESS',
     'InlineRead',
     'RestoreOptions',
     'RestorePlan',
@@ -36,6 +37,9 @@ __all__ = [
     'plan_restore',
 ]
 
+# How alike the two must be: 'exact' also in every dtype, 'up_to_dtype' but for float32 against bfloat16 and the like,
+# 'contains' may hold more than the model.
+STRICTNESS = ('exact', 'up_to_dtype', 'contains')
 # Close names are looked for this many times: it takes milliseconds each, and nobody reads more of them.
 _HINTED = 20
 
@@ -83,12 +87,14 @@ class RestoreOptions:
       keys: the implementation of typed PRNG keys, by path, from the sidecar; None for checkpoints of others, where
         any uint32 array may be keys.
       lenient_keys: an array that is not in ``keys`` may be keys too, because a transform may have made it.
+      strict: one of STRICTNESS.
     """
 
     restore_dtype: np.dtype | None = None
     fallback: Mapping[Path, Any] = dataclasses.field(default_factory=dict[Path, Any])
     keys: Mapping[Path, str] | None = None
     lenient_keys: bool = False
+    strict: str = 'up_to_dtype'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +106,7 @@ class RestorePlan:
       inline: leaves whose values are at hand.
       kept: leaves that come from the model itself: None, empty containers, text.
       fallback: paths that are taken from ``fallback_state``.
-      ignored: leaves of the checkpoint below a None of the model.
+      ignored: leaves of the checkpoint that the model has no use for.
       notes: differences of dtype within a kind, for the log.
     """
 
@@ -204,6 +210,7 @@ class _Matcher:
         self._restore_dtype = options.restore_dtype
         self._keys = options.keys
         self._lenient_keys = options.lenient_keys
+        self._strict = options.strict
         self.stored: list[StoredRead] = []
         self.inline: list[InlineRead] = []
         self.kept: LeafTable = {}
@@ -280,6 +287,11 @@ class _Matcher:
         if dtype != wanted and kind(dtype) != kind(wanted) and not _both_python_ints(dtype, target):
             self.problems.append(LeafProblem(name, 'dtype', f'{source}{dtype.name}', wanted.name))
             return False
+        came = cast_dtype(path, dtype, self._restore_dtype) if source == '' else dtype
+        if self._strict == 'exact' and came != wanted and target.kind == 'array':
+            hint = "strict='exact' asks for the same; restore_dtype= casts."
+            self.problems.append(LeafProblem(name, 'dtype', f'{source}{came.name}', wanted.name, hint))
+            return False
         if dtype != wanted and target.kind == 'array':
             self.notes.append(f'{name}: checkpoint {dtype.name}, model {wanted.name}')
         return True
@@ -293,7 +305,7 @@ class _Matcher:
             if isinstance(found, str):
                 self.notes.append(f'{leaf_name(path)}: text in the checkpoint, not in the model')
                 continue
-            if any(path[:length] in nones for length in range(1, len(path))):
+            if self._strict == 'contains' or any(path[:length] in nones for length in range(1, len(path))):
                 self.ignored.append(path)
                 continue
             near = self._near(leaf_name(path), self._targets, self._leaves)

@@ -185,6 +185,33 @@ class Channel:
         old, self._finished = self._finished, [prefix]
         return Round(self.processes, prefix, action, self._timeout, old)
 
+    def tell(self, name: str, data: bytes | None, action: str) -> bytes:
+        """Gives a few of process 0's bytes to all, outside of any round and without a barrier; the others pass None.
+
+        Raises:
+          ProcessMissingError: process 0 said nothing in time.
+        """
+        key = f'{self._prefix}/told/{name}'
+        if data is not None:
+            self.processes.put(key, data)
+            return data
+        try:
+            return self.processes.get(key, self._timeout)
+        except TimeoutError as error:
+            raise ProcessMissingError(action, name, (0,), self._timeout, str(error)[:300]) from error
+
+    def call(self, name: str) -> None:
+        """Leaves word for process 0, once."""
+        self.processes.put(f'{self._prefix}/calls/{name}/{self.processes.index}', b'1')
+
+    def was_called(self, name: str) -> bool:
+        """Whether any process has left such word."""
+        return bool(self.processes.get_all(f'{self._prefix}/calls/{name}'))
+
+    def forget(self, name: str) -> None:
+        """Removes what was told below a name; nobody may come to ask for it any more."""
+        self.processes.remove(f'{self._prefix}/told/{name}')
+
 
 class Round:
     """One thing that all processes do together."""

@@ -51,6 +51,8 @@ class RestoreRequest:
     lazy: bool
     restore_dtype: np.dtype | None
     progress: Progress | None
+    strict: str = 'up_to_dtype'
+    donate: bool = False
     mmap: bool = False
     share_replicated: bool = False
 
@@ -96,21 +98,22 @@ def _read(
     model = nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in view.table.items()})
     leaves, facts = leaves_of(contents, request.fns, model)
     fallback = {} if request.fallback is None else view_state(request.fallback).table
-    options = RestoreOptions(
-        request.restore_dtype, fallback, facts.keys if contents.sidecar.extra else None, bool(request.fns)
-    )
+    keys = facts.keys if contents.sidecar.extra else None
+    options = RestoreOptions(request.restore_dtype, fallback, keys, bool(request.fns), request.strict)
     plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
     if plan.notes:
         more = f' and {len(plan.notes) - 5} more' if len(plan.notes) > 5 else ''
         text = 't5ckpt: restored as in the checkpoint (restore_dtype casts floating leaves): %s%s'
         _log.warning(text, '; '.join(plan.notes[:5]), more)
     if plan.ignored:
-        _log.info('t5ckpt: left out below a None of the model: %s', ', '.join(map(leaf_name, plan.ignored)))
+        _log.info('t5ckpt: left out, the model has no use for it: %s', ', '.join(map(leaf_name, plan.ignored)))
     _warn_if_narrowed(plan)
     if not request.meeting.is_alone and not request.lazy:
         _warn_if_local(plan)
     reader = ArrayReader(located.storage, located.directory, request.mmap)
     wanted: dict[Path, Any] = {}
+    if request.donate:
+        _free(view.table, [fallback[path] for path in plan.fallback])
     with still_there(located):
         values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, wanted)
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
@@ -119,6 +122,14 @@ def _read(
     elif request.meeting.is_first:
         warn_of_unused(located.storage, located.directory)
     return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
+
+
+def _free(template: LeafTable, kept: Sequence[Any]) -> None:
+    """Gives the memory of the template's arrays back before anything is read; their shapes and shardings stay."""
+    needed = {id(value) for value in kept}
+    for leaf in template.values():
+        if is_jax_array(leaf) and id(leaf) not in needed and not leaf.is_deleted():
+            leaf.delete()
 
 
 def _located(request: RestoreRequest) -> Located:

@@ -1,61 +1,171 @@
-"""Carrying out a keep policy after a save."""
+"""What goes after a save.
+
+The plan is pure (``policies.retention_plan``); here its facts are gathered, and it is carried out: each step that goes is
+made invisible in one atomic operation, and then removed in the background. A crash in between leaves a directory that no
+listing shows and that the next save sweeps. One deletion that fails is logged and does not stop the others.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from t5ckpt._commit import delete_checkpoint
-from t5ckpt._layout import DATASET_REMOVED, PINNED, TRAIN_DS_PREFIX, join, step_dir
-from t5ckpt._types import Clock
-from t5ckpt.errors import T5CkptError
-from t5ckpt.policies import Decision, KeepPolicy, StepInfo, doomed_steps
+from t5ckpt._commit import held_steps, hide_checkpoint, remove_hidden
+from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, step_dir
+from t5ckpt._sidecar import decode_sidecar
+from t5ckpt._types import Clock, MetricSource
+from t5ckpt.errors import FormatError, StorageError, T5CkptError
+from t5ckpt.policies import Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import Storage
 
-__all__ = ['apply_policy', 'remove_old_datasets', 'step_infos']
+__all__ = ['Retention', 'saved_facts']
 
 _log = logging.getLogger('t5ckpt')
 
 
-def step_infos(storage: Storage) -> list[StepInfo]:
-    """The facts that a policy sees, ascending by step."""
-    return [StepInfo(step, storage.kind(join(step_dir(step), PINNED)) == 'file') for step in steps_in(storage)]
+class Retention:
+    """The keep policy of one checkpointer, and what it knows of the steps. It acts in process 0."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        policy: KeepPolicy,
+        clock: Clock,
+        keep_datasets: int | None = None,
+        source: MetricSource | None = None,
+    ):
+        """See ``Checkpointer`` for the parameters."""
+        self.policy = policy
+        self._storage = storage
+        self._clock = clock
+        self._keep_datasets = keep_datasets
+        self._source = source
+        # Of a complete checkpoint they never change.
+        self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
+        self._remover: threading.Thread | None = None
+
+    def steps(self) -> list[int]:
+        """The complete steps, ascending."""
+        return steps_in(self._storage)
+
+    def infos(self) -> list[StepInfo]:
+        """The facts that the policy sees, ascending by step."""
+        steps = steps_in(self._storage)
+        held = held_steps(self._storage, self._clock)
+        self._facts = {
+            step: self._facts[step] if step in self._facts else saved_facts(self._storage, step) for step in steps
+        }
+        found = self._found_metrics()
+        return [
+            StepInfo(
+                step,
+                self._storage.kind(join(step_dir(step), PINNED)) == 'file',
+                step in held,
+                self._facts[step][0],
+                {**{name: values[step] for name, values in found.items() if step in values}, **self._facts[step][1]},
+            )
+            for step in steps
+        ]
+
+    def _found_metrics(self) -> dict[str, Mapping[int, float]]:
+        if self._source is None:
+            return {}
+        return {name: self._source.by_step(name) for name in self.policy.metric_names}
+
+    def plan(self, just_saved: int | None = None) -> list[Decision]:
+        """What stays and what goes."""
+        return retention_plan(self.policy, self.infos(), just_saved)
+
+    def carry_out(self, just_saved: int | None = None) -> list[Decision]:
+        """Makes the steps that go invisible, and begins to remove them.
+
+        Returns:
+          The decisions that were carried out.
+        """
+        if just_saved is not None:
+            self._facts.pop(just_saved, None)
+        plan = [] if isinstance(self.policy, KeepAll) else self.plan(just_saved)
+        done: list[Decision] = []
+        hidden: list[str] = []
+        for decision in plan:
+            if decision.keep:
+                continue
+            try:
+                directory = hide_checkpoint(self._storage, decision.step, self._clock)
+            except T5CkptError as error:
+                _log.warning('t5ckpt: could not delete step %d: %s', decision.step, error)
+                continue
+            if directory is not None:
+                hidden.append(directory)
+                done.append(decision)
+                _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
+        self._remove_old_datasets(just_saved)
+        self.wait()
+        if hidden:
+            self._remover = threading.Thread(target=self._remove, args=(hidden,), name='t5ckpt-delete')
+            self._remover.start()
+        return done
+
+    def wait(self) -> None:
+        """Waits until what was made invisible is gone."""
+        if self._remover is not None:
+            self._remover.join()
+            self._remover = None
+
+    def _remove(self, directories: Sequence[str]) -> None:
+        for directory in directories:
+            try:
+                remove_hidden(self._storage, directory)
+            except T5CkptError as error:
+                where = self._storage.url(directory)
+                _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
+
+    def _remove_old_datasets(self, just_saved: int | None) -> None:
+        """Removes the data-iterator files of all but the latest steps that have some; arrays stay (T5X)."""
+        keep = self._keep_datasets
+        if keep is None or keep < 1:
+            return
+        files = {step: _dataset_files(self._storage, step) for step in steps_in(self._storage)}
+        having = [step for step, names in files.items() if names]
+        for step in having[:-keep]:
+            if step == just_saved:
+                continue
+            try:
+                # First: from then on it is no damage that some of them are missing.
+                self._storage.write(join(step_dir(step), DATASET_REMOVED), b'')
+                for name in files[step]:
+                    self._storage.delete_file(join(step_dir(step), name))
+            except T5CkptError as error:
+                _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
 
 
-def apply_policy(storage: Storage, policy: KeepPolicy, just_saved: int, clock: Clock) -> list[Decision]:
-    """Deletes what the policy lets go; one failed deletion is logged and does not stop the rest.
-
-    Returns:
-      The decisions that were carried out.
-    """
-    carried_out: list[Decision] = []
-    for decision in doomed_steps(policy, step_infos(storage), just_saved):
-        try:
-            delete_checkpoint(storage, decision.step, clock)
-        except T5CkptError as error:
-            _log.warning('t5ckpt: could not delete step %d: %s', decision.step, error)
-            continue
-        _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
-        carried_out.append(decision)
-    return carried_out
-
-
-def remove_old_datasets(storage: Storage, keep: int | None, just_saved: int) -> list[int]:
-    """Removes the data-iterator files of all but the ``keep`` latest steps that have some; arrays stay (T5X)."""
-    if keep is None or keep < 1:
-        return []
-    having = [step for step in steps_in(storage) if _dataset_files(storage, step)]
-    removed = [step for step in having[:-keep] if step != just_saved]
-    for step in removed:
-        try:
-            # First: from then on it is no damage that some of them are missing.
-            storage.write(join(step_dir(step), DATASET_REMOVED), b'')
-            for name in _dataset_files(storage, step):
-                storage.delete_file(join(step_dir(step), name))
-        except T5CkptError as error:
-            _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
-    return removed
+def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
+    """When a step was saved, as unix seconds or None, and the metrics it was saved with."""
+    key = join(step_dir(step), SIDECAR)
+    try:
+        extra = decode_sidecar(storage.read(key), storage.url(key)).extra
+    except (StorageError, FileNotFoundError, FormatError):
+        extra: Mapping[str, Any] = {}
+    created = _number(extra.get('created_unix'))
+    if created is None or not math.isfinite(created):
+        # T5X's: the manifest is written last.
+        created = (
+            next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None
+        )
+    metrics = extra.get('metrics')
+    numbers = {name: _number(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
+    return created, {name: number for name, number in numbers.items() if number is not None}
 
 
-def _dataset_files(storage: Storage, step: int) -> list[str]:
+def _number(value: Any) -> float | None:
+    """What a stranger's sidecar gives for a number."""
+    is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
+    return float(value) if is_number else None
+
+
+def _dataset_files(storage: Storage, step: int) -> Collection[str]:
     return [entry.name for entry in storage.entries(step_dir(step)) if entry.name.startswith(f'{TRAIN_DS_PREFIX}-')]

@@ -35,7 +35,7 @@ from t5ckpt._owners import Owners
 from t5ckpt._plan import ArrayWrite, SaveOptions, plan_save
 from t5ckpt._plan_text import difference, plan_text
 from t5ckpt._process import WRITE_EVENT, Round, record_duration
-from t5ckpt._retention import apply_policy, remove_old_datasets
+from t5ckpt._retention import Retention
 from t5ckpt._reuse import Previous, find_previous, leaves_of_writes
 from t5ckpt._sidecar import Sidecar, TreeFacts, encode_sidecar
 from t5ckpt._specs import StoredArray, spec_of
@@ -47,7 +47,6 @@ from t5ckpt._write import WriteJob, WriteReport, write_arrays
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import DisagreementError, SaveFailedError
 from t5ckpt.lazy import LazyArray
-from t5ckpt.policies import KeepPolicy
 from t5ckpt.storage import Storage
 
 __all__ = ['PreparedSave', 'Reuse', 'SaveRequest', 'prepare_save']
@@ -63,8 +62,8 @@ class SaveRequest:
     storage: Storage
     step: int
     options: SaveOptions
-    keep_policy: KeepPolicy
-    keep_datasets: int | None
+    retention: Retention
+    metrics: Mapping[str, float]
     budget_bytes: int
     staging: str
     private_host: bool
@@ -360,8 +359,7 @@ def _finish(job: _Job, report: WriteReport, nbytes: int, seconds: float) -> None
     path = storage.url(step_dir(step))
     _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, path, nbytes, seconds, linked)
     try:
-        apply_policy(storage, request.keep_policy, step, request.clock)
-        remove_old_datasets(storage, request.keep_datasets, step)
+        request.retention.carry_out(step)
     except Exception:  # noqa: BLE001 - logged with its traceback
         # A policy is the user's code. The checkpoint is committed, so its save has not failed.
         _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
@@ -381,4 +379,6 @@ def _sidecar(job: _Job, arrays: Mapping[str, int], files: Mapping[str, tuple[int
         **arrays,
         'digests': {name: list(entry) for name, entry in files.items()},
     }
+    if job.request.metrics:
+        extra['metrics'] = dict(job.request.metrics)
     return Sidecar(job.facts, extra)

@@ -11,6 +11,7 @@ __all__ = [
     'Clock',
     'DataLayout',
     'DatasetIterator',
+    'MetricSource',
     'Partitioner',
     'Path',
     'Progress',
@@ -86,6 +87,14 @@ class DatasetIterator(Protocol):
 
     def load(self, filename: str) -> Any:
         """Takes the position back from those files."""
+        ...
+
+
+class MetricSource(Protocol):
+    """Where the metrics of steps are found besides those given to save, such as ``TensorBoardMetrics``."""
+
+    def by_step(self, metric: str) -> Mapping[int, float]:
+        """The values known by now. An error is logged, and nothing is deleted then."""
         ...
 
 

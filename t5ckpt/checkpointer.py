@@ -11,23 +11,35 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from t5ckpt import steps
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import step_of, view_state
+from t5ckpt._meetings import Meetings
 from t5ckpt._pending import PendingSave
-from t5ckpt._plan import CODECS, SaveOptions
-from t5ckpt._process import DEFAULT_TIMEOUT_SECONDS, Channel, Processes, Round, jax_processes
+from t5ckpt._plan import SaveOptions
+from t5ckpt._plan_restore import STRICTNESS
+from t5ckpt._process import DEFAULT_TIMEOUT_SECONDS, Processes, Round
 from t5ckpt._restore import RestoreRequest, run_restore
+from t5ckpt._retention import Retention
 from t5ckpt._save import Reuse, SaveRequest, prepare_save
+from t5ckpt._schedule import SaveSchedule, metric_numbers
 from t5ckpt._stage import STAGING_MODES
-from t5ckpt._types import Clock, Partitioner, Progress, RestoreStateTransformationFn, SaveStateTransformationFn
+from t5ckpt._types import (
+    Clock,
+    MetricSource,
+    Partitioner,
+    Progress,
+    RestoreStateTransformationFn,
+    SaveStateTransformationFn,
+)
 from t5ckpt.datasets import DatasetState
-from t5ckpt.errors import ClosedError, UnsupportedTopologyError
+from t5ckpt.errors import ClosedError
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
+from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['Checkpointer']
@@ -50,7 +62,10 @@ class Checkpointer:
       save_dtype: floating leaves of ``target`` or ``params`` are cast to it on save; None casts nothing.
       restore_dtype: the same on restore.
       keep_dataset_checkpoints: how many of the latest checkpoints keep their iterator state; None keeps all.
-      keep_policy: decides instead of ``keep``.
+      keep_policy: decides instead of ``keep``, see ``policies.py``.
+      metric_source: where a keep policy finds metrics that were not given to save, such as TensorBoardMetrics.
+      save_policy: when ``maybe_save`` saves, see ``save_policies.py``.
+      preempted: whether this process was told to end, such as a PreemptionNotice; asked by ``maybe_save``.
       compression: None, 'zstd', 'gzip', 'blosc', or 'auto' to compress the leaves for which it pays.
       chunk_bytes: the wish for the largest chunk file.
       inline_bytes: leaves up to this many bytes go into the manifest instead of an array of their own.
@@ -81,6 +96,9 @@ class Checkpointer:
         restore_dtype: Any = None,
         keep_dataset_checkpoints: int | None = None,
         keep_policy: KeepPolicy | None = None,
+        metric_source: MetricSource | None = None,
+        save_policy: SavePolicy | None = None,
+        preempted: Callable[[], bool] | None = None,
         compression: str | None = None,
         chunk_bytes: int = SaveOptions.chunk_bytes,
         inline_bytes: int = SaveOptions.inline_bytes,
@@ -98,11 +116,8 @@ class Checkpointer:
             raise ValueError(f'checkpoints_dir is empty: pass checkpoints_dir=, the directory of the run{given}.')
         if keep is not None and keep_policy is not None:
             raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
-        if compression not in CODECS or staging not in STAGING_MODES:
-            known = f'compression is one of {list(CODECS)}, staging one of {list(STAGING_MODES)}'
-            raise ValueError(f'{known}; got compression={compression!r}, staging={staging!r}.')
-        if chunk_bytes < 1 or inline_bytes < 0:
-            raise ValueError(f'chunk_bytes={chunk_bytes}, inline_bytes={inline_bytes}: neither may be negative.')
+        if staging not in STAGING_MODES:
+            raise ValueError(f'staging is one of {list(STAGING_MODES)}, got {staging!r}.')
         self._storage = open_storage(checkpoints_dir)
         # Absolute, so that a later chdir does not make this another directory.
         self.checkpoints_dir = self._storage.url()
@@ -114,24 +129,36 @@ class Checkpointer:
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
         self._options = SaveOptions(floating_dtype(save_dtype, 'save_dtype'), compression, chunk_bytes, inline_bytes)
         by_number = KeepAll() if keep is None else KeepLatest(keep)
-        self._keep_policy = by_number if keep_policy is None else keep_policy
+        policy = by_number if keep_policy is None else keep_policy
+        self._retention = Retention(self._storage, policy, clock, keep_dataset_checkpoints, metric_source)
         self._staging = staging
         self._reuse = Reuse() if reuse_unchanged else None
         self._mmap = mmap
         self._progress = progress
         self._clock = clock
         self._share_replicated = share_replicated
-        self._processes = processes
-        self._process_timeout = process_timeout
-        self._channel: Channel | None = None
+        self._meetings = Meetings(self._storage, processes, process_timeout)
+        self._schedule = SaveSchedule(save_policy, self._meetings, self._retention, clock, preempted)
         self._pending: PendingSave | None = None
         self._is_closed = False
+        self.restored_step: int | None = None
+        """The step of this run that ``restore_or_init`` restored."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def storage(self) -> Storage:
+        """The run's directory."""
+        return self._storage
+
+    @property
+    def template(self) -> Any:
+        """The state that was given to the constructor."""
+        return self._train_state
 
     def __repr__(self) -> str:
         return f'Checkpointer({self.checkpoints_dir!r}, latest_step={self.latest_step()})'
@@ -145,6 +172,7 @@ class Checkpointer:
         *,
         concurrent_gb: float = 128,
         step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> CommittedCheckpoint | None:
         """Saves, and returns when the checkpoint is durable and visible.
 
@@ -153,6 +181,7 @@ class Checkpointer:
           state_transformation_fns: called in order with (state dict, parameter infos), return both.
           concurrent_gb: gigabytes (10^9 bytes) of host memory in flight; a larger array is written alone.
           step: the step to save as; without it the state's own.
+          metrics: numbers by name, kept in the sidecar, for keep policies and for people; process 0's count.
 
         Returns:
           The checkpoint, or None when a complete one of this step was there already and nothing was written.
@@ -161,7 +190,7 @@ class Checkpointer:
           UnsupportedLeafError: a leaf cannot be written; nothing was.
           StorageError: the checkpoint did not become visible, and what was written of it is gone.
         """
-        pending = self._start(train_state, state_transformation_fns, concurrent_gb, step, False)
+        pending = self._start(train_state, state_transformation_fns, concurrent_gb, (step, metrics), False)
         try:
             return pending.result()
         except KeyboardInterrupt:
@@ -176,17 +205,55 @@ class Checkpointer:
         *,
         concurrent_gb: float = 128,
         step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> PendingSave:
         """Returns as soon as the state may be donated or overwritten, and saves in the background.
 
         A save that is still under way is waited for first. Arguments as in :meth:`save`. An error in the background
         is raised by ``result()`` of what is returned, or by the next save, ``check_for_errors`` or ``close``.
         """
-        return self._start(train_state, state_transformation_fns, concurrent_gb, step, True)
+        return self._start(train_state, state_transformation_fns, concurrent_gb, (step, metrics), True)
+
+    def maybe_save(
+        self,
+        step: int,
+        train_state: Any,
+        state_transformation_fns: Sequence[SaveStateTransformationFn] = (),
+        *,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> PendingSave | None:
+        """Saves in the background if the save policy says so; to be called at every step, which costs microseconds.
+
+        In a job of several processes all of them call it, for the same steps, and give metrics in the same calls. Look
+        at ``should_stop`` afterwards.
+
+        Args:
+          step: the step that the state is at.
+          train_state: as for :meth:`save`; not looked at when nothing is due.
+          state_transformation_fns: as for :meth:`save`.
+          metrics: for the save policy, and as for :meth:`save`.
+
+        Returns:
+          The save that was begun, or None when none is due.
+
+        Raises:
+          SaveFailedError: a save that was begun before has failed; raised when the next one is due.
+        """
+
+        def save(numbers: Mapping[str, float]) -> PendingSave:
+            return self.save_async(train_state, state_transformation_fns, step=step, metrics=numbers)
+
+        return self._schedule.save_if_due(int(step), metrics, save)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a process of the job was told to end; all processes hear it at the same call of ``maybe_save``."""
+        return self._schedule.should_stop
 
     def _start(
-        self, state: Any, fns: Sequence[Any], concurrent_gb: float, step: int | None, is_async: bool
+        self, state: Any, fns: Sequence[Any], concurrent_gb: float, named: tuple[int | None, Any], is_async: bool
     ) -> PendingSave:
+        step, metrics = named
         if not 0 < concurrent_gb < math.inf:
             raise ValueError(f'concurrent_gb must be a finite number above 0, got {concurrent_gb}.')
         if self._is_closed:
@@ -203,8 +270,8 @@ class Checkpointer:
                 storage=self._storage,
                 step=step_of(state, view.table, step),
                 options=self._options,
-                keep_policy=self._keep_policy,
-                keep_datasets=self.keep_dataset_checkpoints,
+                retention=self._retention,
+                metrics=metric_numbers({} if metrics is None else metrics),
                 budget_bytes=max(1, int(concurrent_gb * _GB)),
                 staging=self._staging,
                 private_host=is_async,
@@ -221,20 +288,18 @@ class Checkpointer:
         self._pending = pending if is_async else None
         return pending
 
+    def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+        """Meets all processes of the job: each brings a note, process 0 decides on all of them, and all get its answer.
+
+        Notes and answer are of JSON's types. In a single process it is a call of ``decide``.
+        """
+        return self._meeting(action).agree('agree', note, decide)
+
     def _meeting(self, action: str) -> Round:
-        """The next thing that all processes do together; asked for only now, since a constructor meets nobody."""
-        if self._channel is None:
-            processes = jax_processes() if self._processes is None else self._processes
-            if processes.count > 1 and not self._storage.is_shared:
-                raise UnsupportedTopologyError(
-                    f'{self._storage.url()} is seen by one process alone, and this job has {processes.count}. Use a '
-                    'directory that all of them share.'
-                )
-            self._channel = processes.channel(self._process_timeout)
-        if self._channel.processes.count > 1:
+        if self._meetings.of_job().count > 1:
             # One thing at a time: the keys of a round go when the next one begins.
             self.wait_until_finished()
-        return self._channel.round(action)
+        return self._meetings.round(action)
 
     def wait_until_finished(self) -> None:
         """Waits for the save in the background, if there is one. Its error stays for ``check_for_errors``."""
@@ -247,12 +312,13 @@ class Checkpointer:
             self._pending.raise_unseen()
 
     def close(self) -> None:
-        """Waits for the save in the background and raises its error, if nobody has seen it.
+        """Waits for what goes on in the background, and raises the error of a save, if nobody has seen it.
 
         After that ``save`` and ``save_async`` raise ClosedError; restoring goes on.
         """
         self._is_closed = True
         self.wait_until_finished()
+        self._retention.wait()
         self.check_for_errors()
 
     # --- restoring ---------------------------------------------------------------------------------------------------
@@ -264,6 +330,10 @@ class Checkpointer:
         state_transformation_fns: Sequence[RestoreStateTransformationFn] = (),
         fallback_state: Mapping[str, Any] | None = None,
         lazy_parameters: bool = False,
+        *,
+        strict: str = 'up_to_dtype',
+        donate: bool = False,
+        restore_iterator: bool = True,
     ) -> Any:
         """Restores a train state of the constructor's structure.
 
@@ -273,9 +343,15 @@ class Checkpointer:
           state_transformation_fns: called in order with (checkpoint's state dict, model's state dict).
           fallback_state: values for leaves that the checkpoint lacks, nested like the model's state dict.
           lazy_parameters: arrays come as LazyArray; not with a partitioner that puts parameters on devices.
+          strict: how alike checkpoint and model must be: 'exact', also in every dtype; 'up_to_dtype', where the
+            checkpoint's float32 may stand for the model's bfloat16 and the like; 'contains', where besides the
+            checkpoint may hold more than the model.
+          donate: frees the arrays of the constructor's state before reading, so that memory need not hold two states.
+            Only when the checkpoint fits, but an error while reading leaves them freed.
+          restore_iterator: whether the data iterator, if there is one, takes its position from the checkpoint.
 
         Returns:
-          A new state; the constructor's is untouched.
+          A new state; the constructor's is untouched, unless ``donate``.
 
         Raises:
           CheckpointNotFoundError: no such checkpoint.
@@ -286,6 +362,8 @@ class Checkpointer:
             raise ValueError('step and path both say what to restore: pass one of them.')
         if step is not None and not hasattr(step, '__index__'):
             raise ValueError(f'step must be an integer, got {step!r:.80}. A place is given as path=.')
+        if strict not in STRICTNESS:
+            raise ValueError(f'strict is one of {list(STRICTNESS)}, got {strict!r:.40}.')
         request = RestoreRequest(
             storage=self._storage,
             step=step,
@@ -296,10 +374,13 @@ class Checkpointer:
             lazy=lazy_parameters,
             restore_dtype=floating_dtype(self.restore_dtype, 'restore_dtype'),
             progress=self._progress,
+            strict=strict,
+            donate=donate,
             mmap=self._mmap,
             share_replicated=self._share_replicated,
         )
-        return run_restore(request, self._train_state, self._partitioner, self._dataset)
+        dataset = self._dataset if restore_iterator else None
+        return run_restore(request, self._train_state, self._partitioner, dataset)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

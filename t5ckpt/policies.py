@@ -1,24 +1,50 @@
 """What to keep. Policies are pure: they look at facts about steps and decide, and never touch storage.
 
-A policy returns a decision for every step, with its reason in words, so that a dry run shows exactly what a trainer
-would do.
+A policy returns a decision for every step, with its reason in words. ``retention_plan`` lays the rules over it that no
+policy can break, and is what a trainer carries out and ``t5ckpt prune --dry-run`` prints. Policies are joined with ``|``:
+a step stays if any of them keeps it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ['Decision', 'KeepAll', 'KeepLatest', 'KeepPolicy', 'StepInfo', 'doomed_steps']
+__all__ = [
+    'Decision',
+    'KeepAll',
+    'KeepAny',
+    'KeepBest',
+    'KeepEvery',
+    'KeepEveryHours',
+    'KeepLatest',
+    'KeepPolicy',
+    'KeepSteps',
+    'StepInfo',
+    'check_metric_mode',
+    'retention_plan',
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """What a policy may know of a complete checkpoint."""
+    """What a policy may know of a complete checkpoint.
+
+    Attributes:
+      step: its step.
+      pinned: whether it is marked as never to be deleted.
+      held: whether a reader asks that it not be deleted now.
+      created_unix: when it was saved, in unix seconds; None where nobody knows.
+      metrics: by name, as given to save or as found by the checkpointer's metric source.
+    """
 
     step: int
     pinned: bool = False
+    held: bool = False
+    created_unix: float | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,16 +56,27 @@ class Decision:
     reason: str
 
 
-class KeepPolicy(Protocol):
-    """Decides which of the complete checkpoints stay."""
+class KeepPolicy(ABC):
+    """Decides which of the complete checkpoints stay.
 
+    A pinned step stays whatever a policy says, and the policies here give it no slot.
+    """
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics it looks at; only these are searched for. None, unless it says so."""
+        return ()
+
+    @abstractmethod
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
-        """One decision per step, in the order given."""
-        ...
+        """One decision per step; ``infos`` ascend by step."""
+
+    def __or__(self, other: KeepPolicy) -> KeepPolicy:
+        return KeepAny((self, other))
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepAll:
+class KeepAll(KeepPolicy):
     """Keeps every checkpoint."""
 
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
@@ -48,7 +85,7 @@ class KeepAll:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepLatest:
+class KeepLatest(KeepPolicy):
     """Keeps the ``count`` largest steps; pinned ones stay besides and take no slot."""
 
     count: int
@@ -59,28 +96,213 @@ class KeepLatest:
 
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step."""
-        free = sorted(info.step for info in infos if not info.pinned)
-        latest = set(free[-self.count :])
-        return [_latest_decision(info, info.step in latest, self.count) for info in infos]
+        latest = set(sorted(info.step for info in infos if not info.pinned)[-self.count :])
+        return [
+            Decision(info.step, True, f'one of the latest {self.count}')
+            if info.step in latest
+            else Decision(info.step, info.pinned, f'older than the latest {self.count}')
+            for info in infos
+        ]
 
 
-def _latest_decision(info: StepInfo, is_latest: bool, count: int) -> Decision:
-    if info.pinned:
-        return Decision(info.step, True, 'pinned')
-    if is_latest:
-        return Decision(info.step, True, f'one of the latest {count}')
-    return Decision(info.step, False, f'older than the latest {count}')
+@dataclasses.dataclass(frozen=True)
+class KeepBest(KeepPolicy):
+    """Keeps the ``count`` best steps by a metric, and besides always the latest (T5X's SaveBestCheckpointer).
 
+    Of equal values the newer is better; NaN is worse than anything.
 
-def doomed_steps(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: int | None) -> list[Decision]:
-    """The decisions that delete, after the rules that no policy can break.
-
-    A pinned step and the step just saved stay, whatever the policy says; the latter matters after a rollback, when the
-    new step is smaller than the old ones.
+    Attributes:
+      count: how many.
+      metric: its name, ``'eval/accuracy'``.
+      mode: ``'max'`` or ``'min'``.
+      keep_without_metric: steps without the metric stay, and take no slot; otherwise they go first.
+      period: steps that it divides stay, and take no slot.
     """
-    pinned = {info.step for info in infos if info.pinned}
-    return [
-        decision
-        for decision in policy.choose(infos)
-        if not decision.keep and decision.step != just_saved and decision.step not in pinned
-    ]
+
+    count: int
+    metric: str
+    mode: str = 'max'
+    keep_without_metric: bool = True
+    period: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f'keep must be at least 1 checkpoint, got {self.count}; None keeps all.')
+        if self.period is not None and self.period < 1:
+            raise ValueError(f'the period must be at least 1 step, got {self.period}.')
+        check_metric_mode(self.mode)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metric."""
+        return (self.metric,)
+
+    def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
+        """One decision per step."""
+        latest = max((info.step for info in infos), default=None)
+        kept = {info.step: reason for info in infos if (reason := self._kept(info, latest)) is not None}
+        ranked = sorted((info for info in infos if info.step not in kept), key=self._rank)
+        worse = {info.step for info in ranked[: max(0, len(ranked) - self.count)]}
+        return [
+            Decision(info.step, True, kept[info.step]) if info.step in kept else self._ranked(info, info.step in worse)
+            for info in infos
+        ]
+
+    def _kept(self, info: StepInfo, latest: int | None) -> str | None:
+        """Why a step stays without being compared, or None."""
+        if info.pinned:
+            return 'pinned'
+        if info.step == latest:
+            return 'the latest'
+        if self.period is not None and info.step % self.period == 0:
+            return f'a multiple of {self.period}'
+        if self.keep_without_metric and self.metric not in info.metrics:
+            return f'has no {self.metric}'
+        return None
+
+    def _rank(self, info: StepInfo) -> tuple[bool, float, int]:
+        """The better, the larger. A step without the metric is as good as the worst number there is (T5X)."""
+        value = info.metrics.get(self.metric)
+        if value is None:
+            return True, -math.inf, info.step
+        if math.isnan(value):
+            return False, -math.inf, info.step
+        return True, value if self.mode == 'max' else -value, info.step
+
+    def _ranked(self, info: StepInfo, is_worse: bool) -> Decision:
+        value = info.metrics.get(self.metric)
+        held = f'has no {self.metric}' if value is None else f'{self.metric} {value:g}'
+        place = 'not among' if is_worse else 'among'
+        return Decision(info.step, not is_worse, f'{held}, {place} the best {self.count}')
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepEvery(KeepPolicy):
+    """Keeps the steps that ``steps`` divides; 0 is one of them."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f'the period must be at least 1 step, got {self.steps}.')
+
+    def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
+        """One decision per step."""
+        return [
+            Decision(info.step, True, f'a multiple of {self.steps}')
+            if info.step % self.steps == 0
+            else Decision(info.step, False, f'no multiple of {self.steps}')
+            for info in infos
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepEveryHours(KeepPolicy):
+    """Keeps the first step, and then each that was saved at least ``hours`` after the one kept before it.
+
+    A step whose time nobody knows stays.
+    """
+
+    hours: float
+
+    def __post_init__(self) -> None:
+        if not self.hours > 0:
+            raise ValueError(f'hours must be above 0, got {self.hours}.')
+
+    def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
+        """One decision per step."""
+        decisions: list[Decision] = []
+        last: StepInfo | None = None
+        for info in infos:
+            if info.created_unix is None:
+                decisions.append(Decision(info.step, True, 'nobody knows when it was saved'))
+                continue
+            before = None if last is None else last.created_unix
+            if last is None or before is None or info.created_unix >= before + self.hours * 3600:
+                why = 'the first' if last is None else f'{self.hours:g} h or more after step {last.step}'
+                decisions.append(Decision(info.step, True, why))
+                last = info
+            else:
+                decisions.append(Decision(info.step, False, f'less than {self.hours:g} h after step {last.step}'))
+        return decisions
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepSteps(KeepPolicy):
+    """Keeps the given steps."""
+
+    steps: Collection[int]
+
+    def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
+        """One decision per step."""
+        return [
+            Decision(info.step, True, 'one of the given steps')
+            if info.step in self.steps
+            else Decision(info.step, False, 'none of the given steps')
+            for info in infos
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepAny(KeepPolicy):
+    """Keeps what any of the policies keeps."""
+
+    policies: tuple[KeepPolicy, ...]
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise ValueError('KeepAny needs at least one policy: none keeps anything.')
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """What all of them look at."""
+        return tuple(sorted({name for policy in self.policies for name in policy.metric_names}))
+
+    def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
+        """One decision per step, with the reasons of all that decided so."""
+        said: dict[int, list[Decision]] = {info.step: [] for info in infos}
+        for policy in self.policies:
+            for decision in policy.choose(infos):
+                said.setdefault(decision.step, []).append(decision)
+        return [_joined(info.step, said[info.step]) for info in infos]
+
+
+def _joined(step: int, decisions: Sequence[Decision]) -> Decision:
+    keep = any(decision.keep for decision in decisions)
+    reasons = dict.fromkeys(decision.reason for decision in decisions if decision.keep == keep)
+    return Decision(step, keep, '; '.join(reasons))
+
+
+def check_metric_mode(mode: str) -> None:
+    """Raises ValueError unless ``mode`` is 'max' or 'min'."""
+    if mode not in ('max', 'min'):
+        raise ValueError(f"metric_mode is 'max' or 'min', got {mode!r}.")
+
+
+def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: int | None = None) -> list[Decision]:
+    """What stays and what goes, each with its reason, after the rules that no policy can break.
+
+    Pinned and held steps stay, and so do the latest and the step just saved, which after a rollback are two. A step of
+    which the policy says nothing stays.
+
+    Args:
+      policy: decides the rest.
+      infos: the complete steps, in any order.
+      just_saved: the step whose save carries out the plan, if one does.
+    """
+    ordered = sorted(infos, key=lambda info: info.step)
+    said = {decision.step: decision for decision in policy.choose(ordered)}
+    latest = ordered[-1].step if ordered else None
+    plan: list[Decision] = []
+    for info in ordered:
+        decision = said.get(info.step, Decision(info.step, True, 'the policy says nothing of it'))
+        rules = {
+            'pinned': info.pinned,
+            'held by a reader': info.held,
+            'the latest': info.step == latest,
+            'just saved': info.step == just_saved,
+        }
+        rule = next((reason for reason, holds in rules.items() if holds), None)
+        is_ruled = rule is not None and (info.pinned or not decision.keep)
+        plan.append(Decision(info.step, True, str(rule)) if is_ruled else decision)
+    return plan

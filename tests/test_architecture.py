@@ -21,7 +21,7 @@ PACKAGE = ROOT / 't5ckpt'
 # can ever need each other. CONTRIBUTING.md says what each is for. A folder counts as one module.
 ROWS = (
     ('errors', '_version', '_text', '_types', '_budget', '_process'),
-    ('lazy', '_leaves', '_chunks', '_owners', '_dtypes', '_digest', '_compress', 'translate', 'policies', 'progress'),
+    ('lazy', '_leaves', '_chunks', '_owners', '_dtypes', '_digest', '_compress', 'translate', 'policies', 'progress', 'save_policies', 'preemption'),
     ('_layout', '_specs', '_manifest', '_ledger', '_sidecar'),
     ('storage',),
     (
@@ -38,6 +38,7 @@ ROWS = (
         '_frames',
     ),
     (
+        '_meetings',
         '_claims',
         '_fence',
         '_scan',
@@ -59,10 +60,10 @@ ROWS = (
         '_retention',
         'datasets',
     ),
-    ('_gather', '_transform', '_save', '_pending', '_borrow', '_stream'),
+    ('_gather', '_transform', '_save', '_pending', '_schedule', '_borrow', '_stream'),
     ('_blocks', 'plots', '_stats', 'view', '_diff', 'runs', 'load', '_restore'),
     ('convert',),
-    ('checkpointer', 'save_best'),
+    ('checkpointer', 'save_best', 'resume'),
     ('metrics', 'training', 'cli'),
     ('__init__', '__main__', 'testing'),
 )
@@ -74,6 +75,7 @@ MAX_PARAMETERS = 6
 # Signatures that T5X's callers use by position and keyword; everything else groups its parameters in a type.
 T5X_SIGNATURES = {
     'checkpointer.Checkpointer.__init__',
+    'checkpointer.Checkpointer.restore',
     'load.load_t5x_checkpoint',
     'save_best.SaveBestCheckpointer.__init__',
 }

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import t5ckpt
+from t5ckpt import PreemptionNotice, SaveAt, SaveEvery, SaveEverySeconds, SaveOnImprovement, SaveOnPreemption
 from t5ckpt._process import jax_processes
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
@@ -443,3 +444,66 @@ def restore_iterators(directory, shards):
     with checkpointer(directory, template(), **options) as ck:
         check(ck.restore())
     return data.position
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+def loop(directory, seconds_a_step):
+    """A loop at each process's own pace, until somebody is told to end; what was saved, and how long calls took."""
+    tree = state(leaves=['target/rows'])
+    policy = SaveEverySeconds(1.5) | SaveAt({3}) | SaveOnImprovement('loss', 'min') | SaveOnPreemption()
+    saved, calls = [], []
+    with (
+        PreemptionNotice() as notice,
+        checkpointer(directory, tree, save_policy=policy, preempted=notice) as ck,
+    ):
+        pathlib.Path(directory, f'ready-{jax.process_index()}').touch()
+        for step in range(1, 100_000):
+            # Every process has a number of its own; process 0's counts, and is not an improvement at step 8.
+            loss = {4: 5.0, 8: 6.0}[step] if step in (4, 8) else None
+            began = time.perf_counter()
+            metrics = None if loss is None else {'loss': loss - jax.process_index() * 3}
+            pending = ck.maybe_save(step, tree, metrics=metrics)
+            calls.append(time.perf_counter() - began)
+            if pending is not None:
+                saved.append(pending.step)
+            if ck.should_stop:
+                return [saved, step, sorted(calls)[len(calls) // 2]]
+            time.sleep(seconds_a_step)
+    return None
+
+
+def loops_apart(directory):
+    """Process 1 calls for other steps than the rest."""
+    tree = state(leaves=['target/rows'])
+    with checkpointer(directory, tree, save_policy=SaveEvery(1000)) as ck:
+        for step in range(1, 6):
+            ck.maybe_save(step + (jax.process_index() == 1), tree)
+
+
+def come_back(directory, initial=None):
+    """restore_or_init; which step, and the first value of the weights on this process."""
+    tree = state(leaves=['target/rows'])
+
+    def init():
+        return state(77, leaves=['target/rows'])
+
+    with checkpointer(directory, tree) as ck:
+        back = t5ckpt.restore_or_init(ck, init, initial_checkpoint=initial)
+        first = back['target']['rows'].addressable_shards[0]
+        expected_seed = next(
+            (
+                seed
+                for seed in (*range(10), 77)
+                if np.array_equal(np.asarray(first.data), full('target/rows', (64, 4096), 'float32', seed)[first.index])
+            ),
+            None,
+        )
+        return [ck.restored_step, expected_seed]
+
+
+def save_small(directory, steps):
+    with checkpointer(directory, state(leaves=['target/rows'])) as ck:
+        for step in steps:
+            ck.save(state(step, leaves=['target/rows']), step=step)

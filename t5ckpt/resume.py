@@ -1,0 +1,205 @@
+"""Coming back: from the run's own checkpoints, from those of another run, or from nothing.
+
+    restored = restore_or_init(checkpointer, init_fn, initial_checkpoint=WarmStart('pretrained', take=MODEL))
+
+A damaged checkpoint is reported, put aside, and the next older one is used. Put aside means renamed, to
+``checkpoint_<step>.damaged-<unix seconds>``: nothing is lost, but no listing shows it, so that the run can save that step
+again. A run that has checkpoints of which none can be read is an error, never a fresh start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from t5ckpt._layout import PINNED, damaged_dir, join, step_dir
+from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest, view_state
+from t5ckpt._specs import is_spec
+from t5ckpt._types import leaf_name
+from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.errors import CorruptCheckpointError, FormatError, RemoteError, T5CkptError
+from t5ckpt.steps import get_checkpoint_dir
+from t5ckpt.translate import apply_assignment_map
+from t5ckpt.view import open_checkpoint
+
+__all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
+
+_log = logging.getLogger('t5ckpt')
+
+MODEL = r'(target|params)/.*'
+"""The weights, in T5X's and in Flax's train state; a pattern for ``WarmStart.take``."""
+OPTIMIZER = r'(state/param_states|opt_state)/.*'
+"""The optimizer's state in them; a pattern for ``WarmStart.leave``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart:
+    r"""What to take from another run's checkpoint; the rest of the state comes from ``init_fn``.
+
+    Patterns are matched with the whole name of a leaf of the model, ``'params/dense/kernel'``.
+
+    Attributes:
+      path: a run's directory, a step's directory or a manifest.
+      step: which step, where ``path`` is a run's directory; None takes the latest.
+      take: leaves that come from the checkpoint.
+      leave: leaves that do not, although ``take`` names them.
+      rename: (pattern, replacement) in order, as in ``apply_assignment_map``: where a leaf of the model has another name
+        in the checkpoint. Averaged weights instead of the trained ones: ``((r'params/(.*)', r'ema/\1'),)``.
+      missing: 'error', or 'init': a leaf that ``take`` names and the checkpoint lacks comes from ``init_fn``.
+      strict: as in ``Checkpointer.restore``, for what is taken.
+    """
+
+    path: str | os.PathLike[str]
+    step: int | None = None
+    take: str = '.*'
+    leave: str | None = None
+    rename: Sequence[tuple[str, str | None]] = ()
+    missing: str = 'error'
+    strict: str = 'up_to_dtype'
+
+    def __post_init__(self) -> None:
+        if self.missing not in ('error', 'init'):
+            raise ValueError(f"missing is 'error' or 'init', got {self.missing!r:.40}.")
+
+    @property
+    def place(self) -> str:
+        """The path to restore from."""
+        return os.fspath(self.path) if self.step is None else get_checkpoint_dir(self.path, self.step)
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a leaf of the model is to come from the checkpoint."""
+        left = self.leave is not None and re.fullmatch(self.leave, name) is not None
+        return re.fullmatch(self.take, name) is not None and not left
+
+    def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
+        """The checkpoint's state with the model's names, and only what is taken; a restore transform."""
+        if self.rename:
+            state_dict = apply_assignment_map(state_dict, target_state_dict, self.rename)
+        table = flatten_nested(state_dict, is_spec)
+        return nest({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
+
+
+def restore_or_init(
+    checkpointer: Checkpointer,
+    init_fn: Callable[[], Any],
+    *,
+    fallback: str | None = 'older',
+    initial_checkpoint: str | os.PathLike[str] | WarmStart | None = None,
+    strict: str = 'up_to_dtype',
+    donate: bool = False,
+) -> Any:
+    """The state to train on from: the run's latest, or that of another run, or a new one.
+
+    Every process of the job calls it. ``checkpointer.restored_step`` is then the step that was restored, or None where
+    the run had none.
+
+    Args:
+      checkpointer: the run's.
+      init_fn: makes a new state; called only if something of it is needed.
+      fallback: 'older': a checkpoint that cannot be read is reported and the next older one is used. None: an error.
+      initial_checkpoint: another run's, for the start of this one; not looked at when this one has a checkpoint.
+      strict: as in ``Checkpointer.restore``, for the run's own checkpoints.
+      donate: as in ``Checkpointer.restore``.
+
+    Raises:
+      CorruptCheckpointError: the run has checkpoints and none of them can be read.
+      TreeMismatchError: the checkpoint is not of this model.
+    """
+    if fallback not in ('older', None):
+        raise ValueError(f"fallback is 'older' or None, got {fallback!r:.40}.")
+    steps: list[int] = checkpointer.agree('restore_or_init', None, lambda _: checkpointer.all_steps())
+    failed: dict[int, str] = {}
+    for step in reversed(steps):
+        error: T5CkptError | None = None
+        try:
+            state = checkpointer.restore(step, strict=strict, donate=donate)
+        except T5CkptError as caught:
+            error = caught
+        else:
+            checkpointer.restored_step = step
+            checkpointer.agree('putting damaged checkpoints aside', None, lambda _: _put_aside(checkpointer, failed))
+            return state
+        kind: str = checkpointer.agree('the fallback of restore_or_init', _kind(error), _verdict)
+        if fallback is None or kind == 'other':
+            raise error
+        failed[step] = kind
+        _log.error('t5ckpt: step %d cannot be restored, looking for an older one: %s', step, error)
+    if failed:
+        raise CorruptCheckpointError(
+            f'{checkpointer.checkpoints_dir}: none of the steps {sorted(failed)} can be restored; the log says why. Repair '
+            'one, or move them away to start anew.'
+        )
+    if initial_checkpoint is None:
+        return init_fn()
+    warm = initial_checkpoint if isinstance(initial_checkpoint, WarmStart) else WarmStart(initial_checkpoint)
+    return _warm_start(checkpointer, init_fn, warm, donate)
+
+
+def _kind(error: T5CkptError) -> str:
+    """What a failed restore says of the checkpoint, in one process."""
+    if isinstance(error, CorruptCheckpointError):
+        return 'corrupt'
+    if isinstance(error, RemoteError):
+        return 'remote'
+    return 'format' if isinstance(error, FormatError) else 'other'
+
+
+def _verdict(kinds: Sequence[str]) -> str:
+    """What it says of the checkpoint for all: a remote error repeats what another process has said."""
+    known = set(kinds) - {'remote'}
+    return 'other' if not known or 'other' in known else 'corrupt' if 'corrupt' in known else 'format'
+
+
+def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
+    """Renames what is damaged. What another program or a newer version wrote stays, and so does what is pinned."""
+    storage = checkpointer.storage
+    for step, kind in failed.items():
+        directory = step_dir(step)
+        if kind != 'corrupt' or not storage.renames or storage.kind(join(directory, PINNED)) is not None:
+            _log.warning('t5ckpt: %s stays, and so this run cannot save that step again', storage.url(directory))
+            continue
+        aside = damaged_dir(step, int(time.time()))
+        try:
+            storage.publish(directory, aside)
+        except T5CkptError as error:
+            _log.warning('t5ckpt: could not put %s aside: %s', storage.url(directory), error)
+        else:
+            _log.error('t5ckpt: %s is damaged and was renamed to %s', storage.url(directory), storage.url(aside))
+
+
+def _warm_start(checkpointer: Checkpointer, init_fn: Callable[[], Any], warm: WarmStart, donate: bool) -> Any:
+    held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(open_checkpoint(warm.place)))
+    model = view_state(checkpointer.template).table
+    found = warm.transform(_names(held), nest({path: _value(leaf) for path, leaf in model.items()}))
+    have = set(flatten_nested(found, is_spec))
+    lacking = [path for path in model if path not in have]
+    from_init = [path for path in lacking if warm.missing == 'init' or not warm.is_taken(leaf_name(path))]
+    initial: LeafTable = {}
+    if from_init:
+        fresh = view_state(init_fn()).table
+        initial = {path: _value(fresh[path]) for path in from_init if path in fresh}
+    state = checkpointer.restore(
+        path=warm.place,
+        state_transformation_fns=(warm.transform,),
+        fallback_state=nest(initial) if initial else None,
+        strict=warm.strict,
+        donate=donate,
+        # Another run's position in the data means nothing here.
+        restore_iterator=False,
+    )
+    _log.info('t5ckpt: started from %s; %d of %d leaves are new', warm.place, len(initial), len(model))
+    return state
+
+
+def _names(held: Sequence[str]) -> dict[str, Any]:
+    """The checkpoint's leaves by name, as a state dict; a '/' in a key is written with a backslash there."""
+    return nest({tuple(key.replace('\\/', '/') for key in re.split(r'(?<!\\)/', name)): name for name in held})
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.build() if isinstance(leaf, Empty) else leaf

@@ -1,0 +1,55 @@
+"""Four real processes in a training loop: they save the same steps, and stop at the same one."""
+
+import signal
+import time
+
+import pytest
+
+import t5ckpt
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+def test_all_save_the_same_steps_and_a_signal_to_one_stops_all_at_one_step(four, tmp_path):
+    four.start('loop', tmp_path, each=[0.010, 0.004, 0.013, 0.001])
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob('ready-*'))) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(4)
+    four.signal(2, signal.SIGTERM)
+    told = time.monotonic()
+    answers = four.answers()
+    # Some check-in comes within about a second, and then one small save.
+    assert time.monotonic() - told < 20
+    saved, stopped, _ = answers[0]
+    assert [answer[:2] for answer in answers] == [[saved, stopped]] * 4
+    assert saved[:2] == [3, 4]
+    assert 8 not in saved
+    assert saved[-1] == stopped
+    assert len(saved) >= 4, 'the clock has saved besides'
+    assert t5ckpt.all_steps(tmp_path) == saved
+
+
+def test_processes_at_other_steps_are_told(four, tmp_path):
+    four.start('loops_apart', tmp_path)
+    answers = four.answers()
+    assert 'process 0 is at step 1, process 1 at step 2' in answers[1]['error'][1]
+
+
+def test_all_come_back_to_the_same_step(four, tmp_path):
+    run = tmp_path / 'run'
+    assert four.run('come_back', run) == [[None, 77]] * 4
+    four.run('save_small', run, [1, 2, 3])
+    assert four.run('come_back', run) == [[3, 3]] * 4
+    assert four.run('come_back', tmp_path / 'other', str(run)) == [[None, 3]] * 4
+    # A chunk that not every process reads is gone.
+    chunks = sorted((run / 'checkpoint_3' / 'target.rows').glob('[0-9]*'))
+    chunks[-1].unlink()
+    assert four.run('come_back', run) == [[2, 2]] * 4
+    assert t5ckpt.all_steps(run) == [1, 2]
+    for step in (1, 2):
+        min((run / f'checkpoint_{step}' / 'target.rows').glob('[0-9]*')).unlink()
+    for kind, text in four.errors('come_back', run):
+        assert kind in ('CorruptCheckpointError', 'RemoteError')
+        assert 'none of the steps [1, 2]' in text

@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 # Set to run part of the tests: make test ARGS='tests/test_readme.py -k notebook'
 ARGS ?=
 
-.PHONY: help demo test test-fast lint format bench docs constraints clean
+.PHONY: help demo test test-fast lint format bench docs transformers constraints clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo         train a tiny T5, kill it, resume it, look at its checkpoints (under 90 s)'
 	@echo 'make test         all tests                     make test-fast    without those marked slow'
 	@echo 'make lint         ruff and pyright              make format       rewrite the sources with ruff'
+	@echo 'make transformers two versions, which tests of exports to Hugging Face compute with'
 	@echo 'make bench        against Orbax and raw I/O     make constraints  pin the newest versions (needs uv)'
 	@echo 'make docs         the site, in build/site'
 
@@ -71,6 +72,16 @@ $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 
 $(VENV)/installed-test: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 	$(install)
+
+# Two versions of transformers, each in a directory of the environment where tests/test_hf_logits.py finds them: one
+# environment holds one version. They run on the torch of the extra `peers`.
+transformers: $(VENV)/transformers-5 $(VENV)/transformers-4
+
+$(VENV)/transformers-%: constraints/transformers-%.txt | $(BIN)/python
+	@echo 'installing $< into $@'
+	rm -rf $@.tmp $@
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --target $@.tmp -r $<
+	mv $@.tmp $@
 
 # No hashes and no addresses: the files say which versions were tried, not where they came from. PyTorch is pinned in
 # setup.py, and which GPU libraries it needs depends on the build.

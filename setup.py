@@ -15,7 +15,7 @@ EXTRAS = {
     'tf': ['tensorflow>=2.16'],
     'tensorboard': ['tensorboardX>=2.6.2'],
     'orbax': ['orbax-checkpoint>=0.11'],
-    'hf': ['safetensors>=0.4'],
+    'hf': ['safetensors>=0.4'],  # reads exports; t5ckpt streams the format itself, see docs/decisions.md
     'grain': ['grain>=0.2'],
     'cli': ['click>=8.1', 'rich>=13'],
     'notebook': ['matplotlib>=3.8', 'pandas>=2'],

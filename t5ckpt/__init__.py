@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from t5ckpt._stats import CheckpointStats, LeafStats
     from t5ckpt._types import RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.checkpointer import Checkpointer
+    from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions
+    from t5ckpt.convert.huggingface import export_hf, import_hf
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
     from t5ckpt.policies import (
@@ -80,6 +82,9 @@ __all__ = [
     'KeepBest',
     'KeepEvery',
     'KeepEveryHours',
+    'ExportOptions',
+    'ExportReport',
+    'ImportOptions',
     'KeepLatest',
     'KeepPolicy',
     'KeepSteps',
@@ -116,8 +121,10 @@ __all__ = [
     'all_steps',
     'apply_assignment_map',
     'diff',
+    'export_hf',
     'find_checkpoint',
     'get_checkpoint_dir',
+    'import_hf',
     'intersect_state',
     'is_pinned_checkpoint',
     'latest_step',
@@ -145,6 +152,9 @@ _MODULES = {
     'KeepBest': 'policies',
     'KeepEvery': 'policies',
     'KeepEveryHours': 'policies',
+    'ExportOptions': 'convert._exports',
+    'ExportReport': 'convert._exports',
+    'ImportOptions': 'convert._exports',
     'KeepLatest': 'policies',
     'KeepPolicy': 'policies',
     'KeepSteps': 'policies',
@@ -176,12 +186,15 @@ _MODULES = {
     'VerifyReport': '_damage',
     'WarmStart': 'resume',
     'YoungDaly': 'save_policies',
+    'VerifyReport': '_damage',
     'all_dataset_checkpoint_steps': 'steps',
     'all_steps': 'steps',
     'apply_assignment_map': 'translate',
     'diff': '_diff',
+    'export_hf': 'convert.huggingface',
     'find_checkpoint': 'steps',
     'get_checkpoint_dir': 'steps',
+    'import_hf': 'convert.huggingface',
     'intersect_state': 'translate',
     'is_pinned_checkpoint': 'steps',
     'latest_step': 'steps',

@@ -18,6 +18,7 @@
     │   ├── NoSpaceError
     │   ├── AccessDeniedError     PermissionError
     │   └── NotADirectoryStorageError  NotADirectoryError
+    ├── OutputExistsError         FileExistsError                 something stands where an export is to be written
     ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
     ├── ClosedError               ValueError                      a save with a checkpointer that was closed
     ├── DisagreementError         ValueError                      the processes were asked for different things
@@ -54,6 +55,7 @@ __all__ = [
     'NoSpaceError',
     'NotADirectoryStorageError',
     'NotEnoughMemoryError',
+    'OutputExistsError',
     'ProcessMissingError',
     'RemoteError',
     'SaveFailedError',
@@ -121,6 +123,10 @@ class AccessDeniedError(StorageError, PermissionError):
 
 class NotADirectoryStorageError(StorageError, NotADirectoryError):
     """A file stands where a directory should be."""
+
+
+class OutputExistsError(T5CkptError, FileExistsError):
+    """Something stands where an export is to be written, and replacing it was not asked for or is not safe."""
 
 
 class SaveFailedError(T5CkptError, RuntimeError):

@@ -1,0 +1,124 @@
+"""What all exports and imports take and tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._dtypes import floating_dtype
+from t5ckpt._types import Progress
+from t5ckpt.errors import OutputExistsError
+
+__all__ = ['LAYOUT_KEY', 'ExportOptions', 'ExportReport', 'ImportOptions', 'Meter', 'refuse_inside']
+
+LAYOUT_KEY = 't5ckpt'
+"""In a Hugging Face file's metadata: how T5X kept the arrays, for the way back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """How to export.
+
+    Attributes:
+      step: which step, where the path is a run's directory; None takes the latest.
+      dtype: floating arrays of ``target`` or ``params`` are cast to it; None casts nothing.
+      select: a regular expression; only arrays whose name it is found in are exported. Not for Hugging Face models.
+      max_shard_bytes: of a Hugging Face model's files; a larger tensor has a file of its own.
+      force: replaces what an earlier export wrote.
+      dry_run: says what would be written, and writes nothing.
+      piece_bytes: of what is read at once, as long as no chunk is larger.
+      progress: called with (bytes done, bytes in all).
+    """
+
+    step: int | None = None
+    dtype: Any = None
+    select: str | None = None
+    max_shard_bytes: int = 5 * 10**9
+    force: bool = False
+    dry_run: bool = False
+    piece_bytes: int = 128 * 2**20
+    progress: Progress | None = None
+
+    @property
+    def wanted(self) -> np.dtype | None:
+        """The dtype, checked."""
+        return floating_dtype(self.dtype, 'dtype')
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportOptions:
+    """How to import.
+
+    Attributes:
+      step: to save as; None takes the step that an export wrote down, or 0.
+      dtype: floating arrays of ``target`` or ``params`` are cast to it; None casts nothing.
+      scanned: all layers in one array, as scalable_t5 has them; None: as before an export, else only for UMT5.
+      split_heads: an axis for heads; None: as for ``scanned``.
+      force: replaces a complete checkpoint of that step.
+      dry_run: says what would be written, and writes nothing.
+      progress: called with (bytes done, bytes in all).
+    """
+
+    step: int | None = None
+    dtype: Any = None
+    scanned: bool | None = None
+    split_heads: bool | None = None
+    force: bool = False
+    dry_run: bool = False
+    progress: Progress | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportReport:
+    """What an export or an import did, or with ``dry_run`` would do.
+
+    Attributes:
+      output: the file, the directory or the checkpoint.
+      kind: 'safetensors', 'npz', or the model's type in Hugging Face's words.
+      files: written, below ``output`` where that is a directory.
+      bytes: of all values.
+      mapped: for each array of the T5X checkpoint, the names on the other side.
+      dropped: what was there and is not in the output: the optimizer's state, what is no array, doubles.
+      seconds: taken.
+      dry_run: nothing was written.
+    """
+
+    output: str
+    kind: str
+    files: tuple[str, ...]
+    bytes: int
+    mapped: dict[str, tuple[str, ...]]
+    dropped: tuple[str, ...]
+    seconds: float = 0.0
+    dry_run: bool = False
+
+
+class Meter:
+    """Counts bytes for a progress callback."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        """Some more are done."""
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def refuse_inside(output: str, source: str | None) -> None:
+    """Keeps an export from replacing the checkpoint it reads, or a directory with that in it.
+
+    Raises:
+      OutputExistsError: naming both.
+    """
+    if source is None:
+        return
+    inner, outer = os.path.realpath(source), os.path.realpath(output)
+    if os.path.commonpath([inner, outer]) == outer:
+        raise OutputExistsError(f'{output}: the checkpoint {source} is in it. Write somewhere else.')

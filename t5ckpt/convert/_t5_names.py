@@ -1,0 +1,282 @@
+"""Which array of a T5 in T5X's names is which tensor of Hugging Face's, and how the axes lie.
+
+Pure: names and shapes, no files and no values. One table says it all. Its axes are spelt in letters, so that
+``d hk`` against ``hk d`` is a transposition and ``b h`` against ``h b`` another:
+
+    v vocabulary   d model   f feed-forward   h heads   k of a head   b buckets   e experts   l layers
+
+``hk`` is one axis of both; T5X may also keep ``h k`` as two (split heads). A scanned T5X model has one array for all
+layers of a tower, with ``l`` at axis 1, and experts are stacked at axis 0; Hugging Face has a tensor for each.
+
+The names of T5X are those of its own networks (t5x/examples/t5, scalable_t5) and of Flaxformer's (LongT5, Switch); those
+of Hugging Face are transformers' (models/t5, umt5, longt5, switch_transformers).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+__all__ = ['LOCAL', 'SELF', 'TRANSIENT_GLOBAL', 'Layout', 'Pair', 'T5Model', 'known_leaf', 'pairs_of']
+
+SELF, LOCAL, TRANSIENT_GLOBAL = 'SelfAttention', 'LocalSelfAttention', 'TransientGlobalSelfAttention'
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Model:
+    """What the names and the shapes of a T5 say.
+
+    Attributes:
+      sizes: of each letter but ``l``; ``e`` only where there are experts.
+      layers: of 'encoder' and 'decoder'; a decoder of 0 layers is none.
+      gated: wi_0 and wi_1 instead of wi.
+      tied: no logits of their own: they come from the embedding, scaled by d**-0.5.
+      relpos_per_layer: as in UMT5; else one table a tower.
+      attention: the class of the encoder's: SELF, LOCAL or TRANSIENT_GLOBAL.
+      sparse: (tower, layer) of those that have experts.
+    """
+
+    sizes: Mapping[str, int]
+    layers: Mapping[str, int]
+    gated: bool = False
+    tied: bool = True
+    relpos_per_layer: bool = False
+    attention: str = SELF
+    sparse: frozenset[tuple[str, int]] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How T5X keeps the arrays, which the tensors do not say.
+
+    Attributes:
+      prefix: of all leaves: 'target/' in T5X.
+      scanned: one array for all layers of a tower.
+      split_heads: heads have an axis of their own.
+      embedder: the token embedding's, which an encoder alone may keep in itself.
+    """
+
+    prefix: str = 'target/'
+    scanned: bool = False
+    split_heads: bool = False
+    embedder: str = 'token_embedder'
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One T5X array and the tensors that hold its values.
+
+    Attributes:
+      leaf: T5X's name.
+      axes: the array's, each of one letter or of two that are merged.
+      tensors: Hugging Face's names: one, or one for each index of ``stack``.
+      tensor_axes: of each tensor.
+      stack: the letter along which the tensors lie in the array, or ''.
+      sizes: of all letters.
+    """
+
+    leaf: str
+    axes: tuple[str, ...]
+    tensors: tuple[str, ...]
+    tensor_axes: tuple[str, ...]
+    stack: str
+    sizes: Mapping[str, int]
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The array's."""
+        return self._shape(self.axes)
+
+    @functools.cached_property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Each tensor's."""
+        return self._shape(self.tensor_axes)
+
+    @functools.cached_property
+    def row_axis(self) -> int:
+        """The axis of the array along which the tensors' first axis runs: a slice there is a run of their rows."""
+        return next(i for i, axis in enumerate(self.axes) if axis[0] == self.tensor_axes[0][0])
+
+    @property
+    def rows_per_index(self) -> int:
+        """Rows of a tensor for one index of ``row_axis``: more than one where heads are split."""
+        return self.tensor_shape[0] // self.shape[self.row_axis]
+
+    def to_tensors(self, array: np.ndarray) -> list[np.ndarray]:
+        """The rows of each tensor from the array, or from a slice of it along ``row_axis``; views where possible."""
+        parts = [array] if not self.stack else list(np.moveaxis(array, self.axes.index(self.stack), 0))
+        order = self._order()
+        return [part.transpose(order).reshape(-1, *self.tensor_shape[1:]) for part in parts]
+
+    def from_tensors(self, tensors: Sequence[np.ndarray], box: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The array, or what lies in ``box`` of it, from all tensors; only what is in the box is copied."""
+        inner = [self._unstacked(tensor) for tensor in tensors]
+        if not self.stack:
+            return inner[0] if box is None else inner[0][box]
+        axis = self.axes.index(self.stack)
+        box = (slice(None),) * len(self.axes) if box is None else box
+        rest = (*box[:axis], *box[axis + 1 :])
+        return np.stack([part[rest] for part in inner[box[axis]]], axis)
+
+    def _shape(self, axes: Sequence[str]) -> tuple[int, ...]:
+        return tuple(math.prod(self.sizes[letter] for letter in axis) for axis in axes)
+
+    def _order(self) -> list[int]:
+        """The axes of one part of the array, in the tensor's order."""
+        held = [axis for axis in self.axes if axis != self.stack]
+        return [held.index(axis) for axis in self._wanted(held)]
+
+    def _wanted(self, held: Sequence[str]) -> list[str]:
+        """The tensor's axes, with merged ones apart where the array has them apart."""
+        return [part for axis in self.tensor_axes for part in ([axis] if axis in held else list(axis))]
+
+    def _unstacked(self, tensor: np.ndarray) -> np.ndarray:
+        held = [axis for axis in self.axes if axis != self.stack]
+        wanted = self._wanted(held)
+        return tensor.reshape(self._shape(wanted)).transpose([wanted.index(axis) for axis in held])
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+_VECTOR = ('d', 'd')
+_BIAS = ('h b', 'b h')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A line of the table: names below a layer or below the root, and the axes of both sides."""
+
+    leaf: str
+    tensor: str
+    axes: tuple[str, str]
+    stack: str = ''
+
+
+def _attention_rows(leaf: str, tensor: str) -> list[_Row]:
+    inward = [_Row(f'{leaf}/{a}/kernel', f'{tensor}.{b}.weight', ('d hk', 'hk d')) for a, b in _INWARD]
+    return [*inward, _Row(f'{leaf}/out/kernel', f'{tensor}.o.weight', ('hk d', 'd hk'))]
+
+
+_INWARD = (('query', 'q'), ('key', 'k'), ('value', 'v'))
+
+
+def _feed_forward_rows(model: T5Model, number: int, sparse: bool) -> list[_Row]:
+    """Hugging Face's Switch calls the dense layers ``mlp``, too, where the others have ``DenseReluDense``."""
+    inner = f'layer.{number}.' + ('mlp' if model.sparse else 'DenseReluDense')
+    names = ('wi_0', 'wi_1') if model.gated else ('wi',)
+    if not sparse:
+        rows = [_Row(f'mlp/{name}/kernel', f'{inner}.{name}.weight', ('d f', 'f d')) for name in names]
+        return [*rows, _Row('mlp/wo/kernel', f'{inner}.wo.weight', ('f d', 'd f'))]
+    expert = f'{inner}.experts.expert_{{e}}'
+    rows = [_Row(f'mlp/expert/{name}/kernel', f'{expert}.{name}.weight', ('e d f', 'f d'), 'e') for name in names]
+    return [
+        *rows,
+        _Row('mlp/expert/wo/kernel', f'{expert}.wo.weight', ('e f d', 'd f'), 'e'),
+        _Row('mlp/router/router_weights/w/kernel', f'{inner}.router.classifier.weight', ('d e', 'e d')),
+    ]
+
+
+def _layer_rows(model: T5Model, tower: str, sparse: bool) -> list[_Row]:
+    attention = model.attention if tower == 'encoder' else SELF
+    name, last = ('attention', 1) if tower == 'encoder' else ('self_attention', 2)
+    rows = [_Row(f'pre_{name}_layer_norm/scale', 'layer.0.layer_norm.weight', _VECTOR)]
+    rows += _attention_rows(name, f'layer.0.{attention}')
+    if model.relpos_per_layer:
+        rows.append(_Row('relpos_bias/rel_embedding', f'layer.0.{attention}.relative_attention_bias.weight', _BIAS))
+    if attention == TRANSIENT_GLOBAL:
+        rows.append(_Row(f'{name}/T5LayerNorm_0/scale', f'layer.0.{attention}.global_input_layer_norm.weight', _VECTOR))
+    if tower == 'decoder':
+        rows.append(_Row('pre_cross_attention_layer_norm/scale', 'layer.1.layer_norm.weight', _VECTOR))
+        rows += _attention_rows('encoder_decoder_attention', 'layer.1.EncDecAttention')
+    rows.append(_Row('pre_mlp_layer_norm/scale', f'layer.{last}.layer_norm.weight', _VECTOR))
+    return rows + _feed_forward_rows(model, last, sparse)
+
+
+def _tower_rows(model: T5Model, tower: str) -> list[_Row]:
+    """What a tower has once."""
+    attention = model.attention if tower == 'encoder' else SELF
+    first = f'{tower}.block.0.layer.0.{attention}'
+    rows = [_Row(f'{tower}/{tower}_norm/scale', f'{tower}.final_layer_norm.weight', _VECTOR)]
+    if not model.relpos_per_layer:
+        rows.append(_Row(f'{tower}/relpos_bias/rel_embedding', f'{first}.relative_attention_bias.weight', _BIAS))
+    if attention == TRANSIENT_GLOBAL:
+        rows.append(
+            _Row(f'{tower}/side_relpos_bias/rel_embedding', f'{first}.global_relative_attention_bias.weight', _BIAS)
+        )
+    return rows
+
+
+def pairs_of(model: T5Model, layout: Layout) -> list[Pair]:
+    """All arrays of a model, each with its tensors; every array and every tensor occurs once."""
+    rows = [_Row(f'{layout.embedder}/embedding', 'shared.weight', ('v d', 'v d'))]
+    if not model.tied:
+        rows.append(_Row('decoder/logits_dense/kernel', 'lm_head.weight', ('d v', 'v d')))
+    pairs = [_pair(row, layout, model.sizes) for row in rows]
+    for tower, count in model.layers.items():
+        if count == 0:
+            continue
+        pairs += [_pair(row, layout, model.sizes) for row in _tower_rows(model, tower)]
+        if layout.scanned:
+            sizes = {**model.sizes, 'l': count}
+            pairs += [_scanned(row, tower, layout, sizes) for row in _layer_rows(model, tower, sparse=False)]
+            continue
+        for i in range(count):
+            for row in _layer_rows(model, tower, (tower, i) in model.sparse):
+                below = dataclasses.replace(
+                    row, leaf=f'{tower}/layers_{i}/{row.leaf}', tensor=f'{tower}.block.{i}.{row.tensor}'
+                )
+                pairs.append(_pair(below, layout, model.sizes))
+    return pairs
+
+
+def _pair(row: _Row, layout: Layout, sizes: Mapping[str, int]) -> Pair:
+    names = [row.tensor.format(e=e) for e in range(sizes['e'])] if row.stack else [row.tensor]
+    return Pair(
+        layout.prefix + row.leaf, _axes(row, layout), tuple(names), tuple(row.axes[1].split()), row.stack, sizes
+    )
+
+
+def _scanned(row: _Row, tower: str, layout: Layout, sizes: Mapping[str, int]) -> Pair:
+    first, *rest = _axes(row, layout)
+    names = tuple(f'{tower}.block.{i}.{row.tensor}' for i in range(sizes['l']))
+    leaf = f'{layout.prefix}{tower}/{tower}/{row.leaf}'
+    return Pair(leaf, (first, 'l', *rest), names, tuple(row.axes[1].split()), 'l', sizes)
+
+
+def _axes(row: _Row, layout: Layout) -> tuple[str, ...]:
+    text = row.axes[0].replace('hk', 'h k') if layout.split_heads else row.axes[0]
+    return tuple(text.split())
+
+
+# --- what belongs to a T5 at all -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _vocabulary() -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
+    """Names below the root, and (tower, name) below a layer, of all variants."""
+    top = {'token_embedder/embedding', 'encoder/token_embedder/embedding', 'decoder/logits_dense/kernel'}
+    below: set[tuple[str, str]] = set()
+    for model in _variants():
+        for tower in ('encoder', 'decoder'):
+            top |= {row.leaf for row in _tower_rows(model, tower)}
+            below |= {(tower, row.leaf) for sparse in (False, True) for row in _layer_rows(model, tower, sparse)}
+    return frozenset(top), frozenset(below)
+
+
+def _variants() -> Iterator[T5Model]:
+    for gated in (False, True):
+        for per_layer in (False, True):
+            yield T5Model({}, {}, gated, True, per_layer, TRANSIENT_GLOBAL)
+
+
+def known_leaf(name: str) -> bool:
+    """Whether a leaf's name, without the prefix, is one that some T5 has."""
+    top, below = _vocabulary()
+    tower, _, rest = name.partition('/')
+    layer, _, inner = rest.partition('/')
+    is_layer = layer == tower or (layer.startswith('layers_') and layer[7:].isdecimal())
+    return name in top or (is_layer and (tower, inner) in below)

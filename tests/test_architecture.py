@@ -21,7 +21,20 @@ PACKAGE = ROOT / 't5ckpt'
 # can ever need each other. CONTRIBUTING.md says what each is for. A folder counts as one module.
 ROWS = (
     ('errors', '_version', '_text', '_types', '_budget', '_process'),
-    ('lazy', '_leaves', '_chunks', '_owners', '_dtypes', '_digest', '_compress', 'translate', 'policies', 'progress', 'save_policies', 'preemption'),
+    (
+        'lazy',
+        '_leaves',
+        '_chunks',
+        '_owners',
+        '_dtypes',
+        '_digest',
+        '_compress',
+        'translate',
+        'policies',
+        'progress',
+        'save_policies',
+        'preemption',
+    ),
     ('_layout', '_specs', '_manifest', '_ledger', '_sidecar'),
     ('storage',),
     (

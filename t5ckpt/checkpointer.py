@@ -67,10 +67,11 @@ class Checkpointer:
       save_policy: when ``maybe_save`` saves, see ``save_policies.py``.
       preempted: whether this process was told to end, such as a PreemptionNotice; asked by ``maybe_save``.
       compression: None, 'zstd', 'gzip', 'blosc', or 'auto' to compress the leaves for which it pays.
-      chunk_bytes: the wish for the largest chunk file.
-      inline_bytes: leaves up to this many bytes go into the manifest instead of an array of their own.
-      staging: how the state is made safe before ``save_async`` returns, see ``_stage.py``.
-      reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it, see ``_reuse.py``.
+      chunk_bytes: the wish for the largest chunk file; 64 MiB.
+      inline_bytes: leaves up to this many bytes (16 KiB) go into the manifest instead of an array of their own.
+      staging: how ``save_async`` makes the state safe: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
+        the CPU, which waits until they are computed, or 'auto', which chooses among them.
+      reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it.
       mmap: ``restore`` maps chunk files instead of reading them, on the CPU backend and where the files allow it;
         values are then read from the checkpoint when a step touches them, see docs/mapped-restore.md.
       progress: called with (bytes done, bytes in all) during saves and restores, from their threads.

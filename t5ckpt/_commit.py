@@ -5,9 +5,10 @@ sidecar; the arrays are written; ``commit`` writes the sidecar and, last, the ma
 and fsyncs the parent. A crash before the rename leaves a directory that no listing shows and that the next start
 sweeps; a crash after it leaves the checkpoint.
 
-Stores without rename: the same, in ``checkpoint_<step>`` itself; the manifest's write is the commit.
+Stores without rename: the same, in ``checkpoint_<step>`` itself; the manifest's write is the commit. ``_in_place.py`` has
+what is different there: who owns the directory, deleting, sweeping.
 
-Delete: rename to ``checkpoint_<step>.deleted-<unix s>`` (or delete the manifest first), then remove.
+Delete: rename to ``checkpoint_<step>.deleted-<unix s>``, then remove.
 
 Sweeping: a leftover is removed when nobody holds its lock and it is known to be dead: it is ours and was written on
 this host (the kernel drops the lock of a dead process), it was being deleted, it is empty, or the second in its name
@@ -23,7 +24,18 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt._in_place import (
+    AlreadyCommittedError,
+    Hold,
+    hide_in_place,
+    remove_in_place,
+    remove_step,
+    sweep_in_place,
+    take,
+)
+from t5ckpt._index import complete_index, mark_step
 from t5ckpt._layout import (
+    HOLD_PREFIX,
     MANIFEST,
     PINNED,
     SIDECAR,
@@ -32,14 +44,20 @@ from t5ckpt._layout import (
     join,
     parse_hold,
     parse_leftover,
-    parse_step_dir,
     step_dir,
     tmp_dir,
 )
 from t5ckpt._manifest import decode_manifest
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt._types import Clock
-from t5ckpt.errors import CorruptCheckpointError, FormatError, StorageError, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import (
+    AccessDeniedError,
+    CorruptCheckpointError,
+    FormatError,
+    StorageError,
+    T5CkptError,
+    UnsupportedFormatError,
+)
 from t5ckpt.steps import is_orbax
 from t5ckpt.storage import Storage
 
@@ -54,6 +72,7 @@ __all__ = [
     'held_steps',
     'hide_checkpoint',
     'is_free',
+    'leave',
     'remove_hidden',
     'sweep',
     'writer_facts',
@@ -61,10 +80,6 @@ __all__ = [
 
 STALE_AFTER_SECONDS = 3600.0
 _log = logging.getLogger('t5ckpt')
-
-
-class AlreadyCommittedError(Exception):
-    """Another writer has this step, committed or under way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +101,19 @@ class CommittedCheckpoint:
 
 @dataclasses.dataclass
 class Workspace:
-    """A directory that is being written, and the lock that says so; ``replaces`` a complete checkpoint of the step."""
+    """A directory that is being written, and the lock that says so: a claim, or a hold where it is written in place.
+
+    ``replaces`` a complete checkpoint of the step. ``is_left`` where it must not be removed any more: it is somebody else's,
+    or it may be committed after all.
+    """
 
     storage: Storage
     step: int
     directory: str
-    claim: Any
+    claim: Any = None
     replaces: bool = False
+    hold: Hold | None = None
+    is_left: bool = False
 
 
 def writer_facts(version: str) -> dict[str, Any]:
@@ -107,10 +128,10 @@ def is_free(storage: Storage, step: int) -> bool:
       UnsupportedFormatError: what is there is whole for somebody else (Orbax, a newer version), or broken but pinned.
     """
     directory = step_dir(step)
-    if storage.kind(directory) is None:
+    if storage.renames and storage.kind(directory) is None:
         return True
     key = join(directory, MANIFEST)
-    if storage.kind(key) == 'file':
+    if storage.is_file(key):
         try:
             decode_manifest(storage.read(key), storage.url(key))
         except CorruptCheckpointError:
@@ -121,7 +142,7 @@ def is_free(storage: Storage, step: int) -> bool:
         raise UnsupportedFormatError(
             f'{storage.url(directory)} is a checkpoint of Orbax. Move it away to save this step.'
         )
-    if storage.kind(join(directory, PINNED)) == 'file':
+    if storage.is_file(join(directory, PINNED)):
         raise UnsupportedFormatError(f'{storage.url(directory)} is broken, but pinned. Unpin it or move it away.')
     return True
 
@@ -130,7 +151,7 @@ def begin(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) 
     """Makes the directory that a save writes into, and locks it."""
     storage.make_dir('')
     if not storage.renames:
-        return _begin_in_place(storage, step, writer)
+        return _begin_in_place(storage, step, clock)
     unix = int(clock())
     while True:
         directory = tmp_dir(step, unix)
@@ -144,19 +165,20 @@ def begin(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) 
     return work
 
 
-def _begin_in_place(storage: Storage, step: int, writer: Mapping[str, Any]) -> Workspace:
-    directory = step_dir(step)
-    claim = storage.claim(directory)
-    if claim is None:
-        raise AlreadyCommittedError(f'{storage.url(directory)} is being written by another save')
-    work = Workspace(storage, step, directory, claim)
+def _begin_in_place(storage: Storage, step: int, clock: Clock) -> Workspace:
+    # Before the first marker of our own: with it the others would no longer be looked for.
+    complete_index(storage)
+    hold = take(storage, step, clock)
+    work = Workspace(storage, step, step_dir(step), hold=hold)
     try:
         _vacate(work)
-        storage.delete_tree(directory)
-    except BaseException:
-        claim.close()
+        remove_step(storage, step)
+    except AlreadyCommittedError:
+        hold.release()
         raise
-    _write_owner(work, writer)
+    except BaseException:
+        hold.close()
+        raise
     return work
 
 
@@ -187,24 +209,51 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes, directories: Sequen
     """
     storage, final = work.storage, step_dir(work.step)
     storage.write(join(work.directory, SIDECAR), sidecar)
+    if work.hold is not None:
+        _commit_in_place(work, work.hold, manifest)
+        return final
     storage.write(join(work.directory, MANIFEST), manifest)
-    if storage.renames:
-        storage.sync_tree(work.directory, directories)
-        broken = _rename_away(storage, work.step, clock) if storage.kind(final) == 'dir' and _vacate(work) else None
-        try:
-            storage.publish(work.directory, final)
-        except StorageError as error:
-            if broken is not None and work.replaces:
-                # Nothing has taken its place.
-                storage.publish(broken, final)
-            elif storage.kind(join(final, MANIFEST)) == 'file':
-                raise AlreadyCommittedError(storage.url(final)) from error
-            raise
-        work.directory = final
-        if broken is not None:
-            _remove_leftover(storage, broken)
+    storage.sync_tree(work.directory, directories)
+    broken = _rename_away(storage, work.step, clock) if storage.kind(final) == 'dir' and _vacate(work) else None
+    try:
+        storage.publish(work.directory, final)
+    except StorageError as error:
+        if broken is not None and work.replaces:
+            # Nothing has taken its place.
+            storage.publish(broken, final)
+        elif storage.kind(join(final, MANIFEST)) == 'file':
+            raise AlreadyCommittedError(storage.url(final)) from error
+        raise
+    work.directory = final
+    if broken is not None:
+        _remove_leftover(storage, broken)
     work.claim.close()
     return final
+
+
+def _commit_in_place(work: Workspace, hold: Hold, manifest: bytes) -> None:
+    storage = work.storage
+    if not hold.is_ours():
+        work.is_left = True
+        raise AlreadyCommittedError(
+            f'{storage.url(work.directory)} was taken over by another writer: this one was silent for too long'
+        )
+    try:
+        storage.write(join(work.directory, MANIFEST), manifest)
+    except AccessDeniedError:
+        raise
+    except StorageError:
+        # It may arrive yet, and must then find its arrays.
+        work.is_left = True
+        raise
+    try:
+        mark_step(storage, work.step)
+    except T5CkptError as error:
+        # Seen all the same, since the hold's marker stays.
+        _log.warning('t5ckpt: the marker of step %d is left to the next save: %s', work.step, error)
+        hold.close()
+    else:
+        hold.release()
 
 
 def _vacate(work: Workspace) -> bool:
@@ -222,16 +271,30 @@ def _remove_leftover(storage: Storage, name: str) -> None:
         _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', storage.url(name), error)
 
 
+def leave(work: Workspace) -> None:
+    """Lets go of what is written so far and keeps it, for who goes on with it, or for a later sweep."""
+    if work.hold is not None:
+        work.hold.close()
+    if work.claim is not None:
+        work.claim.close()
+
+
 def abandon(work: Workspace) -> None:
     """Removes what a failed save wrote; what it cannot remove is left to the next sweep and logged."""
+    storage = work.storage
     try:
-        work.storage.delete_file(join(work.directory, MANIFEST))
-        work.storage.delete_tree(work.directory)
+        if work.is_left:
+            return
+        if work.hold is not None:
+            remove_step(storage, work.step)
+            work.hold.release()
+        else:
+            storage.delete_file(join(work.directory, MANIFEST))
+            storage.delete_tree(work.directory)
     except T5CkptError as error:
-        _log.warning('t5ckpt: could not remove %s after a failed save: %s', work.storage.url(work.directory), error)
+        _log.warning('t5ckpt: could not remove %s after a failed save: %s', storage.url(work.directory), error)
     finally:
-        if work.claim is not None:
-            work.claim.close()
+        leave(work)
 
 
 def _rename_away(storage: Storage, step: int, clock: Clock) -> str:
@@ -259,30 +322,26 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock) -> str | None:
             storage.publish(doomed, step_dir(step))
             return None
         return doomed
-    key = join(step_dir(step), MANIFEST)
-    manifest = storage.read(key)
-    storage.delete_file(key)
-    if step in held_steps(storage, clock):
-        storage.write(key, manifest)
-        return None
-    return step_dir(step)
+    return hide_in_place(storage, step, clock, lambda: step in held_steps(storage, clock))
 
 
-def remove_hidden(storage: Storage, directory: str) -> None:
+def remove_hidden(storage: Storage, directory: str, clock: Clock) -> None:
     """Removes what :func:`hide_checkpoint` left, unless a sweep has taken it up; a crash leaves it to the next sweep."""
+    if not storage.renames:
+        remove_in_place(storage, directory, clock)
+        return
     claim = storage.claim(directory)
     if claim is None:
         return
     try:
-        if storage.renames or storage.kind(join(directory, MANIFEST)) is None:
-            storage.delete_tree(directory)
+        storage.delete_tree(directory)
     finally:
         claim.close()
 
 
 def held_steps(storage: Storage, clock: Clock) -> set[int]:
     """The steps that readers ask not to be deleted now."""
-    holds = [hold for entry in storage.entries() if (hold := parse_hold(entry.name)) is not None]
+    holds = [hold for name in storage.names('', HOLD_PREFIX) if (hold := parse_hold(name)) is not None]
     return {hold.step for hold in holds if hold.until >= clock()}
 
 
@@ -292,10 +351,12 @@ def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECON
     Returns:
       The names that were removed. One that cannot be removed is logged and does not stop the rest.
     """
+    if not storage.renames:
+        return sweep_in_place(storage, clock, stale_after)
     removed: list[str] = []
     for entry in storage.entries():
         leftover = parse_leftover(entry.name) if entry.is_dir else None
-        if leftover is None and not _is_unfinished(storage, entry.name):
+        if leftover is None:
             continue
         try:
             if _sweep_one(storage, entry.name, leftover, clock() - stale_after):
@@ -307,30 +368,19 @@ def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECON
     return removed
 
 
-def _is_unfinished(storage: Storage, name: str) -> bool:
-    """Where nothing is renamed, a step's directory of ours without a manifest is a leftover."""
-    if storage.renames or parse_step_dir(name) is None:
-        return False
-    return storage.kind(join(name, MANIFEST)) is None and storage.kind(join(name, SIDECAR)) == 'file'
-
-
-def _sweep_one(storage: Storage, name: str, leftover: Leftover | None, stale_before: float) -> bool:
+def _sweep_one(storage: Storage, name: str, leftover: Leftover, stale_before: float) -> bool:
     claim = storage.claim(name)
     if claim is None:
         return False
     try:
-        is_old = leftover is None or leftover.unix < stale_before
+        is_old = leftover.unix < stale_before
         # Without a lock that works only the age says anything.
-        if is_old or (claim.is_held and (_is_deleted(leftover) or _is_dead(storage, name))):
+        if is_old or (claim.is_held and (leftover.state == 'deleted' or _is_dead(storage, name))):
             storage.delete_tree(name)
             return True
         return False
     finally:
         claim.close()
-
-
-def _is_deleted(leftover: Leftover | None) -> bool:
-    return leftover is not None and leftover.state == 'deleted'
 
 
 def _is_dead(storage: Storage, name: str) -> bool:

@@ -6,7 +6,8 @@ stored array lies in the directory of its name with ``/`` turned into ``.``. Our
 ``integrity.<process>.json``, ``DATASET_REMOVED``, which says that the iterator files are gone on purpose,
 ``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out, ``checkpoint_<step>.damaged-<unix seconds>``, which
 could not be restored, and ``held_<step>.<unix seconds>.<who>``, with which a reader asks until that second that the step
-not be deleted.
+not be deleted. On object stores also
+``.t5ckpt/steps/<step>`` and ``.t5ckpt/busy/<step>``, see ``_index.py``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from collections.abc import Iterable
 
 __all__ = [
     'DATASET_REMOVED',
+    'HOLD_PREFIX',
+    'INDEX',
+    'INDEX_COMPLETE',
     'MANIFEST',
     'PINNED',
     'SIDECAR',
+    'STEP_PREFIX',
     'TRAIN_DS_PREFIX',
     'Hold',
     'Leftover',
     'array_dirs',
+    'busy_marker',
     'damaged_dir',
     'dataset_prefix',
     'deleted_dir',
@@ -33,9 +39,11 @@ __all__ = [
     'is_inside',
     'join',
     'parse_hold',
+    'parse_index',
     'parse_leftover',
     'parse_step_dir',
     'step_dir',
+    'step_marker',
     'tmp_dir',
 ]
 
@@ -44,10 +52,15 @@ SIDECAR = 't5ckpt.json'
 PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds'
+STEP_PREFIX = 'checkpoint_'
+INDEX = '.t5ckpt'
+HOLD_PREFIX = 'held_'
+INDEX_COMPLETE = '.t5ckpt/complete'
 
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted)-([0-9]{1,12})')
 _HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
+_MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})')
 # One component of a file key. Everything else (a slash, a control character, a leading dot) is not put on disk.
 _SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
 _MAX_COMPONENT = 200
@@ -125,6 +138,22 @@ def parse_hold(name: str) -> Hold | None:
     """What a hold's name says, or None for any other name."""
     match = _HOLD.fullmatch(name)
     return None if match is None else Hold(name, int(match.group(1)), int(match.group(2)))
+
+
+def step_marker(step: int) -> str:
+    """The key that says that a step was committed."""
+    return f'{INDEX}/steps/{step}'
+
+
+def busy_marker(step: int) -> str:
+    """The key that says that a step is being written or deleted, and by whom."""
+    return f'{INDEX}/busy/{step}'
+
+
+def parse_index(key: str) -> tuple[str, int] | None:
+    """``('steps', 5)`` or ``('busy', 5)``, or None for any other key."""
+    match = _MARKER.fullmatch(key)
+    return None if match is None else (match.group(1), int(match.group(2)))
 
 
 def parse_step_dir(name: str) -> int | None:

@@ -49,7 +49,7 @@ def read_raw(located: Located) -> RawFiles:
         return RawFiles()
     manifest = storage.read(join(directory, located.manifest))
     key = join(directory, SIDECAR)
-    return RawFiles(manifest, storage.read(key) if storage.kind(key) == 'file' else None)
+    return RawFiles(manifest, storage.read(key) if storage.is_file(key) else None)
 
 
 def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
@@ -86,7 +86,7 @@ def still_there(located: Located) -> Generator[None]:
     try:
         yield
     except CorruptCheckpointError as error:
-        if located.manifest and located.storage.kind(join(located.directory, located.manifest)) is None:
+        if located.manifest and not located.storage.is_file(join(located.directory, located.manifest)):
             raise CheckpointNotFoundError(
                 f'{located.url} was deleted while it was being read. Read another step, or pin one that is to stay.'
             ) from error

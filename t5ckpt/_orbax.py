@@ -44,7 +44,7 @@ def read_orbax(storage: Storage, directory: str) -> Manifest:
     """
     for item in _ITEMS:
         base = join(directory, item)
-        if storage.kind(join(base, '_METADATA')) == 'file':
+        if storage.is_file(join(base, '_METADATA')):
             return _read_tree(storage, directory, item)
     names = [entry.name for entry in storage.entries(directory)]
     raise UnsupportedFormatError(
@@ -77,7 +77,7 @@ def _keys_of(entry: Mapping[str, Any]) -> Path:
 
 def _strings(storage: Storage, base: str) -> Mapping[str, str]:
     key = join(base, '_strings.json')
-    if storage.kind(key) != 'file':
+    if not storage.is_file(key):
         return {}
     try:
         return {str(name): str(text) for name, text in json.loads(storage.read(key)).items()}
@@ -132,7 +132,7 @@ def _array_leaves(
     """Opens the metadata of every array, all at once."""
     directory, item = place
     base = join(directory, item)
-    ocdbt = storage.kind(join(base, 'manifest.ocdbt')) == 'file'
+    ocdbt = storage.is_file(join(base, 'manifest.ocdbt'))
     kvstore: dict[str, Any] = storage.array_kvstore(base)
     if ocdbt:
         kvstore = {'driver': 'ocdbt', 'base': kvstore}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import os
@@ -29,6 +30,7 @@ from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu, place
 from t5ckpt._plan_restore import StoredRead
 from t5ckpt._reader import ArrayReader, start_read
 from t5ckpt._types import Path, Progress, leaf_name
+from t5ckpt.errors import T5CkptError
 from t5ckpt.storage import foreign_errors
 
 __all__ = ['read_arrays']
@@ -135,7 +137,9 @@ class _Flight:
                     if isinstance(future, concurrent.futures.Future):
                         future.cancel()
                     else:
-                        future.exception()
+                        # Its buffer must outlive it.
+                        with contextlib.suppress(ValueError, T5CkptError):
+                            self._reader.wait(future)
                 self._budget.release(item.size)
             for _, size in self._moving:
                 self._budget.release(size)
@@ -177,7 +181,10 @@ class _Flight:
         item = self._reading[0]
         with foreign_errors(f'{leaf_name(item.read.path)} ({self._reader.url(item.read.leaf.array)})'):
             for future in item.futures:
-                future.result()
+                if isinstance(future, concurrent.futures.Future):
+                    future.result()
+                else:
+                    self._reader.wait(future)
         read = item.read
         hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
         self._values[read.path] = placed = place(hosts, read.target, read.leaf.shape, read.dtype)

@@ -45,6 +45,10 @@ class ArrayReader:
         """Where an array lies, for messages."""
         return self._storage.url(join(self._directory, array.location))
 
+    def wait(self, future: Any) -> Any:
+        """See ``Storage.wait``."""
+        return self._storage.wait(future)
+
     def start_open(self, array: StoredArray) -> Any:
         """Begins to open an array; the future goes to :meth:`finish_open`."""
         with foreign_errors(self.url(array)):
@@ -57,7 +61,7 @@ class ArrayReader:
           CorruptCheckpointError: no array there, or its metadata contradicts the manifest.
         """
         try:
-            return future.result()
+            return self.wait(future)
         except ValueError as error:
             if 'NOT_FOUND' in str(error) and array.container == 'dir' and 'chunks' in array.metadata:
                 return self._open_without_metadata(array, leaf)
@@ -89,7 +93,7 @@ class ArrayReader:
         metadata.setdefault('dtype', zarr_typestr(array.dtype))
         spec = self._spec(array) | {'metadata': metadata}
         with foreign_errors(f'{leaf} ({self.url(array)}, without .zarray)'):
-            return ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()).result()
+            return self.wait(ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()))
 
     def read(self, leaf: StoredLeaf, name: str, index: Any = ...) -> np.ndarray:
         """Reads a numpy basic index of an array; only the chunks it touches are read.
@@ -113,7 +117,7 @@ class ArrayReader:
         view = store[boxes] if boxes else store
         out = aligned_empty(tuple(view.shape), leaf.array.dtype)
         with foreign_errors(f'{name} ({self.url(leaf.array)})'):
-            start_read(view, out).result()
+            self.wait(start_read(view, out))
         return from_stored(out, leaf.dtype)[after]
 
     def _read_mapped(self, leaf: StoredLeaf, name: str, parts: tuple[slice, ...], whole: bool) -> np.ndarray | None:

@@ -28,7 +28,7 @@ from t5ckpt.datasets import DatasetState, warn_of_unused
 from t5ckpt.errors import DisagreementError, RemoteError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.steps import Located, locate, locate_step
-from t5ckpt.storage import Storage
+from t5ckpt.storage import Storage, is_same_kind
 from t5ckpt.view import lazy_leaf
 
 __all__ = ['RestoreRequest', 'run_restore']
@@ -45,6 +45,7 @@ class RestoreRequest:
     storage: Storage
     step: int | None
     path: str | os.PathLike[str] | None
+    storage_options: Mapping[str, Any] | None
     meeting: Round
     fns: Sequence[Any]
     fallback: Mapping[str, Any] | None
@@ -133,7 +134,14 @@ def _free(template: LeafTable, kept: Sequence[Any]) -> None:
 
 
 def _located(request: RestoreRequest) -> Located:
-    return locate_step(request.storage, request.step) if request.path is None else locate(request.path)
+    if request.path is None:
+        return locate_step(request.storage, request.step)
+    return _elsewhere(request, os.fspath(request.path))
+
+
+def _elsewhere(request: RestoreRequest, url: str) -> Located:
+    options = request.storage_options if is_same_kind(url, request.storage) else None
+    return locate(url, None, options)
 
 
 def _asked(request: RestoreRequest) -> str:
@@ -171,7 +179,7 @@ def _found(request: RestoreRequest) -> tuple[Located, RawFiles | None]:
     data = meeting.share('files', None)
     size, rest = head['held']
     manifest = None if size is None else data[:size]
-    located = Located(request.storage, *head['place']) if request.path is None else locate(head['url'])
+    located = Located(request.storage, *head['place']) if request.path is None else _elsewhere(request, head['url'])
     return located, RawFiles(manifest, None if rest is None else data[size or 0 :])
 
 

@@ -60,15 +60,16 @@ class Retention:
             step: self._facts[step] if step in self._facts else saved_facts(self._storage, step) for step in steps
         }
         found = self._found_metrics()
+        pins = self._storage.are_files([join(step_dir(step), PINNED) for step in steps])
         return [
             StepInfo(
                 step,
-                self._storage.kind(join(step_dir(step), PINNED)) == 'file',
+                is_pinned,
                 step in held,
                 self._facts[step][0],
                 {**{name: values[step] for name, values in found.items() if step in values}, **self._facts[step][1]},
             )
-            for step in steps
+            for step, is_pinned in zip(steps, pins, strict=True)
         ]
 
     def _found_metrics(self) -> dict[str, Mapping[int, float]]:
@@ -119,7 +120,7 @@ class Retention:
     def _remove(self, directories: Sequence[str]) -> None:
         for directory in directories:
             try:
-                remove_hidden(self._storage, directory)
+                remove_hidden(self._storage, directory, self._clock)
             except T5CkptError as error:
                 where = self._storage.url(directory)
                 _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
@@ -151,7 +152,7 @@ def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str,
     except (StorageError, FileNotFoundError, FormatError):
         extra: Mapping[str, Any] = {}
     created = _number(extra.get('created_unix'))
-    if created is None or not math.isfinite(created):
+    if (created is None or not math.isfinite(created)) and storage.renames:
         # T5X's: the manifest is written last.
         created = (
             next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None
@@ -168,4 +169,4 @@ def _number(value: Any) -> float | None:
 
 
 def _dataset_files(storage: Storage, step: int) -> Collection[str]:
-    return [entry.name for entry in storage.entries(step_dir(step)) if entry.name.startswith(f'{TRAIN_DS_PREFIX}-')]
+    return storage.names(step_dir(step), f'{TRAIN_DS_PREFIX}-')

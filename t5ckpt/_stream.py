@@ -33,6 +33,7 @@ from t5ckpt._commit import (
     begin,
     commit,
     is_free,
+    leave,
     sweep,
     writer_facts,
 )
@@ -144,7 +145,7 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
         if request.source is None:
             abandon(work)
         else:
-            work.claim.close()
+            leave(work)
         raise
     url = request.storage.url(step_dir(request.step))
     return CommittedCheckpoint(request.step, url, nbytes, time.monotonic() - started)

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, join, parse_leftover, parse_step_dir
+from t5ckpt._index import read_index
+from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, join, parse_leftover, parse_step_dir, step_dir
 from t5ckpt._sidecar import decode_sidecar
 from t5ckpt.errors import CheckpointNotFoundError, FormatError
 from t5ckpt.steps import steps_in
@@ -28,7 +29,7 @@ class StepSummary:
       path: its directory, as a user would write it.
       complete: whether readers see it.
       state: ``'complete'``, ``'unfinished'``, ``'being deleted'`` or ``'broken'``.
-      nbytes: of all its files.
+      nbytes: of all its files; None where neither a sidecar nor the storage's listing says it.
       created: unix seconds of the save; of the manifest file where no sidecar says it; None where nothing does.
       metrics: given to ``save``.
       pinned: whether retention never deletes it.
@@ -40,7 +41,7 @@ class StepSummary:
     path: str
     complete: bool
     state: str
-    nbytes: int
+    nbytes: int | None
     created: float | None
     metrics: Mapping[str, float]
     pinned: bool
@@ -56,12 +57,19 @@ def summaries(storage: Storage) -> list[StepSummary]:
     complete = set(steps_in(storage))
     latest = max(complete, default=None)
     found: list[StepSummary] = []
-    for entry in storage.entries():
+    for entry in _directories(storage, complete):
         named = _state_of(entry, complete) if entry.is_dir else None
         if named is not None:
             summary = _summary(storage, entry, *named, latest)
             found += [] if summary is None else [summary]
     return sorted(found, key=lambda summary: (summary.step, not summary.complete))
+
+
+def _directories(storage: Storage, complete: set[int]) -> list[Entry]:
+    if storage.renames:
+        return storage.entries()
+    # There, to list the names is to list every chunk.
+    return [Entry(step_dir(step), True) for step in complete | read_index(storage).busy]
 
 
 def _state_of(entry: Entry, complete: set[int]) -> tuple[int, str] | None:
@@ -76,17 +84,15 @@ def _state_of(entry: Entry, complete: set[int]) -> tuple[int, str] | None:
 
 def _summary(storage: Storage, entry: Entry, step: int, state: str, latest: int | None) -> StepSummary | None:
     extra = _sidecar(storage, entry.name)
-    files = {item.name: item for item in storage.entries(entry.name)}
-    if not files:
-        return None
+    if storage.renames:
+        files = {item.name: item for item in storage.entries(entry.name)}
+        if not files:
+            return None
+    else:
+        is_pinned = storage.is_file(join(entry.name, PINNED))
+        files = {PINNED: Entry(PINNED, False)} if is_pinned else {}
     pinned = PINNED in files
     manifest = files.get(MANIFEST)
-    nbytes = extra.get('bytes')
-    if isinstance(nbytes, int):
-        # The sidecar counts what lies in the arrays' directories.
-        nbytes += sum(item.size for item in files.values())
-    else:
-        nbytes = sum(size for _, size in storage.walk(entry.name))
     created = extra.get('created_unix')
     if not isinstance(created, (int, float)):
         created = manifest.mtime if manifest is not None and manifest.mtime else None
@@ -96,13 +102,23 @@ def _summary(storage: Storage, entry: Entry, step: int, state: str, latest: int 
         path=storage.url(entry.name),
         complete=state == 'complete',
         state=state,
-        nbytes=nbytes,
+        nbytes=_nbytes(storage, entry.name, extra, files),
         created=created,
         metrics=_metrics(extra),
         pinned=pinned,
         writer=_writer(extra),
         kept=', '.join(kept) if state == 'complete' else '',
     )
+
+
+def _nbytes(storage: Storage, directory: str, extra: Mapping[str, Any], files: Mapping[str, Entry]) -> int | None:
+    arrays, digests = extra.get('bytes'), extra.get('digests')
+    if isinstance(arrays, int):
+        # The sidecar counts what lies in the arrays' directories, and knows the files beside them, but not itself.
+        if storage.renames:
+            return arrays + sum(item.size or 0 for item in files.values())
+        return arrays + sum(size for size, _ in digests.values()) if isinstance(digests, Mapping) else None
+    return sum(size or 0 for _, size in storage.walk(directory)) if storage.renames else None
 
 
 def _sidecar(storage: Storage, directory: str) -> Mapping[str, Any]:

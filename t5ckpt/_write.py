@@ -279,7 +279,8 @@ class _Writer:
             'store_data_equal_to_fill_value': True,
         }
         with foreign_errors(leaf, writing=True):
-            return ts.open(spec, open=True, create=True, assume_metadata=True, context=self._storage.context()).result()
+            opening = ts.open(spec, open=True, create=True, assume_metadata=True, context=self._storage.context())
+            return self._storage.wait(opening)
 
     @staticmethod
     def _key(array: StoredArray, piece: Piece) -> str:
@@ -313,7 +314,7 @@ class _Writer:
     def _finish(self, item: _InFlight) -> None:
         try:
             with foreign_errors(f'{item.leaf} in {self._storage.url(self._job.directory)}', writing=True):
-                item.future.result()
+                self._storage.wait(item.future)
         finally:
             if item.size:
                 self._job.budget.release(item.size)
@@ -340,7 +341,7 @@ class _Writer:
         """Digests of files whose bytes only the codec knew."""
         for key in self._unread:
             with foreign_errors(self._storage.url(join(self._job.directory, key))):
-                data = bytes(self._kvstore.read(key).result().value)
+                data = bytes(self._storage.wait(self._kvstore.read(key)).value)
             self.digests[key] = (len(data), digest(data))
 
     def stamps(self) -> dict[str, tuple[int, ...] | None]:

@@ -71,11 +71,12 @@ class Checkpointer:
       inline_bytes: leaves up to this many bytes (16 KiB) go into the manifest instead of an array of their own.
       staging: how ``save_async`` makes the state safe: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
         the CPU, which waits until they are computed, or 'auto', which chooses among them.
-      reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it.
+      reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it, where the storage has links.
       mmap: ``restore`` maps chunk files instead of reading them, on the CPU backend and where the files allow it;
         values are then read from the checkpoint when a step touches them, see docs/mapped-restore.md.
       progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
       clock: unix seconds.
+      storage_options: of the run's storage: endpoint, credentials, concurrency, retries; see docs/storage.md.
       share_replicated: with several processes, ``restore`` reads an array that all of them hold whole once, each
         device a part, and completes it over the network between the devices; see docs/many-hosts.md.
       processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
@@ -108,6 +109,7 @@ class Checkpointer:
         mmap: bool = False,
         progress: Progress | None = None,
         clock: Clock = time.time,
+        storage_options: Mapping[str, Any] | None = None,
         share_replicated: bool = False,
         processes: Processes | None = None,
         process_timeout: float = DEFAULT_TIMEOUT_SECONDS,
@@ -119,7 +121,8 @@ class Checkpointer:
             raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
         if staging not in STAGING_MODES:
             raise ValueError(f'staging is one of {list(STAGING_MODES)}, got {staging!r}.')
-        self._storage = open_storage(checkpoints_dir)
+        self._storage = open_storage(checkpoints_dir, storage_options)
+        self._storage_options = storage_options
         # Absolute, so that a later chdir does not make this another directory.
         self.checkpoints_dir = self._storage.url()
         self.keep = keep
@@ -133,7 +136,7 @@ class Checkpointer:
         policy = by_number if keep_policy is None else keep_policy
         self._retention = Retention(self._storage, policy, clock, keep_dataset_checkpoints, metric_source)
         self._staging = staging
-        self._reuse = Reuse() if reuse_unchanged else None
+        self._reuse = Reuse() if reuse_unchanged and self._storage.links else None
         self._mmap = mmap
         self._progress = progress
         self._clock = clock
@@ -340,7 +343,7 @@ class Checkpointer:
 
         Args:
           step: which step of ``checkpoints_dir``; None takes the latest. Step 0 is a step.
-          path: a checkpoint elsewhere: a run's directory, a step's directory or a manifest file.
+          path: a checkpoint elsewhere: a run's directory, a step's directory or a manifest file, on any storage.
           state_transformation_fns: called in order with (checkpoint's state dict, model's state dict).
           fallback_state: values for leaves that the checkpoint lacks, nested like the model's state dict.
           lazy_parameters: arrays come as LazyArray; not with a partitioner that puts parameters on devices.
@@ -369,6 +372,7 @@ class Checkpointer:
             storage=self._storage,
             step=step,
             path=path,
+            storage_options=self._storage_options,
             meeting=self._meeting('a restore'),
             fns=state_transformation_fns,
             fallback=fallback_state,
@@ -395,4 +399,4 @@ class Checkpointer:
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps that hold data-iterator state, ascending."""
-        return steps.all_dataset_checkpoint_steps(self.checkpoints_dir)
+        return steps.dataset_steps_in(self._storage)

@@ -38,8 +38,9 @@ def load_t5x_checkpoint(
     lazy_parameters: bool = False,
     *,
     mmap: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Loads a checkpoint as it lies on disk, for analysis. The signature is T5X's, plus ``mmap``.
+    """Loads a checkpoint as it lies on disk, for analysis. The signature is T5X's, plus ``mmap`` and ``storage_options``.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
@@ -50,6 +51,7 @@ def load_t5x_checkpoint(
       lazy_parameters: arrays come as LazyArray, read when ``get`` is called.
       mmap: arrays of a local checkpoint are mapped where their files allow it, and then read when they are touched;
         they are writable, and writes stay in memory. False reads everything now.
+      storage_options: see docs/storage.md.
 
     Returns:
       Nested dicts; leaves are numpy arrays or numpy scalars, LazyArrays, None, or empty containers. Python numbers
@@ -60,7 +62,7 @@ def load_t5x_checkpoint(
       FormatError: it is damaged, or of something else.
       StorageError: it cannot be read.
     """
-    contents = read_contents(locate(path, step))
+    contents = read_contents(locate(path, step, storage_options))
     fns = state_transformation_fns if remap else ()
     leaves, facts = leaves_of(contents, fns, {})
     reader = ArrayReader(contents.located.storage, contents.located.directory, mmap)

@@ -2,6 +2,7 @@
 
 A step is listed if and only if its directory holds the manifest, which is written last, and the manifest is whole: one
 of up to 64 MiB is walked through to its end, a larger one is taken at its word, since a listing must not read gigabytes.
+On object stores ``_index.py`` knows the steps.
 Signatures are T5X's (t5x/checkpoints.py, checkpoint_utils.py).
 """
 
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from t5ckpt._foreign import foreign_layout
+from t5ckpt._index import has_whole_manifest, indexed_steps
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
-from t5ckpt._manifest import is_whole
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import Storage, open_storage, split_path
 
@@ -20,6 +23,7 @@ __all__ = [
     'Located',
     'all_dataset_checkpoint_steps',
     'all_steps',
+    'dataset_steps_in',
     'find_checkpoint',
     'get_checkpoint_dir',
     'is_orbax',
@@ -32,7 +36,6 @@ __all__ = [
     'unpin_checkpoint',
 ]
 
-_WALKED_BYTES = 64 * 2**20
 _ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
 
 
@@ -70,58 +73,57 @@ def get_checkpoint_dir(checkpoints_dir: str | os.PathLike[str], step: int) -> st
 
 def steps_in(storage: Storage) -> list[int]:
     """The complete steps below a storage's root, ascending."""
+    if not storage.renames:
+        return indexed_steps(storage)
     found: list[int] = []
     for entry in storage.entries():
         step = parse_step_dir(entry.name) if entry.is_dir else None
-        if step is not None and _has_manifest(storage, entry.name):
+        if step is not None and has_whole_manifest(storage, entry.name):
             found.append(step)
     return sorted(found)
 
 
-def _has_manifest(storage: Storage, directory: str) -> bool:
-    key = join(directory, MANIFEST)
-    size = storage.size(key)
-    if size is None:
-        return False
-    if size > _WALKED_BYTES:
-        return True
-    try:
-        return is_whole(storage.read(key))
-    except CheckpointNotFoundError:
-        # Deleted by another process since it was listed.
-        return False
-
-
-def all_steps(checkpoints_dir: str | os.PathLike[str]) -> list[int]:
+def all_steps(
+    checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> list[int]:
     """The steps of all complete checkpoints, ascending; empty when the directory is empty or absent."""
-    return steps_in(open_storage(checkpoints_dir))
+    return steps_in(open_storage(checkpoints_dir, storage_options))
 
 
-def latest_step(checkpoints_dir: str | os.PathLike[str]) -> int | None:
+def latest_step(
+    checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> int | None:
     """The largest complete step, or None when there is none. Step 0 is a step."""
-    steps = all_steps(checkpoints_dir)
+    steps = all_steps(checkpoints_dir, storage_options=storage_options)
     return steps[-1] if steps else None
 
 
-def all_dataset_checkpoint_steps(checkpoints_dir: str | os.PathLike[str]) -> list[int]:
+def all_dataset_checkpoint_steps(
+    checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> list[int]:
     """The steps whose directory holds data-iterator state (``train_ds-*``), ascending."""
-    storage = open_storage(checkpoints_dir)
-    found: list[int] = []
-    for entry in storage.entries():
-        step = parse_step_dir(entry.name) if entry.is_dir else None
-        if step is None:
-            continue
-        if any(below.name.startswith(f'{TRAIN_DS_PREFIX}-') for below in storage.entries(entry.name)):
-            found.append(step)
-    return sorted(found)
+    return dataset_steps_in(open_storage(checkpoints_dir, storage_options))
 
 
-def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> str:
+def dataset_steps_in(storage: Storage) -> list[int]:
+    """Likewise, below a storage's root; on an object store those of complete steps alone."""
+    if storage.renames:
+        parsed = [parse_step_dir(entry.name) for entry in storage.entries() if entry.is_dir]
+        steps = sorted(step for step in parsed if step is not None)
+    else:
+        steps = indexed_steps(storage)
+    return [step for step in steps if storage.names(step_dir(step), f'{TRAIN_DS_PREFIX}-')]
+
+
+def find_checkpoint(
+    path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> str:
     """The path of a checkpoint's manifest file.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file itself.
       step: which step, where ``path`` is a run's directory; None takes the latest.
+      storage_options: see docs/storage.md.
 
     Returns:
       The manifest's path. For an Orbax directory, which has no such file, the directory.
@@ -129,35 +131,31 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> st
     Raises:
       CheckpointNotFoundError: with what is there instead.
     """
-    return locate(path, step).url
+    return locate(path, step, storage_options).url
 
 
-def locate(path: str | os.PathLike[str], step: int | None = None) -> Located:
+def locate(
+    path: str | os.PathLike[str], step: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> Located:
     """Resolves a path as :func:`find_checkpoint` does, to parts that can be read."""
     parent, name = split_path(path)
-    storage = open_storage(path)
-    outer = open_storage(parent) if name else storage
-    match outer.kind(name) if name else storage.kind(''):
-        case 'file' if step is not None and step != _step_of_file(parent):
+    storage = open_storage(path, storage_options)
+    outer = open_storage(parent, storage_options) if name else storage
+    if name and outer.is_file(name):
+        # The bare file: its directory is the checkpoint's.
+        grand, directory = split_path(parent)
+        if step is not None and step != parse_step_dir(directory):
             raise CheckpointNotFoundError(f'{path}: is one checkpoint, not a run: step {step} cannot be taken from it.')
-        case 'file':
-            # The bare file: its directory is the checkpoint's.
-            grand, directory = split_path(parent)
-            if directory and open_storage(grand).kind(directory) == 'dir':
-                return Located(open_storage(grand), directory, name, parse_step_dir(directory))
-            return Located(outer, '', name, None)
-        case 'dir':
-            return _locate_in_dir(storage, outer, name, step)
-        case _:
-            raise CheckpointNotFoundError(f'{path}: no such file or directory, so no checkpoint.')
-
-
-def _step_of_file(parent: str) -> int | None:
-    return parse_step_dir(split_path(parent)[1])
+        if directory:
+            return Located(open_storage(grand, storage_options), directory, name, parse_step_dir(directory))
+        return Located(outer, '', name, None)
+    if storage.renames and storage.kind('') != 'dir':
+        raise CheckpointNotFoundError(f'{path}: no such file or directory, so no checkpoint.')
+    return _locate_in_dir(storage, outer, name, step)
 
 
 def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None) -> Located:
-    if step is None and storage.kind(MANIFEST) == 'file':
+    if step is None and storage.is_file(MANIFEST):
         return Located(outer, name, MANIFEST, parse_step_dir(name))
     if step is None and is_orbax(storage, ''):
         return Located(outer, name, '', parse_step_dir(name))
@@ -179,14 +177,14 @@ def locate_step(storage: Storage, step: int | None) -> Located:
             f'{storage.url()}: no complete checkpoint there; {_contents(storage)}. Check the path.'
         )
     directory = step_dir(step)
-    if storage.kind(join(directory, MANIFEST)) == 'file':
+    if storage.is_file(join(directory, MANIFEST)):
         return Located(storage, directory, MANIFEST, step)
     for candidate in (directory, str(step)):
-        if storage.kind(join(candidate, MANIFEST)) == 'file':
+        if storage.is_file(join(candidate, MANIFEST)):
             return Located(storage, candidate, MANIFEST, step)
         if is_orbax(storage, candidate):
             return Located(storage, candidate, '', step)
-    if storage.size(MANIFEST) is not None:
+    if storage.is_file(MANIFEST):
         raise CheckpointNotFoundError(
             f'{storage.url()} is one checkpoint, not a run: step {step} cannot be taken from it.'
         )
@@ -199,12 +197,8 @@ def locate_step(storage: Storage, step: int | None) -> Located:
 
 def is_orbax(storage: Storage, directory: str) -> bool:
     """Whether a directory looks like Orbax's: a tree, or items one of which is a tree."""
-    names = {entry.name for entry in storage.entries(directory)}
-    if names & set(_ORBAX_MARKERS):
-        return True
-    return bool({'state', 'default'} & names) and any(
-        storage.kind(join(directory, item, '_METADATA')) == 'file' for item in ('state', 'default')
-    )
+    marks = [*_ORBAX_MARKERS, *(f'{item}/_METADATA' for item in ('state', 'default'))]
+    return any(storage.are_files([join(directory, mark) for mark in marks]))
 
 
 def _orbax_steps(storage: Storage) -> list[int]:
@@ -219,7 +213,7 @@ def _orbax_steps(storage: Storage) -> list[int]:
 
 def _damaged_steps(storage: Storage) -> list[int]:
     steps = {parse_step_dir(entry.name): entry.name for entry in storage.entries() if entry.is_dir}
-    return [step for step, name in steps.items() if step is not None and storage.size(join(name, MANIFEST)) is not None]
+    return [step for step, name in steps.items() if step is not None and storage.is_file(join(name, MANIFEST))]
 
 
 def _contents(storage: Storage) -> str:
@@ -237,24 +231,27 @@ def _contents(storage: Storage) -> str:
 # --- pins ------------------------------------------------------------------------------------------------------------
 
 
-def pin_checkpoint(ckpt_dir: str | os.PathLike[str], txt: str = '1') -> None:
+def pin_checkpoint(
+    ckpt_dir: str | os.PathLike[str], txt: str = '1', *, storage_options: Mapping[str, Any] | None = None
+) -> None:
     """Marks a step's directory as never to be deleted by retention, with a file ``PINNED`` (T5X's name).
 
     Args:
       ckpt_dir: the step's directory; it must exist.
       txt: the file's contents, such as who pinned it and why.
+      storage_options: see docs/storage.md.
     """
-    storage = open_storage(ckpt_dir)
-    if storage.kind(MANIFEST) != 'file' and not is_orbax(storage, ''):
+    storage = open_storage(ckpt_dir, storage_options)
+    if not storage.is_file(MANIFEST) and not is_orbax(storage, ''):
         raise CheckpointNotFoundError(f'{storage.url()} is no checkpoint; pass the directory of a step.')
     storage.write(PINNED, txt.encode())
 
 
-def unpin_checkpoint(ckpt_dir: str | os.PathLike[str]) -> None:
+def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Takes the mark away; nothing happens when there is none."""
-    open_storage(ckpt_dir).delete_file(PINNED)
+    open_storage(ckpt_dir, storage_options).delete_file(PINNED)
 
 
-def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str]) -> bool:
+def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Whether a step's directory is marked."""
-    return open_storage(ckpt_dir).kind(PINNED) == 'file'
+    return open_storage(ckpt_dir, storage_options).is_file(PINNED)

@@ -29,13 +29,20 @@ __all__ = ['CheckpointView', 'lazy_leaf', 'open_checkpoint']
 _SHOWN = 60
 
 
-def open_checkpoint(path: str | os.PathLike[str], step: int | None = None, *, mmap: bool = True) -> CheckpointView:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    mmap: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CheckpointView:
     """Opens a checkpoint for looking: reads the manifest and no array.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
       step: which step, where ``path`` is a run's directory; None takes the latest.
       mmap: arrays of a local checkpoint are mapped where their files allow it; a slice is copied out of the map.
+      storage_options: see docs/storage.md.
 
     Returns:
       A mapping from leaf name to LazyArray. ``view['target/a/kernel'][:, :64]`` reads only the chunks it needs.
@@ -43,7 +50,7 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None, *, mm
     Raises:
       CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
     """
-    contents = read_contents(locate(path, step))
+    contents = read_contents(locate(path, step, storage_options))
     leaves, _ = leaves_of(contents, (), {})
     reader = ArrayReader(contents.located.storage, contents.located.directory, mmap)
     return CheckpointView(contents, reader, leaves)

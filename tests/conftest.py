@@ -11,6 +11,11 @@ if _FLAG not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}=8'.strip()
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
+import uuid  # noqa: E402
+from collections.abc import Generator  # noqa: E402
+
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
@@ -39,3 +44,96 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def run_dir(tmp_path: pathlib.Path) -> pathlib.Path:
     """Where a test saves its checkpoints; not there yet."""
     return tmp_path / 'run'
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A bucket of a real server, as the test's user sees it.
+
+    Attributes:
+      scheme: 'gs' or 's3'.
+      proxy: what all requests of the test pass through; see ``support/proxy.py``.
+      server: the address behind it, for who looks from outside.
+    """
+
+    scheme: str
+    proxy: object
+    server: str
+
+    def url(self) -> str:
+        """A directory that nobody has used yet."""
+        return f'{self.scheme}://test-bucket/{uuid.uuid4().hex}/run'
+
+    @contextlib.contextmanager
+    def served_by(self, address: str) -> Generator[None]:
+        """Has TensorStore ask another server."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv('TENSORSTORE_GCS_HTTP_URL' if self.scheme == 'gs' else 'AWS_ENDPOINT_URL_S3', address)
+            yield
+
+    def put(self, url: str, data: bytes) -> None:
+        """Writes an object, by plain HTTP."""
+        from support import servers
+
+        put = {'gs': servers.put_gcs_object, 's3': servers.put_s3_object}[self.scheme]
+        put(self.server, 'test-bucket', url.removeprefix(f'{self.scheme}://test-bucket/'), data)
+
+    def raw(self, url: str) -> bytes | None:
+        """An object's bytes, by plain HTTP."""
+        from support import servers
+
+        path = {'gs': servers.gcs_path, 's3': servers.s3_path}[self.scheme]
+        key = url.removeprefix(f'{self.scheme}://test-bucket/')
+        status, data = servers.ask(self.server, 'GET', path('test-bucket', key))
+        assert status in (200, 404)
+        return data if status == 200 else None
+
+
+def _bucket(scheme: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Bucket]:
+    from support import proxy, servers
+
+    start, make = {
+        'gs': (servers.gcs_server, servers.make_gcs_bucket),
+        's3': (servers.s3_server, servers.make_s3_bucket),
+    }[scheme]
+    with start(tmp_path_factory.mktemp(scheme)) as server:
+        make(server, 'test-bucket')
+        front = proxy.Proxy(server)
+        yield Bucket(scheme, front, server)
+        front.close()
+
+
+@pytest.fixture(scope='session')
+def _gs(tmp_path_factory: pytest.TempPathFactory) -> Generator[Bucket]:
+    yield from _bucket('gs', tmp_path_factory)
+
+
+@pytest.fixture(scope='session')
+def _s3(tmp_path_factory: pytest.TempPathFactory) -> Generator[Bucket]:
+    yield from _bucket('s3', tmp_path_factory)
+
+
+@pytest.fixture
+def gs(_gs: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """Google's store, with the variables that a user of it sets."""
+    monkeypatch.setenv('TENSORSTORE_GCS_HTTP_URL', _gs.proxy.url)
+    monkeypatch.setenv('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'token')
+    _gs.proxy.reset()
+    return _gs
+
+
+@pytest.fixture
+def s3(_s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An S3 server, with the variables that a user of it sets."""
+    monkeypatch.setenv('AWS_ENDPOINT_URL_S3', _s3.proxy.url)
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'test')
+    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'test')
+    monkeypatch.setenv('AWS_REGION', 'us-east-1')
+    _s3.proxy.reset()
+    return _s3
+
+
+@pytest.fixture(params=['gs', 's3'])
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    """Each of the two in turn."""
+    return request.getfixturevalue(request.param)

@@ -39,6 +39,7 @@ ROWS = (
     ('storage',),
     (
         '_foreign',
+        '_index',
         'steps',
         '_summaries',
         '_plan',
@@ -69,6 +70,7 @@ ROWS = (
         '_damage',
         '_implied',
         '_integrity',
+        '_in_place',
         '_commit',
         '_retention',
         'datasets',

@@ -34,7 +34,7 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
       t5ckpt ls run
     """
     storage = open_storage(path)
-    if storage.kind('') != 'dir':
+    if storage.renames and storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: there is no such directory.')
     found = [entry for entry in summaries(storage) if entry.complete or show_all]
     foreign = None if found else foreign_layout(storage)

@@ -9,7 +9,7 @@ import pathlib
 import tempfile
 from typing import Any
 
-from t5ckpt._layout import TRAIN_DS_PREFIX, dataset_prefix
+from t5ckpt._layout import TRAIN_DS_PREFIX, dataset_prefix, join
 from t5ckpt._process import Processes
 from t5ckpt._types import DatasetIterator, Partitioner
 from t5ckpt.datasets._adapters import as_dataset_iterator
@@ -104,12 +104,9 @@ class DatasetState:
             self._load(os.path.join(local, prefix), storage.url(directory))
             return
         with tempfile.TemporaryDirectory(prefix='t5ckpt-') as copied:
-            for key, _ in storage.walk(directory):
-                name = key.removeprefix(f'{directory}/')
+            for name in held:
                 if name.startswith(prefix):
-                    path = pathlib.Path(copied, name)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(storage.read(key))
+                    _fetch(storage, directory, name, pathlib.Path(copied))
             self._load(os.path.join(copied, prefix), storage.url(directory))
 
     def _load(self, filename: str, where: str) -> None:
@@ -137,7 +134,16 @@ def warn_of_unused(storage: Storage, directory: str) -> None:
 
 
 def _held(storage: Storage, directory: str) -> list[str]:
-    return sorted(entry.name for entry in storage.entries(directory) if entry.name.startswith(f'{TRAIN_DS_PREFIX}-'))
+    return storage.names(directory, f'{TRAIN_DS_PREFIX}-')
+
+
+def _fetch(storage: Storage, directory: str, name: str, copied: pathlib.Path) -> None:
+    """Brings a file, or all files of a directory, to this disk."""
+    keys = [key for key, _ in storage.walk(join(directory, name))] or [join(directory, name)]
+    for key in keys:
+        path = copied / key.removeprefix(f'{directory}/')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(storage.read(key))
 
 
 def _files_below(root: pathlib.Path, prefix: str) -> dict[str, bytes]:

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from t5ckpt.storage._errors import foreign_errors
 from t5ckpt.storage.base import Entry, Storage
-from t5ckpt.storage.open import open_storage, split_path
+from t5ckpt.storage.open import is_same_kind, open_storage, split_path
 
-__all__ = ['Entry', 'Storage', 'foreign_errors', 'open_storage', 'split_path']
+__all__ = ['Entry', 'Storage', 'foreign_errors', 'is_same_kind', 'open_storage', 'split_path']

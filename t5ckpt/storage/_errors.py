@@ -27,6 +27,10 @@ _DAMAGED = {'DATA_LOSS', 'FAILED_PRECONDITION', 'INVALID_ARGUMENT', 'NOT_FOUND',
 __all__ = ['foreign_errors', 'map_os_error', 'map_tensorstore_error']
 
 _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
+_REFUSED = 'Check the credentials, and what they may do in this bucket.'
+# What TensorStore adds to a message and nobody can read; what the server said stands after it.
+_SPEC = re.compile(r" \[(tensorstore_spec|http_response_body)='(?:[^'\\]|\\.)*'\]")
+_REFUSALS = ('PERMISSION_DENIED', 'UNAUTHENTICATED')
 _DENIED = 'Check the permissions and the mount; nothing that was there was changed.'
 _NOT_HERE = 'Nothing can be created there: give a directory on a disk that is mounted and writable.'
 _OTHER = 'The disk or the file system failed (see dmesg); try again, or use another directory.'
@@ -54,12 +58,13 @@ def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5Ckpt
 
 def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False) -> T5CkptError:
     """Our error for an error of TensorStore while it read or, with ``writing``, wrote ``where``."""
-    text = str(error).partition(' [tensorstore_spec=')[0]
+    text = _SPEC.sub('', str(error))
     lowered = text.lower()
     if 'no space left' in lowered or 'quota exceeded' in lowered or 'file too large' in lowered:
         return NoSpaceError(errno.ENOSPC, f'{where}: {text}. {_NO_SPACE}')
-    if 'permission denied' in lowered or 'read-only file system' in lowered or text.startswith('PERMISSION_DENIED'):
-        return AccessDeniedError(errno.EACCES, f'{where}: {text}. {_DENIED}')
+    if 'permission denied' in lowered or 'read-only file system' in lowered or text.startswith(_REFUSALS):
+        cure = _REFUSED if 'http_response_code' in text else _DENIED
+        return AccessDeniedError(errno.EACCES, f'{where}: {text}. {cure}')
     if 'not a directory' in lowered or 'is a directory' in lowered:
         return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move the file that stands there away.')
     # An invalid argument comes without a code; here it is always metadata that contradicts what was asked for.

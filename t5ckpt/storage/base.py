@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5ckpt.storage._errors import foreign_errors
@@ -31,13 +31,13 @@ class Entry:
     Attributes:
       name: the last component.
       is_dir: whether there is something below it.
-      size: bytes, 0 for a directory.
+      size: bytes, 0 for a directory, None where a listing does not say it.
       mtime: unix seconds, 0.0 where the backend does not say.
     """
 
     name: str
     is_dir: bool
-    size: int = 0
+    size: int | None = 0
     mtime: float = 0.0
 
 
@@ -46,6 +46,10 @@ class Storage(ABC):
 
     renames: bool
     """Whether ``publish`` is one atomic rename."""
+    links = False
+    """Whether ``link`` works."""
+    seeks = True
+    """Whether a listing can begin in the middle, so that ``names`` can leave directories out without walking them."""
     is_shared = True
     """Whether other processes can see the same root, as far as it can be known."""
     driver: str
@@ -67,9 +71,17 @@ class Storage(ABC):
     def kind(self, key: str) -> str | None:
         """``'file'``, ``'dir'`` or None."""
 
+    def is_file(self, key: str) -> bool:
+        """Whether there is a file of this name; cheaper than ``kind`` where there are no directories."""
+        return self.kind(key) == 'file'
+
+    def are_files(self, keys: Sequence[str]) -> list[bool]:
+        """``is_file`` of each, all asked for at once where that helps."""
+        return [self.is_file(key) for key in keys]
+
     @abstractmethod
     def size(self, key: str) -> int | None:
-        """The bytes of a file, or None where there is no file."""
+        """The bytes of a file, or None where there is no file. On an object store the file is read for it."""
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         """What changes when a file is replaced, written to, or gets or loses a name; None where there is no such thing.
@@ -83,9 +95,17 @@ class Storage(ABC):
     def entries(self, key: str = '') -> list[Entry]:
         """What lies directly below ``key``, by name; empty when there is nothing."""
 
+    def names(self, key: str, beginning: str, without: Collection[str] = ()) -> list[str]:
+        """The names directly below ``key`` that begin so, in order; those of the directories ``without`` left out.
+
+        Where there are no directories this lists everything that lies below these names, and nothing else.
+        """
+        found = (entry.name for entry in self.entries(key))
+        return [name for name in found if name.startswith(beginning) and name not in without]
+
     @abstractmethod
-    def walk(self, key: str) -> Iterator[tuple[str, int]]:
-        """Every file below ``key`` as (key, bytes), by name."""
+    def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
+        """Every file below ``key`` as (key, bytes), by name; None where a listing does not say the bytes."""
 
     @abstractmethod
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
@@ -141,6 +161,13 @@ class Storage(ABC):
 
         with foreign_errors(self.url(key)):
             return ts.KvStore.open(self.array_kvstore(key), context=self.context()).result()
+
+    def wait(self, future: Any) -> Any:
+        """The result of a TensorStore future on this storage; never for ever, where that can happen.
+
+        Errors of TensorStore come as they are: the caller maps them with ``foreign_errors`` and a better name.
+        """
+        return future.result()
 
     def local_path(self, key: str) -> str | None:
         """The key as a path of the operating system, or None where it has none."""

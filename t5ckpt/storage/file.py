@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from t5ckpt._layout import join
 from t5ckpt.storage._errors import foreign_errors
 from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.options import FileOptions
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -59,10 +60,12 @@ class FileStorage(Storage):
     """A directory of a POSIX file system."""
 
     renames = True
+    links = True
     driver = 'file'
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, options: FileOptions = FileOptions()):  # noqa: B008 - frozen
         """Takes any path; it need not exist."""
+        self._options = options
         self._root = os.path.abspath(os.path.expanduser(root))
         self._context: ts.Context | None = None
 
@@ -137,7 +140,7 @@ class FileStorage(Storage):
                 return []
         return sorted(found, key=lambda entry: entry.name)
 
-    def walk(self, key: str) -> Iterator[tuple[str, int]]:
+    def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
         for entry in self.entries(key):
             below = join(key, entry.name)
             if entry.is_dir:
@@ -253,6 +256,10 @@ class FileStorage(Storage):
             import tensorstore as ts
 
             self._context = ts.Context(
-                {'cache_pool': {'total_bytes_limit': 0}, 'file_io_concurrency': {'limit': _IO_CONCURRENCY}}
+                {
+                    'cache_pool': {'total_bytes_limit': 0},
+                    'file_io_concurrency': {'limit': _IO_CONCURRENCY},
+                    'file_io_locking': {'mode': self._options.locking},
+                }
             )
         return self._context

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.storage.base import Storage
 
-__all__ = ['open_storage', 'split_path']
+__all__ = ['is_same_kind', 'open_storage', 'split_path']
 
-_CLASSES = {'file': ('file', 'FileStorage'), 'memory': ('memory', 'MemoryStorage')}
+_SCHEMES = ('gs', 'memory', 's3')
 _SCHEME = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
 
 
@@ -21,32 +22,74 @@ def _scheme(path: str) -> tuple[str, str]:
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Splits a path or URL into the parent's and the last component, ``('gs://bucket/run', 'checkpoint_5')``."""
+    """Splits a path or URL into the parent's and the last component, ``('gs://bucket/run', 'checkpoint_5')``.
+
+    A bucket has no parent: it comes back with the component ''.
+    """
     text = os.fspath(path).rstrip('/')
     scheme, rest = _scheme(text)
     if scheme == 'file' and '://' not in text:
         parent, name = os.path.split(os.path.abspath(os.path.expanduser(text)))
         return parent, name
+    if scheme != 'file' and '/' not in rest:
+        return text, ''
     parent, _, name = rest.rpartition('/')
     return f'{scheme}://{parent}', name
 
 
-def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
-    """Opens the storage whose root is ``path``; nothing is created.
+def is_same_kind(path: str, storage: Storage) -> bool:
+    """Whether a path or URL is on the same kind of storage."""
+    return _scheme(path)[0] == _scheme(storage.url())[0]
+
+
+def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """Opens the storage whose root is ``path``; nothing is created and nobody is asked.
 
     Args:
-      path: a directory, ``file://`` with an absolute path, or ``memory://name/...``; a Storage is itself.
+      path: a directory, ``file://`` with an absolute path, ``gs://bucket/prefix``, ``s3://bucket/prefix`` or
+        ``memory://name/...``; a Storage is itself.
+      storage_options: see docs/storage.md; not with a Storage, which has its own.
 
     Raises:
       UnsupportedFormatError: for a scheme that this version does not serve.
+      ValueError: an option that this kind of storage does not have, or no bucket.
     """
     if isinstance(path, Storage):
+        if storage_options:
+            raise ValueError('storage_options: a Storage was opened with its own.')
         return path
-    scheme, rest = _scheme(os.fspath(path))
-    if scheme not in _CLASSES:
-        raise UnsupportedFormatError(
-            f'{path}: {scheme!r} is not served, only {sorted(_CLASSES)}. Copy the checkpoint to a disk first.'
-        )
-    # Imported when it is needed: a listing on a disk does not wait for what the other backends load.
-    module, name = _CLASSES[scheme]
-    return getattr(importlib.import_module(f't5ckpt.storage.{module}'), name)(rest)
+    text = os.fspath(path)
+    scheme, rest = _scheme(text)
+    if scheme == 'file':
+        from t5ckpt.storage.file import FileStorage
+        from t5ckpt.storage.options import FileOptions, parse_options
+
+        return FileStorage(rest, parse_options(FileOptions, storage_options, text))
+    bucket, _, prefix = rest.strip('/').partition('/')
+    if scheme in _SCHEMES and not bucket:
+        raise ValueError(f'{text}: no bucket in it; write {scheme}://bucket/directory.')
+    return _open_bucket(scheme, bucket, prefix, storage_options)
+
+
+def _open_bucket(scheme: str, bucket: str, prefix: str, given: Mapping[str, Any] | None) -> Storage:
+    from t5ckpt.storage.options import GcsOptions, MemoryOptions, S3Options, parse_options
+
+    path = f'{scheme}://{bucket}/{prefix}'
+    match scheme:
+        case 'gs':
+            from t5ckpt.storage.gcs import open_gcs
+
+            return open_gcs(bucket, prefix, parse_options(GcsOptions, given, path))
+        case 's3':
+            from t5ckpt.storage.s3 import S3Storage
+
+            return S3Storage(bucket, prefix, parse_options(S3Options, given, path))
+        case 'memory':
+            from t5ckpt.storage.memory import MemoryStorage
+
+            parse_options(MemoryOptions, given, path)
+            return MemoryStorage(bucket, prefix)
+        case _:
+            raise UnsupportedFormatError(
+                f'{path}: {scheme!r} is not served, only {sorted(["file", *_SCHEMES])}. Copy the checkpoint to a disk first.'
+            )

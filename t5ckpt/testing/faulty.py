@@ -7,7 +7,7 @@ chunks are written by TensorStore behind the storage's back; asking for their kv
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -37,6 +37,8 @@ class FaultyStorage(Storage):
           error: what is raised; no space by default.
         """
         self.renames = inner.renames
+        self.links = inner.links
+        self.seeks = inner.seeks
         self.is_shared = inner.is_shared
         self.driver = inner.driver
         self.operations: list[tuple[str, str]] = []
@@ -69,6 +71,21 @@ class FaultyStorage(Storage):
         self._count('kind', key)
         return self._inner.kind(key)
 
+    def is_file(self, key: str) -> bool:
+        self._count('is_file', key)
+        return self._inner.is_file(key)
+
+    def are_files(self, keys: Sequence[str]) -> list[bool]:
+        self._count('are_files', ' '.join(keys))
+        return self._inner.are_files(keys)
+
+    def names(self, key: str, beginning: str, without: Collection[str] = ()) -> list[str]:
+        self._count('names', f'{key}/{beginning}')
+        return self._inner.names(key, beginning, without)
+
+    def wait(self, future: Any) -> Any:
+        return self._inner.wait(future)
+
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         return self._inner.stamp(key, before)
 
@@ -80,7 +97,7 @@ class FaultyStorage(Storage):
         self._count('entries', key)
         return self._inner.entries(key)
 
-    def walk(self, key: str) -> Iterator[tuple[str, int]]:
+    def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
         self._count('walk', key)
         return self._inner.walk(key)
 

@@ -1,0 +1,297 @@
+"""Writing and deleting a step where nothing can be renamed: in place, under a marker that says whose it is.
+
+Whoever writes or deletes ``checkpoint_<step>`` holds ``.t5ckpt/busy/<step>``: who, on which machine, and the time of the
+last heartbeat, which a thread renews every minute. The marker is written before anything else and goes last, so that
+every leftover of a crash has one, and nothing without one is ever swept.
+
+    save     busy, arrays, sidecar, [is the marker still ours?], manifest, steps marker, -busy
+    delete   busy, -manifest, -steps marker, -everything, -busy
+
+A marker is dead when its process has ended, which can be seen on the same machine, or when it has not been renewed for a
+time: ten minutes for who wants to write this very step, an hour for who sweeps. What a dead one left is committed if the
+manifest is there (then only its marker is made good), else removed.
+
+A manifest whose PUT failed may still arrive, so its arrays stay where they are and the marker with them: either it
+arrives, and the checkpoint is whole, or the next sweep removes both.
+
+Notes: two writers of one step are told apart by reading the marker again after writing it. Between that and the other's
+look at it lies a window of one request, in which both may go on; the one whose marker was written over drops its save
+before its manifest. Clocks of machines that share a run may differ by less than these ten minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from t5ckpt._index import mark_step, read_index
+from t5ckpt._layout import MANIFEST, busy_marker, join, parse_step_dir, step_dir, step_marker
+from t5ckpt._types import Clock
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.storage import Storage
+
+__all__ = [
+    'TAKE_OVER_SECONDS',
+    'AlreadyCommittedError',
+    'Hold',
+    'remove_in_place',
+    'remove_step',
+    'sweep_in_place',
+    'take',
+]
+
+TAKE_OVER_SECONDS = 600.0
+_BEAT_SECONDS = 60.0
+_log = logging.getLogger('t5ckpt')
+
+
+class AlreadyCommittedError(Exception):
+    """Another writer has this step, committed or under way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owner:
+    """The contents of a marker: ``place`` names the machine's boot and the container, in which ``pid`` is a process."""
+
+    nonce: str
+    host: str
+    place: str
+    pid: int
+    born: str
+    beat: float
+
+    def is_dead(self, now: float, stale_after: float) -> bool:
+        """Whether nobody is at work under this marker; for one who holds the directory's claim in this process."""
+        if self.place and self.place == _place():
+            return self.pid == os.getpid() or _born(self.pid) != self.born
+        return now - self.beat > stale_after
+
+
+def _place() -> str:
+    """Names this boot of this machine and its process ids; '' where that cannot be told."""
+    try:
+        with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as file:
+            return f'{file.read().strip()}/{os.readlink("/proc/self/ns/pid")}'
+    except OSError:
+        return ''
+
+
+def _born(pid: int) -> str:
+    """When a process began, in ticks since the boot; '' if there is none."""
+    try:
+        with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
+            return file.read().rpartition(')')[2].split()[19]
+    except (OSError, IndexError):
+        return ''
+
+
+def _read_owner(storage: Storage, step: int) -> _Owner | None:
+    """The marker; None where there is none, or where nobody can tell whose it is."""
+    try:
+        data = storage.read(busy_marker(step))
+    except CheckpointNotFoundError:
+        return None
+    try:
+        return _Owner(**json.loads(data))
+    except (ValueError, TypeError):
+        # Half a marker cannot be, so this is somebody else's; never dead.
+        return _Owner('', 'unknown', '', 0, '', float('inf'))
+
+
+class Hold:
+    """A step that this process has taken: the marker, its heartbeat and the claim among threads."""
+
+    def __init__(self, storage: Storage, step: int, clock: Clock, claim: Any):
+        """Writes the marker; see ``take``."""
+        self._storage = storage
+        self._step = step
+        self._clock = clock
+        self._claim = claim
+        self.nonce = secrets.token_hex(8)
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._write()
+        self._heart = threading.Thread(target=self._beat, name='t5ckpt-heart', daemon=True)
+
+    def _write(self) -> None:
+        owner = _Owner(self.nonce, socket.gethostname(), _place(), os.getpid(), _born(os.getpid()), self._clock())
+        self._storage.write(busy_marker(self._step), json.dumps(dataclasses.asdict(owner)).encode())
+
+    def start(self) -> None:
+        """Begins to renew the marker."""
+        self._heart.start()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_SECONDS):
+            try:
+                with self._lock:
+                    if self._ended.is_set() or not self.is_ours():
+                        return
+                    self._write()
+            except T5CkptError as error:
+                _log.warning('t5ckpt: could not renew %s: %s', self._storage.url(busy_marker(self._step)), error)
+
+    def is_ours(self) -> bool:
+        """Whether the marker is the one that was written here."""
+        owner = _read_owner(self._storage, self._step)
+        return owner is not None and owner.nonce == self.nonce
+
+    def close(self) -> None:
+        """Lets go and leaves the marker, for the next sweep."""
+        self._ended.set()
+        with self._lock:
+            # No heartbeat is under way any more.
+            self._claim.close()
+
+    def release(self) -> None:
+        """Lets go and removes the marker."""
+        self._ended.set()
+        with self._lock, contextlib.closing(self._claim):
+            try:
+                self._storage.delete_file(busy_marker(self._step))
+            except T5CkptError as error:
+                _log.warning('t5ckpt: %s stays for the next save: %s', busy_marker(self._step), error)
+
+
+def take(storage: Storage, step: int, clock: Clock) -> Hold:
+    """Takes a step for writing or deleting.
+
+    Raises:
+      AlreadyCommittedError: somebody else is at it.
+    """
+    claim = storage.claim(step_dir(step))
+    if claim is None:
+        raise AlreadyCommittedError(f'{storage.url(step_dir(step))} is being written by another save of this process')
+    try:
+        hold = _held(storage, step, clock, claim)
+    except BaseException:
+        claim.close()
+        raise
+    hold.start()
+    return hold
+
+
+def _held(storage: Storage, step: int, clock: Clock, claim: Any) -> Hold:
+    owner = _read_owner(storage, step)
+    if owner is not None and not owner.is_dead(clock(), TAKE_OVER_SECONDS):
+        raise AlreadyCommittedError(_taken(storage, step, owner))
+    hold = Hold(storage, step, clock, claim)
+    owner = _read_owner(storage, step)
+    if owner is None or owner.nonce != hold.nonce:
+        raise AlreadyCommittedError(_taken(storage, step, owner))
+    return hold
+
+
+def _taken(storage: Storage, step: int, owner: _Owner | None) -> str:
+    who = 'another writer' if owner is None else f'process {owner.pid} on {owner.host}'
+    return (
+        f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that one is dead, '
+        f'{TAKE_OVER_SECONDS / 60:g} minutes after its end it no longer counts'
+    )
+
+
+def remove_step(storage: Storage, step: int) -> None:
+    """Removes all of a step that is held: first what makes it visible."""
+    directory = step_dir(step)
+    _delete_manifest(storage, join(directory, MANIFEST))
+    storage.delete_file(step_marker(step))
+    storage.delete_tree(directory)
+
+
+def _delete_manifest(storage: Storage, key: str) -> None:
+    try:
+        storage.delete_file(key)
+    except StorageError:
+        # The reply may have been lost; while the manifest is there, so is the checkpoint.
+        if storage.is_file(key):
+            raise
+
+
+def hide_in_place(storage: Storage, step: int, clock: Clock, is_wanted: Callable[[], bool]) -> str | None:
+    """Makes a checkpoint invisible; with ``is_wanted``, asked afterwards, it comes back.
+
+    Returns:
+      The directory that is to be removed, or None where it came back.
+
+    Raises:
+      StorageError: it is being written by somebody, or the store refused, and it is there whole.
+    """
+    hold = _taken_for_removal(storage, step, clock)
+    key = join(step_dir(step), MANIFEST)
+    try:
+        manifest = storage.read(key)
+        _delete_manifest(storage, key)
+        comes_back = is_wanted()
+        if comes_back:
+            storage.write(key, manifest)
+        else:
+            storage.delete_file(step_marker(step))
+    except BaseException:
+        hold.close()
+        raise
+    if comes_back:
+        hold.release()
+        return None
+    # Its marker stays until all of it is gone.
+    hold.close()
+    return step_dir(step)
+
+
+def remove_in_place(storage: Storage, directory: str, clock: Clock) -> None:
+    """Removes what ``hide_in_place`` made invisible, unless a checkpoint has been written there meanwhile."""
+    step = parse_step_dir(directory)
+    if step is None or storage.is_file(join(directory, MANIFEST)):
+        return
+    hold = _taken_for_removal(storage, step, clock)
+    try:
+        if not storage.is_file(join(directory, MANIFEST)):
+            remove_step(storage, step)
+    except BaseException:
+        hold.close()
+        raise
+    hold.release()
+
+
+def _taken_for_removal(storage: Storage, step: int, clock: Clock) -> Hold:
+    try:
+        return take(storage, step, clock)
+    except AlreadyCommittedError as error:
+        raise StorageError(errno.EBUSY, str(error)) from error
+
+
+def sweep_in_place(storage: Storage, clock: Clock, stale_after: float) -> list[str]:
+    """Ends what dead writers and deleters began; the directories that were removed."""
+    removed: list[str] = []
+    for step in sorted(read_index(storage).busy):
+        try:
+            if _sweep_one(storage, step, clock(), stale_after):
+                removed.append(step_dir(step))
+        except T5CkptError as error:
+            _log.warning('t5ckpt: could not sweep %s: %s', storage.url(step_dir(step)), error)
+    return removed
+
+
+def _sweep_one(storage: Storage, step: int, now: float, stale_after: float) -> bool:
+    claim = storage.claim(step_dir(step))
+    if claim is None:
+        return False
+    with contextlib.closing(claim):
+        owner = _read_owner(storage, step)
+        if owner is None or not owner.is_dead(now, stale_after):
+            return False
+        is_committed = storage.is_file(join(step_dir(step), MANIFEST))
+        if is_committed:
+            mark_step(storage, step)
+        else:
+            remove_step(storage, step)
+        storage.delete_file(busy_marker(step))
+        return not is_committed

@@ -1,0 +1,294 @@
+"""What every store without directories has in common: keys, prefixes and TensorStore's KvStore.
+
+There is no rename, so checkpoints are written in place and the manifest comes last. A PUT is whole or absent. One whose
+reply is lost may have been applied, so after a failed write the key is read again and compared.
+
+Nothing waits for ever on a server that is silent: see ``wait``.
+
+Notes: a listing pages through all keys below a prefix, since TensorStore has no delimiter; it says no sizes. That a
+single key is there costs one HEAD.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import tensorstore as ts
+
+from t5ckpt._layout import join
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.storage._errors import foreign_errors
+from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.options import retries_within, stall_environment
+
+__all__ = ['BucketStorage']
+
+_NOTHING = slice(0, 0)
+# A key that is never written: asking for it shows whether the server answers, and whether it lets us in.
+_PROBE = '.t5ckpt/probe'
+
+_claims: set[str] = set()
+_guard = threading.Lock()
+
+
+class _Claim:
+    """A name in the set of directories that are being written in this process."""
+
+    is_held = True
+
+    def __init__(self, url: str):
+        self._url = url
+
+    def close(self) -> None:
+        with _guard:
+            _claims.discard(self._url)
+
+
+class BucketStorage(Storage):
+    """A prefix of a bucket."""
+
+    renames = False
+
+    def __init__(self, bucket: str, prefix: str, patience: float | None = None):
+        """Takes the place; ``patience`` is the seconds that a silent server is waited for, None for any time."""
+        self._bucket = bucket
+        self._prefix = prefix.strip('/')
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._context: ts.Context | None = None
+        self._kv: Any = None
+        self._probe_kv: Any = None
+        self._silent_since: float | None = None
+
+    @abstractmethod
+    def _base_spec(self) -> dict[str, Any]:
+        """The kvstore spec of the bucket's root."""
+
+    @abstractmethod
+    def _resources(self) -> dict[str, Any]:
+        """TensorStore's context resources for it: concurrency, retries, credentials."""
+
+    def _new_context(self) -> ts.Context:
+        if self._patience is not None:
+            for name, value in stall_environment(retries_within(self._patience)).items():
+                # TensorStore's HTTP client has no other place for it, and reads it before its first request.
+                os.environ.setdefault(name, value)
+        return ts.Context({'cache_pool': {'total_bytes_limit': 0}, **self._resources()})
+
+    def _size_of(self, key: str) -> int | None:
+        """The size that an entry of a listing gets."""
+        del key
+
+    # --- keys ------------------------------------------------------------------------------------------------------
+
+    def _kvstore(self) -> Any:
+        context = self.context()
+        with self._lock:
+            if self._kv is None:
+                with foreign_errors(self.url()):
+                    self._kv = ts.KvStore.open(self._base_spec(), context=context).result()
+            return self._kv
+
+    def _key(self, key: str) -> str:
+        return join(self._prefix, key)
+
+    def _below(self, key: str) -> str:
+        full = self._key(key)
+        return f'{full}/' if full else ''
+
+    def _keys(self, key: str, beginning: str = '') -> list[str]:
+        """What lies below ``key`` and begins with some text, relative to it, in order."""
+        below = self._below(key)
+        with foreign_errors(self.url(key)):
+            found = self._list(_range(below + beginning))
+        # A key that ends with a slash is what consoles make to show a directory.
+        return sorted(name for raw in found if (name := raw.decode()[len(below) :]) and not name.endswith('/'))
+
+    def _list(self, keys: Any) -> list[bytes]:
+        refused: ValueError | None = None
+        found: list[bytes] = []
+        try:
+            found = self.wait(self._kvstore().list(keys))
+        except ValueError as error:
+            refused = error
+        if not found:
+            # A listing that was refused comes as an empty one from Google's driver, as one that cannot be parsed from
+            # S3's. To ask for a key that is not there needs the same permission, and says the reason.
+            self.wait(self._kvstore().read(self._key(_PROBE), byte_range=_NOTHING))
+        if refused is not None:
+            raise refused
+        return found
+
+    # --- waiting ---------------------------------------------------------------------------------------------------
+
+    def wait(self, future: Any) -> Any:
+        """The result of a TensorStore future.
+
+        TensorStore gives up a request that fails or stalls in bounded time, but neither one that cannot connect nor
+        one that queues behind such. So when nothing came for half of the patience, the server is asked for something
+        small, beside the queue: if it answers in the other half, the wait goes on.
+
+        Raises:
+          StorageError: the server is silent; the future is left alone.
+        """
+        if self._patience is None:
+            return future.result()
+        while True:
+            is_silent = self._silent_since is not None and time.monotonic() - self._silent_since < self._patience
+            try:
+                return future.result(timeout=0 if is_silent else self._patience / 2)
+            except TimeoutError:
+                if is_silent or not self._answers(self._patience / 2):
+                    raise self._silence() from None
+
+    def _answers(self, seconds: float) -> bool:
+        with self._lock:
+            if self._probe_kv is None:
+                self._probe_kv = ts.KvStore.open(self._base_spec(), context=self._new_context()).result()
+        try:
+            self._probe_kv.read(self._key(_PROBE), byte_range=_NOTHING).result(timeout=seconds)
+        except TimeoutError:
+            self._silent_since = time.monotonic()
+            return False
+        except ValueError:
+            # An answer, if not a friendly one.
+            pass
+        self._silent_since = None
+        return True
+
+    def _silence(self) -> StorageError:
+        return StorageError(
+            errno.ETIMEDOUT,
+            f'{self.url()}: the server has not answered for {self._patience:g} s. Check the endpoint and the network; '
+            "storage_options={'retry_seconds': ...} sets the wait.",
+        )
+
+    # --- the interface ---------------------------------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes:
+        with foreign_errors(self.url(key)):
+            found = self.wait(self._kvstore().read(self._key(key)))
+        if found.state != 'value':
+            raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
+        return bytes(found.value)
+
+    def write(self, key: str, data: bytes) -> None:
+        try:
+            with foreign_errors(self.url(key), writing=True):
+                self.wait(self._kvstore().write(self._key(key), data))
+        except AccessDeniedError:
+            raise
+        except StorageError:
+            if not self._holds(key, data):
+                raise
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.read(key) == data
+        except T5CkptError:
+            return False
+
+    def is_file(self, key: str) -> bool:
+        return self.are_files([key])[0]
+
+    def are_files(self, keys: Sequence[str]) -> list[bool]:
+        futures = [self._kvstore().read(self._key(key), byte_range=_NOTHING) for key in keys]
+        found: list[bool] = []
+        for key, future in zip(keys, futures, strict=True):
+            with foreign_errors(self.url(key)):
+                found.append(self.wait(future).state == 'value')
+        return found
+
+    def kind(self, key: str) -> str | None:
+        if self._key(key) and self.is_file(key):
+            return 'file'
+        return 'dir' if self._keys(key) else None
+
+    def size(self, key: str) -> int | None:
+        try:
+            return len(self.read(key))
+        except CheckpointNotFoundError:
+            return None
+
+    def entries(self, key: str = '') -> list[Entry]:
+        return self._entries(key, self._keys(key))
+
+    def _entries(self, key: str, names: Sequence[str]) -> list[Entry]:
+        found: dict[str, Entry] = {}
+        for name in names:
+            first, slash, _ = name.partition('/')
+            if first not in found:
+                size = 0 if slash else self._size_of(join(key, first))
+                found[first] = Entry(first, bool(slash), size)
+        return [found[name] for name in sorted(found)]
+
+    def names(self, key: str, beginning: str, without: Collection[str] = ()) -> list[str]:
+        if not (without and self.seeks):
+            found = {name.partition('/')[0] for name in self._keys(key, beginning)}
+            return sorted(found.difference(without))
+        below = self._below(key)
+        ranges = _gaps(below + beginning, [f'{below}{name}/' for name in without if name.startswith(beginning)])
+        with foreign_errors(self.url(key)):
+            futures = [self._kvstore().list(ts.KvStore.KeyRange(*ends)) for ends in ranges]
+            keys = [raw.decode()[len(below) :] for future in futures for raw in self.wait(future)]
+        return sorted({name.partition('/')[0] for name in keys})
+
+    def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
+        for name in self._keys(key):
+            below = join(key, name)
+            yield below, self._size_of(below)
+
+    def make_dir(self, key: str, exclusive: bool = False) -> bool:
+        return not (exclusive and self._keys(key))
+
+    def claim(self, key: str) -> Any:
+        with _guard:
+            if self.url(key) in _claims:
+                return None
+            _claims.add(self.url(key))
+        return _Claim(self.url(key))
+
+    def sync_tree(self, key: str, below: Sequence[str]) -> None:
+        del key, below
+
+    def publish(self, source: str, target: str) -> None:
+        raise NotImplementedError(f'{self.url()} cannot rename {source} to {target}; write in place')
+
+    def delete_file(self, key: str) -> None:
+        with foreign_errors(self.url(key), writing=True):
+            self.wait(self._kvstore().write(self._key(key), None))
+
+    def delete_tree(self, key: str) -> None:
+        with foreign_errors(self.url(key), writing=True):
+            self.wait(self._kvstore().delete_range(_range(self._below(key))))
+
+    def context(self) -> ts.Context:
+        with self._lock:
+            if self._context is None:
+                self._context = self._new_context()
+            return self._context
+
+    def array_kvstore(self, key: str) -> dict[str, Any]:
+        return {**self._base_spec(), 'path': self._below(key)}
+
+
+def _range(prefix: str) -> Any:
+    return ts.KvStore.KeyRange(prefix, _after(prefix)) if prefix else ts.KvStore.KeyRange()
+
+
+def _after(prefix: str) -> str:
+    """The first key that comes after all that begin so."""
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
+
+
+def _gaps(prefix: str, without: Sequence[str]) -> list[tuple[str, str]]:
+    """The ranges of keys that begin with ``prefix`` and lie in none of the directories ``without``."""
+    starts = [prefix, *(_after(directory) for directory in sorted(without))]
+    ends = [*sorted(without), _after(prefix)]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]

@@ -1,0 +1,218 @@
+"""What ``storage_options=`` may say, checked once, and what the environment says where it does not.
+
+The variables are those that users of each service set already: ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``,
+``AWS_REGION``, ``AWS_DEFAULT_REGION``, ``AWS_PROFILE`` and the keys; ``TENSORSTORE_GCS_HTTP_URL`` for Google's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ['FileOptions', 'GcsOptions', 'MemoryOptions', 'Retries', 'S3Options', 'parse_options', 'retries_within']
+
+LOCKING = ('os', 'lockfile', 'none')
+_MIN_STALL_SECONDS = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class FileOptions:
+    """Of a directory.
+
+    Attributes:
+      locking: how TensorStore locks a chunk file while it writes it: 'os' (POSIX locks), 'lockfile' (a file made with
+        O_EXCL, for file systems without them) or 'none'.
+    """
+
+    locking: str = 'os'
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryOptions:
+    """Of this process's memory: there is nothing to choose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _BucketOptions:
+    """Of any object store.
+
+    Attributes:
+      endpoint: another server than the service's own, ``http://host:port``.
+      anonymous: ask without credentials. None, for s3, where no credentials are found.
+      concurrency: how many requests may be under way at once.
+      retry_seconds: how long a request that fails is tried again, and a server that is silent is waited for.
+    """
+
+    endpoint: str | None = None
+    anonymous: bool | None = None
+    concurrency: int = 32
+    retry_seconds: float = 50.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GcsOptions(_BucketOptions):
+    """Of Google Cloud Storage.
+
+    Attributes:
+      user_project: the project that pays for requests to a requester-pays bucket.
+    """
+
+    user_project: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class S3Options(_BucketOptions):
+    """Of S3 and what speaks its protocol.
+
+    Attributes:
+      region: that of the bucket; without one the environment's, or TensorStore asks the bucket.
+      profile: a profile of the AWS configuration files.
+      requester_pays: agree to pay for the requests.
+    """
+
+    region: str | None = None
+    profile: str | None = None
+    requester_pays: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Retries:
+    """How often and how patiently, so that all of it ends in time.
+
+    Attributes:
+      count: further attempts after the first.
+      stall_seconds: an attempt in which no byte moves for so long has failed.
+      first_delay: before the second attempt; it doubles from one to the next.
+      last_delay: where doubling ends.
+    """
+
+    count: int
+    stall_seconds: int
+    first_delay: float
+    last_delay: float
+
+
+def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) -> Any:
+    """The options of one kind of storage.
+
+    Raises:
+      ValueError: an unknown name or a value of the wrong type, with what there is.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    given = dict(options or {})
+    unknown = sorted(set(given) - set(fields))
+    if unknown:
+        known = f'only {sorted(fields)}' if fields else 'none'
+        raise ValueError(f'storage_options: {path} has no option {", ".join(unknown)}; {known} can be given.')
+    for name, value in given.items():
+        _check(name, value, fields[name].default)
+    return cls(**given)
+
+
+def _check(name: str, value: Any, default: Any) -> None:
+    match name:
+        case 'locking':
+            good, wanted = value in LOCKING, f'one of {list(LOCKING)}'
+        case 'concurrency':
+            good, wanted = isinstance(value, int) and not isinstance(value, bool) and value > 0, 'an integer above 0'
+        case 'retry_seconds':
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            good, wanted = is_number and 1 <= value < float('inf'), 'a number of seconds, at least 1'
+        case 'anonymous' | 'requester_pays':
+            good, wanted = isinstance(value, bool) or value is default, 'True or False'
+        case _:
+            good, wanted = isinstance(value, str) or value is None, 'a string'
+    if not good:
+        raise ValueError(f'storage_options: {name}={value!r:.80} is not {wanted}.')
+
+
+def retries_within(seconds: float) -> Retries:
+    """As many attempts as surely end within ``seconds``, even if the server is silent in each of them.
+
+    With 50 s: six attempts, the first delay half a second, the last 8 s, and 5 s of silence end one. TensorStore adds up
+    to ``first_delay`` to each delay.
+    """
+    stall = max(_MIN_STALL_SECONDS, int(seconds / 10))
+    first, last = seconds / 100, seconds / 6
+    count, spent, delay = 0, float(stall), first
+    while spent + delay + first + stall <= seconds:
+        spent += delay + first + stall
+        delay = min(2 * delay, last)
+        count += 1
+    # TensorStore cannot be told to try once only.
+    return Retries(max(1, count), stall, first, last)
+
+
+def retry_context(retries: Retries) -> dict[str, Any]:
+    """TensorStore's context resource for it."""
+    return {
+        'max_retries': retries.count,
+        'initial_delay': f'{retries.first_delay}s',
+        'max_delay': f'{retries.last_delay}s',
+    }
+
+
+def stall_environment(retries: Retries) -> dict[str, str]:
+    """The variables by which TensorStore's HTTP client gives up a silent connection; it reads them once a process."""
+    return {
+        'TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS': str(retries.stall_seconds),
+        'TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES': '1',
+    }
+
+
+def s3_endpoint(options: S3Options, environ: Mapping[str, str]) -> str | None:
+    """Where to ask; None for Amazon's own servers."""
+    given = options.endpoint or environ.get('AWS_ENDPOINT_URL_S3') or environ.get('AWS_ENDPOINT_URL')
+    return given.rstrip('/') if given else None
+
+
+def s3_region(options: S3Options, environ: Mapping[str, str]) -> str | None:
+    """The region to sign for; None where TensorStore is to ask the bucket, which needs Amazon's own servers."""
+    given = options.region or environ.get('AWS_REGION') or environ.get('AWS_DEFAULT_REGION')
+    return given or ('us-east-1' if s3_endpoint(options, environ) is not None else None)
+
+
+def s3_credentials(options: S3Options, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Which of TensorStore's providers to use.
+
+    TensorStore's default chain ends by asking the metadata service, which takes seconds where there is none; so it is
+    used only where something says that a role is to be found.
+    """
+    if options.anonymous:
+        return {'type': 'anonymous'}
+    if options.profile is not None:
+        return {'type': 'profile', 'profile': options.profile}
+    if options.anonymous is False:
+        return {'type': 'default'}
+    if environ.get('AWS_ACCESS_KEY_ID') and environ.get('AWS_SECRET_ACCESS_KEY'):
+        return {'type': 'environment'}
+    if environ.get('AWS_PROFILE'):
+        return {'type': 'profile', 'profile': environ['AWS_PROFILE']}
+    return {'type': 'default'} if _has_role(environ) else {'type': 'anonymous'}
+
+
+def _has_role(environ: Mapping[str, str]) -> bool:
+    home = environ.get('HOME', '')
+    files = (
+        environ.get('AWS_SHARED_CREDENTIALS_FILE') or os.path.join(home, '.aws', 'credentials'),
+        environ.get('AWS_CONFIG_FILE') or os.path.join(home, '.aws', 'config'),
+    )
+    names = (
+        'AWS_CONTAINER_CREDENTIALS_RELATIVE_URI',
+        'AWS_CONTAINER_CREDENTIALS_FULL_URI',
+        'AWS_WEB_IDENTITY_TOKEN_FILE',
+    )
+    return any(environ.get(name) for name in names) or any(map(os.path.isfile, files)) or _is_ec2(environ)
+
+
+def _is_ec2(environ: Mapping[str, str]) -> bool:
+    """Whether this is one of Amazon's machines, by what its firmware says of itself."""
+    if environ.get('AWS_EC2_METADATA_DISABLED', '').lower() == 'true':
+        return False
+    try:
+        with open('/sys/class/dmi/id/sys_vendor', encoding='utf-8') as file:
+            return 'Amazon EC2' in file.read()
+    except OSError:
+        return False

@@ -1,0 +1,185 @@
+"""An HTTP proxy in front of a server that counts what passes, and does to a request what a network can do.
+
+TensorStore talks to the proxy as to the server itself. A fault is decided by a function that sees each request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import http.server
+import socket
+import struct
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+# What can happen to a request. 'lost' is applied by the server, and its reply never comes.
+STATUSES = {'500': 500, '503': 503, '429': 429, '403': 403}
+FAULTS = (*STATUSES, 'dropped', 'lost', 'truncated', 'slow')
+_SLOW_SECONDS = 0.2
+# As Google says it; nothing in it is a listing.
+_REPLY = b'{"error": {"message": "injected"}}'
+_HOP = {'connection', 'content-length', 'keep-alive', 'transfer-encoding'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What passed: ``kind`` is 'read', 'head', 'write', 'delete' or 'list'; ``sent`` and ``received`` are bytes of bodies."""
+
+    kind: str
+    key: str
+    status: int
+    sent: int
+    received: int
+    headers: dict[str, str]
+    fault: str | None = None
+    project: str | None = None
+
+
+class Proxy:
+    """Listens on a port of its own. ``requests`` holds what has passed; ``choose`` may name a fault for a request,
+    ``watch`` sees its body."""
+
+    def __init__(self, target: str):
+        """Starts; ``target`` is the server's address."""
+        self._target = urllib.parse.urlsplit(target).netloc
+        self.requests: list[Request] = []
+        self.choose: Callable[[str, str], str | None] = lambda kind, key: None
+        self.watch: Callable[[str, str, bytes], None] = lambda kind, key, body: None
+        self._lock = threading.Lock()
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+
+        self._server = _Server(('127.0.0.1', 0), Handler)
+        self.url = f'http://127.0.0.1:{self._server.server_address[1]}'
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    @property
+    def target(self) -> str:
+        return self._target
+
+    def record(self, request: Request) -> None:
+        with self._lock:
+            self.requests.append(request)
+
+    def clear(self) -> list[Request]:
+        """What has passed since the last call."""
+        with self._lock:
+            passed, self.requests = self.requests, []
+        return passed
+
+    def reset(self) -> None:
+        """Forgets what has passed, and lets everything pass."""
+        self.choose = lambda kind, key: None
+        self.watch = lambda kind, key, body: None
+        self.clear()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle is what this proxy is for."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = 'HTTP/1.1'
+    disable_nagle_algorithm = True
+    owner: Proxy
+
+    def setup(self) -> None:
+        super().setup()
+        self._upstream = http.client.HTTPConnection(self.owner.target, timeout=60)
+
+    def finish(self) -> None:
+        self._upstream.close()
+        super().finish()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on standard error."""
+
+    def _do(self) -> None:
+        body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
+        kind, key = describe(self.command, self.path)
+        self.owner.watch(kind, key, body)
+        fault = self.owner.choose(kind, key)
+        if fault == 'dropped':
+            self._note(kind, key, 0, len(body), 0, fault)
+            return self._reset()
+        if fault in STATUSES:
+            self._note(kind, key, STATUSES[fault], len(body), 0, fault)
+            return self._reply(STATUSES[fault], [], _REPLY)
+        if fault == 'slow':
+            time.sleep(_SLOW_SECONDS)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+        headers |= {'Content-Length': str(len(body)), 'Host': self.owner.target}
+        self._upstream.request(self.command, self.path, body, headers)
+        reply = self._upstream.getresponse()
+        data = reply.read()
+        self._note(kind, key, reply.status, len(body), len(data), fault)
+        if fault == 'lost':
+            return self._reset()
+        length = reply.getheader('Content-Length') if self.command == 'HEAD' else None
+        self._reply(reply.status, reply.getheaders(), data, fault == 'truncated', length)
+        return None
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815
+
+    def _note(self, kind: str, key: str, status: int, sent: int, received: int, fault: str | None) -> None:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
+        project = query.get('userProject', [None])[0]
+        self.owner.record(Request(kind, key, status, sent, received, headers, fault, project))
+
+    def _reply(
+        self, status: int, headers: list[tuple[str, str]], data: bytes, cut: bool = False, length: str | None = None
+    ) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in _HOP:
+                self.send_header(name, value)
+        self.send_header('Content-Length', str(len(data)) if length is None else length)
+        self.end_headers()
+        if cut:
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            return self._reset()
+        if self.command != 'HEAD':
+            self.wfile.write(data)
+        return None
+
+    def _reset(self) -> None:
+        """Closes the connection at once, with a reset."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+
+def describe(command: str, path: str) -> tuple[str, str]:
+    """What a request of TensorStore asks for, on either protocol, and of which key (or prefix)."""
+    parts = urllib.parse.urlsplit(path)
+    query = urllib.parse.parse_qs(parts.query)
+    names = urllib.parse.unquote(parts.path)
+    if 'list-type' in query:
+        return 'list', query.get('prefix', [''])[0]
+    if names.startswith('/upload/storage/'):
+        return 'write', query.get('name', [''])[0]
+    if names.startswith('/storage/v1/b/'):
+        _, slash, key = names.removeprefix('/storage/v1/b/').partition('/o/')
+        if not slash:
+            return 'list', query.get('startOffset', [''])[0]
+        return {'GET': 'read', 'DELETE': 'delete'}.get(command, command), key
+    key = names.lstrip('/').partition('/')[2]
+    return {'GET': 'read', 'HEAD': 'head', 'PUT': 'write', 'DELETE': 'delete'}.get(command, command), key

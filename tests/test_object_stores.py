@@ -93,12 +93,12 @@ def test_a_bucket_itself_is_a_run(bucket):
 def test_verify_finds_damage(bucket):
     url = bucket.url()
     checkpointer(url).save(state(), step=1)
-    assert t5ckpt.verify(f'{url}/checkpoint_1').ok
+    assert t5ckpt.verify(f'{url}/checkpoint_1', full=True).ok
     storage = open_storage(url)
     chunk = bytearray(storage.read('checkpoint_1/w/0.0'))
     chunk[5] ^= 1
     storage.write('checkpoint_1/w/0.0', bytes(chunk))
-    assert not t5ckpt.verify(f'{url}/checkpoint_1').ok
+    assert not t5ckpt.verify(f'{url}/checkpoint_1', full=True).ok
 
 
 def test_retention_and_pins(bucket):

@@ -24,8 +24,10 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
     ]
 
 
-def human_bytes(nbytes: int) -> str:
+def human_bytes(nbytes: int | None) -> str:
     """Bytes in powers of 1000, as disks are sold: '1.5 GB'."""
+    if nbytes is None:
+        return ''
     value, units = float(nbytes), ['B', 'kB', 'MB', 'GB', 'TB', 'PB']
     while value >= 999.95 and len(units) > 1:
         value, units = value / 1000, units[1:]

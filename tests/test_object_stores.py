@@ -13,9 +13,27 @@ from support import independent_reader, t5x_rules
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.storage import open_storage
-from t5ckpt.testing import mixed_state, t5x_state
+from t5ckpt.testing import StorageConformance, mixed_state, t5x_state
 
 CHUNK = 2**16
+
+
+class TestGcs(StorageConformance):
+    @pytest.fixture(autouse=True)
+    def _server(self, gs):
+        self.bucket = gs
+
+    def make(self, tmp_path):
+        return open_storage(self.bucket.url())
+
+    def raw(self, storage, key):
+        return self.bucket.raw(storage.url(key))
+
+
+class TestS3(TestGcs):
+    @pytest.fixture(autouse=True)
+    def _server(self, s3):
+        self.bucket = s3
 
 
 def mesh(*shape):

@@ -46,24 +46,6 @@ class TestMemory(StorageConformance):
         return found.value if found.state == 'value' else None
 
 
-class TestGcs(StorageConformance):
-    @pytest.fixture(autouse=True)
-    def _server(self, gs):
-        self.bucket = gs
-
-    def make(self, tmp_path):
-        return open_storage(self.bucket.url())
-
-    def raw(self, storage, key):
-        return self.bucket.raw(storage.url(key))
-
-
-class TestS3(TestGcs):
-    @pytest.fixture(autouse=True)
-    def _server(self, s3):
-        self.bucket = s3
-
-
 class TestFaulty(TestFile):
     """The wrapper is transparent as long as nothing is to fail."""
 

@@ -76,9 +76,8 @@ class Checkpointer:
         values are then read from the checkpoint when a step touches them, see docs/mapped-restore.md.
       progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
       clock: unix seconds.
-      storage_options: of the run's storage: endpoint, credentials, concurrency, retries; see docs/storage.md.
-      share_replicated: with several processes, ``restore`` reads an array that all of them hold whole once, each
-        device a part, and completes it over the network between the devices; see docs/many-hosts.md.
+      storage_options: of the run's storage: endpoint, credentials, retries, ...; see docs/storage.md.
+      share_replicated: with several processes, ``restore`` reads what all hold whole once; see docs/many-hosts.md.
       processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
       process_timeout: seconds that a process waits for the others at each of the two points where all meet.
 

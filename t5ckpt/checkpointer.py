@@ -81,8 +81,7 @@ class Checkpointer:
       processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
       process_timeout: seconds that a process waits for the others at each of the two points where all meet.
 
-    Notes: one save at a time, a second one waits for the first. Methods are to be called from one thread, the one
-    that trains; the background thread of a save calls none of them.
+    Notes: one save at a time, a second one waits for the first. Call the methods from one thread, the one that trains.
     """
 
     def __init__(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import numpy as np
 
-__all__ = ['BLOCK_BYTES', 'blocks_of', 'pieces_of', 'run_all']
+from t5ckpt._tree import LeafInfo
+
+__all__ = ['BLOCK_BYTES', 'Block', 'batches_of', 'blocks_of', 'pieces_of', 'run_all']
 
 # Large enough that a block costs more than its read's set-up, small enough that a handful are cheap to hold.
 BLOCK_BYTES = 8 * 2**20
@@ -18,7 +21,42 @@ BLOCK_BYTES = 8 * 2**20
 _CHUNK_BYTES = 64 * 2**20
 # Elements of a piece: in float64, with a temporary or two, it stays in a core's cache.
 _PIECE = 2**16
+# A batch of tiny leaves ends here, so that threads share them evenly.
+_BATCH = 500
 Result = TypeVar('Result')
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A part of a leaf, by its index."""
+
+    leaf: LeafInfo
+    index: tuple[slice, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return _itemsize(self.leaf) * math.prod(part.stop - part.start for part in self.index)
+
+
+def _itemsize(leaf: LeafInfo) -> int:
+    return max(1, leaf.nbytes // max(1, leaf.size))
+
+
+def batches_of(infos: Iterable[LeafInfo]) -> Iterator[list[Block]]:
+    """Every block of all leaves; small ones go together, since a job for a thread costs more than a small leaf."""
+    batch: list[Block] = []
+    held = 0
+    for info in infos:
+        for index in blocks_of(info.shape, _itemsize(info), info.chunks):
+            block = Block(info, index)
+            batch.append(block)
+            held += block.nbytes
+            if held >= BLOCK_BYTES or len(batch) >= _BATCH:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
 
 
 def blocks_of(shape: Sequence[int], itemsize: int, chunks: Sequence[int] | None = None) -> Iterator[tuple[slice, ...]]:

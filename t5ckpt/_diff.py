@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._blocks import blocks_of, pieces_of, run_all
+from t5ckpt._blocks import Block, batches_of, pieces_of, run_all
 from t5ckpt._frames import pandas
 from t5ckpt._html import table_html
 from t5ckpt._text import aligned
@@ -206,9 +206,10 @@ def _compare_values(
 ) -> dict[str, _Sums]:
     sums = {info.name: _Sums() for info in infos}
     total, done = sum(info.nbytes for info in infos), 0
-    for name, part, nbytes in run_all(_jobs(a, b, infos), os.cpu_count() or 1):
-        sums[name] = sums[name].merged(part)
-        done += nbytes
+    for batch in run_all(_jobs(a, b, infos), os.cpu_count() or 1):
+        for name, part, nbytes in batch:
+            sums[name] = sums[name].merged(part)
+            done += nbytes
         if progress is not None:
             progress(done, total)
     return sums
@@ -216,19 +217,21 @@ def _compare_values(
 
 def _jobs(
     a: CheckpointView, b: CheckpointView, infos: list[LeafInfo]
-) -> Iterator[Callable[[], tuple[str, _Sums, int]]]:
-    for info in infos:
-        first, second = a[info.name], b[info.name]
-        for index in blocks_of(first.shape, first.dtype.itemsize, info.chunks):
-            yield functools.partial(_compare_block, info.name, first, second, index)
+) -> Iterator[Callable[[], list[tuple[str, _Sums, int]]]]:
+    for batch in batches_of(infos):
+        yield functools.partial(_compare_batch, a, b, batch)
 
 
-def _compare_block(name: str, a: Any, b: Any, index: Any) -> tuple[str, _Sums, int]:
-    first, second = np.asarray(a[index]), np.asarray(b[index])
-    sums = _Sums()
-    for one, other in zip(pieces_of(first), pieces_of(second), strict=True):
-        sums = sums.merged(_compare_piece(one, other))
-    return name, sums, first.nbytes
+def _compare_batch(a: CheckpointView, b: CheckpointView, batch: list[Block]) -> list[tuple[str, _Sums, int]]:
+    results: list[tuple[str, _Sums, int]] = []
+    for block in batch:
+        name, index = block.leaf.name, block.index
+        first, second = np.asarray(a[name][index]), np.asarray(b[name][index])
+        sums = _Sums()
+        for one, other in zip(pieces_of(first), pieces_of(second), strict=True):
+            sums = sums.merged(_compare_piece(one, other))
+        results.append((name, sums, first.nbytes))
+    return results
 
 
 def _compare_piece(a: np.ndarray, b: np.ndarray) -> _Sums:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t5ckpt._blocks import blocks_of, pieces_of, run_all
+from t5ckpt._blocks import Block, batches_of, pieces_of, run_all
 from t5ckpt._frames import pandas
 from t5ckpt._html import table_html
 from t5ckpt._text import aligned
@@ -119,7 +119,7 @@ class _Part:
             std=math.sqrt(self.squared / self.finite),
             min=self.min,
             max=self.max,
-            norm=math.sqrt(self.squared + self.finite * self.mean**2),
+            norm=math.sqrt(self.squared + self.finite * self.mean * self.mean),
             zeros=self.zeros,
             nan=self.nan,
             inf=self.size - self.finite - self.nan,
@@ -140,13 +140,16 @@ def _piece(piece: np.ndarray) -> _Part:
     nan = int(np.count_nonzero(np.isnan(values))) if finite.size < values.size else 0
     if finite.size == 0:
         return _Part(size=values.size, nan=nan)
-    mean = float(finite.mean())
-    deviations = finite - mean
+    # Sums of squares beyond 1e308 are infinite, and said to be.
+    with np.errstate(over='ignore'):
+        mean = float(finite.mean())
+        deviations = finite - mean
+        squared = float(np.dot(deviations, deviations))
     return _Part(
         values.size,
         finite.size,
         mean,
-        float(np.dot(deviations, deviations)),
+        squared,
         float(finite.min()),
         float(finite.max()),
         values.size - int(np.count_nonzero(values)),
@@ -225,18 +228,18 @@ def checkpoint_stats(
     infos = [info for info in view.infos() if info.dtype]
     step = _Counter(progress, sum(info.nbytes for info in infos) * (2 if bins else 1))
     parts: dict[str, _Part] = {info.name: _Part() for info in infos}
-    for name, part, nbytes in run_all(_jobs(view, infos, lambda _, block: _part(block)), workers):
-        parts[name] = parts[name].merged(part)
-        step.add(nbytes)
+    for batch in run_all(_jobs(view, infos, lambda _, block: _part(block)), workers):
+        for name, part, nbytes in batch:
+            parts[name] = parts[name].merged(part)
+            step.add(nbytes)
     stats = {name: part.finished() for name, part in parts.items()}
     if bins:
         edges = {name: _edges(leaf, bins) for name, leaf in stats.items()}
         counts = {name: np.zeros(bins, np.int64) for name in stats}
-        for name, counted, nbytes in run_all(
-            _jobs(view, infos, lambda name, block: _count(block, edges[name])), workers
-        ):
-            counts[name] += counted
-            step.add(nbytes)
+        for batch in run_all(_jobs(view, infos, lambda name, block: _count(block, edges[name])), workers):
+            for name, counted, nbytes in batch:
+                counts[name] += counted
+                step.add(nbytes)
         stats = {
             name: dataclasses.replace(leaf, counts=counts[name], edges=edges[name]) for name, leaf in stats.items()
         }
@@ -255,24 +258,29 @@ class _Counter:
             self._progress(self._done, self._total)
 
 
-def _jobs(
-    view: Viewed, infos: list[LeafInfo], reduce: Callable[[str, np.ndarray], Any]
-) -> Iterator[Callable[[], tuple[str, Any, int]]]:
-    for info in infos:
-        leaf = view[info.name]
-        for index in blocks_of(leaf.shape, leaf.dtype.itemsize, info.chunks):
-            yield functools.partial(_reduce_block, info.name, leaf, index, reduce)
+_Reduce = Callable[[str, np.ndarray], Any]
 
 
-def _reduce_block(name: str, leaf: Any, index: Any, reduce: Callable[[str, np.ndarray], Any]) -> tuple[str, Any, int]:
-    block = np.asarray(leaf[index])
-    return name, reduce(name, block), block.nbytes
+def _jobs(view: Viewed, infos: list[LeafInfo], reduce: _Reduce) -> Iterator[Callable[[], list[tuple[str, Any, int]]]]:
+    for batch in batches_of(infos):
+        yield functools.partial(_reduce_batch, view, batch, reduce)
+
+
+def _reduce_batch(view: Viewed, batch: list[Block], reduce: _Reduce) -> list[tuple[str, Any, int]]:
+    results: list[tuple[str, Any, int]] = []
+    for block in batch:
+        values = np.asarray(view[block.leaf.name][block.index])
+        results.append((block.leaf.name, reduce(block.leaf.name, values), values.nbytes))
+    return results
 
 
 def _edges(leaf: LeafStats, bins: int) -> np.ndarray:
     if math.isnan(leaf.min):
         return np.linspace(0.0, 1.0, bins + 1)
-    return np.histogram_bin_edges(np.array([leaf.min, leaf.max]), bins)
+    # Each bin is at least two floats wide, and a leaf of one value gets a bin around it. Halves do not overflow.
+    least = max(2 * bins * float(np.spacing(max(abs(leaf.min), abs(leaf.max)))), 1.0 if leaf.min == leaf.max else 0.0)
+    more = max(0.0, least / 2 - (leaf.max / 2 - leaf.min / 2)) / 2
+    return 2 * np.linspace(leaf.min / 2 - more, leaf.max / 2 + more, bins + 1)
 
 
 def _count(block: np.ndarray, edges: np.ndarray) -> np.ndarray:

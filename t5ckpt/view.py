@@ -86,6 +86,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         self._prefix = prefix
         self._reader = reader
         self._leaves = leaves
+        self._infos: list[LeafInfo] | None = None
         self._by_name = {leaf_name(path): path for path in leaves}
         self._arrays = [name for name, path in self._by_name.items() if hasattr(leaves[path], 'dtype')]
 
@@ -111,7 +112,9 @@ class CheckpointView(Mapping[str, LazyArray]):
 
     def infos(self) -> list[LeafInfo]:
         """What the manifest says of each leaf: shape, dtype, bytes, chunks; see :class:`LeafInfo`."""
-        return leaf_infos(self._leaves)
+        if self._infos is None:
+            self._infos = leaf_infos(self._leaves)
+        return self._infos
 
     def to_pandas(self) -> Any:
         """The leaves as a pandas DataFrame, a row each: name, kind, dtype, shape, size, nbytes, chunks, codec."""

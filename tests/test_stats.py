@@ -96,6 +96,16 @@ def test_stats_of_a_checkpoint(tmp_path):
         view.stats().plot('kernel')
 
 
+@pytest.mark.parametrize(
+    'values', [[2.0**63], [0.0], [1.0, 1.0 + 2**-52], [-1.7e308, 1.7e308], [3.0, 3.0], [5e-324, 0]]
+)
+def test_a_histogram_counts_every_finite_value_whatever_their_range(values, tmp_path):
+    view = saved(tmp_path, w=np.array(values))
+    leaf = view.stats(bins=8)['w']
+    assert leaf.counts.sum() == len(values)
+    assert (np.diff(leaf.edges) > 0).all()
+
+
 def test_a_heatmap_of_a_leaf_larger_than_the_picture(tmp_path):
     kernel = np.arange(2000 * 30, dtype=np.float32).reshape(2000, 30) - 30000
     view = saved(tmp_path, kernel=kernel, step_count=np.int32(7))
@@ -196,6 +206,16 @@ def test_equal_checkpoints_in_other_chunks_and_formats(tmp_path, golden):
     found = t5ckpt.diff(a, tmp_path / 'b')
     assert not found
     assert found.same == 1
+
+
+def test_an_orbax_directory_against_the_same_state_in_our_format(tmp_path, golden):
+    orbax = t5ckpt.open_checkpoint(golden / 'case10_orbax')
+    state = t5ckpt.load_t5x_checkpoint(golden / 'case10_orbax')
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    found = t5ckpt.diff(orbax, tmp_path)
+    assert [leaf for leaf in found.leaves if leaf.what not in ('added', 'kind')] == []
+    assert found.same == len(orbax)
 
 
 def test_without_values_nothing_is_read(tmp_path):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from t5ckpt.checkpointer import Checkpointer
     from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions
     from t5ckpt.convert.huggingface import export_hf, import_hf
+    from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
     from t5ckpt.policies import (
@@ -123,9 +124,13 @@ __all__ = [
     'apply_assignment_map',
     'diff',
     'export_hf',
+    'export_npz',
+    'export_safetensors',
     'find_checkpoint',
     'get_checkpoint_dir',
     'import_hf',
+    'import_npz',
+    'import_safetensors',
     'intersect_state',
     'is_pinned_checkpoint',
     'latest_step',
@@ -193,9 +198,13 @@ _MODULES = {
     'apply_assignment_map': 'translate',
     'diff': '_diff',
     'export_hf': 'convert.huggingface',
+    'export_npz': 'convert.plain',
+    'export_safetensors': 'convert.plain',
     'find_checkpoint': 'steps',
     'get_checkpoint_dir': 'steps',
     'import_hf': 'convert.huggingface',
+    'import_npz': 'convert.plain',
+    'import_safetensors': 'convert.plain',
     'intersect_state': 'translate',
     'is_pinned_checkpoint': 'steps',
     'latest_step': 'steps',

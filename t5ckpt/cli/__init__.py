@@ -22,6 +22,8 @@ VERBS = {
     'cat': 'cat',
     'stats': 'stats',
     'diff': 'diff',
+    'export': 'export',
+    'import': 'import_',
 }
 
 

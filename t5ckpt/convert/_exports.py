@@ -11,8 +11,9 @@ import numpy as np
 from t5ckpt._dtypes import floating_dtype
 from t5ckpt._types import Progress
 from t5ckpt.errors import OutputExistsError
+from t5ckpt.storage import foreign_errors
 
-__all__ = ['LAYOUT_KEY', 'ExportOptions', 'ExportReport', 'ImportOptions', 'Meter', 'refuse_inside']
+__all__ = ['LAYOUT_KEY', 'ExportOptions', 'ExportReport', 'ImportOptions', 'Meter', 'refuse_inside', 'stamp']
 
 LAYOUT_KEY = 't5ckpt'
 """In a Hugging Face file's metadata: how T5X kept the arrays, for the way back."""
@@ -122,3 +123,10 @@ def refuse_inside(output: str, source: str | None) -> None:
     inner, outer = os.path.realpath(source), os.path.realpath(output)
     if os.path.commonpath([inner, outer]) == outer:
         raise OutputExistsError(f'{output}: the checkpoint {source} is in it. Write somewhere else.')
+
+
+def stamp(path: str) -> list[Any]:
+    """What an input file is known by, should its import have to be taken up again."""
+    with foreign_errors(path):
+        status = os.stat(path)
+    return [os.path.abspath(path), status.st_size, status.st_mtime_ns]

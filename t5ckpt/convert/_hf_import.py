@@ -15,13 +15,13 @@ from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import LeafTable
 from t5ckpt._plan import SaveOptions
 from t5ckpt._stream import StreamRequest, check_room, write_stream
-from t5ckpt.convert._exports import LAYOUT_KEY, ExportReport, ImportOptions
-from t5ckpt.convert._safetensors import TensorReader
+from t5ckpt.convert._exports import LAYOUT_KEY, ExportReport, ImportOptions, stamp
+from t5ckpt.convert._safetensors import TensorReader, lazy_copy
 from t5ckpt.convert._t5_config import attention_of, check_config, logits_are_tied, read_config
 from t5ckpt.convert._t5_model import check_tensors, model_of_tensors
 from t5ckpt.convert._t5_names import Layout, Pair, pairs_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, UnsupportedFormatError
-from t5ckpt.lazy import LazyThreadPoolArray
+from t5ckpt.lazy import LazyArray
 from t5ckpt.storage import foreign_errors, open_storage
 
 __all__ = ['import_hf']
@@ -34,11 +34,20 @@ _IGNORED = ('decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.wei
 
 @dataclasses.dataclass(frozen=True)
 class _Directory:
-    """A model as it lies there."""
+    """A model as it lies there; ``readers`` by file."""
 
     tensors: Mapping[str, np.ndarray]
-    metadata: Mapping[str, str]
-    files: tuple[str, ...]
+    readers: Mapping[str, TensorReader]
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The first file's."""
+        return next((reader.metadata for reader in self.readers.values()), {})
+
+    def forget(self) -> None:
+        """Lets go of the pages that were read."""
+        for reader in self.readers.values():
+            reader.forget()
 
 
 def import_hf(
@@ -68,17 +77,17 @@ def import_hf(
     root = os.fspath(directory)
     found = _open(root)
     settings = read_config(os.path.join(root, 'config.json')) | read_config(config)
-    tensors, dropped = _without_doubles(found.tensors, settings)
+    tensors, dropped = _without_doubles(found, settings)
     pairs, step = _pairs(tensors, found.metadata, settings, options)
     check_tensors(pairs, {name: tensor.shape for name, tensor in tensors.items()}, root)
-    table: LeafTable = {tuple(pair.leaf.split('/')): _lazy(pair, tensors) for pair in pairs}
+    table: LeafTable = {tuple(pair.leaf.split('/')): _lazy(pair, tensors, found.forget) for pair in pairs}
     table['state', 'step'] = np.int32(step)
     request = StreamRequest(
         open_storage(checkpoints_dir),
         step,
         SaveOptions(save_dtype=floating_dtype(options.dtype, 'dtype')),
         overwrite=options.force,
-        source={'format': 'huggingface', 'files': [_stamp(os.path.join(root, name)) for name in found.files]},
+        source={'format': 'huggingface', 'files': [stamp(os.path.join(root, name)) for name in found.readers]},
         progress=options.progress,
     )
     check_room(request)
@@ -91,19 +100,12 @@ def import_hf(
     return ExportReport(url, kind, (), total, mapped, dropped, time.monotonic() - started, options.dry_run)
 
 
-def _stamp(path: str) -> list[Any]:
-    """What a file is known by, should the import have to be taken up again."""
-    with foreign_errors(path):
-        status = os.stat(path)
-    return [os.path.abspath(path), status.st_size, status.st_mtime_ns]
-
-
 def _open(root: str) -> _Directory:
     with foreign_errors(root):
         names = sorted(os.listdir(root))
     if 'model.safetensors' in names:
         reader = TensorReader(os.path.join(root, 'model.safetensors'))
-        return _Directory(reader.tensors, reader.metadata, ('model.safetensors',))
+        return _Directory(reader.tensors, {'model.safetensors': reader})
     if 'model.safetensors.index.json' not in names:
         pickled = [name for name in names if name.endswith(('.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack'))]
         cure = (
@@ -128,38 +130,39 @@ def _open_shards(root: str) -> _Directory:
     absent = [f'{name} in {file}' for name, file in places.items() if name not in readers[file].tensors]
     if absent:
         raise CorruptCheckpointError(f'{root}: the index has what the files have not: {", ".join(absent[:10])}.')
-    metadata = readers[files[0]].metadata if files else {}
-    return _Directory({name: readers[file].tensors[name] for name, file in places.items()}, metadata, tuple(files))
+    return _Directory({name: readers[file].tensors[name] for name, file in places.items()}, readers)
 
 
-def _without_doubles(
-    tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]
-) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+def _without_doubles(found: _Directory, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """The tensors without those that are the embedding again, and the names of these.
 
     Raises:
       UnsupportedFormatError: a tower has an embedding of its own, or the logits come about in no way that T5X has.
     """
-    kept = {name: tensor for name, tensor in tensors.items() if name not in _IGNORED}
+    kept = {name: tensor for name, tensor in found.tensors.items() if name not in _IGNORED}
     if _EMBEDDING not in kept and _DOUBLES[0] in kept:
         kept[_EMBEDDING] = kept[_DOUBLES[0]]
     shared = kept.get(_EMBEDDING)
     for name in _DOUBLES:
-        if name in kept and not _same_bits(kept.pop(name), shared):
+        if name in kept and not _same_bits(kept.pop(name), shared, found.forget):
             raise UnsupportedFormatError(f'{name} is not {_EMBEDDING}: T5X has one embedding for both towers.')
     if any(name.startswith('decoder.') for name in kept):
-        if logits_are_tied(config, _HEAD in kept, _same_bits(kept.get(_HEAD), shared)):
+        if logits_are_tied(config, _HEAD in kept, _same_bits(kept.get(_HEAD), shared, found.forget)):
             kept.pop(_HEAD, None)
         elif shared is not None:
             kept.setdefault(_HEAD, shared)
-    return kept, tuple(name for name in tensors if name not in kept)
+    return kept, tuple(name for name in found.tensors if name not in kept)
 
 
-def _same_bits(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+def _same_bits(one: np.ndarray | None, other: np.ndarray | None, forget: Callable[[], None]) -> bool:
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     rows = max(1, 2**24 // max(1, one[:1].nbytes))
-    return all(one[i : i + rows].tobytes() == other[i : i + rows].tobytes() for i in range(0, len(one), rows))
+    for i in range(0, len(one), rows):
+        if one[i : i + rows].tobytes() != other[i : i + rows].tobytes():
+            return False
+        forget()
+    return True
 
 
 def _pairs(
@@ -196,12 +199,16 @@ def _kept_layout(text: str | None, default: Layout) -> tuple[Layout, int]:
     return (Layout(**fields) if good else default), step if type(step) is int and step >= 0 else 0
 
 
-def _lazy(pair: Pair, tensors: Mapping[str, np.ndarray]) -> LazyThreadPoolArray:
+def _lazy(pair: Pair, tensors: Mapping[str, np.ndarray], forget: Callable[[], None]) -> LazyArray:
     parts = [tensors[name] for name in pair.tensors]
     kinds = {part.dtype.name for part in parts}
     if len(kinds) > 1:
         raise UnsupportedFormatError(
             f'{pair.leaf}: its tensors {pair.tensors[0]}, ... have the dtypes {", ".join(sorted(kinds))}, one array has one.'
         )
-    slicer: Callable[[Any], np.ndarray] = lambda index: pair.from_tensors(parts, index)  # noqa: E731
-    return LazyThreadPoolArray(pair.shape, parts[0].dtype, lambda: pair.from_tensors(parts), slicer)
+    return lazy_copy(
+        pair.shape,
+        parts[0].dtype,
+        lambda index: pair.from_tensors(parts, None if index is Ellipsis else index),
+        forget,
+    )

@@ -20,16 +20,17 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from t5ckpt._dtypes import dtype_from_name
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['NAMES', 'TensorReader', 'TensorSpec', 'TensorWriter', 'check_dtype']
+__all__ = ['NAMES', 'TensorReader', 'TensorSpec', 'TensorWriter', 'check_dtype', 'lazy_copy']
 
 # Dtypes that have a name in the format and whole bytes in numpy.
 NAMES = {
@@ -72,11 +73,13 @@ class TensorSpec:
 
 
 def check_dtype(name: str, dtype: np.dtype) -> None:
-    """Says which tensor cannot be written.
+    """Says which tensor cannot be written: one of another dtype, or with the name of the metadata.
 
     Raises:
       UnsupportedLeafError: the format has no name for the dtype.
     """
+    if name == _METADATA:
+        raise UnsupportedLeafError(f'{name}: a safetensors file has another use for this name. Leave the array out.')
     if dtype.name not in NAMES:
         raise UnsupportedLeafError(
             f'{name}: safetensors has no {dtype.name}, only {", ".join(NAMES)}. Leave it out with a selection, or cast it.'
@@ -166,6 +169,7 @@ class TensorReader:
             if size < 8:
                 raise CorruptCheckpointError(f'{path} has {size} bytes, which is no safetensors file. Copy it again.')
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._mapped = mapped
         length = int.from_bytes(mapped[:8], 'little')
         if length > min(_MAX_HEADER, size - 8):
             raise CorruptCheckpointError(
@@ -179,6 +183,10 @@ class TensorReader:
             raise CorruptCheckpointError(
                 f'{path}: the header does not decode ({error!s:.120}). Copy the file again.'
             ) from error
+
+    def forget(self) -> None:
+        """Lets go of the pages that were read, which else count as this process's memory. Views stay valid."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def _views(self, mapped: mmap.mmap, header: Mapping[str, Any], data: int) -> dict[str, np.ndarray]:
         views: dict[str, np.ndarray] = {}
@@ -198,6 +206,19 @@ class TensorReader:
         if [start for start, _ in spans] + [len(mapped) - data] != [0] + [end for _, end in spans]:
             raise ValueError('the tensors overlap, leave holes, or do not fill the file')
         return views
+
+
+def lazy_copy(
+    shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray], forget: Callable[[], None]
+) -> LazyThreadPoolArray:
+    """A lazy array of what ``read`` makes of mapped tensors: each slice is copied, then the pages are let go of."""
+
+    def part(index: Any) -> np.ndarray:
+        values = np.array(read(index), order='C')
+        forget()
+        return values
+
+    return LazyThreadPoolArray(shape, dtype, lambda: part(...), part)
 
 
 def _size(value: Any) -> int:

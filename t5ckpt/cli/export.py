@@ -1,0 +1,118 @@
+"""``t5ckpt export``: a checkpoint as a file or a directory of another format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from t5ckpt.cli._output import json_option, progress, step_option
+from t5ckpt.cli._reports import print_report, words
+from t5ckpt.convert._exports import ExportOptions
+
+__all__ = ['command']
+
+_F = TypeVar('_F', bound=Callable[..., Any])
+_UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
+
+
+def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Reads a size: '5GB', '500M'."""
+    match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMGT]?)B?', value.strip().upper())
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise click.BadParameter(f'{value!r} is no size such as 5GB or 500MB.', ctx, param)
+    return size
+
+
+def _common(function: _F) -> _F:
+    """The options of all formats."""
+    for option in (
+        json_option,
+        click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
+        click.option('--force', is_flag=True, help='Replace what an earlier export wrote.'),
+        click.option('--dtype', help='Cast the floating arrays of the parameters: bfloat16, float32, ...'),
+        step_option,
+        click.argument('out'),
+        click.argument('path'),
+    ):
+        function = option(function)
+    return function
+
+
+@click.group('export')
+def command() -> None:
+    """Writes a checkpoint in another format: Hugging Face's, safetensors, npz.
+
+    Arrays are read in pieces, so memory stays bounded. The output appears whole or not at all, and what is there is not
+    replaced without --force. Every format takes --json, --dry-run, --step and --dtype.
+
+    \b
+    Examples:
+      t5ckpt export hf run model
+      t5ckpt export safetensors run params.safetensors --select '^target/'
+    """
+
+
+@command.command('hf')
+@_common
+@click.option('--config', help="JSON, or a file of it, for config.json; a model's own config.json will do.")
+@click.option('--max-shard-size', callback=_bytes, default='5GB', show_default=True, help='Of one file.')
+def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_json: bool, **options: Any) -> None:
+    """Writes a T5 as the directory OUT, which transformers loads with from_pretrained.
+
+    T5 1.0 and 1.1, mT5, Flan-T5, ByT5, UMT5, LongT5 with transient global attention, Switch and encoders alone are told by
+    their names and shapes. What those do not say goes into --config.
+
+    \b
+    Examples:
+      t5ckpt export hf t5_1_1_base/checkpoint_1000000 model --dtype bfloat16
+      t5ckpt export hf ul2 model --config '{"feed_forward_proj": "gated-silu"}'
+      t5ckpt export hf longt5 model \\
+        --config '{"model_type": "longt5", "encoder_attention_type": "local"}'
+    """
+    from t5ckpt.convert.huggingface import export_hf
+
+    with words(), progress('exporting') as report:
+        chosen = ExportOptions(max_shard_bytes=max_shard_size, progress=report, **options)
+        print_report(export_hf(path, out, config, chosen), as_json)
+
+
+_select = click.option('--select', help='Only arrays whose name this regular expression is found in.')
+
+
+@command.command('safetensors')
+@_common
+@_select
+def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> None:
+    """Writes arrays as the file OUT under their own names, for safetensors.safe_open.
+
+    \b
+    Example:
+      t5ckpt export safetensors run params.safetensors --select '^target/'
+    """
+    from t5ckpt.convert.plain import export_safetensors
+
+    with words(), progress('exporting') as report:
+        print_report(export_safetensors(path, out, ExportOptions(progress=report, **options)), as_json)
+
+
+@command.command('npz')
+@_common
+@_select
+def export_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
+    """Writes arrays as the file OUT under their own names, for numpy.load.
+
+    npz knows no bfloat16: such arrays are their bits, uint16, with '::bfloat16' at the end of their name. With --dtype
+    float32 they are numbers.
+
+    \b
+    Example:
+      t5ckpt export npz run encoder.npz --select '^target/encoder/' --dtype float32
+    """
+    from t5ckpt.convert.plain import export_npz
+
+    with words(), progress('exporting') as report:
+        print_report(export_npz(path, out, ExportOptions(progress=report, **options)), as_json)

@@ -1,0 +1,94 @@
+"""``t5ckpt import``: a file or a directory of another format as a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from t5ckpt.cli._output import json_option, progress
+from t5ckpt.cli._reports import print_report, words
+from t5ckpt.convert._exports import ImportOptions
+
+__all__ = ['command']
+
+_F = TypeVar('_F', bound=Callable[..., Any])
+
+
+def _common(function: _F) -> _F:
+    """The options of all formats."""
+    for option in (
+        json_option,
+        click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
+        click.option('--force', is_flag=True, help='Replace a checkpoint of that step.'),
+        click.option('--dtype', help='Cast the floating arrays of the parameters: bfloat16, float32, ...'),
+        click.option('--step', type=click.IntRange(0), help='To save as; else what the input says, or 0.'),
+        click.argument('out'),
+        click.argument('path'),
+    ):
+        function = option(function)
+    return function
+
+
+@click.group('import')
+def command() -> None:
+    """Writes a checkpoint from another format: Hugging Face's, safetensors, npz.
+
+    OUT is a run's directory, and gets checkpoint_<step>, whole or not at all. Tensors are read in pieces, so memory stays
+    bounded. Nothing pickled is read. Every format takes --json, --dry-run, --force, --step and --dtype.
+
+    \b
+    Examples:
+      t5ckpt import hf model run
+      t5ckpt import npz arrays.npz run --step 100
+    """
+
+
+@command.command('hf')
+@_common
+@click.option('--config', help='JSON, or a file of it, whose entries override those of config.json.')
+@click.option('--scanned/--unscanned', default=None, help='All layers in one array, or each its own; UMT5 is scanned.')
+@click.option('--split-heads/--joined-heads', default=None, help='An axis for heads, or not; UMT5 has one.')
+def import_hf(path: str, out: str, config: str | None, as_json: bool, **options: Any) -> None:
+    """Writes the T5 in the directory PATH (config.json and safetensors) as a T5X checkpoint in OUT.
+
+    \b
+    Examples:
+      t5ckpt import hf model run
+      t5ckpt import hf model run --step 1000000 --dtype float32
+    """
+    from t5ckpt.convert.huggingface import import_hf
+
+    with words(), progress('importing') as report:
+        print_report(import_hf(path, out, config, ImportOptions(progress=report, **options)), as_json)
+
+
+@command.command('safetensors')
+@_common
+def import_safetensors(path: str, out: str, as_json: bool, **options: Any) -> None:
+    """Writes the tensors of the file PATH as a checkpoint in OUT; a '/' in a name begins a level of the tree.
+
+    \b
+    Example:
+      t5ckpt import safetensors params.safetensors run
+    """
+    from t5ckpt.convert.plain import import_safetensors
+
+    with words(), progress('importing') as report:
+        print_report(import_safetensors(path, out, ImportOptions(progress=report, **options)), as_json)
+
+
+@command.command('npz')
+@_common
+def import_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
+    """Writes the arrays of the file PATH as a checkpoint in OUT; a '/' in a name begins a level of the tree.
+
+    \b
+    Example:
+      t5ckpt import npz arrays.npz run --step 100
+    """
+    from t5ckpt.convert.plain import import_npz
+
+    with words(), progress('importing') as report:
+        print_report(import_npz(path, out, ImportOptions(progress=report, **options)), as_json)

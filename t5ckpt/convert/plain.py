@@ -1,0 +1,325 @@
+"""Any tree as a safetensors or an npz file under its own names, and back.
+
+An array is named as its leaf, ``target/encoder/layers_0/mlp/wi/kernel``. What is no array (None, text, empty containers)
+has no place in either format and is listed in the report. npz knows no bfloat16, no float8 and no int4: such an array is
+written as its bits, with the dtype at the end of its name, ``target/w::bfloat16``, which the import reads back.
+
+Notes: an array, or a piece of one, is in memory at a time; an import from npz holds whole arrays. npz files are not
+compressed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import IO, Any
+
+import numpy as np
+
+from t5ckpt._dtypes import dtype_from_name, floating_dtype
+from t5ckpt._leaves import LeafTable, nest
+from t5ckpt._open import still_there
+from t5ckpt._plan import SaveOptions, cast_dtype
+from t5ckpt._stream import StreamRequest, check_room, write_stream
+from t5ckpt._types import Path, native_dtype
+from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions, Meter, refuse_inside, stamp
+from t5ckpt.convert._outputs import check_output, local_output, output
+from t5ckpt.convert._safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
+from t5ckpt.convert._sources import Source, cast, open_sources, slices_of
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.storage import foreign_errors, open_storage
+
+__all__ = ['export_npz', 'export_safetensors', 'import_npz', 'import_safetensors']
+
+_Piece = tuple[int, np.ndarray]
+_Item = tuple[TensorSpec, Iterator[_Piece]]
+# The dtypes that numpy has not of itself, by their bytes.
+_BITS = {1: np.dtype('uint8'), 2: np.dtype('uint16')}
+
+
+# --- out -------------------------------------------------------------------------------------------------------------
+
+
+def export_safetensors(
+    checkpoint: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    options: ExportOptions = ExportOptions(),  # noqa: B008 - frozen
+) -> ExportReport:
+    """Writes arrays of a checkpoint to one safetensors file, under their own names.
+
+    Args:
+      checkpoint: a run's directory, a step's directory, or the manifest file.
+      file: on a local file system.
+      options: see :class:`ExportOptions`; ``select`` chooses the arrays, ``dtype`` casts those of ``target``.
+
+    Raises:
+      UnsupportedLeafError: safetensors has no such dtype, or a cast would make a finite value infinite.
+      OutputExistsError: something is there, and ``options.force`` is not set.
+      CheckpointNotFoundError, FormatError, StorageError.
+      ValueError: ``select`` is no regular expression, or is found in no name.
+    """
+    return _export(checkpoint, file, options, _write_safetensors)
+
+
+def export_npz(
+    checkpoint: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    options: ExportOptions = ExportOptions(),  # noqa: B008 - frozen
+) -> ExportReport:
+    """Writes arrays of a checkpoint to one npz file, which ``numpy.load`` reads, under their own names.
+
+    Args:
+      checkpoint: a run's directory, a step's directory, or the manifest file.
+      file: on a local file system.
+      options: as for :func:`export_safetensors`.
+
+    Raises:
+      The same errors.
+    """
+    return _export(checkpoint, file, options, _write_npz)
+
+
+def _export(
+    checkpoint: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    options: ExportOptions,
+    write: Callable[[str, list[_Item]], None],
+) -> ExportReport:
+    started = time.monotonic()
+    target, wanted = local_output(file), options.wanted
+    check_output(target, options.force)
+    sources = open_sources(checkpoint, options.step)
+    refuse_inside(target, sources.located.storage.local_path(sources.located.directory))
+    chosen = sources.select(options.select)
+    kind = 'npz' if write is _write_npz else 'safetensors'
+    specs: dict[str, TensorSpec] = {}
+    for name, source in chosen.items():
+        dtype = cast_dtype(source.path, source.dtype, wanted)
+        bits = f'{name}::{dtype.name}' if kind == 'npz' and _is_extended(dtype) else name
+        specs[name] = TensorSpec(bits, dtype, source.shape)
+    total = sum(spec.nbytes for spec in specs.values())
+    for spec in specs.values() if kind == 'safetensors' else ():
+        check_dtype(spec.name, spec.dtype)
+    if not options.dry_run:
+        meter = Meter(options.progress, total)
+        items = [(spec, _pieces(chosen[name], spec, options, meter)) for name, spec in specs.items()]
+        with still_there(sources.located), output(target, options.force) as temporary:
+            write(temporary, items)
+    mapped = {name: (spec.name,) for name, spec in specs.items()}
+    dropped = (*(name for name in sources.arrays if name not in chosen), *sources.others)
+    seconds = time.monotonic() - started
+    return ExportReport(target, kind, (os.path.basename(target),), total, mapped, dropped, seconds, options.dry_run)
+
+
+def _pieces(source: Source, spec: TensorSpec, options: ExportOptions, meter: Meter) -> Iterator[_Piece]:
+    """The array along its first axis, as (first row, rows)."""
+    rest = tuple(slice(0, size) for size in source.shape[1:])
+    for start, stop in slices_of(source, 0, options.piece_bytes) if source.shape else [(0, 0)]:
+        values = source.read((slice(start, stop), *rest) if source.shape else ())
+        yield start, cast(source.name, values, spec.dtype)
+        meter.add(values.size * spec.dtype.itemsize)
+
+
+def _write_safetensors(path: str, items: Iterable[_Item]) -> None:
+    items = list(items)
+    writer = TensorWriter(path, [spec for spec, _ in items], {'format': 'np'})
+    try:
+        for spec, pieces in items:
+            for row, values in pieces:
+                writer.write(spec.name, row, values)
+        writer.close()
+    finally:
+        writer.abort()
+
+
+def _write_npz(path: str, items: Iterable[_Item]) -> None:
+    """A zip of npy files, one after the other."""
+    with foreign_errors(path, writing=True), open(path, 'xb') as file:
+        with zipfile.ZipFile(file, 'w') as archive:
+            for spec, pieces in items:
+                with archive.open(zipfile.ZipInfo(f'{spec.name}.npy'), 'w', force_zip64=True) as member:
+                    _write_npy(member, spec, pieces)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_npy(member: IO[bytes], spec: TensorSpec, pieces: Iterator[_Piece]) -> None:
+    dtype = _BITS[spec.dtype.itemsize] if _is_extended(spec.dtype) else spec.dtype
+    header = {'descr': np.lib.format.dtype_to_descr(dtype), 'fortran_order': False, 'shape': spec.shape}
+    np.lib.format.write_array_header_1_0(member, header)
+    for _, values in pieces:
+        # Flat bytes, since a zip member asks for the length of what it is given.
+        member.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+def _is_extended(dtype: np.dtype) -> bool:
+    return dtype.isbuiltin != 1
+
+
+# --- in --------------------------------------------------------------------------------------------------------------
+
+
+def import_safetensors(
+    file: str | os.PathLike[str],
+    checkpoints_dir: str | os.PathLike[str],
+    options: ImportOptions = ImportOptions(),  # noqa: B008 - frozen
+) -> ExportReport:
+    """Writes the tensors of one safetensors file as a checkpoint; a '/' in a name begins a level of the tree.
+
+    Args:
+      file: on a local file system.
+      checkpoints_dir: a run's directory.
+      options: see :class:`ImportOptions`. Without a step, ``state/step`` or ``step`` of the file names it, else it is 0.
+
+    Raises:
+      CorruptCheckpointError: no safetensors, or damaged.
+      CheckpointExistsError: the step is there, and ``options.force`` is not set.
+      UnsupportedLeafError: a name leads through another.
+    """
+    path = os.fspath(file)
+    reader = TensorReader(path)
+    arrays = {
+        name: (name, lazy_copy(tensor.shape, tensor.dtype, tensor.__getitem__, reader.forget))
+        for name, tensor in reader.tensors.items()
+    }
+    return _import(path, checkpoints_dir, options, arrays)
+
+
+def import_npz(
+    file: str | os.PathLike[str],
+    checkpoints_dir: str | os.PathLike[str],
+    options: ImportOptions = ImportOptions(),  # noqa: B008 - frozen
+) -> ExportReport:
+    """Writes the arrays of one npz file as a checkpoint; a '/' in a name begins a level of the tree.
+
+    Args:
+      file: on a local file system. Pickles in it are not read.
+      checkpoints_dir: a run's directory.
+      options: as for :func:`import_safetensors`.
+
+    Raises:
+      The same errors.
+    """
+    path = os.fspath(file)
+    with _npz_errors(path):
+        archive = zipfile.ZipFile(path)
+    with archive:
+        arrays: dict[str, tuple[str, Any]] = {}
+        for member in archive.namelist():
+            array = _npy(archive, member, path)
+            name, _, bits = member.removesuffix('.npy').partition('::')
+            dtype = _extended(bits, array.dtype)
+            arrays[member] = (name, array) if dtype is None else (name, _as_bits(array, dtype))
+        return _import(path, checkpoints_dir, options, arrays)
+
+
+def _import(
+    path: str,
+    checkpoints_dir: str | os.PathLike[str],
+    options: ImportOptions,
+    arrays: Mapping[str, tuple[str, LazyArray]],
+) -> ExportReport:
+    started = time.monotonic()
+    if not arrays:
+        raise UnsupportedFormatError(f'{path} holds no array, and a checkpoint holds at least one.')
+    table: LeafTable = {}
+    mapped: dict[str, tuple[str, ...]] = {}
+    for there, (name, array) in arrays.items():
+        if _path_of(name) in table:
+            raise UnsupportedLeafError(f'{there}: {mapped[name][0]} has the same name, {name}. Rename one of them.')
+        table[_path_of(name)] = array
+        mapped[name] = (there,)
+    nest(table)
+    step = _step(table) if options.step is None else options.step
+    request = StreamRequest(
+        open_storage(checkpoints_dir),
+        step,
+        SaveOptions(save_dtype=floating_dtype(options.dtype, 'dtype')),
+        overwrite=options.force,
+        source={'format': os.path.splitext(path)[1], 'files': [stamp(path)]},
+        progress=options.progress,
+    )
+    check_room(request)
+    url = request.storage.url(f'checkpoint_{step}')
+    if not options.dry_run:
+        url = write_stream(table, request).path
+    total = sum(array.nbytes for _, array in arrays.values())
+    kind = 'npz' if path.endswith('.npz') else 'safetensors'
+    return ExportReport(url, kind, (), total, mapped, (), time.monotonic() - started, options.dry_run)
+
+
+def _npy(archive: zipfile.ZipFile, member: str, path: str) -> LazyThreadPoolArray:
+    """One member, of which only the header has been read."""
+    where = f'{path}: {member}'
+    with _npz_errors(where), archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+    if dtype.hasobject or dtype.names is not None:
+        raise UnsupportedFormatError(
+            f'{where} is of dtype {dtype}, which only a pickle holds, or no checkpoint. Leave it out.'
+        )
+
+    def get() -> np.ndarray:
+        with _npz_errors(where), archive.open(member) as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+
+    return LazyThreadPoolArray(shape, native_dtype(dtype), get)
+
+
+@contextlib.contextmanager
+def _npz_errors(where: str) -> Generator[None]:
+    try:
+        with foreign_errors(where):
+            yield
+    except (*_DAMAGE, CorruptCheckpointError) as error:
+        raise CorruptCheckpointError(
+            f'{where} does not decode as npz ({error!s:.120}). Copy the file again.'
+        ) from error
+
+
+# What zipfile, zlib and numpy raise where a file is not what it says; RuntimeError is for what needs a password.
+_DAMAGE = (
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    struct.error,
+    SyntaxError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def _extended(name: str, stored: np.dtype) -> np.dtype | None:
+    """The dtype at the end of a name, if it is one whose bits are stored."""
+    try:
+        dtype = dtype_from_name(name)
+    except KeyError:
+        return None
+    return dtype if _is_extended(dtype) and stored == _BITS[dtype.itemsize] else None
+
+
+def _as_bits(array: LazyThreadPoolArray, dtype: np.dtype) -> LazyThreadPoolArray:
+    return LazyThreadPoolArray(array.shape, dtype, lambda: array.get().view(dtype))
+
+
+def _path_of(name: str) -> Path:
+    """The path whose name this is; see ``leaf_name``."""
+    return tuple(part.replace('\\/', '/') for part in re.split(r'(?<!\\)/', name))
+
+
+def _step(table: LeafTable) -> int:
+    """The step that the arrays name, or 0."""
+    for path in (('state', 'step'), ('step',)):
+        array = table.get(path)
+        if array is not None and array.shape == () and array.dtype.kind in 'iu':
+            return int(array.get())
+    return 0

@@ -1,0 +1,310 @@
+"""Plain exports: any tree as one safetensors or npz file, and back; read by the packages whose formats they are."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import zipfile
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+import t5ckpt
+from t5ckpt import ExportOptions, ImportOptions
+from t5ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NotADirectoryStorageError,
+    OutputExistsError,
+    T5CkptError,
+    UnsupportedFormatError,
+    UnsupportedLeafError,
+)
+
+EXPORTS = {'safetensors': t5ckpt.export_safetensors, 'npz': t5ckpt.export_npz}
+IMPORTS = {'safetensors': t5ckpt.import_safetensors, 'npz': t5ckpt.import_npz}
+
+
+def tree() -> dict[str, Any]:
+    """All kinds of dtypes and shapes; what is large enough is stored, the rest inline."""
+    rng = np.random.default_rng(0)
+    return {
+        'target': {
+            'big': rng.standard_normal((300, 257)).astype(np.float32),
+            'half': rng.standard_normal((130, 80)).astype(ml_dtypes.bfloat16),
+            'eighth': rng.standard_normal((5, 3)).astype(ml_dtypes.float8_e4m3fn),
+            'f16': np.float16([1.5, np.inf, np.nan]),
+        },
+        'state': {
+            'step': np.int32(41),
+            'count': np.arange(6, dtype=np.uint16).reshape(2, 3),
+            'wide': np.arange(3, dtype=np.float64),
+            'flags': np.array([True, False]),
+            'none': np.empty((0, 4), np.int64),
+        },
+        'a/b': {'c': np.ones(2, np.int8)},
+    }
+
+
+def table(nested: Any, prefix: str = '') -> dict[str, np.ndarray]:
+    """By name, with a '/' inside a key as t5ckpt writes it."""
+    found: dict[str, np.ndarray] = {}
+    for key, value in nested.items():
+        name = prefix + key.replace('/', '\\/')
+        found |= table(value, f'{name}/') if isinstance(value, dict) else {name: np.asarray(value)}
+    return found
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Names, dtypes, shapes and bits."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert (found[name].dtype, found[name].shape) == (values.dtype, values.shape), name
+        assert found[name].tobytes() == values.tobytes(), name
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> str:
+    """A checkpoint of all kinds of leaves."""
+    everything = {**tree(), 'nothing': None, 'empty': {}, 'text': 'hello'}
+    with t5ckpt.Checkpointer(everything, checkpoints_dir=str(tmp_path / 'run')) as checkpointer:
+        checkpointer.save(everything, step=41)
+    return str(tmp_path / 'run')
+
+
+def test_safetensors_reads_every_array(run: str, tmp_path: pathlib.Path):
+    report = t5ckpt.export_safetensors(run, tmp_path / 'out.safetensors')
+    expected = table(tree())
+    with safetensors.safe_open(tmp_path / 'out.safetensors', 'flax') as file:
+        assert set(file.keys()) == set(expected)
+        np.testing.assert_array_equal(file.get_tensor('target/half'), jnp.asarray(expected['target/half']))
+    raw = safetensors.deserialize((tmp_path / 'out.safetensors').read_bytes())
+    for name, entry in raw:
+        assert bytes(entry['data']) == expected[name].tobytes(), name
+        assert tuple(entry['shape']) == expected[name].shape
+    assert sorted(report.dropped) == ['empty', 'nothing', 'text']
+    assert report.bytes == sum(values.nbytes for values in expected.values())
+
+
+def test_numpy_reads_every_array(run: str, tmp_path: pathlib.Path):
+    t5ckpt.export_npz(run, tmp_path / 'out.npz')
+    expected = {}
+    for name, values in table(tree()).items():
+        bits = {1: np.uint8, 2: np.uint16}.get(values.dtype.itemsize) if values.dtype.isbuiltin != 1 else None
+        expected[name if bits is None else f'{name}::{values.dtype.name}'] = (
+            values if bits is None else values.view(bits)
+        )
+    with np.load(tmp_path / 'out.npz', allow_pickle=False) as file:
+        assert_same(dict(file), expected)
+    with zipfile.ZipFile(tmp_path / 'out.npz') as archive:
+        assert archive.testzip() is None
+
+
+@pytest.mark.parametrize('kind', EXPORTS)
+def test_there_and_back(run: str, tmp_path: pathlib.Path, kind: str):
+    EXPORTS[kind](run, tmp_path / f'out.{kind}')
+    report = IMPORTS[kind](tmp_path / f'out.{kind}', tmp_path / 'back')
+    assert report.output.endswith('checkpoint_41')
+    assert_same(table(t5ckpt.load_t5x_checkpoint(tmp_path / 'back')), table(tree()))
+
+
+@pytest.mark.parametrize('kind', EXPORTS)
+def test_pieces_make_the_same_file(run: str, tmp_path: pathlib.Path, kind: str):
+    EXPORTS[kind](run, tmp_path / f'whole.{kind}')
+    calls: list[tuple[int, int]] = []
+    options = ExportOptions(piece_bytes=5000, progress=lambda done, total: calls.append((done, total)))
+    report = EXPORTS[kind](run, tmp_path / f'pieces.{kind}', options)
+    assert (tmp_path / f'whole.{kind}').read_bytes() == (tmp_path / f'pieces.{kind}').read_bytes()
+    assert len(calls) > 60
+    assert calls[-1] == (report.bytes, report.bytes)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+@pytest.mark.parametrize('kind', EXPORTS)
+def test_a_selection_and_a_cast(run: str, tmp_path: pathlib.Path, kind: str):
+    options = ExportOptions(select='^target/(big|half)|wide', dtype='float32')
+    report = EXPORTS[kind](run, tmp_path / f'out.{kind}', options)
+    assert sorted(report.mapped) == ['state/wide', 'target/big', 'target/half']
+    assert 'target/f16' in report.dropped
+    IMPORTS[kind](tmp_path / f'out.{kind}', tmp_path / 'back', ImportOptions(step=3))
+    found = table(t5ckpt.load_t5x_checkpoint(tmp_path / 'back', step=3))
+    assert {name: values.dtype.name for name, values in found.items()} == {
+        'state/wide': 'float64',  # a cast touches the parameters alone
+        'target/big': 'float32',
+        'target/half': 'float32',
+    }
+    np.testing.assert_array_equal(found['target/half'], table(tree())['target/half'].astype(np.float32))
+    for pattern, words in (('(', 'no regular expression'), ('xyz', 'found in no name')):
+        with pytest.raises(ValueError, match=words):
+            EXPORTS[kind](run, tmp_path / 'no', ExportOptions(select=pattern))
+
+
+def test_a_dtype_that_safetensors_has_not_is_refused_before_anything_is_written(tmp_path: pathlib.Path):
+    state = {'target': {'w': jnp.ones((4, 4), jnp.int4), 'v': np.ones(3)}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(tmp_path / 'run')) as checkpointer:
+        checkpointer.save(state, step=1)
+    with pytest.raises(UnsupportedLeafError, match='target/w: safetensors has no int4'):
+        t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'out')
+    t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'out', ExportOptions(select='v'))
+    t5ckpt.export_npz(tmp_path / 'run', tmp_path / 'out.npz')
+    t5ckpt.import_npz(tmp_path / 'out.npz', tmp_path / 'back')
+    assert t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target']['w'].dtype.name == 'int4'
+
+
+@pytest.mark.parametrize('kind', EXPORTS)
+def test_nothing_is_overwritten_unless_asked(run: str, tmp_path: pathlib.Path, kind: str):
+    out = tmp_path / f'out.{kind}'
+    out.write_text('mine')
+    with pytest.raises(OutputExistsError, match='there already'):
+        EXPORTS[kind](run, out)
+    assert out.read_text() == 'mine'
+    with pytest.raises(OutputExistsError, match='is a directory'):
+        EXPORTS[kind](run, tmp_path, ExportOptions(force=True))
+    EXPORTS[kind](run, tmp_path / 'dry', ExportOptions(dry_run=True))
+    assert not (tmp_path / 'dry').exists()
+    EXPORTS[kind](run, out, ExportOptions(force=True))
+    assert IMPORTS[kind](out, tmp_path / 'back', ImportOptions(dry_run=True)).bytes > 0
+    assert not (tmp_path / 'back').exists()
+    IMPORTS[kind](out, tmp_path / 'back')
+    with pytest.raises(CheckpointExistsError):
+        IMPORTS[kind](out, tmp_path / 'back')
+    IMPORTS[kind](out, tmp_path / 'back', ImportOptions(force=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['back', out.name, 'run']
+
+
+@pytest.mark.parametrize('kind', EXPORTS)
+def test_a_checkpoint_that_is_damaged_leaves_no_file(run: str, tmp_path: pathlib.Path, kind: str):
+    chunk = next(path for path in pathlib.Path(run).rglob('target.big/*') if path.name != '.zarray')
+    chunk.write_bytes(chunk.read_bytes()[:-100])
+    with pytest.raises(CorruptCheckpointError, match='target/big'):
+        EXPORTS[kind](run, tmp_path / 'out')
+    assert [path.name for path in tmp_path.iterdir()] == ['run']
+
+
+@pytest.mark.parametrize('kind', EXPORTS)
+def test_a_full_disk_leaves_no_file(run: str, tmp_path: pathlib.Path, kind: str):
+    code = f"""
+import resource, signal, t5ckpt
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    t5ckpt.export_{kind}({run!r}, {str(tmp_path / 'out')!r})
+except t5ckpt.errors.NoSpaceError as error:
+    print('said:', error)
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+    assert 'said:' in done.stdout, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ['run']
+
+
+# --- what others wrote -----------------------------------------------------------------------------------------------
+
+
+def test_files_of_the_packages_are_read(tmp_path: pathlib.Path):
+    arrays = {'a/w': np.arange(12, dtype=np.float32).reshape(3, 4), 'a/b': np.float64(2.5), 'n': np.int64([1])}
+    safetensors.numpy.save_file({k: np.asarray(v) for k, v in arrays.items()}, tmp_path / 'x.safetensors')
+    np.savez_compressed(tmp_path / 'x.npz', **arrays, f=np.asfortranarray(arrays['a/w']), e=np.arange(3, dtype='>i4'))
+    t5ckpt.import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'one')
+    assert_same(table(t5ckpt.load_t5x_checkpoint(tmp_path / 'one')), {k: np.asarray(v) for k, v in arrays.items()})
+    t5ckpt.import_npz(tmp_path / 'x.npz', tmp_path / 'two')
+    found = table(t5ckpt.load_t5x_checkpoint(tmp_path / 'two'))
+    np.testing.assert_array_equal(found['f'], arrays['a/w'])
+    assert found['e'].tolist() == [0, 1, 2]
+
+
+def test_a_pickle_is_not_read(tmp_path: pathlib.Path):
+    np.savez(tmp_path / 'x.npz', w=np.array([object()], dtype=object), v=np.ones(2))
+    with pytest.raises(UnsupportedFormatError, match=r'w\.npy is of dtype object'):
+        t5ckpt.import_npz(tmp_path / 'x.npz', tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+
+def header(**entries: Any) -> bytes:
+    """A safetensors file of four bytes of data."""
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, 'little') + text + b'\0' * 4
+
+
+def entry(dtype: Any = 'F32', shape: Any = (1,), span: Any = (0, 4)) -> dict[str, Any]:
+    """One tensor of a header."""
+    return {'dtype': dtype, 'shape': shape, 'data_offsets': span}
+
+
+@pytest.mark.parametrize(
+    'data',
+    [
+        b'',
+        b'1234567',
+        b'\xff' * 20,
+        (4).to_bytes(8, 'little') + b'null',
+        (2).to_bytes(8, 'little') + b'[]',
+        (4).to_bytes(8, 'little') + b'{"a"',
+        header(w=entry(dtype='F4')),
+        header(w=entry(dtype=7)),
+        header(w=entry(shape=[2])),
+        header(w=entry(shape=[-1])),
+        header(w=entry(shape=[True])),
+        header(w=entry(shape=['1'])),
+        header(w=entry(shape=3)),
+        header(w=entry(shape=[2**40, 2**40])),
+        header(w=entry(shape=[1] * 40)),
+        header(w=entry(span=[0, 8], shape=[2])),
+        header(w=entry(span=[-4, 0])),
+        header(w=entry(span=[4, 8])),
+        header(w=entry(span=[0])),
+        header(w=entry(dtype='I8', span=[0, 1])),
+        header(w=entry(), v=entry()),
+        header(w=[]),
+        header(w={'dtype': 'F32'}),
+        header(__metadata__=3, w=entry()),
+        header(),
+    ],
+)
+def test_a_header_that_lies_is_found_out(tmp_path: pathlib.Path, data: bytes):
+    (tmp_path / 'x.safetensors').write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r'x\.safetensors'):
+        t5ckpt.import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('at', range(0, 700, 23))
+def test_a_damaged_npz_is_an_error_of_ours_or_read_right(tmp_path: pathlib.Path, at: int):
+    np.savez_compressed(tmp_path / 'x.npz', w=np.arange(100.0), v=np.ones((3, 3), np.int8))
+    data = bytearray((tmp_path / 'x.npz').read_bytes())
+    data[at % len(data)] ^= 0x55
+    (tmp_path / 'x.npz').write_bytes(data)
+    try:
+        t5ckpt.import_npz(tmp_path / 'x.npz', tmp_path / 'run')
+    except T5CkptError:
+        assert t5ckpt.all_steps(tmp_path / 'run') == []
+
+
+def test_what_is_not_there_or_not_to_be_had(tmp_path: pathlib.Path):
+    for kind, import_it in IMPORTS.items():
+        with pytest.raises(CheckpointNotFoundError):
+            import_it(tmp_path / f'none.{kind}', tmp_path / 'run')
+        with pytest.raises(NotADirectoryStorageError):
+            import_it(tmp_path, tmp_path / 'run')
+    with pytest.raises(CheckpointNotFoundError):
+        t5ckpt.export_npz(tmp_path / 'none', tmp_path / 'out.npz')
+    np.savez(tmp_path / 'empty.npz')
+    with pytest.raises(UnsupportedFormatError, match='no array'):
+        t5ckpt.import_npz(tmp_path / 'empty.npz', tmp_path / 'run')
+    np.savez(tmp_path / 'clash.npz', **{'a': np.ones(1), 'a/b': np.ones(1)})
+    with pytest.raises(UnsupportedLeafError, match='a/b'):
+        t5ckpt.import_npz(tmp_path / 'clash.npz', tmp_path / 'run')
+    np.savez(tmp_path / 'twice.npz', **{'a': np.ones(1), 'a::bfloat16': np.ones(1, np.uint16)})
+    with pytest.raises(UnsupportedLeafError, match='the same name'):
+        t5ckpt.import_npz(tmp_path / 'twice.npz', tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+
+def test_exports_go_to_local_disks(run: str):
+    with pytest.raises(UnsupportedFormatError, match='local file system'):
+        t5ckpt.export_npz(run, 'memory://exports/x.npz')

@@ -143,6 +143,10 @@ def reindex_steps(
 ) -> list[int]:
     """Looks for steps that other tools added to a run on an object store, and marks them, so that listings show them.
 
+    Args:
+      checkpoints_dir: the run's directory.
+      storage_options: see docs/storage.md.
+
     Returns:
       The steps that were not known. On a file system, which needs no markers, none.
     """

@@ -86,14 +86,24 @@ def steps_in(storage: Storage) -> list[int]:
 def all_steps(
     checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The steps of all complete checkpoints, ascending; empty when the directory is empty or absent."""
+    """The steps of all complete checkpoints, ascending; empty when the directory is empty or absent.
+
+    Args:
+      checkpoints_dir: the run's directory.
+      storage_options: see docs/storage.md.
+    """
     return steps_in(open_storage(checkpoints_dir, storage_options))
 
 
 def latest_step(
     checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> int | None:
-    """The largest complete step, or None when there is none. Step 0 is a step."""
+    """The largest complete step, or None when there is none. Step 0 is a step.
+
+    Args:
+      checkpoints_dir: the run's directory.
+      storage_options: see docs/storage.md.
+    """
     steps = all_steps(checkpoints_dir, storage_options=storage_options)
     return steps[-1] if steps else None
 
@@ -101,7 +111,12 @@ def latest_step(
 def all_dataset_checkpoint_steps(
     checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The steps whose directory holds data-iterator state (``train_ds-*``), ascending."""
+    """The steps whose directory holds data-iterator state (``train_ds-*``), ascending.
+
+    Args:
+      checkpoints_dir: the run's directory.
+      storage_options: see docs/storage.md.
+    """
     return dataset_steps_in(open_storage(checkpoints_dir, storage_options))
 
 
@@ -248,10 +263,20 @@ def pin_checkpoint(
 
 
 def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Takes the mark away; nothing happens when there is none."""
+    """Takes the mark away; nothing happens when there is none.
+
+    Args:
+      ckpt_dir: the step's directory.
+      storage_options: see docs/storage.md.
+    """
     open_storage(ckpt_dir, storage_options).delete_file(PINNED)
 
 
 def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a step's directory is marked."""
+    """Whether a step's directory is marked.
+
+    Args:
+      ckpt_dir: the step's directory.
+      storage_options: see docs/storage.md.
+    """
     return open_storage(ckpt_dir, storage_options).is_file(PINNED)

@@ -1,21 +1,24 @@
-"""Trains a tiny T5 on the text that ships with Python, saving as it goes; started again, it goes on where it stopped.
+"""Trains a tiny T5 on text files, saving as it goes; started again, it goes on where it stopped, to the bit.
 
-    python examples/train_t5.py RUN_DIR [--steps 100] [--save-every 20]
+    python train_t5.py RUN_DIR [--steps 100] [--save-every 20] [--eval-every 20] [--text FILE ...]
 
 The model is a T5 1.1 encoder-decoder in Flax linen, with T5X's parameter names, trained by span corruption on bytes
-(Raffel et al. 2020, arXiv:1910.10683; ByT5: Xue et al. 2022, arXiv:2105.13626), sharded over a mesh of 2 x 2 devices.
+(Raffel et al. 2020, arXiv:1910.10683; ByT5: Xue et al. 2022, arXiv:2105.13626), sharded over a mesh of all devices.
 
-What makes a run resumable to the bit is not in the checkpointer alone: the batch and the dropout of a step depend on
-nothing but the number of that step. RUN_DIR/losses.jsonl gets one line for each step, so that this can be checked.
+What makes a run resumable to the bit is not in the checkpointer alone: the dropout of a step depends on nothing but the
+step's number, and the position of the input pipeline is part of each checkpoint. SIGTERM saves and ends the run; SIGKILL
+loses what came after the last checkpoint. RUN_DIR has the checkpoints, losses.jsonl with one line for each step,
+TensorBoard's events in train/ and eval/, and what the state is made of in trainer_state_tree.txt.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import pydoc_data.topics
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 # Four devices on any machine. Both are read once, when jax starts.
@@ -23,6 +26,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=4')
 
 import flax.linen as nn
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,21 +35,37 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import t5ckpt
+from t5ckpt.training import MetricWriter, Watchdog, write_state_summary
 
 VOCAB = 384  # pad 0, end 1, unknown 2, then 256 bytes, then sentinels that count down from 383: ByT5's
 WIDTH, HEADS, LAYERS = 128, 4, 2
 BATCH, LENGTH = 8, 96
 NOISE, SPANS = 15, 5  # of 96 bytes, 15 are hidden in 5 spans
+EVAL_BATCHES = 2
 SEED = 0
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
 
 
-def read_corpus() -> np.ndarray:
-    """Python's own reference manual, as help() shows it: some 450 kB of English."""
-    topics = pydoc_data.topics.topics
-    return np.frombuffer('\n'.join(topics[name] for name in sorted(topics)).encode(), np.uint8)
+def read_text(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of all files, as tokens; the last twentieth is held out for evaluation."""
+    text = np.frombuffer(b'\n'.join(path.read_bytes() for path in paths), np.uint8).astype(np.int32) + 3
+    return np.split(text, [len(text) * 19 // 20])
+
+
+class Windows:
+    """A text in pieces of LENGTH tokens."""
+
+    def __init__(self, text: np.ndarray) -> None:
+        """Leaves out what is left at the end."""
+        self._text = text
+
+    def __len__(self) -> int:
+        return len(self._text) // LENGTH
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self._text[index * LENGTH : (index + 1) * LENGTH]
 
 
 def split_randomly(rng: np.random.Generator, total: int, parts: int) -> np.ndarray:
@@ -54,7 +74,7 @@ def split_randomly(rng: np.random.Generator, total: int, parts: int) -> np.ndarr
     return np.diff(cuts, prepend=0, append=total)
 
 
-def corrupt_spans(rng: np.random.Generator, tokens: np.ndarray) -> tuple[list[int], list[int]]:
+def corrupt_spans(tokens: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Inputs with each hidden span replaced by its sentinel, and targets with the spans after their sentinels."""
     kept = split_randomly(rng, len(tokens) - NOISE, SPANS)
     hidden = split_randomly(rng, NOISE, SPANS)
@@ -64,16 +84,14 @@ def corrupt_spans(rng: np.random.Generator, tokens: np.ndarray) -> tuple[list[in
         inputs += [*tokens[at : at + keep], sentinel]
         targets += [sentinel, *tokens[at + keep : at + keep + hide]]
         at += keep + hide
-    return [*inputs, 1], [*targets, 1]
+    return {'inputs': np.array([*inputs, 1], np.int32), 'targets': np.array([*targets, 1], np.int32)}
 
 
-def make_batch(corpus: np.ndarray, step: int) -> dict[str, np.ndarray]:
-    """The batch of a step, from the step's number alone."""
-    rng = np.random.default_rng([SEED, step])
-    starts = rng.integers(0, len(corpus) - LENGTH, BATCH)
-    pairs = [corrupt_spans(rng, corpus[start : start + LENGTH].astype(np.int32) + 3) for start in starts]
-    inputs, targets = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
-    return {'inputs': inputs, 'targets': targets}
+def make_batches(text: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
+    """This process's share of each batch, for ever, shuffled anew in every epoch; the iterator knows its position."""
+    data = grain.MapDataset.source(Windows(text))[jax.process_index() :: jax.process_count()]
+    data = data.seed(SEED).shuffle().repeat().random_map(corrupt_spans).batch(BATCH // jax.process_count())
+    return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
 # --- model ---------------------------------------------------------------------------------------------------------
@@ -230,56 +248,101 @@ def make_state(batch: dict) -> TrainState:
     return TrainState.create(apply_fn=T5().apply, params=variables['params'], tx=optimizer)
 
 
+def loss_of(params: dict, batch: dict, apply: Callable, **options: object) -> jax.Array:
+    """In nats a byte."""
+    logits = apply({'params': params}, **batch, **options)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch['targets']).mean()
+
+
 def train_step(state: TrainState, batch: dict) -> tuple[TrainState, jax.Array]:
-    """One update and the loss before it, in nats a byte."""
-    dropout = jax.random.fold_in(jax.random.key(SEED), state.step)
-
-    def loss_of(params: dict) -> jax.Array:
-        logits = state.apply_fn({'params': params}, **batch, deterministic=False, rngs={'dropout': dropout})
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch['targets']).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    """One update and the loss before it."""
+    dropout = {'dropout': jax.random.fold_in(jax.random.key(SEED), state.step)}
+    loss, grads = jax.value_and_grad(loss_of)(state.params, batch, state.apply_fn, deterministic=False, rngs=dropout)
     return state.apply_gradients(grads=grads), loss
 
 
-def setup(corpus: np.ndarray) -> tuple[TrainState, Callable, Callable, NamedSharding]:
-    """The state's shapes and shardings, functions that make it and train it, and the sharding of a batch."""
-    mesh = jax.make_mesh((2, 2), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    init = functools.partial(make_state, make_batch(corpus, 0))
-    shapes = jax.eval_shape(init)
-    shardings = jax.tree_util.tree_map_with_path(lambda path, _: sharding_of(path, mesh), shapes)
-    abstract = jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, shardings)
-    by_batch = NamedSharding(mesh, P('data'))
-    train = jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, by_batch), out_shardings=(shardings, None))
-    return abstract, jax.jit(init, out_shardings=shardings), train, by_batch
+class Program:
+    """What is compiled, and where things live: a mesh of all devices, in pairs that split the model."""
+
+    def __init__(self, batch: dict[str, np.ndarray]) -> None:
+        """Takes one process's share of a batch, for its shapes."""
+        devices = jax.device_count()
+        pair = 2 if devices % 2 == 0 else 1
+        mesh = jax.make_mesh((devices // pair, pair), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        init = functools.partial(make_state, batch)
+        shapes = jax.eval_shape(init)
+        shardings = jax.tree_util.tree_map_with_path(lambda path, _: sharding_of(path, mesh), shapes)
+        self.state = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
+        self.by_batch = NamedSharding(mesh, P('data'))
+        ins, whole = (shardings, self.by_batch), NamedSharding(mesh, P())
+        self.init = jax.jit(init, out_shardings=shardings)
+        self.train = jax.jit(train_step, donate_argnums=0, in_shardings=ins, out_shardings=(shardings, whole))
+        self.evaluate = jax.jit(
+            lambda state, batch: loss_of(state.params, batch, state.apply_fn), in_shardings=ins, out_shardings=whole
+        )
+
+    def put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """The global batch of which this process has a share."""
+        return {name: jax.make_array_from_process_local_data(self.by_batch, array) for name, array in batch.items()}
 
 
-def main() -> None:
-    """The loop."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run_dir', type=Path)
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--save-every', type=int, default=20)
-    args = parser.parse_args()
+    parser.add_argument('--eval-every', type=int, default=20)
+    # Python's own reference manual, as help() shows it: some 450 kB of English.
+    parser.add_argument('--text', type=Path, nargs='+', default=[Path(pydoc_data.topics.__file__)])
+    return parser.parse_args(arguments)
 
-    corpus = read_corpus()
-    abstract, init, train, by_batch = setup(corpus)
-    args.run_dir.mkdir(parents=True, exist_ok=True)
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The loop."""
+    args = parse(arguments)
+    text, held_out = read_text(args.text)
+    batches = make_batches(text)
+    program = Program(next(make_batches(text)))
+    held_out = [program.put(batch) for batch in itertools.islice(make_batches(held_out), EVAL_BATCHES)]
+    write_state_summary(args.run_dir, program.state)
     with (
-        t5ckpt.Checkpointer(abstract, checkpoints_dir=args.run_dir, keep=3) as checkpointer,
+        t5ckpt.PreemptionNotice() as preempted,
+        Watchdog(seconds=60) as watchdog,
+        t5ckpt.Checkpointer(
+            program.state,
+            checkpoints_dir=args.run_dir,
+            dataset_iterator=batches,
+            keep_policy=t5ckpt.KeepLatest(3) | t5ckpt.KeepBest(1, 'eval/loss', 'min', keep_without_metric=False),
+            save_policy=t5ckpt.SaveEvery(args.save_every) | t5ckpt.SaveLast(args.steps) | t5ckpt.SaveOnPreemption(),
+            preempted=preempted,
+        ) as checkpointer,
         (args.run_dir / 'losses.jsonl').open('a', encoding='utf-8') as log,
     ):
-        start = checkpointer.latest_step()
-        state = init() if start is None else checkpointer.restore()
-        print(f'starting at step {int(state.step)}' + ('' if start is None else ', restored'), flush=True)
-        for step in range(int(state.step), args.steps):
-            state, loss = train(state, jax.device_put(make_batch(corpus, step), by_batch))
-            if (step + 1) % args.save_every == 0:
+        state = t5ckpt.restore_or_init(checkpointer, program.init)
+        start = int(state.step)
+        print(f'starting at step {start}' + ('' if checkpointer.restored_step is None else ', restored'), flush=True)
+        with (
+            MetricWriter(args.run_dir / 'train', resume_at=start) as train_metrics,
+            MetricWriter(args.run_dir / 'eval', resume_at=start) as eval_metrics,
+        ):
+            for step in range(start, args.steps):
+                state, loss = program.train(state, program.put(next(batches)))
+                metrics = None
+                if (step + 1) % args.eval_every == 0:
+                    losses = [float(program.evaluate(state, batch)) for batch in held_out]
+                    metrics = {'eval/loss': sum(losses) / len(losses)}
+                    eval_metrics.write(step + 1, {'loss': metrics['eval/loss']})
                 # Returns at once: the state may be donated to the next step while it is still being written.
-                checkpointer.save_async(state)
-            print(json.dumps({'step': step, 'loss': float(loss).hex()}), file=log, flush=True)
-            if step % 10 == 0:
-                print(f'step {step:4}  loss {float(loss):.4f}', flush=True)
+                checkpointer.maybe_save(step + 1, state, metrics=metrics)
+                train_metrics.write(step, {'loss': loss})
+                print(json.dumps({'step': step, 'loss': float(loss).hex()}), file=log, flush=True)
+                if step % 10 == 0:
+                    print(f'step {step:4}  loss {float(loss):.4f}', flush=True)
+                watchdog.beat()
+                if checkpointer.should_stop:
+                    print(f'told to end: saved step {step + 1}', flush=True)
+                    break
 
 
 if __name__ == '__main__':

@@ -56,6 +56,7 @@ class RestoreRequest:
     donate: bool = False
     mmap: bool = False
     share_replicated: bool = False
+    leaves_iterator: bool = False
 
 
 def run_restore(
@@ -120,7 +121,7 @@ def _read(
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
     if dataset is not None:
         dataset.load(located.storage, located.directory, request.meeting.processes)
-    elif request.meeting.is_first:
+    elif request.meeting.is_first and not request.leaves_iterator:
         warn_of_unused(located.storage, located.directory)
     return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
 

@@ -249,6 +249,36 @@ def test_a_complete_step_is_replaced_only_when_asked_and_a_broken_one_always(tmp
     assert list(read_seqax(tmp_path)[0]) == [('v',)]
 
 
+def test_what_is_no_checkpoint_is_left_alone(tmp_path):
+    (tmp_path / '0000000001').mkdir()
+    (tmp_path / '0000000001' / 'thesis.tex').write_text('much work')
+    for overwrite in (False, True):
+        with pytest.raises(errors.CheckpointExistsError, match='no checkpoint of seqax'):
+            write_seqax(tmp_path, 1, {'w': np.ones(2)}, overwrite=overwrite)
+    assert (tmp_path / '0000000001' / 'thesis.tex').read_text() == 'much work'
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    write_seqax(tmp_path, 1, {'w': np.ones(2)})
+
+    def fail() -> np.ndarray:
+        raise errors.CorruptCheckpointError('a chunk is gone')
+
+    with pytest.raises(errors.CorruptCheckpointError, match='a chunk is gone'):
+        write_seqax(tmp_path, 1, {'w': t5ckpt.LazyThreadPoolArray((2,), np.float64, fail)}, overwrite=True)
+    assert seqax_steps(tmp_path) == [1]
+    assert_same(read_seqax(tmp_path)[0]['w',].get(), np.ones(2))
+    write_seqax(tmp_path, 1, {'w': np.zeros(2)}, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['0000000001']
+
+
+def test_other_storages_are_written_in_place(request):
+    place = f'memory://{request.node.name}/run'
+    write_seqax(place, 1, {'w': np.ones(2)})
+    write_seqax(place, 1, {'w': np.zeros(2)}, overwrite=True)
+    assert_same(read_seqax(place)[0]['w',].get(), np.zeros(2))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec('zarr') is None and os.environ.get('CI') != 'true',

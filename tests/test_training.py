@@ -74,11 +74,14 @@ def test_steps_in_time_show_nothing():
     done = run("""
 import time
 from t5ckpt.training import Watchdog
-with Watchdog(1.5, first_seconds=60) as watchdog:
-    for _ in range(100):
+end = time.monotonic() + 3.3
+with Watchdog(3, first_seconds=60) as watchdog:
+    while time.monotonic() < end:
         watchdog.beat()
-        time.sleep(0.02)
-time.sleep(1.6)
+        time.sleep(0.01)
+with Watchdog(0.2, first_seconds=60) as watchdog:
+    watchdog.beat()
+time.sleep(0.5)
 """)
     assert (done.returncode, done.stderr) == (0, '')
 
@@ -88,7 +91,7 @@ def test_the_first_step_may_take_longer():
 import time
 from t5ckpt.training import Watchdog
 with Watchdog(0.1, first_seconds=60): time.sleep(0.5)
-with Watchdog(0.1): time.sleep(0.5)
+with Watchdog(1): time.sleep(1.2)
 with Watchdog(60, first_seconds=0.1): time.sleep(0.5)
 """)
     assert done.stderr.count('most recent call first') >= 1

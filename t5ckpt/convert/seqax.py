@@ -267,21 +267,34 @@ def _write(directory: str | os.PathLike[str], step: int, leaves: Mapping[str, An
         raise ValueError(f'step={step}: seqax has ten digits for it.')
     arrays = {key: _checked(key, leaf) for key, leaf in leaves.items()}
     storage = open_storage(directory)
-    if storage.kind(name) is not None:
-        if _is_done(storage, name) and not overwrite:
-            raise CheckpointExistsError(
-                f'{storage.url(name)} is there already. Write to another directory, or overwrite.'
-            )
-        # First what makes it complete, so that seqax never loads half of it.
-        storage.delete_file(join(name, '.zattrs'))
-        storage.delete_tree(name)
-    storage.make_dir(name)
-    storage.write(join(name, '.zgroup'), b'{"zarr_format": 2}')
+    _check_room(storage, name, overwrite)
+    # seqax looks at names that are numbers only. Where nothing can be renamed, .zattrs is what makes it complete.
+    work = f'{name}.tmp' if storage.renames else name
+    _remove(storage, work)
+    storage.make_dir(work)
+    storage.write(join(work, '.zgroup'), b'{"zarr_format": 2}')
     for key, array in arrays.items():
-        _write_array(storage, join(name, key), array)
-    storage.sync_tree(name, sorted(arrays))
-    storage.write(join(name, '.zattrs'), json.dumps({_DONE: True}).encode())
+        _write_array(storage, join(work, key), array)
+    storage.sync_tree(work, sorted(arrays))
+    storage.write(join(work, '.zattrs'), json.dumps({_DONE: True}).encode())
+    if work != name:
+        _remove(storage, name)
+        storage.publish(work, name)
     return storage.url(name)
+
+
+def _check_room(storage: Storage, name: str, overwrite: bool) -> None:
+    if _is_done(storage, name) and not overwrite:
+        raise CheckpointExistsError(f'{storage.url(name)} is there already. Write to another directory, or overwrite.')
+    names = {entry.name for entry in storage.entries(name)}
+    if names and '.zgroup' not in names:
+        raise CheckpointExistsError(f'{storage.url(name)} is there and is no checkpoint of seqax. Move it away.')
+
+
+def _remove(storage: Storage, name: str) -> None:
+    """First what makes it complete, so that seqax never loads half of it."""
+    storage.delete_file(join(name, '.zattrs'))
+    storage.delete_tree(name)
 
 
 def _checked(name: str, leaf: Any) -> Any:

@@ -28,21 +28,19 @@ _BINS = 64
 class MetricWriter:
     """Writes an event file into a directory; one directory is one run of TensorBoard.
 
+    Args:
+      directory: a local one; made if it is not there.
+      resume_at: the step at which a run goes on that was killed: TensorBoard drops what the killed one wrote for this
+        step and later.
+
+    Raises:
+      MissingDependencyError: the extra 'tensorboard' is not installed.
+
     Notes: in processes other than the first nothing is written and no array is fetched. An event takes some 50
     microseconds; fetching a value waits for the step that computes it. ``flush`` makes everything durable.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_at: int | None = None):
-        """Starts an event file.
-
-        Args:
-          directory: a local one; made if it is not there.
-          resume_at: the step at which a run goes on that was killed: TensorBoard drops what the killed one wrote for
-            this step and later.
-
-        Raises:
-          MissingDependencyError: the extra 'tensorboard' is not installed.
-        """
         self._events: Any = None
         if jax_processes().index != 0:
             return

@@ -22,7 +22,12 @@ class ProfilerWindow:
     """Traces the steps from ``start`` to ``start + count - 1`` in process 0.
 
     Call :meth:`before` at the beginning of every step; use as a context manager, so that a run which ends inside the
-    window has its trace, too. TensorBoard's profile plugin and Perfetto open what it writes to ``directory``.
+    window has its trace, too. TensorBoard's profile plugin and Perfetto open what it writes.
+
+    Args:
+      directory: where the trace is to lie, a path or a URL; the run's, say.
+      start: the first step that is traced.
+      count: how many are.
 
     Notes: the trace is written to a temporary directory and copied from there to any storage, in the step after the
     window. A copy that fails is logged, with the place of what could not be copied, and does not end the run. A run
@@ -30,7 +35,6 @@ class ProfilerWindow:
     """
 
     def __init__(self, directory: str | os.PathLike[str], start: int, count: int = 3):
-        """Traces nothing before ``start``; ``directory`` is the run's, a path or a URL."""
         if count < 1:
             raise ValueError(f'count={count}: a window has at least one step.')
         self._directory = directory

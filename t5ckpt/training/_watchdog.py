@@ -19,6 +19,12 @@ class Watchdog:
 
     Use as a context manager and call :meth:`beat` in every step.
 
+    Args:
+      seconds: the longest that a step may take.
+      first_seconds: the same until the first beat, which restores and compiles; ten times ``seconds`` by default.
+      file: where to; standard error by default.
+      kill: end the process with status 1 after the dump, so that whoever started it can start it again.
+
     Notes: a beat costs some 50 microseconds. The dump goes through a file descriptor, so ``file`` must be a real file
     and stay open.
     """
@@ -26,14 +32,6 @@ class Watchdog:
     def __init__(
         self, seconds: float, *, first_seconds: float | None = None, file: IO[Any] | None = None, kill: bool = False
     ):
-        """Makes a watchdog; it watches from ``with`` on.
-
-        Args:
-          seconds: the longest that a step may take.
-          first_seconds: the same until the first beat, which restores and compiles; ten times ``seconds`` by default.
-          file: where to; standard error by default.
-          kill: end the process with status 1 after the dump, so that whoever started it can start it again.
-        """
         if not seconds > 0 or (first_seconds is not None and not first_seconds > 0):
             raise ValueError(f'seconds={seconds}, first_seconds={first_seconds}: both must be above 0.')
         self._seconds = seconds

@@ -100,6 +100,7 @@ def wait_for_steps(run: pathlib.Path, before: int, count: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.multiprocess
 def test_twenty_kills_do_not_change_a_bit(nursery, tmp_path):
     nursery.start(tmp_path / 'whole')
     assert nursery.ended() == 0, nursery.log()

@@ -119,10 +119,8 @@ def _read(
     with still_there(located):
         values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, wanted)
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
-    if dataset is not None:
-        dataset.load(located.storage, located.directory, request.meeting.processes)
-    elif request.meeting.is_first and not request.leaves_iterator:
-        warn_of_unused(located.storage, located.directory)
+    if not request.leaves_iterator:
+        _move_iterator(request, located, dataset)
     return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
 
 
@@ -132,6 +130,14 @@ def _free(template: LeafTable, kept: Sequence[Any]) -> None:
     for leaf in template.values():
         if is_jax_array(leaf) and id(leaf) not in needed and not leaf.is_deleted():
             leaf.delete()
+
+
+def _move_iterator(request: RestoreRequest, located: Located, dataset: DatasetState | None) -> None:
+    """Takes the data iterator to where the checkpoint says, or says which of the two has none."""
+    if dataset is not None:
+        dataset.load(located.storage, located.directory, request.meeting.processes)
+    elif request.meeting.is_first:
+        warn_of_unused(located.storage, located.directory)
 
 
 def _located(request: RestoreRequest) -> Located:

@@ -383,8 +383,7 @@ class Checkpointer:
             share_replicated=self._share_replicated,
             leaves_iterator=not restore_iterator,
         )
-        dataset = self._dataset if restore_iterator else None
-        return run_restore(request, self._train_state, self._partitioner, dataset)
+        return run_restore(request, self._train_state, self._partitioner, self._dataset)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

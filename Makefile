@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Set to run part of the tests: make test ARGS='tests/test_readme.py -k notebook'
 ARGS ?=
 
-.PHONY: help demo test test-fast lint format bench docs transformers constraints clean
+.PHONY: help demo test test-fast lint format bench soak docs transformers constraints clean
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo 'make test         all tests                     make test-fast    without those marked slow'
 	@echo 'make lint         ruff and pyright              make format       rewrite the sources with ruff'
 	@echo 'make transformers two versions, which tests of exports to Hugging Face compute with'
+	@echo 'make soak         faults at random for 30 minutes, then power cuts'
 	@echo 'make bench        against Orbax and raw I/O     make constraints  pin the newest versions (needs uv)'
 	@echo 'make docs         the site, in build/site'
 
@@ -48,6 +49,10 @@ bench: $(VENV)/installed-test
 docs: $(VENV)/installed-test
 	$(BIN)/python docs/make_errors.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+soak: $(VENV)/installed-test
+	$(BIN)/python tests/crash/campaign.py --minutes 30 --seed $$(date +%s) $(ARGS)
+	$(BIN)/python tests/crash/campaign.py --power --randoms 20 --seed $$(date +%s)
 
 # A distribution may ship Python without ensurepip; its own pip then fills the environment.
 $(BIN)/python:

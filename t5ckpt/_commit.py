@@ -8,16 +8,13 @@ sweeps; a crash after it leaves the checkpoint.
 Stores without rename: the same, in ``checkpoint_<step>`` itself; the manifest's write is the commit. ``_in_place.py`` has
 what is different there: who owns the directory, deleting, sweeping.
 
-Delete: rename to ``checkpoint_<step>.deleted-<unix s>``, then remove.
-
-Sweeping: a leftover is removed when nobody holds its lock and it is known to be dead: it is ours and was written on
-this host (the kernel drops the lock of a dead process), it was being deleted, it is empty, or the second in its name
-is older than an hour, which also covers what T5X leaves, since T5X takes no lock.
+Delete: rename to ``checkpoint_<step>.deleted-<unix s>``, then remove. What a crash leaves, ``_sweep.py`` removes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import socket
@@ -30,7 +27,6 @@ from t5ckpt._in_place import (
     hide_in_place,
     remove_in_place,
     remove_step,
-    sweep_in_place,
     take,
 )
 from t5ckpt._index import complete_index, mark_step
@@ -39,21 +35,18 @@ from t5ckpt._layout import (
     MANIFEST,
     PINNED,
     SIDECAR,
-    Leftover,
     deleted_dir,
     join,
     parse_hold,
-    parse_leftover,
     step_dir,
     tmp_dir,
 )
 from t5ckpt._manifest import decode_manifest
-from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
+from t5ckpt._sidecar import Sidecar, encode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.errors import (
     AccessDeniedError,
     CorruptCheckpointError,
-    FormatError,
     StorageError,
     T5CkptError,
     UnsupportedFormatError,
@@ -62,7 +55,6 @@ from t5ckpt.steps import is_orbax
 from t5ckpt.storage import Storage
 
 __all__ = [
-    'STALE_AFTER_SECONDS',
     'AlreadyCommittedError',
     'CommittedCheckpoint',
     'Workspace',
@@ -74,11 +66,9 @@ __all__ = [
     'is_free',
     'leave',
     'remove_hidden',
-    'sweep',
     'writer_facts',
 ]
 
-STALE_AFTER_SECONDS = 3600.0
 _log = logging.getLogger('t5ckpt')
 
 
@@ -214,19 +204,10 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes, directories: Sequen
         return final
     storage.write(join(work.directory, MANIFEST), manifest)
     storage.sync_tree(work.directory, directories)
-    broken = _rename_away(storage, work.step, clock) if storage.kind(final) == 'dir' and _vacate(work) else None
-    try:
-        storage.publish(work.directory, final)
-    except StorageError as error:
-        if broken is not None and work.replaces:
-            # Nothing has taken its place.
-            storage.publish(broken, final)
-        elif storage.kind(join(final, MANIFEST)) == 'file':
-            raise AlreadyCommittedError(storage.url(final)) from error
-        raise
+    old = _take_place(work, final, clock)
     work.directory = final
-    if broken is not None:
-        _remove_leftover(storage, broken)
+    if old is not None:
+        _remove_leftover(storage, old)
     work.claim.close()
     return final
 
@@ -254,6 +235,27 @@ def _commit_in_place(work: Workspace, hold: Hold, manifest: bytes) -> None:
         hold.close()
     else:
         hold.release()
+
+
+def _take_place(work: Workspace, final: str, clock: Clock) -> str | None:
+    """Renames the directory to its final name; where what stood there is now, or None."""
+    storage = work.storage
+    old = None
+    if storage.kind(final) == 'dir' and _vacate(work):
+        if storage.exchange(work.directory, final):
+            return _set_aside(storage, work.step, work.directory, clock)
+        # Without an exchange there is a moment in which neither is listed.
+        old = _rename_away(storage, work.step, clock)
+    try:
+        storage.publish(work.directory, final)
+    except StorageError as error:
+        if old is not None and work.replaces:
+            # Nothing has taken its place.
+            storage.publish(old, final)
+        elif error.errno in (errno.EEXIST, errno.ENOTEMPTY) and storage.kind(join(final, MANIFEST)) == 'file':
+            raise AlreadyCommittedError(storage.url(final)) from error
+        raise
+    return old
 
 
 def _vacate(work: Workspace) -> bool:
@@ -297,11 +299,19 @@ def abandon(work: Workspace) -> None:
         leave(work)
 
 
-def _rename_away(storage: Storage, step: int, clock: Clock) -> str:
+def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
+    """Gives the old checkpoint, whose place is taken, a name that every sweep removes, however little is left of it."""
+    try:
+        return _rename_away(storage, step, clock, name)
+    except T5CkptError:
+        return name
+
+
+def _rename_away(storage: Storage, step: int, clock: Clock, name: str = '') -> str:
     unix = int(clock())
     while storage.kind(deleted_dir(step, unix)) is not None:
         unix += 1
-    storage.publish(step_dir(step), deleted_dir(step, unix))
+    storage.publish(name or step_dir(step), deleted_dir(step, unix))
     return deleted_dir(step, unix)
 
 
@@ -343,56 +353,3 @@ def held_steps(storage: Storage, clock: Clock) -> set[int]:
     """The steps that readers ask not to be deleted now."""
     holds = [hold for name in storage.names('', HOLD_PREFIX) if (hold := parse_hold(name)) is not None]
     return {hold.step for hold in holds if hold.until >= clock()}
-
-
-def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> list[str]:
-    """Removes leftovers of dead writers and deleters.
-
-    Returns:
-      The names that were removed. One that cannot be removed is logged and does not stop the rest.
-    """
-    if not storage.renames:
-        return sweep_in_place(storage, clock, stale_after)
-    removed: list[str] = []
-    for entry in storage.entries():
-        leftover = parse_leftover(entry.name) if entry.is_dir else None
-        if leftover is None:
-            continue
-        try:
-            if _sweep_one(storage, entry.name, leftover, clock() - stale_after):
-                removed.append(entry.name)
-        except T5CkptError as error:
-            _log.warning('t5ckpt: could not sweep %s: %s', storage.url(entry.name), error)
-    if removed:
-        _log.info('t5ckpt: swept %s from %s', ', '.join(removed), storage.url())
-    return removed
-
-
-def _sweep_one(storage: Storage, name: str, leftover: Leftover, stale_before: float) -> bool:
-    claim = storage.claim(name)
-    if claim is None:
-        return False
-    try:
-        is_old = leftover.unix < stale_before
-        # Without a lock that works only the age says anything.
-        if is_old or (claim.is_held and (leftover.state == 'deleted' or _is_dead(storage, name))):
-            storage.delete_tree(name)
-            return True
-        return False
-    finally:
-        claim.close()
-
-
-def _is_dead(storage: Storage, name: str) -> bool:
-    """Whether an unlocked temporary directory is ours, of this host (so its lock would be held), or empty."""
-    entries = [entry.name for entry in storage.entries(name)]
-    if not entries:
-        return True
-    if SIDECAR not in entries:
-        # The crash came while the first file was being written; T5X and Orbax never make such a name.
-        return all(entry.startswith(SIDECAR) for entry in entries)
-    try:
-        writer = decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).extra.get('writer', {})
-    except FormatError:
-        return False
-    return isinstance(writer, dict) and writer.get('host') == socket.gethostname()

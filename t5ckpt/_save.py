@@ -21,7 +21,6 @@ from t5ckpt._commit import (
     begin,
     commit,
     is_free,
-    sweep,
     writer_facts,
 )
 from t5ckpt._compress import AUTO, choose_codec
@@ -40,6 +39,7 @@ from t5ckpt._reuse import Previous, find_previous, leaves_of_writes
 from t5ckpt._sidecar import Sidecar, TreeFacts, encode_sidecar
 from t5ckpt._specs import StoredArray, spec_of
 from t5ckpt._stage import Staging
+from t5ckpt._sweep import sweep
 from t5ckpt._transform import parameter_infos, transformed
 from t5ckpt._types import Clock, Partitioner, Progress
 from t5ckpt._version import __version__

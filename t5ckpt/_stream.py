@@ -34,7 +34,6 @@ from t5ckpt._commit import (
     commit,
     is_free,
     leave,
-    sweep,
     writer_facts,
 )
 from t5ckpt._compress import AUTO
@@ -49,6 +48,7 @@ from t5ckpt._reuse import files_of
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt._specs import spec_of
 from t5ckpt._stage import Staging
+from t5ckpt._sweep import sweep
 from t5ckpt._types import Clock, Path, Progress
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, write_arrays

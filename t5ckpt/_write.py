@@ -345,8 +345,13 @@ class _Writer:
             self.digests[key] = (len(data), digest(data))
 
     def stamps(self) -> dict[str, tuple[int, ...] | None]:
-        """Of all files."""
-        return {key: self._storage.stamp(join(self._job.directory, key)) for key in self.digests}
+        """Of all files; one whose rename into place was lost without an error is found here."""
+        stamps = {key: self._storage.stamp(join(self._job.directory, key)) for key in self.digests}
+        for key in [key for key, stamp in stamps.items() if stamp is None and self._storage.renames]:
+            if self._storage.size(join(self._job.directory, key)) is None:
+                where = self._storage.url(join(self._job.directory, key))
+                raise StorageError(errno.EIO, f'{where}: was written without an error, and is not there. Save again.')
+        return stamps
 
     def abandon(self) -> None:
         """Waits for what was started, so that nothing is written after the caller has cleaned up."""

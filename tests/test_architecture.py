@@ -72,6 +72,7 @@ ROWS = (
         '_integrity',
         '_in_place',
         '_commit',
+        '_sweep',
         '_retention',
         'datasets',
     ),

@@ -130,6 +130,11 @@ class Storage(ABC):
     def publish(self, source: str, target: str) -> None:
         """Renames a directory onto a name that does not exist, durably. Only where ``renames``."""
 
+    def exchange(self, source: str, target: str) -> bool:
+        """Swaps two directories, durably and at once; says False where that does not work."""
+        del source, target
+        return False
+
     def link(self, source: str, target: str) -> bool:
         """Makes ``target`` another name of the file ``source``, with parents; says False where that does not work."""
         return self.link_from(self, source, target)

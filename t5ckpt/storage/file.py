@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5ckpt._layout import join
 from t5ckpt.storage._errors import foreign_errors
+from t5ckpt.storage._rename import check_renamed, exchange, leads_to
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.options import FileOptions
 
@@ -31,6 +32,7 @@ __all__ = ['FileStorage']
 
 # As many open files as TensorStore may hold; 32 keeps a disk busy and stays far from ulimit -n.
 _IO_CONCURRENCY = 32
+_VISIBLE = 'the rename is visible, but may be gone after a power cut'
 
 
 class _Claim:
@@ -47,11 +49,17 @@ class _Claim:
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
-    """One name; None for what cannot be looked at (just deleted, a loop of links), which must not stop a listing."""
+    """One name; None for what is no file (just deleted, a link to nowhere), which must not stop a listing.
+
+    Raises:
+      OSError: what is there cannot be looked at. To leave it out would make a run seem shorter than it is.
+    """
     try:
         info = item.stat()
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return None
+        raise
     is_dir = stat.S_ISDIR(info.st_mode)
     return Entry(item.name, is_dir, 0 if is_dir else info.st_size, info.st_mtime)
 
@@ -87,8 +95,9 @@ class FileStorage(Storage):
         partial = f'{path}.__partial'
         with foreign_errors(self.url(key)):
             try:
-                self._write_synced(partial, data)
+                written = self._write_synced(partial, data)
                 os.replace(partial, path)
+                check_renamed(written, partial)
                 self._sync_dir(os.path.dirname(path))
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -96,13 +105,14 @@ class FileStorage(Storage):
                 raise
 
     @staticmethod
-    def _write_synced(path: str, data: bytes) -> None:
+    def _write_synced(path: str, data: bytes) -> os.stat_result:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
             os.fsync(fd)
+            return os.fstat(fd)
         finally:
             os.close(fd)
 
@@ -167,7 +177,7 @@ class FileStorage(Storage):
             except FileExistsError:
                 if exclusive:
                     return False
-                if not os.path.isdir(path):
+                if not stat.S_ISDIR(os.stat(path).st_mode):
                     raise NotADirectoryError(errno.ENOTDIR, 'a file stands where a directory should be') from None
         return True
 
@@ -179,12 +189,17 @@ class FileStorage(Storage):
                 return None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_swept = not leads_to(self._path(key), os.fstat(fd))
             except BlockingIOError:
                 os.close(fd)
                 return None
             except OSError:
                 # A file system without locks: the age in the directory's name is all there is to go by.
                 return _Claim(fd, False)
+        if is_swept:
+            # By another process, between our open and our lock.
+            os.close(fd)
+            return None
         return _Claim(fd, True)
 
     @staticmethod
@@ -212,13 +227,40 @@ class FileStorage(Storage):
 
     def publish(self, source: str, target: str) -> None:
         with foreign_errors(self.url(target)):
-            os.rename(self._path(source), self._path(target))
+            before = os.stat(self._path(source))
+            try:
+                os.rename(self._path(source), self._path(target))
+            except OSError:
+                # A network file system may have done it and lost the answer.
+                if not leads_to(self._path(target), before):
+                    raise
+            check_renamed(before, self._path(source))
             try:
                 self._sync_dir(os.path.dirname(self._path(target)))
-            except OSError:
+            except OSError as error:
                 # Not durable, so not done: the caller is told that nothing has changed.
-                os.rename(self._path(target), self._path(source))
+                self._take_back(source, target, error)
                 raise
+
+    def exchange(self, source: str, target: str) -> bool:
+        with foreign_errors(self.url(target)):
+            if not exchange(self._path(source), self._path(target)):
+                return False
+            try:
+                self._sync_dir(os.path.dirname(self._path(target)))
+            except OSError as error:
+                try:
+                    exchange(self._path(source), self._path(target))
+                except OSError:
+                    raise OSError(error.errno, f'{error.strerror}; {_VISIBLE}') from error
+                raise
+        return True
+
+    def _take_back(self, source: str, target: str, cause: OSError) -> None:
+        try:
+            os.rename(self._path(target), self._path(source))
+        except OSError:
+            raise OSError(cause.errno, f'{cause.strerror}; {_VISIBLE}') from cause
 
     def link_from(self, other: Storage, source: str, target: str) -> bool:
         path = other.local_path(source)

@@ -117,6 +117,10 @@ class FaultyStorage(Storage):
         self._count('publish', target)
         self._inner.publish(source, target)
 
+    def exchange(self, source: str, target: str) -> bool:
+        self._count('exchange', target)
+        return self._inner.exchange(source, target)
+
     def link(self, source: str, target: str) -> bool:
         self._count('link', target)
         return self._inner.link(source, target)

@@ -1,0 +1,53 @@
+"""Renames that are looked at afterwards, and two names that change places.
+
+A rename can be lost without an error (a broken disk, a file system of its own), and on a network its answer can be lost
+though it was made. Both are seen by looking where the inode is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+__all__ = ['check_renamed', 'exchange', 'leads_to']
+
+_RENAME_EXCHANGE = 2
+# The kernel, the file system or the C library has no such thing.
+_ABSENT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+def leads_to(path: str, info: os.stat_result) -> bool:
+    """Whether a path is known to lead to this file or directory."""
+    try:
+        return os.path.samestat(info, os.stat(path))
+    except OSError:
+        return False
+
+
+def check_renamed(info: os.stat_result, source: str) -> None:
+    """Looks, because a rename that is lost without an error would make a checkpoint with a hole in it."""
+    if leads_to(source, info):
+        raise OSError(errno.EIO, 'a rename to this name was reported as done, and was not made')
+
+
+def exchange(one: str, other: str) -> bool:
+    """Swaps what two names lead to, at once; says False where the system cannot (renameat2 of Linux).
+
+    Raises:
+      OSError: it can, and did not.
+    """
+    before = os.stat(one)
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, 'renameat2'):
+        return False
+    at_cwd = -100
+    if library.renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        if code in _ABSENT:
+            return False
+        # A network file system may have done it and lost the answer.
+        if not leads_to(other, before):
+            raise OSError(code, os.strerror(code))
+    check_renamed(before, one)
+    return True

@@ -1,0 +1,190 @@
+"""What a trainer does to its directory, each small enough to be broken at every file-system call.
+
+A scenario prepares a run, and acts on it. `adds` are the steps that the act makes, `removes` those that it may take away,
+`replaces` those that are there all the time, the old ones or the new; every other step that is there before must be there
+afterwards, byte for byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import t5ckpt
+from t5ckpt._commit import hide_checkpoint, remove_hidden
+from t5ckpt._plan import SaveOptions
+from t5ckpt._stream import StreamRequest, write_stream
+from t5ckpt._types import Clock
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FakeClock
+
+#: The step that every trainer saves after the fault.
+NEXT = 90
+
+
+def state(step: int) -> dict[str, Any]:
+    """Two chunks that change with the step, two that do not, and leaves that lie in the manifest."""
+    rng, frozen = np.random.default_rng(step), np.random.default_rng(0)
+    return {
+        'params': {'w': rng.standard_normal((64, 64), dtype=np.float32)},
+        'frozen': {'w': frozen.standard_normal((64, 64), dtype=np.float32)},
+        'small': rng.standard_normal(3, dtype=np.float32),
+        'step': np.int32(step),
+    }
+
+
+class Position:
+    """A data iterator: how many batches were taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def save(self, filename: str) -> None:
+        """Writes the number."""
+        pathlib.Path(f'{filename}.position').write_text(str(self.taken), encoding='ascii')
+
+    def load(self, filename: str) -> None:
+        """Reads it."""
+        self.taken = int(pathlib.Path(f'{filename}.position').read_text(encoding='ascii'))
+
+
+class Trainer:
+    """A checkpointer of the state above on a directory."""
+
+    def __init__(self, root: pathlib.Path, **options: Any) -> None:
+        """Touches nothing on disk."""
+        self.root = root
+        options = {'inline_bytes': 64, 'chunk_bytes': 2**13, 'clock': FakeClock()} | options
+        self.checkpointer = t5ckpt.Checkpointer(state(0), checkpoints_dir=root, **options)
+
+    def save(self, step: int) -> Any:
+        """A blocking save; what it prunes is gone when this returns."""
+        saved = self.checkpointer.save(state(step), step=step)
+        self.checkpointer._retention.wait()
+        return saved
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """See the top of this file."""
+
+    prepare: Callable[[pathlib.Path], None]
+    act: Callable[[Trainer], Any]
+    adds: frozenset[int] = frozenset()
+    removes: frozenset[int] = frozenset()
+    replaces: frozenset[int] = frozenset()
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def trainer(self, root: pathlib.Path) -> Trainer:
+        """As the scenario's options have it; a data iterator is never shared."""
+        options = dict(self.options)
+        if 'dataset_iterator' in options:
+            options['dataset_iterator'] = options['dataset_iterator']()
+        return Trainer(root, **options)
+
+
+def _saved(*steps: int, **options: Any) -> Callable[[pathlib.Path], None]:
+    def prepare(root: pathlib.Path) -> None:
+        for step in steps:
+            Scenario(_nothing, _nothing, options=options).trainer(root).save(step)
+
+    return prepare
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
+def _broken_second(root: pathlib.Path) -> None:
+    _saved(1, 2)(root)
+    manifest = root / 'checkpoint_2' / 'checkpoint'
+    manifest.write_bytes(manifest.read_bytes()[:40])
+
+
+def _leftovers(root: pathlib.Path) -> None:
+    """Of a writer that died, of a deletion that was cut, and a temporary directory without anything in it."""
+    _saved(1)(root)
+    whole = root / 'checkpoint_1'
+    shutil.copytree(whole, root / 'checkpoint_2.tmp-1600000000', ignore=shutil.ignore_patterns('checkpoint'))
+    shutil.copytree(whole, root / 'checkpoint_0.deleted-1700000000', ignore=shutil.ignore_patterns('t5ckpt.json'))
+    (root / 'checkpoint_3.tmp-1700000000').mkdir()
+
+
+def delete(root: pathlib.Path, step: int, clock: Clock) -> None:
+    """What pruning does with a step."""
+    storage = open_storage(root)
+    hidden = hide_checkpoint(storage, step, clock)
+    if hidden is not None:
+        remove_hidden(storage, hidden, clock)
+
+
+def _convert(trainer: Trainer, *, overwrite: bool) -> None:
+    """What every converter ends in: leaves of any origin, written one after another."""
+    leaves = {('params', 'w'): state(2)['params']['w'], ('frozen', 'w'): state(2)['frozen']['w']}
+    table = leaves | {(name,): state(2)[name] for name in ('small', 'step')}
+    options = SaveOptions(inline_bytes=64, chunk_bytes=2**13)
+    request = StreamRequest(open_storage(trainer.root), 2, options, overwrite=overwrite, clock=FakeClock())
+    write_stream(table, request)
+
+
+def _save_async(trainer: Trainer) -> None:
+    pending = trainer.checkpointer.save_async(state(2), step=2)
+    pending.result()
+    trainer.checkpointer.close()
+
+
+def _pin(trainer: Trainer) -> None:
+    t5ckpt.pin_checkpoint(trainer.root / 'checkpoint_1', 'the best so far')
+    t5ckpt.unpin_checkpoint(trainer.root / 'checkpoint_2')
+
+
+def _pinned_second(root: pathlib.Path) -> None:
+    _saved(1, 2)(root)
+    t5ckpt.pin_checkpoint(root / 'checkpoint_2')
+
+
+def _save_twice(trainer: Trainer) -> None:
+    """The second save links what the first one wrote without a look at it: the arrays are the same objects."""
+    import jax
+
+    device = {key: jax.device_put(value) for key, value in state(2)['params'].items()}
+    for step in (2, 3):
+        fresh = state(step)
+        fresh['params'] = device if step == 2 else {'w': jax.device_put(fresh['params']['w'])}
+        fresh['frozen'] = {'w': getattr(trainer, 'frozen', None)} if step == 3 else fresh['frozen']
+        if step == 2:
+            trainer.frozen = fresh['frozen']['w'] = jax.device_put(fresh['frozen']['w'])
+        trainer.checkpointer.save(fresh, step=step)
+
+
+_ONE, _TWO = frozenset({1}), frozenset({2})
+_PLAIN = {'reuse_unchanged': False}
+
+SCENARIOS = {
+    'first save': Scenario(_nothing, lambda t: t.save(1), adds=_ONE),
+    'save': Scenario(_saved(1), lambda t: t.save(2), adds=_TWO, options=_PLAIN),
+    'save, linking': Scenario(_saved(1), lambda t: t.save(2), adds=_TWO),
+    'two saves, linking arrays on devices': Scenario(_saved(1), _save_twice, adds=frozenset({2, 3})),
+    'save, zstd': Scenario(_saved(1), lambda t: t.save(2), adds=_TWO, options={'compression': 'zstd'} | _PLAIN),
+    'save in the background': Scenario(_saved(1), _save_async, adds=_TWO),
+    'save with a data iterator': Scenario(
+        _saved(1, 2, dataset_iterator=Position),
+        lambda t: t.save(3),
+        adds=frozenset({3}),
+        options={'dataset_iterator': Position, 'keep_dataset_checkpoints': 1},
+    ),
+    'save and prune': Scenario(
+        _saved(1, 2, 3), lambda t: t.save(4), adds=frozenset({4}), removes=_ONE | _TWO, options={'keep': 2}
+    ),
+    'overwrite a broken step': Scenario(_broken_second, lambda t: t.save(2), adds=_TWO),
+    'convert': Scenario(_saved(1), lambda t: _convert(t, overwrite=False), adds=_TWO),
+    'convert, overwriting': Scenario(_saved(1, 2), lambda t: _convert(t, overwrite=True), replaces=_TWO),
+    'delete': Scenario(_saved(1, 2), lambda t: delete(t.root, 1, FakeClock()), removes=_ONE),
+    'save and sweep': Scenario(_leftovers, lambda t: t.save(2), adds=_TWO),
+    'pin and unpin': Scenario(_pinned_second, _pin),
+}

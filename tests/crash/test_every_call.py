@@ -1,0 +1,58 @@
+"""Real saves, deletions and overwrites, broken at every file-system call; see campaign.py for single faults and more."""
+
+import collections
+
+import campaign
+import pytest
+from support import faultshim
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+# Of the faults that a call can have besides the first, CI takes each ninth; campaign.py takes them all.
+EVERY = 9
+
+
+@pytest.fixture(scope='module')
+def report():
+    """All faults of CI; a minute or two on two cores."""
+    faultshim.require_gcc()
+    calls = campaign.calls_of(campaign.scenario_names())
+    work = [(name, fault, at) for name in calls for fault, at in campaign.plan(calls[name], EVERY)]
+    report = campaign.Report({}, [])
+    campaign.run(work, report, workers=2)
+    return report
+
+
+def test_every_promise_is_kept(report):
+    assert not report.broken, '\n'.join(report.lines())
+
+
+def test_enough_was_broken(report):
+    assert report.injected >= 2000
+    happened = {fault for (_, fault), counts in report.outcomes.items() if counts.total() > counts['not reached']}
+    assert happened == set(campaign.FAULTS)
+    # A plan is made from one run and carried out in others, whose threads take turns otherwise; rarely one call less.
+    missed = sum(counts['not reached'] for counts in report.outcomes.values())
+    assert missed < report.injected / 50
+
+
+def test_faults_are_reported_to_the_caller(report):
+    """A fault that nobody notices is one that did no harm; most are errors."""
+    for fault, name in [('ENOSPC', 'NoSpaceError'), ('EACCES', 'AccessDeniedError'), ('EIO', 'StorageError')]:
+        total = sum((counts for (_, key), counts in report.outcomes.items() if key == fault), collections.Counter())
+        assert total[name] > total.total() / 4
+
+
+def test_every_disk_that_a_power_cut_leaves():
+    """Un-fsynced changes lost, torn and reordered, at every moment of every scenario."""
+    faultshim.require_gcc()
+    answers = campaign.cut_power(campaign.scenario_names(), randoms=2, seed=0, workers=2)
+    assert [answer for answer in answers.values() if answer.get('number') != 0] == []
+    assert sum(answer['disks'] for answer in answers.values()) >= 400
+
+
+def test_a_program_that_does_not_fsync_loses_to_the_power_cut():
+    """The model would notice: with the fsyncs left out of the same records, checkpoints break."""
+    faultshim.require_gcc()
+    answers = campaign.cut_power(['save', 'delete'], randoms=1, seed=0, workers=1, fsync=False)
+    assert answers['save']['number'] > 0

@@ -12,6 +12,7 @@ from t5ckpt._version import __version__
 
 if TYPE_CHECKING:
     from t5ckpt._commit import CommittedCheckpoint
+    from t5ckpt._copy import CopyReport, copy_checkpoint
     from t5ckpt._damage import Damage, VerifyReport
     from t5ckpt._diff import CheckpointDiff, LeafDiff, diff
     from t5ckpt._index import reindex_steps
@@ -77,6 +78,7 @@ __all__ = [
     'CheckpointView',
     'Checkpointer',
     'CommittedCheckpoint',
+    'CopyReport',
     'Damage',
     'Decision',
     'ExportOptions',
@@ -122,6 +124,7 @@ __all__ = [
     'all_dataset_checkpoint_steps',
     'all_steps',
     'apply_assignment_map',
+    'copy_checkpoint',
     'diff',
     'export_hf',
     'export_npz',
@@ -152,6 +155,7 @@ _MODULES = {
     'CheckpointView': 'view',
     'Checkpointer': 'checkpointer',
     'CommittedCheckpoint': '_commit',
+    'CopyReport': '_copy',
     'Damage': '_damage',
     'Decision': 'policies',
     'KeepAll': 'policies',
@@ -196,6 +200,7 @@ _MODULES = {
     'all_dataset_checkpoint_steps': 'steps',
     'all_steps': 'steps',
     'apply_assignment_map': 'translate',
+    'copy_checkpoint': '_copy',
     'diff': '_diff',
     'export_hf': 'convert.huggingface',
     'export_npz': 'convert.plain',

@@ -5,8 +5,7 @@ sidecar; the arrays are written; ``commit`` writes the sidecar and, last, the ma
 and fsyncs the parent. A crash before the rename leaves a directory that no listing shows and that the next start
 sweeps; a crash after it leaves the checkpoint.
 
-Stores without rename: the same, in ``checkpoint_<step>`` itself; the manifest's write is the commit. ``_in_place.py`` has
-what is different there: who owns the directory, deleting, sweeping.
+Stores without rename: the same, in ``checkpoint_<step>`` itself; the manifest's write is the commit, see ``_in_place.py``.
 
 Delete: rename to ``checkpoint_<step>.deleted-<unix s>``, then remove. What a crash leaves, ``_sweep.py`` removes.
 """
@@ -181,13 +180,13 @@ def _write_owner(work: Workspace, writer: Mapping[str, Any]) -> None:
         raise
 
 
-def commit(work: Workspace, manifest: bytes, sidecar: bytes, directories: Sequence[str], clock: Clock) -> str:
+def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories: Sequence[str], clock: Clock) -> str:
     """Makes a written directory the checkpoint of its step.
 
     Args:
       work: where everything was written.
       manifest: the file's bytes.
-      sidecar: likewise.
+      sidecar: likewise; None for a copy of what has none.
       directories: that were written, relative to the checkpoint's.
       clock: unix seconds.
 
@@ -198,7 +197,10 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes, directories: Sequen
       StorageError: nothing became visible; call :func:`abandon`.
     """
     storage, final = work.storage, step_dir(work.step)
-    storage.write(join(work.directory, SIDECAR), sidecar)
+    if sidecar is None:
+        storage.delete_file(join(work.directory, SIDECAR))
+    else:
+        storage.write(join(work.directory, SIDECAR), sidecar)
     if work.hold is not None:
         _commit_in_place(work, work.hold, manifest)
         return final

@@ -55,7 +55,7 @@ from t5ckpt._write import WriteJob, WriteReport, write_arrays
 from t5ckpt.errors import CheckpointExistsError, FormatError
 from t5ckpt.storage import Storage
 
-__all__ = ['STREAM_BYTES', 'BorrowedArray', 'StreamRequest', 'write_stream']
+__all__ = ['STREAM_BYTES', 'BorrowedArray', 'StreamRequest', 'resume_text', 'unfinished', 'write_stream']
 
 STREAM_BYTES = 512 * 10**6
 """Bytes in flight by default: enough for a few chunks of 64 MiB on their way to the disk."""
@@ -154,32 +154,34 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
 def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
     """The directory of a killed write that was after the same, or a new one."""
     storage, facts = request.storage, writer_facts(__version__)
-    unfinished = None
+    again = None
     if request.source is not None:
         header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
         facts['resume'] = digest(plan_text(plan, header).encode())
-        unfinished = _unfinished(storage, request.step, facts['resume'])
+        again = unfinished(storage, request.step, facts['resume'])
     # The lock of the unfinished one is held by now, so it is not swept.
     sweep(storage, request.clock)
-    work = begin(storage, request.step, request.clock, facts) if unfinished is None else unfinished
+    work = begin(storage, request.step, request.clock, facts) if again is None else again
     work.replaces = request.overwrite
     return work
 
 
-def _unfinished(storage: Storage, step: int, fingerprint: str) -> Workspace | None:
+def unfinished(storage: Storage, step: int, fingerprint: str) -> Workspace | None:
+    """The directory of a killed write of the same, taken over."""
     for entry in storage.entries() if storage.renames else ():
         leftover = parse_leftover(entry.name)
         if leftover is None or leftover.state != 'tmp' or leftover.step != step:
             continue
         claim = storage.claim(entry.name)
-        if claim is not None and claim.is_held and _resume_text(storage, entry.name) == fingerprint:
+        if claim is not None and claim.is_held and resume_text(storage, entry.name) == fingerprint:
             return Workspace(storage, step, entry.name, claim)
         if claim is not None:
             claim.close()
     return None
 
 
-def _resume_text(storage: Storage, directory: str) -> Any:
+def resume_text(storage: Storage, directory: str) -> Any:
+    """What an unfinished directory is to become, as its owner wrote it down."""
     key = join(directory, SIDECAR)
     if storage.kind(key) != 'file':
         return None

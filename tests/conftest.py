@@ -64,6 +64,13 @@ class Bucket:
         """A directory that nobody has used yet."""
         return f'{self.scheme}://test-bucket/{uuid.uuid4().hex}/run'
 
+    def environment(self) -> dict[str, str]:
+        """The variables that a user of it sets."""
+        if self.scheme == 'gs':
+            return {'TENSORSTORE_GCS_HTTP_URL': self.proxy.url, 'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'token'}
+        keys = {'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test', 'AWS_REGION': 'us-east-1'}
+        return keys | {'AWS_ENDPOINT_URL_S3': self.proxy.url}
+
     @contextlib.contextmanager
     def served_by(self, address: str) -> Generator[None]:
         """Has TensorStore ask another server."""
@@ -116,8 +123,8 @@ def _s3(tmp_path_factory: pytest.TempPathFactory) -> Generator[Bucket]:
 @pytest.fixture
 def gs(_gs: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """Google's store, with the variables that a user of it sets."""
-    monkeypatch.setenv('TENSORSTORE_GCS_HTTP_URL', _gs.proxy.url)
-    monkeypatch.setenv('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'token')
+    for name, value in _gs.environment().items():
+        monkeypatch.setenv(name, value)
     _gs.proxy.reset()
     return _gs
 
@@ -125,10 +132,8 @@ def gs(_gs: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
 @pytest.fixture
 def s3(_s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """An S3 server, with the variables that a user of it sets."""
-    monkeypatch.setenv('AWS_ENDPOINT_URL_S3', _s3.proxy.url)
-    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'test')
-    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'test')
-    monkeypatch.setenv('AWS_REGION', 'us-east-1')
+    for name, value in _s3.environment().items():
+        monkeypatch.setenv(name, value)
     _s3.proxy.reset()
     return _s3
 

@@ -76,7 +76,7 @@ ROWS = (
         '_retention',
         'datasets',
     ),
-    ('_gather', '_transform', '_save', '_pending', '_schedule', '_borrow', '_stream'),
+    ('_gather', '_transform', '_save', '_pending', '_schedule', '_borrow', '_stream', '_copy'),
     ('_blocks', 'plots', '_stats', 'view', '_diff', 'runs', 'load', '_restore'),
     ('convert',),
     ('checkpointer', 'save_best', 'resume'),

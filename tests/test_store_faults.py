@@ -82,7 +82,7 @@ def leaves_nothing_behind(url, clock):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('rate', [0.03, 0.15])
+@pytest.mark.parametrize('rate', [0.1, 0.25])
 def test_faults_at_random(bucket, rate):
     """More than five hundred in all four runs of this test, of all kinds, at requests of all kinds."""
     rng = random.Random(rate)
@@ -106,9 +106,9 @@ def test_faults_at_random(bucket, rate):
         # Retention may have failed or have been done twice over, but what it must keep is there.
         assert set(sorted(committed)[-3:]) <= listed <= tried
         check(url, must=listed)
-        if hits > 150 and len(committed) > 3:
+        if hits > 130 and len(committed) > 3:
             break
-    assert hits > 150
+    assert hits > 130
     leaves_nothing_behind(url, clock)
 
 

@@ -24,6 +24,7 @@ VERBS = {
     'diff': 'diff',
     'export': 'export',
     'import': 'import_',
+    'cp': 'cp',
 }
 
 

@@ -1,0 +1,265 @@
+"""Copying a checkpoint as it is, between any two storages.
+
+Files are copied many at a time, each compared with its checksum on the way where the checkpoint has checksums; the
+manifest comes last, by the same commit as a save's, so that a copy is there whole or not at all.
+
+A copy that was stopped or that failed leaves what it has written. The next one of the same checkpoint to the same place
+goes on from there: a file that is there came whole, since none is visible before that. Its owner's sidecar says what it is
+a copy of; anything else that is unfinished there is not touched, or swept by the next save.
+
+Notes: memory is that of the files in flight, 256 MiB or one file. Nothing is decoded but the lists of files.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5ckpt._budget import ByteBudget
+from t5ckpt._commit import AlreadyCommittedError, Workspace, begin, commit, is_free, leave, writer_facts
+from t5ckpt._digest import digest
+from t5ckpt._in_place import remove_step, take
+from t5ckpt._index import complete_index
+from t5ckpt._layout import DATASET_REMOVED, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
+from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
+from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
+from t5ckpt._stream import resume_text, unfinished
+from t5ckpt._types import Clock, Progress
+from t5ckpt._version import __version__
+from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.steps import Located, locate
+from t5ckpt.storage import Storage, open_storage, split_path
+
+__all__ = ['CopyReport', 'copy_checkpoint']
+
+_IN_FLIGHT_BYTES = 256 * 2**20
+_LEDGER_PREFIX = 'integrity.'
+# What a file counts whose size no listing and no checksum says.
+_UNKNOWN_BYTES = 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyReport:
+    """What was copied.
+
+    Attributes:
+      step: the checkpoint's.
+      path: the copy's directory, as a user would write it.
+      files: that the copy has.
+      nbytes: that were moved, not counting what an earlier attempt had moved.
+      resumed_files: that an earlier attempt had copied.
+      checked_files: that were compared with their checksums.
+      seconds: it took.
+    """
+
+    step: int
+    path: str
+    files: int
+    nbytes: int
+    resumed_files: int
+    checked_files: int
+    seconds: float
+
+
+def copy_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    storage_options: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None),
+    progress: Progress | None = None,
+    workers: int = 16,
+) -> CopyReport:
+    """Copies a checkpoint byte for byte to another run, on any storage; a pin does not come along.
+
+    Args:
+      source: a run's directory, a step's directory, or a manifest file.
+      target: the run's directory that is to hold it.
+      step: which step, where ``source`` is a run's directory; None takes the latest.
+      storage_options: of the source and of the target, see docs/storage.md.
+      progress: called with (bytes done, bytes in all), as far as they are known.
+      workers: how many files are under way at once.
+
+    Raises:
+      CheckpointNotFoundError: there is no such checkpoint.
+      CheckpointExistsError: the target has this step already, or somebody is writing it.
+      CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
+      StorageError: one of the storages refused. Nothing became visible, and a second call goes on from here.
+    """
+    if workers < 1:
+        raise ValueError(f'workers={workers}: at least one has to copy.')
+    started = time.monotonic()
+    located = locate(source, step, storage_options[0])
+    if not located.manifest:
+        raise UnsupportedFormatError(
+            f'{located.url} is a checkpoint of Orbax, which has no file that makes it complete. Convert it, or copy its '
+            'directory with another tool.'
+        )
+    number = _step_of(located, target)
+    storage = open_storage(target, storage_options[1])
+    _check_free(storage, number)
+    try:
+        return _Copy(located, storage, number, progress, workers).run(started)
+    except AlreadyCommittedError as error:
+        raise CheckpointExistsError(f'{error}. Copy to another run, or try again.') from error
+
+
+def _step_of(located: Located, target: str | os.PathLike[str]) -> int:
+    _, name = split_path(target)
+    if parse_step_dir(name) is not None:
+        raise ValueError(f'{os.fspath(target)} is a directory of a step. Give that of the run, its parent.')
+    if located.step is None:
+        raise UnsupportedFormatError(
+            f'{located.url}: its directory has no step in its name, so the copy would have none. Rename it to '
+            '"checkpoint_<step>".'
+        )
+    return located.step
+
+
+def _check_free(storage: Storage, step: int) -> None:
+    if not is_free(storage, step):
+        raise CheckpointExistsError(f'{storage.url(step_dir(step))} is there already. Copy to another run.')
+
+
+def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) -> Workspace:
+    """The directory of an earlier attempt at the same, or a new one."""
+    if storage.renames:
+        again = unfinished(storage, step, facts['resume'])
+        return begin(storage, step, clock, facts) if again is None else again
+    complete_index(storage)
+    work = Workspace(storage, step, step_dir(step), hold=take(storage, step, clock))
+    try:
+        _check_free(storage, step)
+        if resume_text(storage, work.directory) != facts['resume']:
+            remove_step(storage, step)
+            owner = Sidecar(extra={'writer': dict(facts), 'step': step})
+            storage.write(join(work.directory, SIDECAR), encode_sidecar(owner))
+    except BaseException:
+        leave(work)
+        raise
+    return work
+
+
+class _Copy:
+    """One copy under way."""
+
+    def __init__(self, located: Located, storage: Storage, step: int, progress: Progress | None, workers: int):
+        self._from = located.storage
+        self._base = located.directory
+        self._manifest_name = located.manifest
+        self._to = storage
+        self._step = step
+        self._progress = progress
+        self._workers = workers
+        self._budget = ByteBudget(_IN_FLIGHT_BYTES)
+        self._done = 0
+
+    def run(self, started: float, clock: Clock = time.time) -> CopyReport:
+        sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
+        sizes.pop(PINNED, None)
+        manifest = self._read(self._manifest_name, None)
+        sidecar = self._read(SIDECAR, None) if SIDECAR in sizes else None
+        ledger = self._ledger(sidecar, sizes)
+        self._compare(self._manifest_name, manifest, ledger)
+        lost = sorted(set(ledger) - set(sizes))
+        removed = [name for name in lost if name.startswith(f'{TRAIN_DS_PREFIX}-') and DATASET_REMOVED in sizes]
+        if len(lost) > len(removed):
+            gone = next(name for name in lost if name not in removed)
+            raise CorruptCheckpointError(f'{self._from.url(join(self._base, gone))} is missing; it is not copied.')
+        names = sorted(set(sizes) - {self._manifest_name, SIDECAR})
+        facts = writer_facts(__version__) | {'resume': digest(manifest + (sidecar or b''))}
+        work = _begin(self._to, self._step, clock, facts)
+        try:
+            kept = self._there(work, names, ledger)
+            total = sum(self._size(name, sizes, ledger) for name in names)
+            self._report(sum(self._size(name, sizes, ledger) for name in kept), total)
+            waiting = {name: self._size(name, sizes, ledger) for name in names if name not in kept}
+            moved = self._copy_all(work, waiting, total, ledger)
+            parents = sorted({name.rpartition('/')[0] for name in names} - {''})
+            commit(work, manifest, sidecar, parents, clock)
+        except BaseException:
+            leave(work)
+            raise
+        checked = sum(name in ledger for name in [*names, self._manifest_name])
+        nbytes = moved + len(manifest) + len(sidecar or b'')
+        path, seconds = self._to.url(step_dir(self._step)), time.monotonic() - started
+        return CopyReport(self._step, path, len(sizes), nbytes, len(kept), checked, seconds)
+
+    def _read(self, name: str, ledger: Ledger | None) -> bytes:
+        data = self._from.read(join(self._base, name))
+        if ledger is not None:
+            self._compare(name, data, ledger)
+        return data
+
+    def _compare(self, name: str, data: bytes, ledger: Ledger) -> None:
+        recorded = ledger.get(name)
+        if recorded is not None and recorded != (len(data), digest(data)):
+            raise CorruptCheckpointError(
+                f'{self._from.url(join(self._base, name))} differs from its checksum: {len(data):,} bytes, recorded are '
+                f'{recorded[0]:,}. A damaged checkpoint is not copied; restore an older step, or repair it.'
+            )
+
+    def _ledger(self, sidecar: bytes | None, sizes: Mapping[str, int | None]) -> Ledger:
+        """The checksums of all files, as far as there are any."""
+        if sidecar is None:
+            return {}
+        where = self._from.url(join(self._base, SIDECAR))
+        found = ledger_entries(decode_sidecar(sidecar, where).extra.get('digests', {}), where)
+        for name in [name for name in found if name.startswith(_LEDGER_PREFIX) and name in sizes]:
+            found |= decode_ledger(self._read(name, found), self._from.url(join(self._base, name)))
+        return found
+
+    @staticmethod
+    def _size(name: str, sizes: Mapping[str, int | None], ledger: Ledger) -> int:
+        size = sizes[name]
+        return size if size is not None else ledger[name][0] if name in ledger else 0
+
+    def _there(self, work: Workspace, names: Sequence[str], ledger: Ledger) -> set[str]:
+        """The files that an earlier attempt has copied."""
+        found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
+        return {
+            name
+            for name in names
+            if name in found and (name not in ledger or found[name] is None or found[name] == ledger[name][0])
+        }
+
+    def _report(self, size: int, total: int) -> None:
+        self._done += size
+        if self._progress is not None and size:
+            self._progress(self._done, max(total, self._done))
+
+    def _copy_all(self, work: Workspace, waiting: Mapping[str, int], total: int, ledger: Ledger) -> int:
+        for parent in sorted({name.rpartition('/')[0] for name in waiting}):
+            self._to.make_dir(join(work.directory, parent))
+        moved = 0
+        with concurrent.futures.ThreadPoolExecutor(self._workers, 't5ckpt-copy') as pool:
+            futures = [pool.submit(self._copy_one, work, name, size, ledger) for name, size in waiting.items()]
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    size = future.result()
+                    moved += size
+                    self._report(size, total)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return moved
+
+    def _copy_one(self, work: Workspace, name: str, size: int, ledger: Ledger) -> int:
+        admitted = size or _UNKNOWN_BYTES
+        with self._admitted(admitted):
+            data = self._read(name, ledger)
+            self._to.write(join(work.directory, name), data)
+            return len(data)
+
+    @contextlib.contextmanager
+    def _admitted(self, size: int) -> Any:
+        self._budget.acquire(size)
+        try:
+            yield
+        finally:
+            self._budget.release(size)

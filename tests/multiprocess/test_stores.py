@@ -1,0 +1,53 @@
+"""Four real processes save to and restore from a bucket together."""
+
+import numpy as np
+import pytest
+import scenarios
+from job import Job
+
+import t5ckpt
+from t5ckpt.storage import open_storage
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+@pytest.fixture(scope='module', params=['gs', 's3'])
+def job_and_bucket(request):
+    """The processes see the variables that this one has when they start."""
+    bucket = request.getfixturevalue(f'_{request.param}')
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in bucket.environment().items():
+            patch.setenv(name, value)
+        bucket.proxy.reset()
+        job = Job(4, 2)
+        yield job, bucket
+        job.close()
+
+
+def test_four_writers_and_any_mesh(job_and_bucket):
+    job, bucket = job_and_bucket
+    url = bucket.url()
+    answers = job.run('save', url)
+    assert [barriers for barriers, _ in answers] == [2] * 4
+    written = [
+        request.key for request in bucket.proxy.clear() if request.kind == 'write' and '/checkpoint_1/' in request.key
+    ]
+    assert len(written) == len(set(written))
+    assert written[-1].endswith('/checkpoint_1/checkpoint')
+    assert sum('integrity.' in key for key in written) == 4
+    for shape, swap in (((2, 4), True), ((8, 1), False)):
+        job.run('restore', url, shape, swap)
+    loaded = t5ckpt.load_t5x_checkpoint(url)
+    for name, values in scenarios.expected().items():
+        group, leaf = name.split('/')
+        assert np.asarray(loaded[group][leaf]).tobytes() == values.tobytes()
+    assert t5ckpt.verify(url, full=True).ok
+
+
+def test_retention_and_a_step_that_is_there(job_and_bucket):
+    job, bucket = job_and_bucket
+    url = bucket.url()
+    assert job.run('many_saves', url, 2) == [[2, 3]] * 4
+    assert job.run('save', url, 3, 5) == [[1, None]] * 4
+    names = {key.partition('/')[0] for key, _ in open_storage(url).walk('')}
+    assert names == {'.t5ckpt', 'checkpoint_2', 'checkpoint_3'}

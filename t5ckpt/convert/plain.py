@@ -62,7 +62,7 @@ def export_safetensors(
     Raises:
       UnsupportedLeafError: safetensors has no such dtype, or a cast would make a finite value infinite.
       OutputExistsError: something is there, and ``options.force`` is not set.
-      CheckpointNotFoundError, FormatError, StorageError.
+      CheckpointNotFoundError: there is no such checkpoint; FormatError and StorageError if it cannot be read.
       ValueError: ``select`` is no regular expression, or is found in no name.
     """
     return _export(checkpoint, file, options, _write_safetensors)
@@ -81,7 +81,8 @@ def export_npz(
       options: as for :func:`export_safetensors`.
 
     Raises:
-      The same errors.
+      UnsupportedLeafError: a cast would make a finite value infinite; and everything else that
+        :func:`export_safetensors` raises.
     """
     return _export(checkpoint, file, options, _write_npz)
 
@@ -205,7 +206,7 @@ def import_npz(
       options: as for :func:`import_safetensors`.
 
     Raises:
-      The same errors.
+      CorruptCheckpointError: no npz file, or damaged; and everything else that :func:`import_safetensors` raises.
     """
     path = os.fspath(file)
     with _npz_errors(path):

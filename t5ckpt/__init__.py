@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions
     from t5ckpt.convert.huggingface import export_hf, import_hf
     from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
+    from t5ckpt.export import export_weights
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
+    from t5ckpt.metrics import TensorBoardMetrics
     from t5ckpt.policies import (
         Decision,
         KeepAll,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from t5ckpt.progress import ProgressReporter
     from t5ckpt.resume import MODEL, OPTIMIZER, WarmStart, restore_or_init
     from t5ckpt.runs import Run, Series, open_run
+    from t5ckpt.save_best import SaveBestCheckpointer
     from t5ckpt.save_policies import (
         Moment,
         SaveAll,
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     )
     from t5ckpt.translate import apply_assignment_map, intersect_state
     from t5ckpt.view import CheckpointView, open_checkpoint
+    from t5ckpt.watch import checkpoints_iterator
 
 __all__ = [
     'MODEL',
@@ -107,6 +111,7 @@ __all__ = [
     'SaveAll',
     'SaveAny',
     'SaveAt',
+    'SaveBestCheckpointer',
     'SaveEvery',
     'SaveEverySeconds',
     'SaveFirst',
@@ -117,6 +122,7 @@ __all__ = [
     'SaveStateTransformationFn',
     'Series',
     'StepInfo',
+    'TensorBoardMetrics',
     'VerifyReport',
     'WarmStart',
     'YoungDaly',
@@ -125,10 +131,12 @@ __all__ = [
     'all_steps',
     'apply_assignment_map',
     'copy_checkpoint',
+    'checkpoints_iterator',
     'diff',
     'export_hf',
     'export_npz',
     'export_safetensors',
+    'export_weights',
     'find_checkpoint',
     'get_checkpoint_dir',
     'import_hf',
@@ -184,6 +192,7 @@ _MODULES = {
     'SaveAll': 'save_policies',
     'SaveAny': 'save_policies',
     'SaveAt': 'save_policies',
+    'SaveBestCheckpointer': 'save_best',
     'SaveEvery': 'save_policies',
     'SaveEverySeconds': 'save_policies',
     'SaveFirst': 'save_policies',
@@ -194,6 +203,7 @@ _MODULES = {
     'SaveStateTransformationFn': '_types',
     'Series': 'runs',
     'StepInfo': 'policies',
+    'TensorBoardMetrics': 'metrics',
     'VerifyReport': '_damage',
     'WarmStart': 'resume',
     'YoungDaly': 'save_policies',
@@ -201,10 +211,12 @@ _MODULES = {
     'all_steps': 'steps',
     'apply_assignment_map': 'translate',
     'copy_checkpoint': '_copy',
+    'checkpoints_iterator': 'watch',
     'diff': '_diff',
     'export_hf': 'convert.huggingface',
     'export_npz': 'convert.plain',
     'export_safetensors': 'convert.plain',
+    'export_weights': 'export',
     'find_checkpoint': 'steps',
     'get_checkpoint_dir': 'steps',
     'import_hf': 'convert.huggingface',

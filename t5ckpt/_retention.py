@@ -59,7 +59,7 @@ class Retention:
         self._facts = {
             step: self._facts[step] if step in self._facts else saved_facts(self._storage, step) for step in steps
         }
-        found = self._found_metrics()
+        found = self._found_metrics(steps)
         pins = self._storage.are_files([join(step_dir(step), PINNED) for step in steps])
         return [
             StepInfo(
@@ -72,10 +72,10 @@ class Retention:
             for step, is_pinned in zip(steps, pins, strict=True)
         ]
 
-    def _found_metrics(self) -> dict[str, Mapping[int, float]]:
+    def _found_metrics(self, steps: Sequence[int]) -> dict[str, Mapping[int, float]]:
         if self._source is None:
             return {}
-        return {name: self._source.by_step(name) for name in self.policy.metric_names}
+        return {name: self._source.by_step(name, steps) for name in self.policy.metric_names}
 
     def plan(self, just_saved: int | None = None) -> list[Decision]:
         """What stays and what goes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -93,8 +93,8 @@ class DatasetIterator(Protocol):
 class MetricSource(Protocol):
     """Where the metrics of steps are found besides those given to save, such as ``TensorBoardMetrics``."""
 
-    def by_step(self, metric: str) -> Mapping[int, float]:
-        """The values known by now. An error is logged, and nothing is deleted then."""
+    def by_step(self, metric: str, steps: Collection[int]) -> Mapping[int, float]:
+        """The values of those of the steps that have one by now. An error is logged, and nothing is deleted then."""
         ...
 
 

@@ -53,6 +53,7 @@ ROWS = (
     ),
     (
         '_meetings',
+        '_holds',
         '_claims',
         '_fence',
         '_scan',
@@ -79,8 +80,8 @@ ROWS = (
     ('_gather', '_transform', '_save', '_pending', '_schedule', '_borrow', '_stream', '_copy'),
     ('_blocks', 'plots', '_stats', 'view', '_diff', 'runs', 'load', '_restore'),
     ('convert',),
-    ('checkpointer', 'save_best', 'resume'),
-    ('metrics', 'training', 'cli'),
+    ('metrics', 'checkpointer', 'save_best', 'resume', 'export', 'watch'),
+    ('training', 'cli'),
     ('__init__', '__main__', 'testing'),
 )
 PLACES = [name for names in ROWS for name in names]

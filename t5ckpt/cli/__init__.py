@@ -25,6 +25,9 @@ VERBS = {
     'export': 'export',
     'import': 'import_',
     'cp': 'cp',
+    'prune': 'prune',
+    'pin': 'pin',
+    'unpin': 'unpin',
 }
 
 

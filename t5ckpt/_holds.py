@@ -1,0 +1,29 @@
+"""A reader's hold on a step: a file beside the steps whose name says which and until when, see ``_layout.py``.
+
+Who takes hold looks afterwards whether the step is still there; who deletes looks for holds after making it invisible.
+Whichever comes second sees the other, so a held step is not deleted under its reader. A hold that was left by a crash
+ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Generator
+
+from t5ckpt._layout import MANIFEST, hold_file, join, step_dir
+from t5ckpt._types import Clock
+from t5ckpt.storage import Storage
+
+__all__ = ['held']
+
+
+@contextlib.contextmanager
+def held(storage: Storage, step: int, seconds: float, clock: Clock) -> Generator[bool]:
+    """Holds a step for so many seconds at most; gives False where it is gone already."""
+    name = hold_file(step, int(clock() + seconds) + 1, secrets.token_hex(8))
+    storage.write(name, b'')
+    try:
+        yield storage.kind(join(step_dir(step), MANIFEST)) == 'file'
+    finally:
+        storage.delete_file(name)

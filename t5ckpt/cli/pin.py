@@ -1,0 +1,34 @@
+"""``t5ckpt pin``: marks steps as never to be deleted by retention."""
+
+from __future__ import annotations
+
+import click
+
+from t5ckpt.cli._output import json_option, print_json
+from t5ckpt.steps import locate, pin_checkpoint
+
+__all__ = ['command']
+
+
+@click.command('pin')
+@click.argument('path')
+@click.option('--step', 'steps', type=int, multiple=True, help='Which step, where PATH is a run; may be repeated.')
+@click.option('--why', default='1', metavar='TEXT', help='Kept in the mark.')
+@json_option
+def command(path: str, steps: tuple[int, ...], why: str, as_json: bool) -> None:
+    """Pins the checkpoint at PATH, or steps of the run at PATH; without --step its latest.
+
+    A file PINNED in the step's directory says so, to T5X, too.
+
+    \b
+    Example:
+      t5ckpt pin run --step 1000 --why 'in the paper'
+    """
+    found = [locate(path, step) for step in steps or (None,)]
+    places = [each.storage.url(each.directory) for each in found]
+    for place in places:
+        pin_checkpoint(place, why)
+    if as_json:
+        print_json({'pinned': places})
+    else:
+        click.echo('\n'.join(f'pinned {place}' for place in places))

@@ -1,0 +1,100 @@
+"""``t5ckpt prune``: deletes the steps that a policy lets go."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from t5ckpt._retention import Retention
+from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.metrics import TensorBoardMetrics
+from t5ckpt.policies import Decision, KeepAny, KeepBest, KeepEvery, KeepEveryHours, KeepLatest, KeepPolicy, KeepSteps
+from t5ckpt.storage import open_storage
+
+__all__ = ['command']
+
+
+@click.command('prune')
+@click.argument('path')
+@click.option('--keep', type=click.IntRange(1), metavar='N', help='Keep the N latest.')
+@click.option('--best', 'metric', metavar='METRIC', help='Keep the best by this metric, as --keep-best says.')
+@click.option('--keep-best', type=click.IntRange(1), default=1, metavar='N', help='How many of the best; 1 without it.')
+@click.option('--mode', type=click.Choice(['max', 'min']), default='max', help='Which values are best; max without it.')
+@click.option('--every', type=click.IntRange(1), metavar='K', help='Keep the steps that K divides.')
+@click.option('--every-hours', type=float, metavar='T', help='Keep one in T hours.')
+@click.option(
+    '--step', 'steps', type=int, multiple=True, metavar='STEP', help='Keep this step; may be given repeatedly.'
+)
+@click.option('--dry-run', is_flag=True, help='Only say what would be done.')
+@click.option('--yes', is_flag=True, help='Do not ask.')
+@json_option
+def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> None:
+    """Deletes the steps of the run at PATH that no rule keeps, and says why each goes or stays.
+
+    A step stays if any of the options keeps it. The latest stays always, and so do pinned ones and those that a reader
+    holds. It is the plan that a trainer with the same policy carries out. A metric is what was given to save, or what
+    TensorBoard's files below PATH say: with --best train/loss, of the tag loss in PATH/train.
+
+    \b
+    Exit codes: 0 done, or nothing to do; 1 a step could not be deleted.
+
+    \b
+    Example:
+      t5ckpt prune run --keep 3 --best eval/accuracy --every 10000 --dry-run
+    """
+    storage = open_storage(path)
+    if storage.kind('') != 'dir':
+        raise CheckpointNotFoundError(f'{path}: there is no such directory.')
+    retention = Retention(storage, _policy(keep), time.time, None, TensorBoardMetrics(storage))
+    plan = retention.plan()
+    doomed = [decision.step for decision in plan if not decision.keep]
+    if not as_json:
+        columns = [Column('step', right=True), Column(''), Column('because')]
+        print_table(columns, [[str(each.step), 'stays' if each.keep else 'goes', each.reason] for each in plan])
+    deleted: list[Decision] = []
+    if doomed and not dry_run:
+        confirm(f'Delete {len(doomed)} of {len(plan)} steps?', yes)
+        deleted = retention.carry_out()
+        retention.wait()
+    failed = [] if dry_run else sorted(set(doomed) - {decision.step for decision in deleted})
+    if as_json:
+        print_json(
+            {
+                'plan': [dataclasses.asdict(decision) for decision in plan],
+                'deleted': [decision.step for decision in deleted],
+                'failed': failed,
+            }
+        )
+    elif failed:
+        click.echo(f'not deleted: {", ".join(map(str, failed))}', err=True)
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _policy(keep: Mapping[str, Any]) -> KeepPolicy:
+    """The options as a policy.
+
+    Raises:
+      click.UsageError: none was given, or one is out of range.
+    """
+    policies: list[KeepPolicy] = []
+    if keep['keep'] is not None:
+        policies.append(KeepLatest(keep['keep']))
+    if keep['metric'] is not None:
+        policies.append(KeepBest(keep['keep_best'], keep['metric'], keep['mode']))
+    if keep['every'] is not None:
+        policies.append(KeepEvery(keep['every']))
+    if keep['every_hours'] is not None:
+        if not keep['every_hours'] > 0:
+            raise click.UsageError(f'--every-hours must be above 0, got {keep["every_hours"]:g}.')
+        policies.append(KeepEveryHours(keep['every_hours']))
+    if keep['steps']:
+        policies.append(KeepSteps(frozenset(keep['steps'])))
+    if not policies:
+        raise click.UsageError('say what to keep: --keep, --best, --every, --every-hours or --step.')
+    return KeepAny(tuple(policies))

@@ -1,0 +1,42 @@
+"""``t5ckpt unpin``: takes the mark of ``t5ckpt pin`` away."""
+
+from __future__ import annotations
+
+import click
+
+from t5ckpt.cli._output import json_option, print_json
+from t5ckpt.steps import is_pinned_checkpoint, locate, unpin_checkpoint
+
+__all__ = ['command']
+
+
+@click.command('unpin')
+@click.argument('path')
+@click.option('--step', 'steps', type=int, multiple=True, help='Which step, where PATH is a run; may be repeated.')
+@json_option
+def command(path: str, steps: tuple[int, ...], as_json: bool) -> None:
+    """Unpins the checkpoint at PATH, or steps of the run at PATH; without --step its latest.
+
+    Nothing is deleted; the next save of the run, or prune, may do so.
+
+    \b
+    Exit codes: 0 done; 1 one of them was not pinned.
+
+    \b
+    Example:
+      t5ckpt unpin run --step 1000
+    """
+    found = [locate(path, step) for step in steps or (None,)]
+    places = [each.storage.url(each.directory) for each in found]
+    were = [place for place in places if is_pinned_checkpoint(place)]
+    for place in were:
+        unpin_checkpoint(place)
+    others = [place for place in places if place not in were]
+    if as_json:
+        print_json({'unpinned': were, 'not_pinned': others})
+    else:
+        click.echo(
+            '\n'.join([f'unpinned {place}' for place in were] + [f'was not pinned: {place}' for place in others])
+        )
+    if others:
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,160 @@
+"""The little of TensorBoard's protocol buffers that a scalar takes.
+
+    Event        step = 2, summary = 5                          tensorboard/compat/proto/event.proto
+    Summary      value = 1 (repeated)                           tensorboard/compat/proto/summary.proto
+    Value        tag = 1, simple_value = 2, tensor = 8
+    TensorProto  dtype = 1, tensor_shape = 2, tensor_content = 4, *_val by dtype
+
+Every value of an event is looked at (T5X looks at the first alone).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ['scalars']
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED = {_FIXED64: 8, _FIXED32: 4}
+# By DataType (types.proto): the numpy dtype, and the field that holds values which are not in tensor_content.
+_DTYPES = {
+    1: (np.float32, 5),
+    2: (np.float64, 6),
+    3: (np.int32, 7),
+    4: (np.uint8, 7),
+    5: (np.int16, 7),
+    6: (np.int8, 7),
+    9: (np.int64, 10),
+    10: (np.bool_, 11),
+    14: (ml_dtypes.bfloat16, 13),
+    17: (np.uint16, 7),
+    19: (np.float16, 13),
+    22: (np.uint32, 16),
+    23: (np.uint64, 17),
+}
+_HALVES = 13
+
+
+def scalars(event: bytes, tag: bytes) -> Iterator[tuple[int, float]]:
+    """(step, value) of each scalar in an event that has this tag.
+
+    Raises:
+      ValueError: the bytes are no such message.
+    """
+    step, summaries = 0, list[bytes]()
+    for number, kind, value in _fields(event):
+        if (number, kind) == (2, _VARINT):
+            step = _signed(int(value))
+        elif (number, kind) == (5, _BYTES) and isinstance(value, bytes):
+            summaries.append(value)
+    for summary in summaries:
+        for number, kind, value in _fields(summary):
+            if (number, kind) == (1, _BYTES) and isinstance(value, bytes):
+                scalar = _scalar(value, tag)
+                if scalar is not None:
+                    yield step, scalar
+
+
+def _scalar(message: bytes, tag: bytes) -> float | None:
+    found: float | None = None
+    name = b''
+    for number, kind, value in _fields(message):
+        match number, kind, value:
+            case 1, _, bytes():
+                name = value
+            case 2, 5, bytes():
+                found = struct.unpack('<f', value)[0]
+            case 8, _, bytes():
+                found = _one_number(value)
+            case _:
+                pass
+    return found if name == tag else None
+
+
+def _one_number(tensor: bytes) -> float | None:
+    """The value of a tensor with one element; None for any other."""
+    kind_of, elements, content = 0, 1, b''
+    given: dict[int, list[int | bytes]] = {}
+    for number, kind, value in _fields(tensor):
+        match number, kind, value:
+            case 1, 0, int():
+                kind_of = value
+            case 2, _, bytes():
+                elements = _elements(value)
+            case 4, _, bytes():
+                content = value
+            case _:
+                given.setdefault(number, []).append(value)
+    if kind_of not in _DTYPES or elements != 1:
+        return None
+    dtype, field = np.dtype(_DTYPES[kind_of][0]).newbyteorder('<'), _DTYPES[kind_of][1]
+    if content:
+        return float(np.frombuffer(content, dtype)[0]) if len(content) == dtype.itemsize else None
+    values = given.get(field, [])
+    return _listed(values[0], dtype, field) if len(values) == 1 else None
+
+
+def _listed(value: int | bytes, dtype: np.dtype, field: int) -> float | None:
+    """A value in a ``*_val`` field, packed or not."""
+    if isinstance(value, bytes) and dtype.itemsize >= 4 and dtype.kind == 'f':
+        return float(np.frombuffer(value, dtype)[0]) if len(value) == dtype.itemsize else None
+    if isinstance(value, bytes):
+        value = _varint(value, 0)[0]
+    number = _signed(value)
+    if field == _HALVES:
+        return float(np.array(number & 0xFFFF, '<u2').view(dtype))
+    return float(number if dtype.kind != 'u' else value)
+
+
+def _elements(shape: bytes) -> int:
+    product = 1
+    for number, kind, value in _fields(shape):
+        if (number, kind) == (2, _BYTES) and isinstance(value, bytes):
+            size = next((int(size) for field, wire, size in _fields(value) if (field, wire) == (1, _VARINT)), 0)
+            product *= size
+    return product
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
+    """(number, wire type, value) of each field; protobuf.dev/programming-guides/encoding."""
+    at, end = 0, len(data)
+    while at < end:
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == _VARINT:
+            value, at = _varint(data, at)
+            yield key >> 3, kind, value
+            continue
+        if kind == _BYTES:
+            count, at = _varint(data, at)
+        elif kind in _FIXED:
+            count = _FIXED[kind]
+        else:
+            raise ValueError(f'wire type {kind} at byte {at}')
+        if at + count > end:
+            raise ValueError(f'a field ends {at + count - end} bytes behind its message')
+        yield key >> 3, kind, data[at : at + count]
+        at += count
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            break
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError(f'a number without end at byte {at}')
+
+
+def _signed(value: int) -> int:
+    """A varint as int64."""
+    value &= 0xFFFFFFFFFFFFFFFF
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,117 @@
+"""Metrics of steps from TensorBoard's event files, without TensorFlow and without TensorBoard.
+
+The files are read on from where the last look ended, so a save late in a run costs the events that came since the save
+before. On a storage that is not a file system a file that has grown is fetched whole, and its new part is parsed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from collections.abc import Callable, Collection, Mapping
+
+import numpy as np
+
+from t5ckpt._layout import join
+from t5ckpt.metrics._events import scalars
+from t5ckpt.metrics._records import RecordScan
+from t5ckpt.storage import Storage, foreign_errors, open_storage
+
+__all__ = ['TensorBoardMetrics']
+
+_log = logging.getLogger('t5ckpt')
+
+
+class TensorBoardMetrics:
+    """The values of ``{run}/{tag}`` below a directory; pass it to ``Checkpointer(metric_source=...)``.
+
+    A metric's name is split in every way: 'inference_eval/glue/eval/accuracy' is tag 'glue/eval/accuracy' of the files in
+    ``inference_eval``, or 'accuracy' of those in ``inference_eval/glue/eval``. Where several have a value of a step, the
+    shorter directory's counts, in it the last file's, and in that the last value (T5X).
+
+    Notes: 16 bytes of memory for each event of the metric. One thread at a time.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | Storage):
+        """The directory need not exist yet."""
+        self._storage = open_storage(directory)
+        self._files: dict[tuple[str, str], _EventFile] = {}
+
+    def by_step(self, metric: str, steps: Collection[int]) -> Mapping[int, float]:
+        """The values of those of the steps that have one.
+
+        Raises:
+          StorageError: a file cannot be read.
+        """
+        parts = metric.split('/')
+        found: dict[int, float] = {}
+        # The shorter directory last, so that it counts.
+        for length in range(len(parts) - 1, 0, -1):
+            run, tag = '/'.join(parts[:length]), '/'.join(parts[length:])
+            for name in sorted(entry.name for entry in self._storage.entries(run) if _is_event_file(entry.name)):
+                key = join(run, name)
+                file = self._files.setdefault((key, tag), _EventFile(key, tag))
+                file.read_on(self._storage)
+                found |= file.values(steps)
+        return found
+
+
+def _is_event_file(name: str) -> bool:
+    return 'tfevents' in name and not name.endswith('.profile-empty')
+
+
+class _EventFile:
+    """What one file has said of one tag."""
+
+    def __init__(self, key: str, tag: str):
+        self._key = key
+        self._tag = tag.encode()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._scan = RecordScan(self._tag)
+        self._steps = array('q')
+        self._values = array('d')
+        self._identity: tuple[int, ...] | None = None
+
+    def read_on(self, storage: Storage) -> None:
+        """Takes in what was added."""
+        size = storage.size(self._key)
+        if size is None:
+            return
+        stamp = storage.stamp(self._key)
+        identity = None if stamp is None else stamp[:2]
+        if size < self._scan.offset or identity != self._identity:
+            # Another file of this name.
+            self._begin()
+            self._identity = identity
+        if size <= self._scan.offset or self._scan.ended:
+            return
+        broken = self._scan.broken
+        path = storage.local_path(self._key)
+        if path is None:
+            data = storage.read(self._key)
+            self._take(len(data), lambda start, count: data[start : start + count])
+        else:
+            with foreign_errors(storage.url(self._key)), open(path, 'rb', buffering=0) as file:
+                self._take(size, lambda start, count: os.pread(file.fileno(), count, start))
+        if self._scan.broken > broken:
+            _log.warning('t5ckpt: %s is damaged, its metrics are not all known', storage.url(self._key))
+
+    def _take(self, size: int, read: Callable[[int, int], bytes]) -> None:
+        for record in self._scan.records(size, read):
+            try:
+                for step, value in scalars(record, self._tag):
+                    self._steps.append(step)
+                    self._values.append(value)
+            except ValueError:
+                self._scan.broken += 1
+
+    def values(self, wanted: Collection[int]) -> dict[int, float]:
+        """The last value of each of the steps that has one."""
+        if not self._steps:
+            return {}
+        steps, values = np.array(self._steps), np.array(self._values)
+        at = np.flatnonzero(np.isin(steps, list(wanted)))
+        return {int(steps[index]): float(values[index]) for index in at}

@@ -1,0 +1,67 @@
+"""T5X's SaveBestCheckpointer: a Checkpointer whose keep policy looks at a metric, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from t5ckpt._types import Partitioner
+from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.metrics import TensorBoardMetrics
+from t5ckpt.policies import KeepAll, KeepBest, check_metric_mode
+from t5ckpt.storage import Storage
+
+__all__ = ['SaveBestCheckpointer']
+
+
+class SaveBestCheckpointer(Checkpointer):
+    """Keeps the ``keep`` best checkpoints by a metric, and besides always the latest. Signature as in T5X.
+
+    The metric comes from TensorBoard's event files below ``checkpoints_dir``, or from ``save(..., metrics={...})``,
+    which counts where both have it. Neither TensorFlow nor TensorBoard need be installed.
+
+    Args:
+      train_state: this and the next three as for ``Checkpointer``, and so are all keywords that are not named here.
+      partitioner: T5X's.
+      checkpoints_dir: the run's directory.
+      dataset_iterator: the data.
+      keep: how many of the best stay; None keeps all.
+      metric_name_to_monitor: ``{run}/{tag}``: the event files lie in ``{run}`` below the run's directory.
+      metric_mode: ``'max'`` or ``'min'``: which values are best. NaN never is; of equal ones the newer.
+      keep_checkpoints_without_metrics: steps that have no metric stay; if False they go first, the oldest before.
+      force_keep_period: steps that it divides stay, and take no slot.
+      **options: of ``Checkpointer``.
+    """
+
+    def __init__(
+        self,
+        train_state: Any,
+        partitioner: Partitioner | None = None,
+        checkpoints_dir: str | os.PathLike[str] | Storage = '',
+        dataset_iterator: Any = None,
+        *,
+        keep: int | None = None,
+        metric_name_to_monitor: str = 'train/accuracy',
+        metric_mode: str = 'max',
+        keep_checkpoints_without_metrics: bool = True,
+        force_keep_period: int | None = None,
+        **options: Any,
+    ):
+        check_metric_mode(metric_mode)
+        # T5X takes a period of 0 for none.
+        period = None if force_keep_period == 0 else force_keep_period
+        policy = (
+            KeepAll()
+            if keep is None
+            else KeepBest(keep, metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics, period)
+        )
+        super().__init__(
+            train_state,
+            partitioner,
+            checkpoints_dir,
+            dataset_iterator,
+            keep_policy=policy,
+            metric_source=TensorBoardMetrics(checkpoints_dir),
+            **options,
+        )
+        self.keep = keep

@@ -1,0 +1,180 @@
+"""prune, pin and unpin from a shell; holds; the evaluator's iterator; weights alone."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_cli import t5ckpt_cli
+
+import t5ckpt
+from t5ckpt import Checkpointer, KeepLatest, checkpoints_iterator, export_weights
+from t5ckpt._commit import hide_checkpoint
+from t5ckpt._holds import held
+from t5ckpt._retention import Retention
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.storage import open_storage
+from t5ckpt.storage.file import FileStorage
+from t5ckpt.testing import FakeClock
+
+
+def save(directory, steps, metrics=None):
+    state = {'params': {'w': np.ones(8, np.float32)}}
+    with Checkpointer(state, checkpoints_dir=directory) as ck:
+        for step in steps:
+            ck.save(state, step=step, metrics=None if metrics is None else {'loss': metrics[step]})
+
+
+def test_prune_says_what_it_would_do_and_does_that(tmp_path):
+    save(tmp_path, range(5), {0: 5.0, 1: 1.0, 2: 4.0, 3: 3.0, 4: 2.0})
+    t5ckpt_cli('pin', tmp_path, '--step', 0, '--step', 2, '--why', 'in the paper')
+    assert (tmp_path / 'checkpoint_2' / 'PINNED').read_text() == 'in the paper'
+    assert json.loads(t5ckpt_cli('unpin', tmp_path / 'checkpoint_2', '--json'))['not_pinned'] == []
+    assert 'was not pinned' in t5ckpt_cli('unpin', tmp_path, '--step', 2, code=1)
+    words = ('prune', tmp_path, '--keep', 1, '--best', 'loss', '--mode', 'min')
+    text = t5ckpt_cli(*words, '--dry-run')
+    plan = json.loads(t5ckpt_cli(*words, '--dry-run', '--json'))['plan']
+    assert [entry['step'] for entry in plan if not entry['keep']] == [2, 3]
+    for entry in plan:
+        assert entry['reason'] in text
+    assert t5ckpt.all_steps(tmp_path) == [0, 1, 2, 3, 4]
+    assert 'pass --yes' in t5ckpt_cli(*words, code=2)
+    assert t5ckpt.all_steps(tmp_path) == [0, 1, 2, 3, 4]
+    assert json.loads(t5ckpt_cli(*words, '--yes', '--json'))['deleted'] == [2, 3]
+    assert sorted(os.listdir(tmp_path)) == ['checkpoint_0', 'checkpoint_1', 'checkpoint_4']
+    assert json.loads(t5ckpt_cli(*words, '--json'))['deleted'] == [], 'nothing to do is nothing to ask'
+
+
+def test_prune_must_be_told_what_to_keep(tmp_path):
+    assert 'say what to keep' in t5ckpt_cli('prune', tmp_path, code=2)
+    assert 'must be above 0' in t5ckpt_cli('prune', tmp_path, '--every-hours', '0', code=2)
+    assert 'no such directory' in t5ckpt_cli('prune', tmp_path / 'none', '--keep', 1, code=3)
+
+
+# --- holds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['file', 'memory'])
+def test_a_held_step_is_not_deleted(tmp_path, kind):
+    place = str(tmp_path) if kind == 'file' else 'memory://t5ckpt-holds/run'
+    storage, clock = open_storage(place), FakeClock()
+    save(storage, range(4))
+    retention = Retention(storage, KeepLatest(1), clock)
+    with held(storage, 1, 60, clock) as is_there:
+        assert is_there
+        assert {d.step: d.reason for d in retention.plan()}[1] == 'held by a reader'
+        assert [decision.step for decision in retention.carry_out()] == [0, 2]
+        # Also for who has made a plan before.
+        assert hide_checkpoint(storage, 1, clock) is None
+        clock.advance(62)
+        assert [decision.step for decision in retention.plan() if not decision.keep] == [1], 'a hold ends by itself'
+        clock.advance(-62)
+    retention.wait()
+    assert [decision.step for decision in retention.carry_out()] == [1]
+    retention.wait()
+    assert t5ckpt.all_steps(place) == [3]
+    with held(storage, 1, 60, clock) as is_there:
+        assert not is_there
+    assert [entry.name for entry in storage.entries()] == ['checkpoint_3']
+
+
+class Late(FileStorage):
+    """A reader takes hold between the deleter's look and the deleter's rename."""
+
+    holding = None
+
+    def publish(self, source, target):
+        if source == 'checkpoint_0' and self.holding is None:
+            self.holding = held(FileStorage(self.url()), 0, 60, time.time)
+            assert self.holding.__enter__()
+        super().publish(source, target)
+
+
+def test_a_hold_that_comes_at_the_last_moment_brings_the_step_back(tmp_path):
+    save(tmp_path, [0, 1])
+    storage = Late(str(tmp_path))
+    assert hide_checkpoint(storage, 0, time.time) is None
+    assert t5ckpt.all_steps(tmp_path) == [0, 1]
+    assert t5ckpt.load_t5x_checkpoint(tmp_path, 0)['params']['w'].sum() == 8
+    storage.holding.__exit__(None, None, None)
+    assert hide_checkpoint(storage, 0, time.time) is not None
+
+
+# --- the evaluator ----------------------------------------------------------------------------------------------------
+
+
+def test_steps_as_they_come(tmp_path):
+    save(tmp_path, [1, 2])
+    (tmp_path / 'checkpoint_9.tmp-1700000000').mkdir()
+    (tmp_path / 'checkpoint_8').mkdir()
+    assert list(checkpoints_iterator(tmp_path, every=True, timeout=0)) == [1, 2]
+    assert list(checkpoints_iterator(tmp_path, timeout=0)) == [2]
+    assert list(checkpoints_iterator(tmp_path, after=2, timeout=0.1, poll_seconds=0.01)) == []
+    assert list(checkpoints_iterator(tmp_path / 'none', timeout=0)) == []
+    with pytest.raises(ValueError, match='hold_seconds'):
+        checkpoints_iterator(tmp_path, hold_seconds=0)
+
+
+@pytest.mark.slow
+def test_an_evaluator_holds_what_it_reads_against_a_trainer_that_deletes(tmp_path):
+    """A real trainer in another process deletes as fast as it can; every step that is given can be read to its end."""
+    code = (
+        'import numpy as np, sys, t5ckpt\n'
+        'state = {"params": {"w": np.ones((64, 4096), np.float32)}}\n'
+        'with t5ckpt.Checkpointer(state, checkpoints_dir=sys.argv[1], keep=1, inline_bytes=64) as ck:\n'
+        '    for step in range(60):\n'
+        '        ck.save({"params": {"w": np.full((64, 4096), step, np.float32)}}, step=step)\n'
+    )
+    read = []
+    with subprocess.Popen([sys.executable, '-c', code, str(tmp_path)]) as trainer:
+        for step in checkpoints_iterator(tmp_path, timeout=60, poll_seconds=0.001, hold_seconds=60):
+            time.sleep(0.02)
+            loaded = t5ckpt.load_t5x_checkpoint(tmp_path, step)
+            assert (loaded['params']['w'] == step).all()
+            read.append(step)
+            if step == 59:
+                break
+    assert trainer.returncode == 0
+    assert len(read) >= 3
+    assert read == sorted(set(read))
+    assert not [name for name in os.listdir(tmp_path) if name.startswith('held_')]
+
+
+def test_it_waits_for_the_next(tmp_path):
+    save(tmp_path, [1])
+    timer = threading.Timer(0.3, save, (tmp_path, [2]))
+    timer.start()
+    assert list(checkpoints_iterator(tmp_path, timeout=3, poll_seconds=0.02, hold_seconds=5)) == [1, 2]
+    timer.join()
+
+
+# --- weights alone ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_exported_beside_the_run(tmp_path):
+    state = {
+        'params': {'w': jnp.full((64, 64), 1.5), 'table': jnp.arange(3)},
+        'opt_state': {'mu': jnp.ones((64, 64))},
+        'step': jnp.int32(7),
+    }
+    with Checkpointer(state, checkpoints_dir=tmp_path / 'run', keep=1) as ck:
+        ck.save(state)
+        done = export_weights(state, tmp_path / 'weights', dtype='bfloat16')
+        assert ck.all_steps() == [7]
+    assert done.step == 7
+    loaded = t5ckpt.load_t5x_checkpoint(tmp_path / 'weights')
+    assert set(loaded) == {'params'}
+    assert loaded['params']['w'].dtype == jnp.bfloat16
+    assert loaded['params']['table'].dtype == jnp.int32
+    with Checkpointer(state, checkpoints_dir=tmp_path / 'tuned') as ck:
+        warm = t5ckpt.WarmStart(tmp_path / 'weights', take=t5ckpt.MODEL)
+        assert t5ckpt.restore_or_init(ck, lambda: state, initial_checkpoint=warm)['params']['w'][0, 0] == 1.5
+    with pytest.raises(ValueError, match='no leaf matches'):
+        export_weights({'w': jnp.ones(3)}, tmp_path / 'other', step=1)
+    with pytest.raises(CheckpointNotFoundError):
+        t5ckpt.find_checkpoint(tmp_path / 'other')

@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Set to run part of the tests: make test ARGS='tests/test_readme.py -k notebook'
 ARGS ?=
 
-.PHONY: help demo test test-fast lint format bench soak docs transformers constraints clean
+.PHONY: help demo test test-fast lint format bench fuzz soak docs transformers constraints clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo 'make lint         ruff and pyright              make format       rewrite the sources with ruff'
 	@echo 'make transformers two versions, which tests of exports to Hugging Face compute with'
 	@echo 'make soak         faults at random for 30 minutes, then power cuts'
+	@echo 'make fuzz         a million hostile inputs to every decoder'
 	@echo 'make bench        against Orbax and raw I/O     make constraints  pin the newest versions (needs uv)'
 	@echo 'make docs         the site, in build/site'
 
@@ -41,6 +42,10 @@ lint: $(VENV)/installed-test
 format: $(VENV)/installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Guided by coverage if atheris is in $(VENV), too: $(BIN)/pip install atheris
+fuzz: $(VENV)/installed-test
+	$(BIN)/python fuzz/run.py $(ARGS)
 
 bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -9,18 +9,20 @@ left could still be more than the machine has, and is refused before the kernel 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from t5ckpt.errors import CorruptCheckpointError, NotEnoughMemoryError
 
-__all__ = ['check_chunk', 'check_memory']
+__all__ = ['check_chunk', 'check_count', 'check_memory']
 
 _NEEDS_NO_PROOF = 256 * 2**20
 _MAX_RATIO = 2**17
+_MANY = 2**14
 _CGROUP = '/sys/fs/cgroup'
 
 
-def check_chunk(chunk_bytes: int, file_bytes: int, where: str) -> None:
-    """Checks that a chunk file can hold as much as its metadata says.
+def check_chunk(chunk_bytes: int, file_bytes: Callable[[], int], where: str) -> None:
+    """Checks that a chunk file can hold as much as its metadata says; it is looked at only if that is much.
 
     Raises:
       CorruptCheckpointError: no codec packs that much into so little.
@@ -28,9 +30,9 @@ def check_chunk(chunk_bytes: int, file_bytes: int, where: str) -> None:
     """
     if chunk_bytes <= _NEEDS_NO_PROOF:
         return
-    if chunk_bytes > file_bytes * _MAX_RATIO:
+    if chunk_bytes > (found := file_bytes()) * _MAX_RATIO:
         raise CorruptCheckpointError(
-            f'{where}: the metadata claims a chunk of {chunk_bytes:,} bytes, which a file of {file_bytes:,} bytes cannot '
+            f'{where}: the metadata claims a chunk of {chunk_bytes:,} bytes, which a file of {found:,} bytes cannot '
             'hold. Do not use this checkpoint.'
         )
     check_memory(chunk_bytes, where)
@@ -49,6 +51,19 @@ def check_memory(nbytes: int, where: str) -> None:
         raise NotEnoughMemoryError(
             f'{where}: {nbytes:,} bytes are needed, this machine has {limit:,}. Read a slice of it '
             '(open_checkpoint(path)[name][:100]), map it (mmap=True), or restore it sharded.'
+        )
+
+
+def check_count(chunks: int, files: Callable[[], int], where: str) -> None:
+    """Checks that there are as many files as an array is said to have chunks; they are counted only if it has many.
+
+    Raises:
+      CorruptCheckpointError: there are fewer.
+    """
+    if chunks > _MANY and chunks > (found := files()):
+        raise CorruptCheckpointError(
+            f'{where}: the metadata claims {chunks:,} chunks, and there are {found:,} files. It is damaged or made up; '
+            'restore an older step, or copy the checkpoint again.'
         )
 
 

@@ -42,7 +42,9 @@ class Damage:
             where += f' chunk {".".join(map(str, self.chunk)) or "0"}'
         if self.box:
             where += f' [{", ".join(f"{start}:{stop}" for start, stop in self.box)}]'
-        return ': '.join(part for part in (where, self.file, f'{self.kind}: {self.text}') if part)
+        text = ': '.join(part for part in (where, self.file, f'{self.kind}: {self.text}') if part)
+        # Names come from the checkpoint, and a terminal obeys what it is shown.
+        return ''.join(letter if letter.isprintable() or letter == '\n' else ascii(letter)[1:-1] for letter in text)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,9 @@ on a machine whose memory is dear to touch for the first time that alone halves 
 - the rest (runs of a few bytes, a dtype to convert): block by block into a scratch of 1 MiB that stays in the processor's
   cache, and from there to every buffer that wants some of it.
 
+With checksums to compare (``_checks.py``) a thread reads a whole chunk file, block by block, hashes each block while it is in
+the cache, and copies it to whoever wants some of it and did not get it directly.
+
 So each byte is read once however many devices want parts of its chunk, and the only memory that is touched besides the
 buffers is the scratch.
 
@@ -25,11 +28,15 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+import xxhash
 
+from t5ckpt._bands import Blocks, Limits
+from t5ckpt._checks import Checks
 from t5ckpt._chunks import Box
+from t5ckpt._digest import digest
 from t5ckpt._dtypes import from_stored
 from t5ckpt._local import ChunkFiles, Grid, grid_of, has_plain_chunks, range_of
 from t5ckpt._scatter import can_scatter, read_runs, runs_in
@@ -45,23 +52,6 @@ _MAX_CELLS = 2**14
 _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 Task = Callable[[], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Sizes in bytes.
-
-    Attributes:
-      task: what one task reads at least.
-      scratch: what is copied at once; fits a core's cache.
-      scatter: what is read at once to many places.
-      min_run: shorter runs are copied, since each place costs the kernel as much as to copy some hundred bytes.
-    """
-
-    task: int = 8 * 2**20
-    scratch: int = 2**20
-    scatter: int = 8 * 2**20
-    min_run: int = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +74,14 @@ class Wanted:
 class DirectReader:
     """Reads the plain arrays of one checkpoint that lies in a local directory. Safe from any thread."""
 
-    def __init__(self, root: str, limits: Limits | None = None):
-        """Takes the checkpoint's directory."""
-        self._root = root
-        self._limits = Limits() if limits is None else limits
+    def __init__(
+        self, root: str, limits: Limits | None = None, *, checks: Checks | None = None, follow_links: bool = False
+    ):
+        """Takes the checkpoint's directory; with ``checks`` every chunk is read whole and its checksum compared."""
+        self.root = root
+        self.limits = Limits() if limits is None else limits
+        self.checks = checks
+        self.follow_links = follow_links
         self._local = threading.local()
 
     def grid(self, array: StoredArray, leaf: str) -> Grid | None:
@@ -99,21 +93,25 @@ class DirectReader:
         if not has_plain_chunks(array):
             return None
         try:
-            with ChunkFiles(self._root, array.location, leaf, follow_links=True) as files:
-                return grid_of(files.metadata(), array)
+            with ChunkFiles(self.root, array.location, leaf, follow_links=self.follow_links) as files:
+                text = files.metadata()
         except OSError:
             # TensorStore finds the words for what is wrong.
             return None
+        if self.checks is not None:
+            self.checks.compare(f'{array.location}/.zarray', leaf, (len(text), digest(text)))
+        return grid_of(text, array)
 
     def tasks(self, wanted: Wanted, grid: Grid) -> list[Task] | None:
         """Cuts a read into tasks for threads; the buffers are filled when all are done. None: too many chunks."""
         if sum(math.prod(map(len, _cells(grid, box))) for box in wanted.buffers) > _MAX_CELLS:
             return None
-        return _ArrayRead(self._root, wanted, grid, self._limits, self._scratch).tasks()
+        return _ArrayRead(self, wanted, grid).tasks()
 
-    def _scratch(self) -> np.ndarray:
+    def scratch(self) -> np.ndarray:
+        """Memory of this thread, which the next read overwrites."""
         if not hasattr(self._local, 'scratch'):
-            self._local.scratch = np.empty(self._limits.scratch, np.uint8)
+            self._local.scratch = np.empty(self.limits.scratch, np.uint8)
         return self._local.scratch
 
 
@@ -134,6 +132,10 @@ class _Part:
     target: np.ndarray
     straight: memoryview | None
 
+    def takes(self, start: int, stop: int) -> bool:
+        """Whether these bytes of the chunk can be read to where they belong."""
+        return self.straight is not None and self.first <= start and stop <= self.last
+
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
@@ -148,18 +150,17 @@ class _Piece:
 class _ArrayRead:
     """The tasks of one array."""
 
-    def __init__(self, root: str, wanted: Wanted, grid: Grid, limits: Limits, scratch: Callable[[], np.ndarray]):
-        self._root = root
+    def __init__(self, reader: DirectReader, wanted: Wanted, grid: Grid):
+        self._reader = reader
         self._wanted = wanted
         self._grid = grid
-        self._limits = limits
-        self._scratch = scratch
         array = wanted.array
         self._dtype = array.dtype
         self._converts = any(buffer.dtype != array.dtype for buffer in wanted.buffers.values())
         self._cells = self._parts()
-        self._scatters = can_scatter() and not self._converts and self._shortest_run() >= limits.min_run
-        self._blocks = _Blocks(grid, limits.scatter if self._scatters else limits.scratch)
+        scatters = can_scatter() and reader.checks is None and not self._converts
+        self._scatters = scatters and self._shortest_run() >= reader.limits.min_run
+        self._blocks = Blocks(grid, reader.limits.scatter if self._scatters else reader.limits.scratch)
 
     def _shortest_run(self) -> int:
         parts = (part for parts in self._cells.values() for part in parts if part.straight is None)
@@ -171,20 +172,26 @@ class _ArrayRead:
         batch: list[_Piece] = []
         size = 0
         for cell, parts in self._cells.items():
-            span = min(part.first for part in parts), max(part.last for part in parts)
-            for start, stop in self._blocks.ranges(self._limits.task, *span):
+            for start, stop in self._ranges(parts):
                 first, last = self._blocks.offset(start), self._blocks.offset(stop)
                 touching = [part for part in parts if part.first < last and first < part.last]
                 if not touching:
                     continue
                 batch.append(_Piece(self._grid.name(cell), start, stop, touching))
                 size += last - first
-                if size >= self._limits.task:
+                if size >= self._reader.limits.task:
                     tasks.append(functools.partial(self._run, batch))
                     batch, size = [], 0
         if batch:
             tasks.append(functools.partial(self._run, batch))
         return tasks
+
+    def _ranges(self, parts: Sequence[_Part]) -> Iterable[tuple[int, int]]:
+        """The blocks of a chunk that are read together: to be hashed, all of them."""
+        if self._reader.checks is not None:
+            return [(0, self._blocks.count)]
+        span = min(part.first for part in parts), max(part.last for part in parts)
+        return self._blocks.ranges(self._reader.limits.task, *span)
 
     def _parts(self) -> dict[tuple[int, ...], list[_Part]]:
         """By chunk, what is wanted of it."""
@@ -213,21 +220,25 @@ class _ArrayRead:
         return _Part(within, first * itemsize, (first + length + 1) * itemsize, target, straight)
 
     def _run(self, pieces: Sequence[_Piece]) -> None:
-        array, leaf = self._wanted.array, self._wanted.leaf
+        array, leaf, root = self._wanted.array, self._wanted.leaf, self._reader.root
         with (
-            foreign_errors(f'{leaf} ({os.path.join(self._root, array.location)})'),
-            ChunkFiles(self._root, array.location, leaf, follow_links=True) as files,
+            foreign_errors(f'{leaf} ({os.path.join(root, array.location)})'),
+            ChunkFiles(root, array.location, leaf, follow_links=self._reader.follow_links) as files,
         ):
             for piece in pieces:
                 fd = files.open_chunk(piece.name, self._grid.cell_bytes)
                 try:
-                    self._read(_File(fd, files.path(piece.name), leaf), piece)
+                    file = _File(fd, files.path(piece.name), leaf)
+                    file.announce(self._blocks.offset(piece.start), self._blocks.offset(piece.stop))
+                    if self._reader.checks is None:
+                        self._read(file, piece)
+                    else:
+                        self._read_checked(file, piece, self._reader.checks)
                 finally:
                     os.close(fd)
 
     def _read(self, file: _File, piece: _Piece) -> None:
         start, stop = self._blocks.offset(piece.start), self._blocks.offset(piece.stop)
-        file.announce(start, stop)
         scattered: list[_Part] = []
         for part in piece.parts:
             if part.straight is None:
@@ -238,13 +249,36 @@ class _ArrayRead:
         for index in range(piece.start, piece.stop) if scattered else ():
             self._read_block(file, index, scattered)
 
+    def _read_checked(self, file: _File, piece: _Piece, checks: Checks) -> None:
+        """Reads a whole chunk in blocks, each of which is hashed while it is in the processor's cache."""
+        state = xxhash.xxh3_64()
+        for index in range(piece.start, piece.stop):
+            start, stop = self._blocks.offset(index), self._blocks.offset(index + 1)
+            direct = next((part for part in piece.parts if part.takes(start, stop)), None)
+            if direct is None or direct.straight is None:
+                into = self._reader.scratch()[: stop - start].data
+            else:
+                into = direct.straight[start - direct.first : stop - direct.first]
+            file.read(into, start)
+            state.update(into)
+            others = [part for part in piece.parts if part is not direct]
+            self._hand_out(index, into, self._touching(index, others))
+        name = f'{self._wanted.array.location}/{piece.name}'
+        checks.compare(name, self._wanted.leaf, (self._grid.cell_bytes, state.hexdigest()))
+
     def _read_block(self, file: _File, index: int, parts: Sequence[_Part]) -> None:
-        box = self._blocks.box(index)
-        found = [(part, both) for part in parts if (both := _overlap(part.within, box)) is not None]
+        found = self._touching(index, parts)
         if found and self._scatters:
             self._scatter(file, found)
         elif found:
             self._copy(file, index, found)
+
+    def _touching(self, index: int, parts: Sequence[_Part]) -> list[tuple[_Part, Box]]:
+        """The parts that want some of a block, each with what both have in common."""
+        if not parts:
+            return []
+        box = self._blocks.box(index)
+        return [(part, both) for part in parts if (both := _overlap(part.within, box)) is not None]
 
     def _scatter(self, file: _File, found: Sequence[tuple[_Part, Box]]) -> None:
         """Reads runs to where they belong, those that follow one another in the file in one call."""
@@ -268,10 +302,17 @@ class _ArrayRead:
 
     def _copy(self, file: _File, index: int, found: Sequence[tuple[_Part, Box]]) -> None:
         """Reads a block into the scratch and copies what is wanted of it."""
-        box, start, stop = self._blocks.box(index), self._blocks.offset(index), self._blocks.offset(index + 1)
-        scratch = self._scratch()[: stop - start]
-        file.read(scratch.data, start)
-        block = scratch.view(self._dtype).reshape([b - a for a, b in box])
+        start, stop = self._blocks.offset(index), self._blocks.offset(index + 1)
+        scratch = self._reader.scratch()[: stop - start].data
+        file.read(scratch, start)
+        self._hand_out(index, scratch, found)
+
+    def _hand_out(self, index: int, data: memoryview, found: Sequence[tuple[_Part, Box]]) -> None:
+        """Copies a block to whoever wants some of it."""
+        if not found:
+            return
+        box = self._blocks.box(index)
+        block = np.frombuffer(data, self._dtype).reshape([b - a for a, b in box])
         if self._converts:
             block = from_stored(block, self._wanted.dtype)
         for part, both in found:
@@ -282,53 +323,6 @@ class _ArrayRead:
             else:
                 word = _WORDS.get(self._dtype.itemsize, self._dtype)
                 np.copyto(target.view(word), source.view(word))
-
-
-class _Blocks:
-    """The bytes of a chunk in blocks that are boxes, too: some rows of one axis, whole in all later ones."""
-
-    def __init__(self, grid: Grid, limit: int):
-        self._chunks = grid.chunks or (1,)
-        self._is_scalar = not grid.chunks
-        axis, row = len(self._chunks) - 1, grid.itemsize
-        while axis > 0 and row * self._chunks[axis] <= limit:
-            row *= self._chunks[axis]
-            axis -= 1
-        self._axis = axis
-        self._row = row
-        self._rows = min(self._chunks[axis], limit // row)
-        self._per_lead = -(-self._chunks[axis] // self._rows)
-        self._count = math.prod(self._chunks[:axis]) * self._per_lead
-
-    def ranges(self, size: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks of about ``size`` bytes that hold the bytes from ``first`` to ``last``.
-
-        A chunk may claim to be larger than anything, so its blocks are not counted one by one.
-        """
-        step = max(1, size // (self._rows * self._row))
-        begin, end = self._block_at(first), self._block_at(last - 1) + 1
-        return ((start, min(start + step, end)) for start in range(begin, end, step))
-
-    def _block_at(self, offset: int) -> int:
-        lead, row = divmod(offset // self._row, self._chunks[self._axis])
-        return lead * self._per_lead + row // self._rows
-
-    def offset(self, index: int) -> int:
-        """Where a block begins in the file, in bytes."""
-        lead, rest = divmod(index, self._per_lead)
-        return (lead * self._chunks[self._axis] + rest * self._rows) * self._row
-
-    def box(self, index: int) -> Box:
-        """A block in the chunk's coordinates."""
-        if self._is_scalar:
-            return ()
-        lead, rest = divmod(index, self._per_lead)
-        rows = (rest * self._rows, min((rest + 1) * self._rows, self._chunks[self._axis]))
-        before: list[tuple[int, int]] = []
-        for size in reversed(self._chunks[: self._axis]):
-            lead, position = divmod(lead, size)
-            before.append((position, position + 1))
-        return (*reversed(before), rows, *((0, size) for size in self._chunks[self._axis + 1 :]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError
 
-__all__ = ['Fence', 'read_regular']
+__all__ = ['Fence']
 
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
@@ -137,25 +137,10 @@ class Fence:
         if not self._follow and os.path.commonpath([root, real]) != root:
             raise UnsafeSpecError(
                 f'{leaf}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file here, or, '
-                'if you trust the link, pass mmap=False to read through it.'
+                'if you trust who made the link, pass follow_links=True.'
             )
         return real
 
 
 def _is_plain(item: os.DirEntry[str]) -> bool:
     return item.is_file(follow_symlinks=False)
-
-
-def read_regular(path: str) -> bytes:
-    """The bytes of a regular file.
-
-    Raises:
-      OSError: there is none, or something else stands there, such as a FIFO, whose reader would wait for ever.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, 'rb') as file:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-            raise OSError(code, f'{os.strerror(code)}: no regular file')
-        return file.read()

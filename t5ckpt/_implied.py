@@ -16,7 +16,6 @@ from t5ckpt._budget import ByteBudget
 from t5ckpt._chunks import Box
 from t5ckpt._claims import check_chunk
 from t5ckpt._damage import Damage
-from t5ckpt._fence import Fence
 from t5ckpt._layout import join
 from t5ckpt._local import grid_of, has_plain_chunks
 from t5ckpt._plan_restore import StoredLeaf
@@ -109,11 +108,9 @@ class Implied:
         """Takes the checkpoint's directory."""
         self._storage = storage
         self._directory = directory
-        self._reader = ArrayReader(storage, directory)
+        self._reader = ArrayReader(storage, directory, follow_links=follow_links)
         self._scanner = Scanner(storage, directory, follow_links=follow_links)
         self._budget = ByteBudget(_DECODED_BYTES)
-        root = storage.local_path(directory)
-        self._fence = None if root is None else Fence(root, follow_links=follow_links)
 
     def files(self, leaf: str, stored: StoredLeaf) -> ArrayFiles:
         """Opens an array and looks for its files.
@@ -154,7 +151,7 @@ class Implied:
             self._scanner.digest(array.file(cell))
             return
         if file_bytes is not None:
-            check_chunk(array.chunk_bytes, file_bytes, f'{array.leaf} ({array.file(cell)})')
+            check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.leaf} ({array.file(cell)})')
         self._budget.acquire(array.chunk_bytes)
         try:
             with foreign_errors(f'{array.leaf} ({self._storage.url(join(self._directory, array.file(cell)))})'):
@@ -164,10 +161,6 @@ class Implied:
             self._budget.release(array.chunk_bytes)
 
     def _open(self, leaf: str, stored: StoredLeaf) -> _Array:
-        location = stored.array.location
-        if self._fence is not None:
-            with foreign_errors(self._storage.url(join(self._directory, location))):
-                self._fence.check(location.partition('//')[0] if stored.array.container == 'ocdbt' else location, leaf)
         store = self._reader.open(stored, leaf)
         metadata = store.spec().to_json()['metadata']
         file_bytes = None

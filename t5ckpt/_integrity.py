@@ -19,7 +19,17 @@ from collections.abc import Mapping
 from t5ckpt._damage import Damage, VerifyReport
 from t5ckpt._digest import digest
 from t5ckpt._implied import ArrayFiles, Implied, cell_box, cell_of
-from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
+from t5ckpt._layout import (
+    DATASET_REMOVED,
+    MANIFEST,
+    PINNED,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    is_integrity_file,
+    join,
+    parse_step_dir,
+    step_dir,
+)
 from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
 from t5ckpt._open import Contents, RawFiles, leaves_of, read_contents
 from t5ckpt._plan_restore import StoredLeaf
@@ -39,7 +49,6 @@ from t5ckpt.storage import Entry, open_storage, split_path
 __all__ = ['verify']
 
 _OWN = {SIDECAR, MANIFEST, PINNED, DATASET_REMOVED}
-_LEDGER_PREFIX = 'integrity.'
 
 
 def verify(
@@ -69,7 +78,7 @@ def verify(
     Notes: any checkpoint that restores can be verified, also those of T5X and Orbax. Full runs at the disk's speed.
     """
     started = time.monotonic()
-    located = _located(path, step)
+    located = dataclasses.replace(_located(path, step), follow_links=follow_links)
     check = _Check(located, Scanner(located.storage, located.directory, follow_links=follow_links))
     check.books()
     check.arrays(follow_links)
@@ -142,7 +151,7 @@ class _Check:
             except CorruptCheckpointError as error:
                 self._add('undecodable', SIDECAR, str(error))
             self._compare_step(sidecar)
-        lists = {name for name in (*known, *top) if name.startswith(_LEDGER_PREFIX)}
+        lists = {name for name in (*known, *top) if is_integrity_file(name)}
         if sidecar is None and lists:
             self._add('missing', SIDECAR, 'the file that lists the others is not there or not readable')
         for name in sorted(lists):

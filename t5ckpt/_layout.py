@@ -37,6 +37,7 @@ __all__ = [
     'hold_file',
     'integrity_file',
     'is_inside',
+    'is_integrity_file',
     'join',
     'parse_hold',
     'parse_index',
@@ -57,6 +58,7 @@ INDEX = '.t5ckpt'
 HOLD_PREFIX = 'held_'
 INDEX_COMPLETE = '.t5ckpt/complete'
 
+_INTEGRITY = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted)-([0-9]{1,12})')
 _HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
@@ -171,6 +173,11 @@ def parse_leftover(name: str) -> Leftover | None:
 def integrity_file(process: int) -> str:
     """The checksum sidecar of one process."""
     return f'integrity.{process}.json'
+
+
+def is_integrity_file(name: str) -> bool:
+    """Whether a name is that of such a sidecar."""
+    return _INTEGRITY.fullmatch(name) is not None
 
 
 def dataset_prefix(shard_id: int, num_shards: int) -> str:

@@ -25,6 +25,7 @@ from t5ckpt.errors import CorruptCheckpointError
 __all__ = ['ChunkFiles', 'Grid', 'grid_of', 'has_plain_chunks', 'range_of']
 
 _MAX_ZARRAY_BYTES = 2**20
+_ALWAYS_BYTES = 256 * 2**20
 # One byte or more an element, and the same bits for numpy and for TensorStore; with the names in ``.zarray``.
 _DTYPES = (
     *('bool', 'int8', 'int16', 'int32', 'int64', 'uint8', 'uint16', 'uint32', 'uint64'),
@@ -84,7 +85,9 @@ def grid_of(text: bytes, array: StoredArray) -> Grid | None:
         return None
     if len(chunks) != len(array.shape) or not all(type(size) is int and size > 0 for size in chunks):
         return None
-    return Grid(tuple(chunks), separator, array.dtype.itemsize)
+    grid = Grid(tuple(chunks), separator, array.dtype.itemsize)
+    # Chunks that are mostly outside their array are nothing to plan reads by.
+    return grid if grid.cell_bytes <= max(_ALWAYS_BYTES, 2 * array.nbytes) else None
 
 
 def range_of(within: Sequence[slice], shape: Sequence[int]) -> tuple[int, bool]:

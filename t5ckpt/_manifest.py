@@ -33,6 +33,12 @@ _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
 _CHUNKED = '__msgpack_chunked_array__'
 _MAX_RANK = 32
 _MAX_DEPTH = 250
+# The decoder makes a list as long as its header claims before it has seen one item, at each level of nesting.
+_MAX_LIST = 2**14
+_DAMAGED = (
+    *(ValueError, TypeError, KeyError, RecursionError, UnicodeDecodeError, msgpack.UnpackException),
+    *(MemoryError, OverflowError),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +79,12 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if not data:
         raise CorruptCheckpointError(f'{where} is empty. Restore an older step, or copy the checkpoint again.')
     try:
-        contents = msgpack.unpackb(data, ext_hook=_decode_ext, raw=False, strict_map_key=False)
+        contents = msgpack.unpackb(
+            data, ext_hook=_decode_ext, raw=False, strict_map_key=False, max_array_len=min(_MAX_LIST, len(data))
+        )
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f'{where}: {error}') from error
-    except (ValueError, TypeError, KeyError, RecursionError, UnicodeDecodeError, msgpack.UnpackException) as error:
+    except _DAMAGED as error:
         raise CorruptCheckpointError(
             f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): truncated, or not a T5X '
             'manifest. Restore an older step, or copy the checkpoint again.'
@@ -157,12 +165,19 @@ def _scalar(value: Any, where: str, path: Path) -> Any:
 
 def _join_chunked(value: Mapping[Any, Any], where: str, path: Path) -> np.ndarray:
     """An array that Flax split because msgpack's lengths end at 2^32."""
+    name = '/'.join(path)
     try:
-        shape = tuple(int(value['shape'][str(i)]) for i in range(len(value['shape'])))
-        parts = [np.ravel(value['chunks'][str(i)]) for i in range(len(value['chunks']))]
-        return np.concatenate(parts).reshape(shape)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptCheckpointError(f'{where}: leaf {"/".join(path)}: bad chunked array ({_brief(error)}).') from error
+        shape = tuple(value['shape'][str(i)] for i in range(len(value['shape'])))
+        parts = [value['chunks'][str(i)] for i in range(len(value['chunks']))]
+    except (KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f'{where}: leaf {name}: bad chunked array ({_brief(error)}).') from error
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    sizes = [int(size) for size in shape if isinstance(size, (int, np.integer)) and size >= 0]
+    if not arrays or len(arrays) != len(parts) or len({array.dtype for array in arrays}) != 1:
+        raise CorruptCheckpointError(f'{where}: leaf {name}: the chunks of its array are no arrays of one dtype.')
+    if len(sizes) != len(shape) or len(sizes) > _MAX_RANK or math.prod(sizes) != sum(array.size for array in arrays):
+        raise CorruptCheckpointError(f'{where}: leaf {name}: its chunks do not make an array of shape {shape!r:.80}.')
+    return np.concatenate([array.reshape(-1) for array in arrays]).reshape(sizes)
 
 
 def _decode_ext(code: int, data: bytes) -> Any:
@@ -170,19 +185,19 @@ def _decode_ext(code: int, data: bytes) -> Any:
         array = _decode_array(data)
         return array[()] if code == _EXT_SCALAR else array
     if code == _EXT_COMPLEX:
-        real, imag = msgpack.unpackb(data)
+        real, imag = msgpack.unpackb(data, max_array_len=2)
         return complex(real, imag)
     raise CorruptCheckpointError(f'unknown msgpack extension type {code}')
 
 
 def _decode_array(data: bytes) -> np.ndarray:
-    shape, name, raw = msgpack.unpackb(data, raw=True)
+    shape, name, raw = msgpack.unpackb(data, raw=True, max_array_len=_MAX_RANK)
     name = name.decode('ascii', 'replace') if isinstance(name, bytes) else str(name)
     try:
         dtype = dtype_from_name(name)
     except KeyError:
         raise CorruptCheckpointError(f'array of unknown dtype {name!r}') from None
-    if not all(isinstance(size, int) and size >= 0 for size in shape) or len(shape) > _MAX_RANK:
+    if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise CorruptCheckpointError(f'array with shape {shape!r:.80}')
     if math.prod(shape) * dtype.itemsize != len(raw):
         raise CorruptCheckpointError(f'array of shape {tuple(shape)} and dtype {name} with {len(raw)} bytes of data')

@@ -44,9 +44,10 @@ _ALIGNMENT = 64
 class ArrayMapper:
     """Maps the arrays of one checkpoint that lies in a local directory. Safe from any thread."""
 
-    def __init__(self, root: str):
-        """Takes the checkpoint's directory."""
+    def __init__(self, root: str, *, follow_links: bool = False):
+        """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
         self._root = root
+        self._follow_links = follow_links
         # Most arrays of a model have the metadata and the shards of many others: what follows from them is kept.
         self._runs: dict[Any, dict[Box, _Run] | None] = {}
 
@@ -73,7 +74,7 @@ class ArrayMapper:
         if not has_plain_chunks(array):
             return None
         try:
-            with ChunkFiles(self._root, array.location, leaf) as files:
+            with ChunkFiles(self._root, array.location, leaf, follow_links=self._follow_links) as files:
                 runs = (_runs if strided else self._kept_runs)(files.metadata(), array, boxes)
                 if runs is None or not (strided or all(run.contiguous for run in runs.values())):
                     return None

@@ -7,11 +7,14 @@ import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from t5ckpt._layout import SIDECAR, join
+from t5ckpt._digest import digest
+from t5ckpt._layout import SIDECAR, is_integrity_file, join
 from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest
+from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
 from t5ckpt._manifest import Manifest, decode_manifest
 from t5ckpt._orbax import has_placeholders, read_orbax, resolve_placeholders
 from t5ckpt._plan_restore import checkpoint_leaves, with_facts
+from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar
 from t5ckpt._specs import is_spec
 from t5ckpt._types import Path, RestoreStateTransformationFn
@@ -23,33 +26,44 @@ __all__ = ['Contents', 'RawFiles', 'leaves_of', 'read_contents', 'read_raw', 'st
 
 @dataclasses.dataclass(frozen=True)
 class RawFiles:
-    """The manifest and the sidecar, if there is one, as they lie there; of an Orbax directory nothing."""
+    """A checkpoint's own files as they lie there; of an Orbax directory nothing.
+
+    Attributes:
+      manifest: the file ``checkpoint``.
+      sidecar: ``t5ckpt.json``, if there is one.
+      ledgers: the lists of files by name, if checksums are to be compared.
+    """
 
     manifest: bytes | None = None
     sidecar: bytes | None = None
+    ledgers: Mapping[str, bytes] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """A checkpoint's manifest and sidecar, and where it was found."""
+    """A checkpoint's manifest and sidecar, and where it was found; ``ledger`` if checksums are to be compared."""
 
     located: Located
     manifest: Manifest
     sidecar: Sidecar
+    ledger: Ledger | None = None
 
 
-def read_raw(located: Located) -> RawFiles:
-    """Reads a checkpoint's own files.
+def read_raw(located: Located, *, ledgers: bool = False) -> RawFiles:
+    """Reads a checkpoint's own files; with ``ledgers`` also those that list the others with their checksums.
 
     Raises:
       CheckpointNotFoundError: gone since it was located.
+      UnsafeSpecError: one of them is a symbolic link that leads out of the checkpoint.
     """
     storage, directory = located.storage, located.directory
     if not located.manifest:
         return RawFiles()
-    manifest = storage.read(join(directory, located.manifest))
-    key = join(directory, SIDECAR)
-    return RawFiles(manifest, storage.read(key) if storage.is_file(key) else None)
+    files = Scanner(storage, directory, follow_links=located.follow_links)
+    manifest = files.read(located.manifest)
+    sidecar = files.read(SIDECAR) if storage.is_file(join(directory, SIDECAR)) else None
+    names = [entry.name for entry in storage.entries(directory) if is_integrity_file(entry.name)] if ledgers else []
+    return RawFiles(manifest, sidecar, {name: files.read(name) for name in names} if ledgers else None)
 
 
 def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
@@ -66,14 +80,46 @@ def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
     raw = read_raw(located) if raw is None else raw
     storage, directory = located.storage, located.directory
     if raw.manifest is None:
-        return Contents(located, read_orbax(storage, directory), Sidecar())
+        return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), Sidecar())
+    where = storage.url(join(directory, SIDECAR))
+    sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
+    known = ledger_entries(sidecar.extra.get('digests', {}), where)
+    if located.manifest in known:
+        _compare(raw.manifest, known[located.manifest], located.url)
     manifest = decode_manifest(raw.manifest, located.url)
     if has_placeholders(manifest.state):
-        resolved = resolve_placeholders(storage, directory, manifest.state)
+        resolved = resolve_placeholders(storage, directory, manifest.state, follow_links=located.follow_links)
         return Contents(located, dataclasses.replace(manifest, state=resolved), Sidecar())
-    if raw.sidecar is None:
-        return Contents(located, manifest, Sidecar())
-    return Contents(located, manifest, decode_sidecar(raw.sidecar, storage.url(join(directory, SIDECAR))))
+    return Contents(located, manifest, sidecar, _ledger(raw, known, where))
+
+
+def _compare(data: bytes, recorded: tuple[int, str], where: str) -> None:
+    found = len(data), digest(data)
+    if found != recorded:
+        raise CorruptCheckpointError(
+            f'{where} is damaged: {found[0]:,} bytes with xxh3-64 {found[1]}, {SIDECAR} recorded {recorded[0]:,} bytes with '
+            f'{recorded[1]}. Restore an older step, or copy the checkpoint again. If it was edited on purpose, remove '
+            f'{SIDECAR} and the integrity files.'
+        )
+
+
+def _ledger(raw: RawFiles, known: Ledger, where: str) -> Ledger | None:
+    """What the checkpoint lists; None if nobody asked, or it lists nothing, as T5X's do not."""
+    if raw.ledgers is None or (raw.sidecar is None and not raw.ledgers):
+        return None
+    listed = {name: entry for name, entry in known.items() if is_integrity_file(name)}
+    missing = sorted(listed.keys() - raw.ledgers.keys())
+    if raw.sidecar is None or missing:
+        name = ', '.join(missing) or where
+        raise CorruptCheckpointError(
+            f'{name} is missing, so no checksum can be compared. Copy the checkpoint again, have "t5ckpt repair" write it '
+            "anew, or pass verify='quick'."
+        )
+    ledger: Ledger = {}
+    for name, entry in listed.items():
+        _compare(raw.ledgers[name], entry, name)
+        ledger |= decode_ledger(raw.ledgers[name], name)
+    return ledger
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from t5ckpt._dtypes import dtype_from_typestr
 from t5ckpt._layout import join
 from t5ckpt._leaves import nest
 from t5ckpt._manifest import Manifest
-from t5ckpt._specs import SpecDict, StoredArray
+from t5ckpt._scan import Scanner
+from t5ckpt._specs import SpecDict, StoredArray, shape_of
 from t5ckpt._types import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.storage import Storage, foreign_errors
@@ -32,11 +33,12 @@ __all__ = ['has_placeholders', 'read_orbax', 'resolve_placeholders']
 
 _PLACEHOLDER = 'PLACEHOLDER://'
 _ITEMS = ('', 'state', 'default')
+_MAX_DEPTH = 250
 _STRINGS = ('str', 'string')
 _NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
 
 
-def read_orbax(storage: Storage, directory: str) -> Manifest:
+def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) -> Manifest:
     """Reads the tree of an Orbax directory; arrays stay where they are.
 
     Raises:
@@ -45,7 +47,7 @@ def read_orbax(storage: Storage, directory: str) -> Manifest:
     for item in _ITEMS:
         base = join(directory, item)
         if storage.is_file(join(base, '_METADATA')):
-            return _read_tree(storage, directory, item)
+            return _read_tree(storage, (directory, item), follow_links)
     names = [entry.name for entry in storage.entries(directory)]
     raise UnsupportedFormatError(
         f'{storage.url(directory)} looks like an Orbax checkpoint of several items ({", ".join(names[:8])}), none of '
@@ -53,36 +55,41 @@ def read_orbax(storage: Storage, directory: str) -> Manifest:
     )
 
 
-def _read_tree(storage: Storage, directory: str, item: str) -> Manifest:
+def _read_tree(storage: Storage, place: tuple[str, str], follow_links: bool) -> Manifest:
+    directory, item = place
+    files = Scanner(storage, directory, follow_links=follow_links)
     base = join(directory, item)
     where = storage.url(join(base, '_METADATA'))
     try:
-        metadata = json.loads(storage.read(join(base, '_METADATA')))
+        metadata = json.loads(files.read(join(item, '_METADATA')))
         tree = metadata['tree_metadata']
         leaves = [(_keys_of(entry), str(entry['value_metadata']['value_type'])) for entry in tree.values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
-    strings = _strings(storage, base)
+    strings = _strings(files, item, storage.is_file(join(base, '_strings.json')))
     table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
     arrays = [path for path, _ in leaves if path not in table]
     use_zarr3 = bool(metadata.get('use_zarr3'))
-    found = _array_leaves(storage, (directory, item), arrays, use_zarr3)
+    found = _array_leaves(storage, (directory, item, files), arrays, use_zarr3)
     return Manifest(3, nest({path: found.get(path, table.get(path)) for path, _ in leaves}))
 
 
 def _keys_of(entry: Mapping[str, Any]) -> Path:
-    return tuple(str(key['key']) for key in entry['key_metadata'])
+    path = tuple(str(key['key']) for key in entry['key_metadata'])
+    if not 0 < len(path) <= _MAX_DEPTH:
+        raise ValueError(f'a leaf {len(path)} levels deep')
+    return path
 
 
-def _strings(storage: Storage, base: str) -> Mapping[str, str]:
-    key = join(base, '_strings.json')
-    if not storage.is_file(key):
+def _strings(files: Scanner, item: str, is_there: bool) -> Mapping[str, str]:
+    if not is_there:
         return {}
+    key = join(item, '_strings.json')
     try:
-        return {str(name): str(text) for name, text in json.loads(storage.read(key)).items()}
-    except (ValueError, AttributeError) as error:
-        raise CorruptCheckpointError(f'{storage.url(key)} does not decode ({error!s:.120}).') from error
+        return {str(name): str(text) for name, text in json.loads(files.read(key)).items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f'{key} does not decode ({error!s:.120}).') from error
 
 
 def has_placeholders(state: Mapping[str, Any]) -> bool:
@@ -95,11 +102,14 @@ def has_placeholders(state: Mapping[str, Any]) -> bool:
     )
 
 
-def resolve_placeholders(storage: Storage, directory: str, state: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_placeholders(
+    storage: Storage, directory: str, state: Mapping[str, Any], *, follow_links: bool = False
+) -> dict[str, Any]:
     """Replaces each ``PLACEHOLDER://<name>`` by the array it stands for."""
     names: dict[Path, str] = {}
     _collect_placeholders(state, (), names)
-    found = _array_leaves(storage, (directory, ''), list(names), False, names)
+    files = Scanner(storage, directory, follow_links=follow_links)
+    found = _array_leaves(storage, (directory, '', files), list(names), False, names)
     return _replaced(state, (), found)
 
 
@@ -124,13 +134,13 @@ def _replaced(state: Mapping[str, Any], path: Path, found: Mapping[Path, SpecDic
 
 def _array_leaves(
     storage: Storage,
-    place: tuple[str, str],
+    place: tuple[str, str, Scanner],
     paths: Sequence[Path],
     zarr3: bool,
     names: Mapping[Path, str] | None = None,
 ) -> dict[Path, SpecDict]:
     """Opens the metadata of every array, all at once."""
-    directory, item = place
+    directory, item, files = place
     base = join(directory, item)
     ocdbt = storage.is_file(join(base, 'manifest.ocdbt'))
     kvstore: dict[str, Any] = storage.array_kvstore(base)
@@ -139,6 +149,9 @@ def _array_leaves(
     by_path = {path: _safe('.'.join(path) if names is None else names[path]) for path in paths}
     file = 'zarr.json' if zarr3 else '.zarray'
     where = storage.url(base)
+    # TensorStore follows every link.
+    for name in [item] if ocdbt else [join(item, name, file) for name in by_path.values()]:
+        files.check(name, where)
     with foreign_errors(where):
         store = ts.KvStore.open(kvstore, context=storage.context()).result()
         futures = {path: store.read(f'{name}/{file}') for path, name in by_path.items()}
@@ -162,10 +175,11 @@ def _safe(name: str) -> str:
 def _leaf(data: bytes, location: str, ocdbt: bool, zarr3: bool, where: str) -> SpecDict:
     try:
         metadata = json.loads(data)
-        shape = tuple(int(size) for size in metadata['shape'])
+        claimed = metadata['shape']
         name = str(metadata['data_type'] if zarr3 else metadata['dtype'])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where}: array metadata does not decode ({error!s:.120}).') from error
+    shape = shape_of(claimed, where)
     dtype = dtype_from_typestr(name)
     if dtype is None:
         raise CorruptCheckpointError(f'{where}: array of unknown dtype {name!r:.40}.')

@@ -23,6 +23,7 @@ import numpy as np
 
 from t5ckpt._budget import ByteBudget
 from t5ckpt._chunks import Box
+from t5ckpt._claims import check_memory
 from t5ckpt._direct import Wanted
 from t5ckpt._dtypes import from_stored
 from t5ckpt._local import has_plain_chunks
@@ -64,6 +65,10 @@ def read_arrays(
             values[read.path] = place(hosts, read.target, read.leaf.shape, read.dtype)
     report = _Report(sum(read.leaf.array.nbytes for read in reads), progress)
     report.add(report.total - sum(read.leaf.array.nbytes for read in rest))
+    here = [read for read in rest if is_on_cpu(read.target)]
+    if here:
+        needed = sum(_bytes_wanted(read) for read in here)
+        check_memory(needed, f'{leaf_name(here[0].path)}{f" and {len(here) - 1} more leaves" if len(here) > 1 else ""}')
     if rest:
         with concurrent.futures.ThreadPoolExecutor(_threads(), 't5ckpt-read') as pool:
             try:
@@ -175,7 +180,8 @@ class _Flight:
         store = self._reader.finish_open(array, opened, name)
         buffers = {box: _buffer(box, array.dtype) for box in boxes}
         parts = {box: store[tuple(slice(start, stop) for start, stop in box)] for box in boxes}
-        return _Pending(read, buffers, [start_read(parts[box], buffers[box]) for box in boxes], size)
+        checks = [self._pool.submit(task) for task in self._reader.check_tasks(array, name, boxes)]
+        return _Pending(read, buffers, [*checks, *(start_read(parts[box], buffers[box]) for box in boxes)], size)
 
     def _place_next(self) -> None:
         item = self._reading[0]
@@ -199,6 +205,11 @@ class _Flight:
         placed.block_until_ready()
         self._moving.popleft()
         self._budget.release(size)
+
+
+def _bytes_wanted(read: StoredRead) -> int:
+    """What this process takes of a leaf."""
+    return sum(map(_box_size, boxes_wanted(read.target, read.leaf.shape))) * read.leaf.array.dtype.itemsize
 
 
 def _converts(read: StoredRead) -> bool:

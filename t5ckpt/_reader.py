@@ -10,36 +10,67 @@ manifest's metadata.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
+from t5ckpt._checks import Checks
 from t5ckpt._chunks import Box
+from t5ckpt._claims import check_chunk, check_count, check_memory
 from t5ckpt._direct import DirectReader
 from t5ckpt._dtypes import from_stored, zarr_typestr
 from t5ckpt._layout import join
+from t5ckpt._ledger import Ledger
 from t5ckpt._map import ArrayMapper
+from t5ckpt._open import Contents
 from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu
 from t5ckpt._plan_restore import StoredLeaf, StoredRead
+from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import leaf_name
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['ArrayReader', 'start_read']
+__all__ = ['VERIFY_LEVELS', 'ArrayReader', 'ReadOptions', 'reader_of', 'start_read']
+
+# Of a database's compressed index; far more than any packs into one.
+_CHUNKS_PER_BYTE = 64
+# The size of a file that its storage does not tell; nothing is concluded from it.
+_UNKNOWN = 2**62
+VERIFY_LEVELS = ('auto', 'full', 'quick')
 
 
 class ArrayReader:
     """Reads arrays of one checkpoint. Safe from any thread."""
 
-    def __init__(self, storage: Storage, directory: str, mmap: bool = False):
-        """Takes a checkpoint's directory; with ``mmap`` its arrays are mapped where that is possible, see ``_map.py``."""
+    def __init__(
+        self,
+        storage: Storage,
+        directory: str,
+        mmap: bool = False,
+        *,
+        ledger: Ledger | None = None,
+        follow_links: bool = False,
+    ):
+        """Makes a reader.
+
+        Args:
+          storage: where the checkpoint lies.
+          directory: its directory there.
+          mmap: its arrays are mapped where that is possible, see ``_map.py``.
+          ledger: what the checkpoint lists; every file that is read is compared with it.
+          follow_links: symbolic links may lead out of the directory.
+        """
         self._storage = storage
         self._directory = directory
         root = storage.local_path(directory)
-        self._mapper = None if root is None or not mmap else ArrayMapper(root)
-        self.direct = None if root is None else DirectReader(root)
+        self._scanner = Scanner(storage, directory, follow_links=follow_links)
+        self.checks = None if ledger is None else Checks(ledger, self._scanner)
+        self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
+        self.direct = None if root is None else DirectReader(root, checks=self.checks, follow_links=follow_links)
 
     def url(self, array: StoredArray) -> str:
         """Where an array lies, for messages."""
@@ -50,7 +81,14 @@ class ArrayReader:
         return self._storage.wait(future)
 
     def start_open(self, array: StoredArray) -> Any:
-        """Begins to open an array; the future goes to :meth:`finish_open`."""
+        """Begins to open an array; the future goes to :meth:`finish_open`.
+
+        Raises:
+          FormatError: a file of it leads outside the checkpoint.
+        """
+        # TensorStore follows every link and waits for every FIFO.
+        inside = array.location.partition('//')[0] if array.container == 'ocdbt' else array.location
+        self._scanner.check(inside, self.url(array))
         with foreign_errors(self.url(array)):
             return ts.open(self._spec(array), open=True, context=self._storage.context())
 
@@ -58,15 +96,36 @@ class ArrayReader:
         """The opened array.
 
         Raises:
-          CorruptCheckpointError: no array there, or its metadata contradicts the manifest.
+          CorruptCheckpointError: no array there, its metadata contradicts the manifest, or claims what cannot be.
+          NotEnoughMemoryError: a chunk is larger than this machine's memory.
         """
         try:
-            return self.wait(future)
+            store = self.wait(future)
         except ValueError as error:
-            if 'NOT_FOUND' in str(error) and array.container == 'dir' and 'chunks' in array.metadata:
-                return self._open_without_metadata(array, leaf)
-            with foreign_errors(f'{leaf} ({self.url(array)})'):
-                raise
+            if 'NOT_FOUND' not in str(error) or array.container != 'dir' or 'chunks' not in array.metadata:
+                with foreign_errors(f'{leaf} ({self.url(array)})'):
+                    raise
+            store = self._open_without_metadata(array, leaf)
+        self._check_claims(array, store, f'{leaf} ({self.url(array)})')
+        return store
+
+    def _check_claims(self, array: StoredArray, store: Any, where: str) -> None:
+        """Before TensorStore takes memory for a chunk, or makes a list of all chunks."""
+        chunk = store.chunk_layout.read_chunk.shape or ()
+        chunks = math.prod(-(-size // each) for size, each in zip(array.shape, chunk, strict=True) if each)
+        chunk_bytes = math.prod(chunk) * array.dtype.itemsize
+        if array.container == 'ocdbt':
+            # A database keeps all values in a few files.
+            inside = array.location.partition('//')[0]
+            check_count(chunks, lambda: _CHUNKS_PER_BYTE * sum(self._sizes(inside)), where)
+            check_chunk(chunk_bytes, lambda: sum(self._sizes(inside)), where)
+        else:
+            check_count(chunks, lambda: len(self._sizes(array.location)), where)
+            check_chunk(chunk_bytes, lambda: max(self._sizes(array.location), default=0), where)
+
+    def _sizes(self, location: str) -> list[int]:
+        found = self._storage.walk(join(self._directory, location))
+        return [_UNKNOWN if size is None else size for _, size in found]
 
     def open(self, leaf: StoredLeaf, name: str) -> Any:
         """Opens an array and waits for it."""
@@ -110,15 +169,35 @@ class ArrayReader:
         if basic is None:
             return self.read(leaf, name)[index]
         boxes, after = basic
+        for task in self.check_tasks(leaf.array, name, [tuple((part.start, part.stop) for part in boxes)]):
+            task()
         mapped = self._read_mapped(leaf, name, boxes, index is Ellipsis)
         if mapped is not None:
             return from_stored(mapped, leaf.dtype)[after]
         store = self.open(leaf, name)
         view = store[boxes] if boxes else store
+        check_memory(math.prod(view.shape) * leaf.array.dtype.itemsize, f'{name} ({self.url(leaf.array)})')
         out = aligned_empty(tuple(view.shape), leaf.array.dtype)
         with foreign_errors(f'{name} ({self.url(leaf.array)})'):
             self.wait(start_read(view, out))
         return from_stored(out, leaf.dtype)[after]
+
+    def check_tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
+        """What is to be done before boxes are read by somebody who does not look at checksums."""
+        return [] if self.checks is None else self.checks.tasks(array, name, boxes)
+
+    def check_beside(self, prefix: str) -> None:
+        """Looks at the files beside the arrays whose names begin so, before somebody else opens them.
+
+        Raises:
+          FormatError: one is damaged, missing, or leads outside the checkpoint.
+        """
+        names = [entry.name for entry in self._storage.entries(self._directory) if entry.name.startswith(prefix)]
+        for name in names:
+            self._scanner.check(name, name)
+        if names and self.checks is not None:
+            for file in self.checks.listed(prefix):
+                self.checks.check(file, 'data iterator')
 
     def _read_mapped(self, leaf: StoredLeaf, name: str, parts: tuple[slice, ...], whole: bool) -> np.ndarray | None:
         if self._mapper is None:
@@ -139,8 +218,44 @@ class ArrayReader:
         same_bits = read.dtype == read.leaf.dtype == stored
         if self._mapper is None or not same_bits or not is_on_cpu(read.target):
             return None
-        views = self._mapper.map_boxes(array, leaf_name(read.path), boxes_wanted(read.target, read.leaf.shape))
+        boxes = boxes_wanted(read.target, read.leaf.shape)
+        views = self._mapper.map_boxes(array, leaf_name(read.path), boxes)
+        for task in self.check_tasks(array, leaf_name(read.path), boxes) if views is not None else ():
+            task()
         return None if views is None else {box: from_stored(view, read.dtype) for box, view in views.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOptions:
+    """How a checkpoint is read; see ``Checkpointer`` for each field.
+
+    Raises:
+      ValueError: ``verify`` is none of ``VERIFY_LEVELS``.
+    """
+
+    mmap: bool = False
+    verify: str = 'auto'
+    follow_links: bool = False
+    share_replicated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.verify not in VERIFY_LEVELS:
+            raise ValueError(f'verify is one of {list(VERIFY_LEVELS)}, got {self.verify!r:.40}.')
+
+    def checks_all(self, storage: Storage, *, lazy: bool) -> bool:
+        """Whether checksums are compared: always, never, or if all bytes pass through our hands anyway.
+
+        From a store without files they would come twice: for us, and for TensorStore.
+        """
+        in_passing = storage.local_path('') is not None and not self.mmap and not lazy
+        return self.verify == 'full' or (self.verify == 'auto' and in_passing)
+
+
+def reader_of(contents: Contents, mmap: bool) -> ArrayReader:
+    """A reader of an opened checkpoint's arrays, which compares checksums if the checkpoint was opened with them."""
+    located = contents.located
+    ledger, follow_links = contents.ledger, located.follow_links
+    return ArrayReader(located.storage, located.directory, mmap, ledger=ledger, follow_links=follow_links)
 
 
 def start_read(view: Any, out: np.ndarray) -> Any:

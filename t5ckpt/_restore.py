@@ -21,7 +21,7 @@ from t5ckpt._place import place_value
 from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, StoredRead, plan_restore
 from t5ckpt._process import READ_EVENT, Round, record_duration
 from t5ckpt._read import read_arrays
-from t5ckpt._reader import ArrayReader
+from t5ckpt._reader import ArrayReader, ReadOptions, reader_of
 from t5ckpt._transform import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
 from t5ckpt.datasets import DatasetState, warn_of_unused
@@ -54,8 +54,7 @@ class RestoreRequest:
     progress: Progress | None
     strict: str = 'up_to_dtype'
     donate: bool = False
-    mmap: bool = False
-    share_replicated: bool = False
+    reading: ReadOptions = dataclasses.field(default_factory=ReadOptions)
     leaves_iterator: bool = False
 
 
@@ -69,9 +68,9 @@ def run_restore(
         finish = _read(request, state, partitioner, dataset)
     except BaseException as error:
         # The others would go on, and wait for this process in their first step.
-        meeting.fail('read' if request.share_replicated else 'restore', error)
+        meeting.fail('read' if request.reading.share_replicated else 'restore', error)
         raise
-    if request.share_replicated and not meeting.is_alone:
+    if request.reading.share_replicated and not meeting.is_alone:
         # What follows is a collective: it must not begin before it is known that nobody has failed.
         meeting.agree('read', None, lambda _: None)
     try:
@@ -112,7 +111,7 @@ def _read(
     _warn_if_narrowed(plan)
     if not request.meeting.is_alone and not request.lazy:
         _warn_if_local(plan)
-    reader = ArrayReader(located.storage, located.directory, request.mmap)
+    reader = reader_of(contents, request.reading.mmap)
     wanted: dict[Path, Any] = {}
     if request.donate:
         _free(view.table, [fallback[path] for path in plan.fallback])
@@ -120,7 +119,7 @@ def _read(
         values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, wanted)
     values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
     if not request.leaves_iterator:
-        _move_iterator(request, located, dataset)
+        _move_iterator(request, reader, located, dataset)
     return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
 
 
@@ -132,23 +131,30 @@ def _free(template: LeafTable, kept: Sequence[Any]) -> None:
             leaf.delete()
 
 
-def _move_iterator(request: RestoreRequest, located: Located, dataset: DatasetState | None) -> None:
+def _move_iterator(
+    request: RestoreRequest, reader: ArrayReader, located: Located, dataset: DatasetState | None
+) -> None:
     """Takes the data iterator to where the checkpoint says, or says which of the two has none."""
     if dataset is not None:
+        reader.check_beside(dataset.prefix(request.meeting.processes))
         dataset.load(located.storage, located.directory, request.meeting.processes)
     elif request.meeting.is_first:
         warn_of_unused(located.storage, located.directory)
 
 
 def _located(request: RestoreRequest) -> Located:
-    if request.path is None:
-        return locate_step(request.storage, request.step)
-    return _elsewhere(request, os.fspath(request.path))
+    path = None if request.path is None else os.fspath(request.path)
+    found = locate_step(request.storage, request.step) if path is None else _elsewhere(request, path)
+    return dataclasses.replace(found, follow_links=request.reading.follow_links)
 
 
 def _elsewhere(request: RestoreRequest, url: str) -> Located:
     options = request.storage_options if is_same_kind(url, request.storage) else None
     return locate(url, None, options)
+
+
+def _checks_all(request: RestoreRequest, located: Located) -> bool:
+    return request.reading.checks_all(located.storage, lazy=request.lazy)
 
 
 def _asked(request: RestoreRequest) -> str:
@@ -157,23 +163,25 @@ def _asked(request: RestoreRequest) -> str:
     return f'{"the latest step" if request.step is None else f"step {int(request.step)}"} of {request.storage.url()}'
 
 
-def _found(request: RestoreRequest) -> tuple[Located, RawFiles | None]:
+def _found(request: RestoreRequest) -> tuple[Located, RawFiles]:
     """The checkpoint: process 0 looks for it and reads its files, once for all processes."""
     meeting = request.meeting
     if meeting.is_alone:
-        return _located(request), None
+        located = _located(request)
+        return located, read_raw(located, ledgers=_checks_all(request, located))
     if meeting.is_first:
         try:
             located = _located(request)
-            raw = read_raw(located)
-            held = [None if data is None else len(data) for data in (raw.manifest, raw.sidecar)]
+            raw = read_raw(located, ledgers=_checks_all(request, located))
+            files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.ledgers or {})}
+            held = [[name, len(data)] for name, data in files.items() if data is not None]
             place = [located.directory, located.manifest, located.step]
             head = {'url': located.url, 'place': place, 'held': held, 'asked': _asked(request)}
         except Exception as error:
             meeting.share('found', json.dumps({'error': f'{type(error).__name__}: {error}'}).encode())
             raise
         meeting.share('found', json.dumps(head).encode())
-        meeting.share('files', (raw.manifest or b'') + (raw.sidecar or b''))
+        meeting.share('files', b''.join(data for data in files.values() if data is not None))
         return located, raw
     head = json.loads(meeting.share('found', None))
     if 'error' in head:
@@ -184,10 +192,13 @@ def _found(request: RestoreRequest) -> tuple[Located, RawFiles | None]:
             'process has to restore the same step of the same directory.'
         )
     data = meeting.share('files', None)
-    size, rest = head['held']
-    manifest = None if size is None else data[:size]
+    shared: dict[str, bytes] = {}
+    for name, size in head['held']:
+        shared[name], data = data[:size], data[size:]
     located = Located(request.storage, *head['place']) if request.path is None else _elsewhere(request, head['url'])
-    return located, RawFiles(manifest, None if rest is None else data[size or 0 :])
+    located = dataclasses.replace(located, follow_links=request.reading.follow_links)
+    raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
+    return located, dataclasses.replace(raw, ledgers=shared if _checks_all(request, located) else None)
 
 
 def _warn_if_narrowed(plan: RestorePlan) -> None:
@@ -253,7 +264,7 @@ def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> di
 def _values(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest, wanted: dict[Path, Any]) -> LeafTable:
     """The leaves; ``wanted`` gets the shardings of those that are to be completed, see ``_gather.py``."""
     values: LeafTable = {read.path: place_value(read) for read in plan.inline}
-    reads, split = in_parts(plan.stored, request.meeting.processes.count if request.share_replicated else 1)
+    reads, split = in_parts(plan.stored, request.meeting.processes.count if request.reading.share_replicated else 1)
     wanted |= split
     return values | read_arrays(reader, reads, ByteBudget(_IN_FLIGHT_BYTES), request.progress)
 

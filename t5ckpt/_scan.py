@@ -36,12 +36,23 @@ class Scanner:
     """Reads files of one checkpoint. Safe from any thread."""
 
     def __init__(self, storage: Storage, directory: str, *, follow_links: bool = False):
-        """Takes the checkpoint's directory."""
+        """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
         self._storage = storage
         self._directory = directory
         root = storage.local_path(directory)
         self._fence = None if root is None else Fence(root, follow_links=follow_links)
         self._local = threading.local()
+
+    def check(self, name: str, leaf: str) -> None:
+        """Looks for links that lead out, and for what is no file, at a name and below, before another library reads it.
+
+        Raises:
+          FormatError: there is one.
+          StorageError: a directory cannot be read.
+        """
+        if self._fence is not None:
+            with foreign_errors(self._storage.url(join(self._directory, name))):
+                self._fence.check(name, leaf)
 
     def read(self, file: str) -> bytes:
         """All bytes of a small file.

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from t5ckpt._digest import digest
@@ -32,6 +32,9 @@ from t5ckpt.errors import CorruptCheckpointError
 __all__ = ['FORMAT', 'Sidecar', 'TreeFacts', 'decode_sidecar', 'encode_sidecar']
 
 FORMAT = 1
+_MAX_DEPTH = 250
+_CONTAINERS = {'dict', 'list', 'tuple'}
+_NUMBERS = {'bool', 'complex', 'float', 'int'}
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
 _CURE = 'It holds what T5X has no place for; remove it and the integrity files to read the rest as T5X would.'
 
@@ -82,8 +85,8 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
         del contents['checksum']
         tree = contents.pop('tree', {})
         by_path = {
-            field: {_path(path): _text(value) for path, value in tree.get(field, [])}
-            for field in ('empty', 'python', 'keys', 'text')
+            field: {_path(path): _text(value, known) for path, value in tree.get(field, [])}
+            for field, known in (('empty', _CONTAINERS), ('python', _NUMBERS), ('keys', None), ('text', None))
         }
         stored = {_text(directory): _text(dtype) for directory, dtype in tree.get('stored', [])}
         return Sidecar(TreeFacts(**by_path, stored=stored), contents)
@@ -94,12 +97,12 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
 
 
 def _path(value: Any) -> Path:
-    if not isinstance(value, list) or not value:
-        raise TypeError(f'expected a list of keys, got {value!r:.40}')
+    if not isinstance(value, list) or not 0 < len(value) <= _MAX_DEPTH:
+        raise TypeError(f'expected a list of up to {_MAX_DEPTH} keys, got {value!r:.40}')
     return tuple(map(_text, value))
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f'expected a string, got {type(value).__name__}')
+def _text(value: Any, known: Collection[str] | None = None) -> str:
+    if not isinstance(value, str) or (known is not None and value not in known):
+        raise TypeError(f'expected {"a string" if known is None else sorted(known)}, got {value!r:.40}')
     return value

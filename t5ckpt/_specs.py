@@ -17,7 +17,7 @@ from t5ckpt._dtypes import dtype_from_name, dtype_from_typestr
 from t5ckpt._layout import is_inside
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 
-__all__ = ['SpecDict', 'StoredArray', 'is_spec', 'parse_spec', 'spec_of']
+__all__ = ['SpecDict', 'StoredArray', 'is_spec', 'parse_spec', 'shape_of', 'spec_of']
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
 _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
@@ -131,12 +131,48 @@ def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
     metadata = spec['metadata']
     if not isinstance(metadata, Mapping):
         raise CorruptCheckpointError(f'{leaf}: spec metadata is {type(metadata).__name__}, expected a map.')
-    shape = _shape(metadata.get('shape'), leaf)
+    shape = shape_of(metadata.get('shape'), leaf)
     _check_transform(spec.get('transform'), shape, leaf)
     dtype = _spec_dtype(spec.get('dtype'), metadata.get('dtype'), leaf)
     bits_of = dtype_from_name('bfloat16') if version in (1, 2) and dtype == np.uint16 else None
     kept = {key: metadata[key] for key in _KEPT_METADATA if key in metadata}
+    _check_metadata(kept, shape, leaf)
     return StoredArray(location, shape, dtype, bits_of, kept)
+
+
+def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], leaf: str) -> None:
+    """Checks what stands in for a ``.zarray`` that is missing; TensorStore sees nothing that is not in here."""
+    chunks = metadata.get('chunks', [1] * len(shape))
+    good = _is_list_of_sizes(chunks) and len(chunks) == len(shape) and all(size > 0 for size in chunks)
+    codec = metadata.get('compressor')
+    good = good and (codec is None or (isinstance(codec, Mapping) and all(map(_is_plain_item, codec.items()))))
+    good = good and metadata.get('filters') in (None, [], ())
+    good = good and all(isinstance(metadata.get(key, ''), str) for key in ('dimension_separator', 'dtype', 'order'))
+    if not good:
+        raise CorruptCheckpointError(
+            f'{leaf}: spec metadata is no zarr v2 metadata of shape {shape}: {metadata!r:.200}.'
+        )
+
+
+def _is_plain_item(item: tuple[Any, Any]) -> bool:
+    return isinstance(item[0], str) and (item[1] is None or isinstance(item[1], (str, int, float)))
+
+
+def _is_list_of_sizes(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**62 for size in value
+    )
+
+
+def shape_of(value: Any, leaf: str) -> tuple[int, ...]:
+    """An array's shape as metadata claims it; how large it may be, is for whoever takes memory for it (``_claims.py``).
+
+    Raises:
+      CorruptCheckpointError: no list of sizes.
+    """
+    if not _is_list_of_sizes(value) or len(value) > _MAX_RANK:
+        raise CorruptCheckpointError(f'{leaf}: metadata has shape {value!r:.120}, expected a list of sizes.')
+    return tuple(value)
 
 
 def _location(spec: Mapping[str, Any], leaf: str) -> str:
@@ -152,15 +188,6 @@ def _location(spec: Mapping[str, Any], leaf: str) -> str:
             f'{leaf}: array path {path!r:.120} leads outside the checkpoint; only relative paths inside it are read.'
         )
     return path
-
-
-def _shape(value: Any, leaf: str) -> tuple[int, ...]:
-    good = isinstance(value, (list, tuple)) and len(value) <= _MAX_RANK
-    if not good or not all(
-        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**62 for size in value
-    ):
-        raise CorruptCheckpointError(f'{leaf}: spec metadata has shape {value!r:.120}, expected a list of sizes.')
-    return tuple(value)
 
 
 def _spec_dtype(name: Any, typestr: Any, leaf: str) -> np.dtype:

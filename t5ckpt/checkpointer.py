@@ -23,6 +23,7 @@ from t5ckpt._pending import PendingSave
 from t5ckpt._plan import SaveOptions
 from t5ckpt._plan_restore import STRICTNESS
 from t5ckpt._process import DEFAULT_TIMEOUT_SECONDS, Processes, Round
+from t5ckpt._reader import ReadOptions
 from t5ckpt._restore import RestoreRequest, run_restore
 from t5ckpt._retention import Retention
 from t5ckpt._save import Reuse, SaveRequest, prepare_save
@@ -50,8 +51,6 @@ _GB = 10**9
 class Checkpointer:
     """Saves and restores a train state, in T5X's format. The signatures are T5X's, plus keywords.
 
-    Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
-
     Args:
       train_state: the structure, shapes, dtypes and shardings to restore to: an object with T5X's protocol, a
         Flax TrainState or any pytree; leaves may be jax.ShapeDtypeStruct.
@@ -72,16 +71,18 @@ class Checkpointer:
       staging: how ``save_async`` makes the state safe: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
         the CPU, which waits until they are computed, or 'auto', which chooses among them.
       reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it, where the storage has links.
-      mmap: ``restore`` maps chunk files instead of reading them, on the CPU backend and where the files allow it;
-        values are then read from the checkpoint when a step touches them, see docs/mapped-restore.md.
+      mmap: ``restore`` maps chunk files instead of reading them, on the CPU backend; see docs/mapped-restore.md.
       progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
       clock: unix seconds.
       storage_options: of the run's storage: endpoint, credentials, retries, ...; see docs/storage.md.
       share_replicated: with several processes, ``restore`` reads what all hold whole once; see docs/many-hosts.md.
       processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
       process_timeout: seconds that a process waits for the others at each of the two points where all meet.
+      verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of what it does not map.
+      follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
 
     Notes: one save at a time, a second one waits for the first. Call the methods from one thread, the one that trains.
+      Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class Checkpointer:
         share_replicated: bool = False,
         processes: Processes | None = None,
         process_timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        verify: str = 'auto',
+        follow_links: bool = False,
     ):
         if not isinstance(checkpoints_dir, Storage) and not os.fspath(checkpoints_dir):
             given = f', got partitioner={partitioner!r:.80}' if isinstance(partitioner, (str, os.PathLike)) else ''
@@ -130,15 +133,13 @@ class Checkpointer:
         self._partitioner = partitioner
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
         self._options = SaveOptions(floating_dtype(save_dtype, 'save_dtype'), compression, chunk_bytes, inline_bytes)
-        by_number = KeepAll() if keep is None else KeepLatest(keep)
-        policy = by_number if keep_policy is None else keep_policy
+        policy = keep_policy if keep_policy is not None else KeepAll() if keep is None else KeepLatest(keep)
         self._retention = Retention(self._storage, policy, clock, keep_dataset_checkpoints, metric_source)
         self._staging = staging
         self._reuse = Reuse() if reuse_unchanged and self._storage.links else None
-        self._mmap = mmap
+        self._reading = ReadOptions(mmap, verify, follow_links, share_replicated)
         self._progress = progress
         self._clock = clock
-        self._share_replicated = share_replicated
         self._meetings = Meetings(self._storage, processes, process_timeout)
         self._schedule = SaveSchedule(save_policy, self._meetings, self._retention, clock, preempted)
         self._pending: PendingSave | None = None
@@ -379,8 +380,7 @@ class Checkpointer:
             progress=self._progress,
             strict=strict,
             donate=donate,
-            mmap=self._mmap,
-            share_replicated=self._share_replicated,
+            reading=self._reading,
             leaves_iterator=not restore_iterator,
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)

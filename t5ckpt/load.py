@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +13,11 @@ import numpy as np
 from t5ckpt._budget import ByteBudget
 from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import Empty, LeafTable, Target, nest
-from t5ckpt._open import leaves_of, read_contents, still_there
+from t5ckpt._open import leaves_of, read_contents, read_raw, still_there
 from t5ckpt._plan import cast_dtype
 from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._read import read_arrays
-from t5ckpt._reader import ArrayReader
+from t5ckpt._reader import ArrayReader, ReadOptions, reader_of
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
 from t5ckpt.steps import locate
@@ -39,8 +40,10 @@ def load_t5x_checkpoint(
     *,
     mmap: bool = True,
     storage_options: Mapping[str, Any] | None = None,
+    verify: str = 'auto',
+    follow_links: bool = False,
 ) -> dict[str, Any]:
-    """Loads a checkpoint as it lies on disk, for analysis. The signature is T5X's, plus ``mmap`` and ``storage_options``.
+    """Loads a checkpoint as it lies on disk, for analysis. The signature is T5X's, plus ``mmap`` and what follows.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
@@ -52,6 +55,9 @@ def load_t5x_checkpoint(
       mmap: arrays of a local checkpoint are mapped where their files allow it, and then read when they are touched;
         they are writable, and writes stay in memory. False reads everything now.
       storage_options: see docs/storage.md.
+      verify: 'full' compares the checksum of every file that is read, 'quick' looks at presence and sizes, 'auto' is
+        'full' where everything is read now and 'quick' where arrays are mapped or lazy.
+      follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
 
     Returns:
       Nested dicts; leaves are numpy arrays or numpy scalars, LazyArrays, None, or empty containers. Python numbers
@@ -62,10 +68,12 @@ def load_t5x_checkpoint(
       FormatError: it is damaged, or of something else.
       StorageError: it cannot be read.
     """
-    contents = read_contents(locate(path, step, storage_options))
+    located = dataclasses.replace(locate(path, step, storage_options), follow_links=follow_links)
+    ledgers = ReadOptions(mmap, verify).checks_all(located.storage, lazy=lazy_parameters)
+    contents = read_contents(located, read_raw(located, ledgers=ledgers))
     fns = state_transformation_fns if remap else ()
     leaves, facts = leaves_of(contents, fns, {})
-    reader = ArrayReader(contents.located.storage, contents.located.directory, mmap)
+    reader = reader_of(contents, mmap)
     wanted = floating_dtype(restore_dtype, 'restore_dtype')
     if lazy_parameters:
         table = {path: _lazy(reader, (path, leaf), wanted, facts) for path, leaf in leaves.items()}

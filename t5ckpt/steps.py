@@ -48,12 +48,14 @@ class Located:
       directory: the checkpoint's directory, a key of ``storage``; '' when the manifest lies at the root.
       manifest: the manifest's file name; '' in an Orbax directory, which has none of ours.
       step: from the directory's name, or None.
+      follow_links: symbolic links may lead out of the directory.
     """
 
     storage: Storage
     directory: str
     manifest: str
     step: int | None
+    follow_links: bool = False
 
     @property
     def url(self) -> str:

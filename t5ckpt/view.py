@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from collections.abc import Iterator, Mapping
@@ -12,9 +13,9 @@ import numpy as np
 from t5ckpt._frames import pandas
 from t5ckpt._html import tree_html
 from t5ckpt._leaves import Empty, LeafTable
-from t5ckpt._open import Contents, leaves_of, read_contents
+from t5ckpt._open import Contents, leaves_of, read_contents, read_raw
 from t5ckpt._plan_restore import StoredLeaf
-from t5ckpt._reader import ArrayReader
+from t5ckpt._reader import ArrayReader, ReadOptions, reader_of
 from t5ckpt._stats import CheckpointStats, checkpoint_stats
 from t5ckpt._text import aligned, human_bytes
 from t5ckpt._tree import LeafInfo, build_tree, glob_regex, leaf_infos
@@ -35,6 +36,8 @@ def open_checkpoint(
     *,
     mmap: bool = True,
     storage_options: Mapping[str, Any] | None = None,
+    verify: str = 'auto',
+    follow_links: bool = False,
 ) -> CheckpointView:
     """Opens a checkpoint for looking: reads the manifest and no array.
 
@@ -43,6 +46,9 @@ def open_checkpoint(
       step: which step, where ``path`` is a run's directory; None takes the latest.
       mmap: arrays of a local checkpoint are mapped where their files allow it; a slice is copied out of the map.
       storage_options: see docs/storage.md.
+      verify: 'full' compares the checksum of every file before some of it is used, once; 'quick' and 'auto' look at
+        presence and sizes.
+      follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
 
     Returns:
       A mapping from leaf name to LazyArray. ``view['target/a/kernel'][:, :64]`` reads only the chunks it needs.
@@ -50,10 +56,11 @@ def open_checkpoint(
     Raises:
       CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
     """
-    contents = read_contents(locate(path, step, storage_options))
+    located = dataclasses.replace(locate(path, step, storage_options), follow_links=follow_links)
+    ledgers = ReadOptions(mmap, verify).checks_all(located.storage, lazy=True)
+    contents = read_contents(located, read_raw(located, ledgers=ledgers))
     leaves, _ = leaves_of(contents, (), {})
-    reader = ArrayReader(contents.located.storage, contents.located.directory, mmap)
-    return CheckpointView(contents, reader, leaves)
+    return CheckpointView(contents, reader_of(contents, mmap), leaves)
 
 
 def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:

@@ -56,6 +56,12 @@ def listing(root: pathlib.Path) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob('*') if p.is_file()}
 
 
+def without_checksums(step_dir: pathlib.Path) -> None:
+    """Makes a checkpoint of ours one of T5X's, which may hold what it likes."""
+    (step_dir / 't5ckpt.json').unlink()
+    (step_dir / 'integrity.0.json').unlink()
+
+
 def assert_says(error: pytest.ExceptionInfo, *words: str) -> None:
     for word in words:
         assert word in str(error.value), f'{word!r} is not in: {error.value}'
@@ -329,6 +335,7 @@ def test_specs_that_are_not_what_t5x_writes(saved, edit, kind, says):
     contents = independent_reader.manifest(step_dir)
     edit(contents['optimizer']['target']['decoder']['w'])
     (step_dir / 'checkpoint').write_bytes(serialization.msgpack_serialize(contents))
+    without_checksums(step_dir)
     for read in each_reader():
         with pytest.raises(kind) as error:
             np.asarray(read(step_dir)['target/decoder/w'])
@@ -466,6 +473,7 @@ def test_a_broken_zarray(saved, text):
 def test_a_zarray_that_contradicts_the_manifest(saved):
     path = saved / 'checkpoint_3' / 'target.decoder.w' / '.zarray'
     path.write_text(json.dumps({**json.loads(path.read_text()), 'shape': [256, 256]}))
+    without_checksums(path.parents[1])
     for read in (lambda: restore(saved, state_of()), lambda: t5ckpt.load_t5x_checkpoint(str(saved))):
         with pytest.raises(errors.CorruptCheckpointError) as error:
             read()

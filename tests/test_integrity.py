@@ -4,6 +4,8 @@ import json
 import pathlib
 import random
 import shutil
+import subprocess
+import sys
 
 import jax
 import msgpack
@@ -339,5 +341,27 @@ def test_an_array_that_claims_to_be_huge(golden, tmp_path):
     (leaf / '.zarray').write_text(json.dumps(zarray))
     (step_dir / 'checkpoint').write_bytes(msgpack.packb({'version': 3, 'optimizer': {'w': spec}}))
     report = t5ckpt.verify(step_dir, full=True)
-    assert 100 <= len(report.damages) <= 110
-    assert 'more chunks' in str([damage.text for damage in report.damages])
+    damage = the_damage(report)
+    assert (damage.kind, damage.leaf) == ('undecodable', 'w')
+    assert 'claims 1,152,921,504,606,846,976 chunks' in damage.text
+
+
+def test_the_verb(run_dir):
+    """As a shell calls it: words, exit codes, JSON."""
+    step_dir = save(run_dir)
+    command = [sys.executable, '-W', 'error', '-m', 't5ckpt', 'verify', str(run_dir), '--full']
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, '')
+    assert 'whole (every byte read' in done.stdout
+    flip(step_dir / 'params.w' / '0.0', random.Random(0))
+    done = subprocess.run([*command, '--json'], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert not report['ok']
+    assert [(damage['leaf'], damage['file']) for damage in report['damages']] == [('params/w', 'params.w/0.0')]
+    done = subprocess.run([*command[:-2], str(run_dir / 'none')], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+
+
+def test_names_do_not_reach_the_terminal_as_they_are():
+    assert '\x1b' not in str(t5ckpt.Damage('missing', 'a\x1b]0;title\x07', 'text'))

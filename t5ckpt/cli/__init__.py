@@ -28,6 +28,7 @@ VERBS = {
     'prune': 'prune',
     'pin': 'pin',
     'unpin': 'unpin',
+    'verify': 'verify',
 }
 
 

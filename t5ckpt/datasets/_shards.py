@@ -81,6 +81,10 @@ class DatasetState:
             )
         return files
 
+    def prefix(self, processes: Processes) -> str:
+        """What the names of this process's files begin with."""
+        return self._shard(processes).prefix
+
     def load(self, storage: Storage, directory: str, processes: Processes) -> None:
         """Takes the iterator's state from a checkpoint; one without any leaves the iterator as it is, and says so.
 

@@ -87,8 +87,14 @@ class FileStorage(Storage):
         return self._path(key)
 
     def read(self, key: str) -> bytes:
-        with foreign_errors(self.url(key)), open(self._path(key), 'rb') as file:
-            return file.read()
+        with foreign_errors(self.url(key)):
+            # Not blocking: a FIFO in the place of a file would keep its reader waiting for ever.
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(fd, 'rb') as file:
+                mode = os.fstat(fd).st_mode
+                if not stat.S_ISREG(mode):
+                    raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, 'no regular file')
+                return file.read()
 
     def write(self, key: str, data: bytes) -> None:
         path = self._path(key)
@@ -106,7 +112,8 @@ class FileStorage(Storage):
 
     @staticmethod
     def _write_synced(path: str, data: bytes) -> os.stat_result:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        # A link that somebody left there would lead the write to another place.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
         try:
             view = memoryview(data)
             while view:
@@ -122,7 +129,7 @@ class FileStorage(Storage):
                 mode = os.stat(self._path(key)).st_mode
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return 'dir' if stat.S_ISDIR(mode) else 'file'
+        return 'dir' if stat.S_ISDIR(mode) else 'file' if stat.S_ISREG(mode) else None
 
     def size(self, key: str) -> int | None:
         with foreign_errors(self.url(key)):
@@ -130,7 +137,7 @@ class FileStorage(Storage):
                 info = os.stat(self._path(key))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return None if stat.S_ISDIR(info.st_mode) else info.st_size
+        return info.st_size if stat.S_ISREG(info.st_mode) else None
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         try:

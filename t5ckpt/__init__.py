@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from t5ckpt._stats import CheckpointStats, LeafStats
     from t5ckpt._types import RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.checkpointer import Checkpointer
+    from t5ckpt.convert import Conversion, ConvertOptions, convert_checkpoint
     from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions
     from t5ckpt.convert.huggingface import export_hf, import_hf
     from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
     from t5ckpt.export import export_weights
+    from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
     from t5ckpt.metrics import TensorBoardMetrics
@@ -70,19 +72,23 @@ if TYPE_CHECKING:
         pin_checkpoint,
         unpin_checkpoint,
     )
-    from t5ckpt.translate import apply_assignment_map, intersect_state
+    from t5ckpt.translate import CheckpointTranslator, apply_assignment_map, intersect_state
     from t5ckpt.view import CheckpointView, open_checkpoint
     from t5ckpt.watch import checkpoints_iterator
 
 __all__ = [
     'MODEL',
     'OPTIMIZER',
+    'Changes',
     'CheckpointDiff',
     'CheckpointStats',
+    'CheckpointTranslator',
     'CheckpointView',
     'Checkpointer',
     'CommittedCheckpoint',
     'CopyReport',
+    'Conversion',
+    'ConvertOptions',
     'Damage',
     'Decision',
     'ExportOptions',
@@ -132,6 +138,7 @@ __all__ = [
     'apply_assignment_map',
     'checkpoints_iterator',
     'copy_checkpoint',
+    'convert_checkpoint',
     'diff',
     'export_hf',
     'export_npz',
@@ -151,6 +158,7 @@ __all__ = [
     'pin_checkpoint',
     'reindex_steps',
     'restore_or_init',
+    'rewrite_checkpoint',
     'unpin_checkpoint',
     'verify',
 ]
@@ -158,22 +166,26 @@ __all__ = [
 _MODULES = {
     'MODEL': 'resume',
     'OPTIMIZER': 'resume',
+    'Changes': 'convert.rewrite',
     'CheckpointDiff': '_diff',
     'CheckpointStats': '_stats',
+    'CheckpointTranslator': 'translate',
     'CheckpointView': 'view',
     'Checkpointer': 'checkpointer',
     'CommittedCheckpoint': '_commit',
     'CopyReport': '_copy',
+    'Conversion': 'convert',
+    'ConvertOptions': 'convert',
     'Damage': '_damage',
     'Decision': 'policies',
+    'ExportOptions': 'convert._exports',
+    'ExportReport': 'convert._exports',
+    'ImportOptions': 'convert._exports',
     'KeepAll': 'policies',
     'KeepAny': 'policies',
     'KeepBest': 'policies',
     'KeepEvery': 'policies',
     'KeepEveryHours': 'policies',
-    'ExportOptions': 'convert._exports',
-    'ExportReport': 'convert._exports',
-    'ImportOptions': 'convert._exports',
     'KeepLatest': 'policies',
     'KeepPolicy': 'policies',
     'KeepSteps': 'policies',
@@ -212,6 +224,7 @@ _MODULES = {
     'apply_assignment_map': 'translate',
     'copy_checkpoint': '_copy',
     'checkpoints_iterator': 'watch',
+    'convert_checkpoint': 'convert',
     'diff': '_diff',
     'export_hf': 'convert.huggingface',
     'export_npz': 'convert.plain',
@@ -231,6 +244,7 @@ _MODULES = {
     'pin_checkpoint': 'steps',
     'restore_or_init': 'resume',
     'reindex_steps': '_index',
+    'rewrite_checkpoint': 'convert.rewrite',
     'unpin_checkpoint': 'steps',
     'verify': '_integrity',
 }

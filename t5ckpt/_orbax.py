@@ -29,7 +29,7 @@ from t5ckpt._types import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['has_placeholders', 'read_orbax', 'resolve_placeholders']
+__all__ = ['array_leaves', 'has_placeholders', 'read_orbax', 'resolve_placeholders']
 
 _PLACEHOLDER = 'PLACEHOLDER://'
 _ITEMS = ('', 'state', 'default')
@@ -71,7 +71,7 @@ def _read_tree(storage: Storage, place: tuple[str, str], follow_links: bool) -> 
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
     arrays = [path for path, _ in leaves if path not in table]
     use_zarr3 = bool(metadata.get('use_zarr3'))
-    found = _array_leaves(storage, (directory, item, files), arrays, use_zarr3)
+    found = array_leaves(storage, (directory, item, files), arrays, use_zarr3)
     return Manifest(3, nest({path: found.get(path, table.get(path)) for path, _ in leaves}))
 
 
@@ -109,7 +109,7 @@ def resolve_placeholders(
     names: dict[Path, str] = {}
     _collect_placeholders(state, (), names)
     files = Scanner(storage, directory, follow_links=follow_links)
-    found = _array_leaves(storage, (directory, '', files), list(names), False, names)
+    found = array_leaves(storage, (directory, '', files), list(names), False, names)
     return _replaced(state, (), found)
 
 
@@ -132,7 +132,7 @@ def _replaced(state: Mapping[str, Any], path: Path, found: Mapping[Path, SpecDic
     }
 
 
-def _array_leaves(
+def array_leaves(
     storage: Storage,
     place: tuple[str, str, Scanner],
     paths: Sequence[Path],

@@ -31,7 +31,7 @@ from t5ckpt.steps import Located, locate, locate_step
 from t5ckpt.storage import Storage, is_same_kind
 from t5ckpt.view import lazy_leaf
 
-__all__ = ['RestoreRequest', 'run_restore']
+__all__ = ['RestoreRequest', 'fit_leaves', 'place_leaves', 'run_restore']
 
 _log = logging.getLogger('t5ckpt')
 _WIDE_BYTES = 8
@@ -140,6 +140,23 @@ def _move_iterator(
         dataset.load(located.storage, located.directory, request.meeting.processes)
     elif request.meeting.is_first:
         warn_of_unused(located.storage, located.directory)
+
+
+def fit_leaves(
+    leaves: LeafTable, where: str, state: Any, partitioner: Partitioner | None, restore_dtype: np.dtype | None = None
+) -> RestorePlan:
+    """Matches leaves that come from elsewhere than a checkpoint, LazyArrays among them, with a model.
+
+    Raises:
+      TreeMismatchError: with every difference.
+    """
+    return plan_restore(leaves, _targets(view_state(state), state, partitioner), RestoreOptions(restore_dtype), where)
+
+
+def place_leaves(plan: RestorePlan, state: Any) -> Any:
+    """A state of the structure of ``state``; its leaves are read and put where they belong one after another."""
+    _warn_if_narrowed(plan)
+    return view_state(state).rebuild(plan.kept | {read.path: place_value(read) for read in plan.inline})
 
 
 def _located(request: RestoreRequest) -> Located:

@@ -74,6 +74,7 @@ class StreamRequest:
       source: what is read and how, of JSON's types; kept in the sidecar. With one, the write can be resumed.
       progress: called with (bytes done, bytes in all).
       clock: unix seconds.
+      files: what else belongs to the step, by name in its directory.
     """
 
     storage: Storage
@@ -84,6 +85,7 @@ class StreamRequest:
     source: Mapping[str, Any] | None = None
     progress: Progress | None = None
     clock: Clock = time.time
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
 
 
 @dataclasses.dataclass
@@ -112,7 +114,9 @@ def check_room(request: StreamRequest) -> None:
         return
     where = storage.url(directory)
     if not request.overwrite:
-        raise CheckpointExistsError(f'{where} is there already. Write to another directory, or ask to replace it.')
+        raise CheckpointExistsError(
+            f'{where} is there already. Write to another directory, or replace it (overwrite, --force).'
+        )
     if storage.kind(join(directory, PINNED)) == 'file':
         raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')
     if not storage.renames:
@@ -207,7 +211,9 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) ->
         arrays=report.arrays | {path: write.array for path, write in taken.writes.items()},
         digests=report.digests | taken.digests,
     )
-    integrity = encode_ledger(report.digests)
+    _write_files(request, work)
+    digests = report.digests | {name: (len(data), digest(data)) for name, data in request.files.items()}
+    integrity = encode_ledger(digests)
     storage.write(join(directory, integrity_file(0)), integrity)
     manifest = _manifest_bytes(staging, report, storage.driver)
     files = {MANIFEST: (len(manifest), digest(manifest)), integrity_file(0): (len(integrity), digest(integrity))}
@@ -221,11 +227,22 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) ->
         **({} if request.source is None else {'source': dict(request.source)}),
     }
     try:
-        locations = [array.location for array in report.arrays.values()]
+        locations = [array.location for array in report.arrays.values()] + _parents(request.files)
         commit(work, manifest, encode_sidecar(Sidecar(plan.facts, extra)), locations, request.clock)
     except AlreadyCommittedError as error:
         raise CheckpointExistsError(f'{error} was saved by another writer in the meantime.') from error
-    return report.file_bytes + sum(size for size, _ in files.values())
+    return sum(size for size, _ in (*digests.values(), *files.values()))
+
+
+def _parents(files: Mapping[str, bytes]) -> list[str]:
+    return sorted({name.rpartition('/')[0] for name in files} - {''})
+
+
+def _write_files(request: StreamRequest, work: Workspace) -> None:
+    for parent in _parents(request.files):
+        work.storage.make_dir(join(work.directory, parent))
+    for name, data in request.files.items():
+        work.storage.write(join(work.directory, name), data)
 
 
 def _manifest_bytes(staging: Staging, report: WriteReport, driver: str) -> bytes:

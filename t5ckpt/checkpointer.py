@@ -8,15 +8,16 @@ A blocking save is an asynchronous one that is waited for.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from t5ckpt import steps
+from t5ckpt._budget import bytes_of_gb
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._dtypes import floating_dtype
+from t5ckpt._from_tf import FromTensorFlow
 from t5ckpt._leaves import step_of, view_state
 from t5ckpt._meetings import Meetings
 from t5ckpt._pending import PendingSave
@@ -45,10 +46,8 @@ from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['Checkpointer']
 
-_GB = 10**9
 
-
-class Checkpointer:
+class Checkpointer(FromTensorFlow):
     """Saves and restores a train state, in T5X's format. The signatures are T5X's, plus keywords.
 
     Args:
@@ -257,8 +256,7 @@ class Checkpointer:
         self, state: Any, fns: Sequence[Any], concurrent_gb: float, named: tuple[int | None, Any], is_async: bool
     ) -> PendingSave:
         step, metrics = named
-        if not 0 < concurrent_gb < math.inf:
-            raise ValueError(f'concurrent_gb must be a finite number above 0, got {concurrent_gb}.')
+        budget = bytes_of_gb(concurrent_gb)
         if self._is_closed:
             raise ClosedError(
                 f'the checkpointer of {self.checkpoints_dir} is closed, so nobody would wait for this save or see its error. '
@@ -275,7 +273,7 @@ class Checkpointer:
                 options=self._options,
                 retention=self._retention,
                 metrics=metric_numbers({} if metrics is None else metrics),
-                budget_bytes=max(1, int(concurrent_gb * _GB)),
+                budget_bytes=budget,
                 staging=self._staging,
                 private_host=is_async,
                 reuse=self._reuse,

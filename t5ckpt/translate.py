@@ -2,16 +2,103 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
 
-__all__ = ['apply_assignment_map', 'intersect_state']
+__all__ = ['CheckpointTranslator', 'Rule', 'Translation', 'apply_assignment_map', 'intersect_state']
 
 _log = logging.getLogger('t5ckpt')
+_SHOWN = 20
+
+Rule: TypeAlias = Callable[..., tuple[str | None, Any]]
+"""Takes (options, key, value, *groups of the pattern), returns the new key, None to drop it, and the value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """What became of a checkpoint.
+
+    Attributes:
+      leaves: new key to value.
+      mapped: old key to new key.
+      dropped: old keys that a rule left out.
+    """
+
+    leaves: dict[str, Any]
+    mapped: dict[str, str]
+    dropped: tuple[str, ...]
+
+
+class CheckpointTranslator:
+    r"""Rules from the keys of one checkpoint to those of another (t5x/checkpoint_importer.py, of the same name).
+
+        rules = CheckpointTranslator()
+
+        @rules.add(r'encoder/block_(\d+)/norm')
+        def norm(options, key, value, block):
+            return f'target/encoder/layers_{int(block)}/norm/scale', value
+
+    The first rule whose pattern matches a key whole decides. Every key needs a rule, and no two keys may become one.
+    """
+
+    def __init__(self) -> None:
+        self.rules: list[tuple[re.Pattern[str], Rule]] = []
+
+    def add(self, pattern: str) -> Callable[[Rule], Rule]:
+        """A decorator that makes a function the rule for the keys that ``pattern`` matches whole."""
+        compiled = re.compile(pattern)
+
+        def register(rule: Rule) -> Rule:
+            self.rules.append((compiled, rule))
+            return rule
+
+        return register
+
+    def apply(self, flatdict: Mapping[str, Any], **opts: Any) -> dict[str, Any]:
+        """Translates a flat dict; ``opts`` go to the rules. See :meth:`translate`."""
+        return self.translate(flatdict, **opts).leaves
+
+    def translate(self, flatdict: Mapping[str, Any], **opts: Any) -> Translation:
+        """Translates a flat dict.
+
+        Raises:
+          TreeMismatchError: keys without a rule, or several keys that became one; all of them are named.
+        """
+        leaves: dict[str, Any] = {}
+        became: dict[str, str | None] = {}
+        unmatched: list[str] = []
+        clashes: dict[str, list[str]] = {}
+        for key, value in flatdict.items():
+            found = next(((match, rule) for pattern, rule in self.rules if (match := pattern.fullmatch(key))), None)
+            if found is None:
+                unmatched.append(key)
+                continue
+            match, rule = found
+            new, new_value = rule(opts, key, value, *match.groups())
+            became[key] = new
+            if new is not None:
+                clashes.setdefault(new, []).append(key)
+                leaves[new] = new_value
+        problems = [f'{new}: {" and ".join(keys)} would both become it.' for new, keys in clashes.items() if keys[1:]]
+        if unmatched:
+            problems.append(f'no rule for {", ".join(unmatched[:_SHOWN])}{_more(unmatched)}.')
+        if problems:
+            raise TreeMismatchError(
+                'the checkpoint cannot be translated:\n  '
+                + '\n  '.join(problems[:_SHOWN])
+                + '\nAdd or correct a rule; one that returns (None, None) drops a key.'
+            )
+        mapped = {key: new for key, new in became.items() if new is not None}
+        return Translation(leaves, mapped, tuple(key for key, new in became.items() if new is None))
+
+
+def _more(names: Sequence[str]) -> str:
+    return f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
 
 
 def apply_assignment_map(

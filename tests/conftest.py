@@ -40,6 +40,16 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return root
 
 
+@pytest.fixture(scope='session')
+def tf_golden(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The TensorFlow checkpoints among the golden cases, unpacked."""
+    from support import golden as cases
+
+    root = tmp_path_factory.mktemp('tf_golden')
+    cases.unpack(root, 'tf_')
+    return root
+
+
 @pytest.fixture
 def run_dir(tmp_path: pathlib.Path) -> pathlib.Path:
     """Where a test saves its checkpoints; not there yet."""

@@ -82,7 +82,7 @@ ROWS = (
     ('_gather', '_transform', '_save', '_pending', '_schedule', '_borrow', '_stream', '_copy'),
     ('_blocks', 'plots', '_stats', 'view', '_diff', 'runs', 'load', '_restore'),
     ('convert',),
-    ('metrics', 'checkpointer', 'save_best', 'resume', 'export', 'watch'),
+    ('metrics', '_from_tf', 'checkpointer', 'save_best', 'resume', 'export', 'watch'),
     ('training', 'cli'),
     ('__init__', '__main__', 'testing'),
 )

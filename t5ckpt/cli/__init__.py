@@ -17,6 +17,7 @@ import sys
 __all__ = ['VERBS', 'main']
 
 VERBS = {
+    'convert': 'convert',
     'ls': 'ls',
     'show': 'show',
     'cat': 'cat',

@@ -3,3 +3,42 @@
 A reader gives a table of LazyArrays, a writer takes one; ``_stream.py`` is the writer of T5X's format. So every conversion
 reads one tensor, or a piece of one, at a time. What an optional dependency is needed for is imported when it is called.
 """
+
+from __future__ import annotations
+
+import os
+
+from t5ckpt._plan import CODECS
+from t5ckpt.convert._conversion import Conversion, ConvertOptions
+from t5ckpt.convert.tf import convert_tf
+from t5ckpt.convert.trees import TREE_FORMATS, convert_tree
+from t5ckpt.storage import Storage
+from t5ckpt.translate import CheckpointTranslator
+
+__all__ = ['CODEC_NAMES', 'FORMATS', 'Conversion', 'ConvertOptions', 'convert_checkpoint']
+
+FORMATS = ('tf', *TREE_FORMATS)
+"""What :func:`convert_checkpoint` reads."""
+
+CODEC_NAMES = tuple(codec for codec in CODECS if codec is not None)
+
+
+def convert_checkpoint(
+    kind: str,
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | Storage,
+    options: ConvertOptions | None = None,
+    translator: CheckpointTranslator | None = None,
+) -> Conversion:
+    """Converts a checkpoint of another format to T5X's, as ``checkpoint_<step>`` in a run's directory.
+
+    Args:
+      kind: one of ``FORMATS``; see ``convert_tf`` and ``convert_tree`` for what each reads.
+      source: the checkpoint.
+      directory: the run's.
+      options: see :class:`ConvertOptions`.
+      translator: rules from TensorFlow's names.
+    """
+    if kind == 'tf':
+        return convert_tf(source, directory, options, translator)
+    return convert_tree(kind, source, directory, options)

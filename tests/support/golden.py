@@ -13,9 +13,9 @@ import numpy as np
 TESTDATA = pathlib.Path(__file__).resolve().parents[2] / 'testdata'
 
 
-def unpack(destination: pathlib.Path) -> None:
-    """Unpacks every archive of testdata/ into `destination`."""
-    archives = sorted(TESTDATA.glob('case*.tar.gz'))
+def unpack(destination: pathlib.Path, kind: str = 'case') -> None:
+    """Unpacks every archive of testdata/ whose name begins with `kind` into `destination`."""
+    archives = sorted(TESTDATA.glob(f'{kind}*.tar.gz'))
     assert archives, f'no golden cases in {TESTDATA}'
     for archive in archives:
         with tarfile.open(archive) as tar:
@@ -86,7 +86,7 @@ class Case:
     def expected(self, root: pathlib.Path) -> Expected:
         """What every reader must find in it."""
         base = root / self.name.split('/')[0]
-        arrays = _load_npz(base / 'expected.npz')
+        arrays = load_npz(base / 'expected.npz')
         facts = {'none_keys': [], 'empty_dict_keys': []}
         if (base / 'expected.json').exists():
             facts = json.loads((base / 'expected.json').read_text())
@@ -94,7 +94,8 @@ class Case:
         return _edited(expected, self.name)
 
 
-def _load_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
+def load_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """The arrays of an expected.npz, under their names and in their dtypes."""
     out = {}
     with np.load(path) as archive:
         for key in archive.files:

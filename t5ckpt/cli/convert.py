@@ -1,0 +1,98 @@
+"""``t5ckpt convert``: from other formats."""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+from typing import Any
+
+import click
+
+from t5ckpt._text import human_bytes
+from t5ckpt.cli._output import json_option, print_json, progress
+from t5ckpt.convert import CODEC_NAMES, FORMATS, convert_checkpoint
+from t5ckpt.convert._conversion import Conversion, ConvertOptions
+from t5ckpt.convert.to_orbax import convert_to_orbax
+from t5ckpt.translate import CheckpointTranslator
+
+__all__ = ['command', 'print_conversion']
+
+_SHOWN = 8
+_TO_ORBAX = 'to-orbax'
+
+
+@click.command('convert')
+@click.argument('kind', type=click.Choice((*FORMATS, _TO_ORBAX)), metavar='FORMAT')
+@click.argument('source', metavar='SRC')
+@click.argument('directory', metavar='DST')
+@click.option('--step', type=click.IntRange(min=0), help="Write as this step; without it the source's own.")
+@click.option('--save-dtype', metavar='DTYPE', help='Cast floating parameters, for instance to bfloat16.')
+@click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
+@click.option('--compression', type=click.Choice(CODEC_NAMES), help='By default nothing is compressed.')
+@click.option('--rules', metavar='FILE.py', help='For tf: Python that defines `translator`. It is run.')
+@click.option('--concurrent-gb', type=float, default=ConvertOptions.concurrent_gb, help='Values in flight.')
+@click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the new one is whole.')
+@click.option('--dry-run', is_flag=True, help='Say what would be written; read no tensor, write nothing.')
+@json_option
+def command(kind: str, source: str, directory: str, rules: str | None, as_json: bool, **words: Any) -> None:
+    """Converts the checkpoint at SRC to T5X's format, as a step of the run DST.
+
+    FORMAT is tf, orbax, flax, jax or seqax. No model is needed: the structure is that of the checkpoint. Tensors are read
+    one after another, so memory does not depend on the checkpoint's size. A conversion that was interrupted goes on where
+    it was when it is started again.
+
+    to-orbax is the way back: SRC is a checkpoint of ours, of --step or the latest, DST the directory that Orbax makes.
+
+    \b
+    Example:
+      t5ckpt convert tf t5.1.1.base/model.ckpt-1000000 t5_1_1_base
+      t5ckpt convert orbax run/12 new_run --save-dtype bfloat16
+      t5ckpt convert to-orbax new_run orbax_run/12
+    """
+    words['optimizer'] = not words.pop('no_optimizer')
+    words['overwrite'] = words.pop('force')
+    translator = None if rules is None else _translator(rules)
+    if translator is not None and kind != 'tf':
+        raise click.UsageError(f'--rules are for tf, not for {kind}.')
+    with progress(f'convert {source}') as shown:
+        try:
+            options = ConvertOptions(**words, progress=shown)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        if kind == _TO_ORBAX:
+            done = convert_to_orbax(source, directory, options)
+        else:
+            done = convert_checkpoint(kind, source, directory, options, translator)
+    if as_json:
+        print_json({**dataclasses.asdict(done), 'written': not options.dry_run})
+    else:
+        print_conversion(done, options.dry_run)
+
+
+def _translator(path: str) -> CheckpointTranslator:
+    try:
+        found = runpy.run_path(path).get('translator')
+    except OSError as error:
+        raise click.UsageError(f'--rules {path}: {error.strerror}.') from error
+    if not isinstance(found, CheckpointTranslator):
+        raise click.UsageError(f'--rules {path}: defines no `translator`, a t5ckpt.CheckpointTranslator.')
+    return found
+
+
+def print_conversion(done: Conversion, dry_run: bool) -> None:
+    """The summary of a conversion, for people."""
+    what = 'would be written' if dry_run else f'written: {human_bytes(done.nbytes)} in {done.seconds:.1f} s'
+    click.echo(f'{done.path} {what}')
+    renamed = [f'{old} -> {new}' for old, new in done.mapped.items() if old != new]
+    click.echo(f'mapped {len(done.mapped)} names, {len(renamed)} of them to new ones{_some(renamed)}')
+    click.echo(f'added {len(done.added)} leaves{_some(done.added)}')
+    click.echo(f'dropped {len(done.dropped)} names{_some(done.dropped)}')
+
+
+def _some(names: Any) -> str:
+    shown = ''.join(f'\n  {name}' for name in names[:_SHOWN])
+    return (
+        f':{shown}{f"{chr(10)}  and {len(names) - _SHOWN} more (--json lists all)" if names[_SHOWN:] else ""}'
+        if names
+        else ''
+    )

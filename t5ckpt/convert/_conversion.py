@@ -1,0 +1,127 @@
+"""What all converters to T5X's format take, do last, and return."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt._budget import bytes_of_gb
+from t5ckpt._dtypes import floating_dtype
+from t5ckpt._layout import step_dir
+from t5ckpt._leaves import MAX_STEP, LeafTable
+from t5ckpt._plan import CODECS, SaveOptions
+from t5ckpt._stream import STREAM_BYTES, StreamRequest, check_room, write_stream
+from t5ckpt._types import Progress
+from t5ckpt.storage import Storage, open_storage
+
+__all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish']
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """How to convert.
+
+    Attributes:
+      step: to write as; None takes the source's own.
+      save_dtype: floating leaves of ``target`` or ``params`` are cast to it; None casts nothing.
+      compression: as in ``Checkpointer``.
+      optimizer: False leaves the optimizer's state out.
+      concurrent_gb: gigabytes (10^9 bytes) of values in flight.
+      overwrite: replaces a complete checkpoint of the step, once the new one is whole.
+      dry_run: reads no tensor and writes nothing; the result says what would be done.
+      progress: called with (bytes done, bytes in all).
+    """
+
+    step: int | None = None
+    save_dtype: Any = None
+    compression: str | None = None
+    optimizer: bool = True
+    concurrent_gb: float = STREAM_BYTES / 10**9
+    overwrite: bool = False
+    dry_run: bool = False
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        floating_dtype(self.save_dtype, 'save_dtype')
+        if self.compression not in CODECS:
+            raise ValueError(f'compression is one of {list(CODECS)}, got {self.compression!r}.')
+        bytes_of_gb(self.concurrent_gb)
+        if self.step is not None and not 0 <= self.step < MAX_STEP:
+            raise ValueError(f'step must be at least 0 and below 10^18, got {self.step}.')
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What a conversion did, or with ``dry_run`` would do.
+
+    Attributes:
+      step: of the checkpoint.
+      path: its directory.
+      nbytes: bytes of all its files; 0 where nothing was written.
+      seconds: it took.
+      mapped: name in the source to leaf.
+      added: leaves that the source does not have.
+      dropped: names in the source that were left out.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+    mapped: Mapping[str, str]
+    added: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A source, read as far as names, shapes and dtypes.
+
+    Attributes:
+      table: the leaves to write.
+      step: the source's, or None.
+      source: what it is, of JSON's types; the same source again is resumed.
+      mapped: name in the source to leaf.
+      added: leaves that the source does not have.
+      dropped: names in the source that are left out.
+      files: what else belongs to the step, by name in its directory: a data iterator's state.
+    """
+
+    table: LeafTable
+    step: int | None
+    source: Mapping[str, Any]
+    mapped: Mapping[str, str]
+    added: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+
+
+def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: ConvertOptions) -> Conversion:
+    """Writes what was found, as ``checkpoint_<step>`` in a run's directory.
+
+    Raises:
+      ValueError: no step is known.
+      CheckpointExistsError, UnsupportedLeafError, StorageError: see ``write_stream``.
+    """
+    step = found.step if options.step is None else options.step
+    if step is None:
+        raise ValueError('the source does not say which step it is of: pass step=.')
+    storage = open_storage(directory)
+    request = StreamRequest(
+        storage,
+        step,
+        SaveOptions(floating_dtype(options.save_dtype, 'save_dtype'), options.compression),
+        bytes_of_gb(options.concurrent_gb),
+        options.overwrite,
+        found.source,
+        options.progress,
+        files=found.files,
+    )
+    facts = (dict(found.mapped), found.added, found.dropped)
+    if options.dry_run:
+        check_room(request)
+        return Conversion(step, storage.url(step_dir(step)), 0, 0.0, *facts)
+    done = write_stream(found.table, request)
+    return Conversion(step, done.path, done.nbytes, done.seconds, *facts)

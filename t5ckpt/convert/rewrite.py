@@ -1,0 +1,252 @@
+"""Copies with changes: leaves dropped, cast, renamed, averaged over checkpoints, or replaced by their moving averages.
+
+One pass, in bounded memory. What stays as it is, is not read but to compare its checksum: its files are hard-linked where
+source and copy lie on one file system (``_borrow.py``). A source of T5X, Orbax or Flax does; what is written is T5X's format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._borrow import borrow
+from t5ckpt._dtypes import kind
+from t5ckpt._layout import TRAIN_DS_PREFIX, join
+from t5ckpt._leaves import Empty, LeafTable
+from t5ckpt._open import Contents, read_contents
+from t5ckpt._types import Path, leaf_name
+from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
+from t5ckpt.convert.trees import is_optimizer
+from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, mismatch_error, near_names
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.steps import Located, locate
+from t5ckpt.storage import Storage
+
+__all__ = ['Changes', 'rewrite_checkpoint']
+
+_PARAMETERS = ('target', 'params')
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    r"""What is to be different; the order is that in which it is done.
+
+    Attributes:
+      ema: where moving averages of the parameters are: a scope, ``'opt_state/0/ema'``, or a name in which ``{}`` stands for
+        the parameter's, ``'state/param_states/{}/ema'``. They are written in place of the parameters.
+      drop: patterns; leaves whose whole name one of them matches are left out.
+      rename: (pattern, replacement); the first pattern that matches a leaf's whole name gives its new one, with ``\1`` for
+        groups.
+    """
+
+    ema: str | None = None
+    drop: Sequence[str] = ()
+    rename: Sequence[tuple[str, str]] = ()
+
+
+def rewrite_checkpoint(
+    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    directory: str | os.PathLike[str] | Storage,
+    changes: Changes | None = None,
+    options: ConvertOptions | None = None,
+) -> Conversion:
+    """Writes a changed copy of a checkpoint, or the average of several.
+
+    Args:
+      sources: a checkpoint, or several whose floating parameters (``target`` or ``params``) are averaged, summed in float64;
+        all else is the last one's. Each is a run's directory (its latest step), a step's, or a manifest file.
+      directory: the run's to write to; ``checkpoint_<step>`` is made in it, with the step of the last source.
+      changes: what is to be different.
+      options: ``save_dtype`` casts, ``optimizer=False`` drops; see :class:`ConvertOptions`.
+
+    Returns:
+      With ``mapped`` from old name to new, and what was dropped.
+
+    Raises:
+      CheckpointExistsError: the step is there already.
+      TreeMismatchError: a pattern matches nothing, two leaves become one, or the checkpoints to be averaged differ.
+      MissingLeaves: no moving average for a parameter.
+    """
+    changes = Changes() if changes is None else changes
+    options = ConvertOptions() if options is None else options
+    several = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
+    if not several:
+        raise ValueError('no checkpoint to copy: pass at least one.')
+    contents = [read_contents(locate(source)) for source in several]
+    located = contents[-1].located
+    table = _averaged(contents)
+    if changes.ema is not None:
+        table = _with_ema(table, changes.ema)
+    kept, dropped = _dropped(table, changes.drop, options.optimizer)
+    names = _renamed(kept, changes.rename)
+    identity = {
+        'format': 't5x',
+        'paths': [each.located.url for each in contents],
+        'stamps': [_stamp(each.located) for each in contents],
+        'changes': dataclasses.asdict(changes),
+    }
+    found = Found(
+        {names[path]: leaf for path, leaf in kept.items()},
+        located.step,
+        identity,
+        {leaf_name(old): leaf_name(new) for old, new in names.items()},
+        dropped=tuple(map(leaf_name, dropped)),
+        files=_iterator_files(located),
+    )
+    return finish(found, directory, options)
+
+
+def _stamp(located: Located) -> list[int] | None:
+    stamp = located.storage.stamp(join(located.directory, located.manifest or '_METADATA'))
+    return None if stamp is None else list(stamp)
+
+
+def _iterator_files(located: Located) -> dict[str, bytes]:
+    """The data iterator's state, which belongs to the step."""
+    storage, directory = located.storage, located.directory
+    names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(f'{TRAIN_DS_PREFIX}-')]
+    files: dict[str, bytes] = {}
+    for name in names:
+        key = join(directory, name)
+        found = [key] if storage.kind(key) == 'file' else [below for below, _ in storage.walk(key)]
+        files |= {below.removeprefix(f'{directory}/'): storage.read(below) for below in found}
+    return files
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, 'dtype') and isinstance(leaf.dtype, np.dtype) and kind(leaf.dtype) == 'float'
+
+
+# --- several into one ------------------------------------------------------------------------------------------------
+
+
+def _averaged(contents: Sequence[Contents]) -> LeafTable:
+    tables = [borrow(each) for each in contents]
+    last = tables[-1]
+    problems: list[LeafProblem] = []
+    for each, table in zip(contents[:-1], tables[:-1], strict=True):
+        problems += _differences(table, last, each.located.url)
+    if problems:
+        raise mismatch_error(
+            problems, f'{contents[0].located.url} and others, to be averaged as {contents[-1].located.url},'
+        )
+    if len(tables) == 1:
+        return last
+    mean = {path: _mean([table[path] for table in tables]) for path, leaf in last.items() if _is_averaged(path, leaf)}
+    return last | mean
+
+
+def _is_averaged(path: Path, leaf: Any) -> bool:
+    return path[0] in _PARAMETERS and _is_floating(leaf)
+
+
+def _differences(table: LeafTable, last: LeafTable, where: str) -> list[LeafProblem]:
+    """What keeps the parameters of two checkpoints from being averaged."""
+    held, wanted = (
+        {
+            leaf_name(path): f'{leaf.dtype.name} {tuple(leaf.shape)}'
+            for path, leaf in each.items()
+            if _is_averaged(path, leaf)
+        }
+        for each in (table, last)
+    )
+    problems: list[LeafProblem] = []
+    for name in sorted(held.keys() | wanted.keys()):
+        if held.get(name) != wanted.get(name):
+            what = 'missing' if name not in held else 'unexpected' if name not in wanted else 'shape'
+            problems.append(LeafProblem(name, what, held.get(name, ''), wanted.get(name, ''), f'({where})'))
+    return problems
+
+
+def _mean(leaves: Sequence[Any]) -> LazyArray:
+    """The mean, read slice by slice."""
+    shape, dtype = tuple(leaves[0].shape), np.dtype(leaves[0].dtype)
+
+    def read(index: Any) -> np.ndarray:
+        total = np.asarray(leaves[0][index], np.float64)
+        for leaf in leaves[1:]:
+            total = total + np.asarray(leaf[index], np.float64)
+        return (total / len(leaves)).astype(dtype)
+
+    return LazyThreadPoolArray(shape, dtype, lambda: read(...), read)
+
+
+# --- one into another ------------------------------------------------------------------------------------------------
+
+
+def _with_ema(table: LeafTable, scope: str) -> LeafTable:
+    """The moving averages in the parameters' places, and nowhere else."""
+    pattern = scope if '{}' in scope else f'{scope.rstrip("/")}/{{}}'
+    by_name = {leaf_name(path): path for path in table}
+    taken: dict[Path, Path] = {}
+    missing: list[str] = []
+    for path, leaf in table.items():
+        if not _is_averaged(path, leaf):
+            continue
+        source = pattern.replace('{}', leaf_name(path[1:]))
+        found = by_name.get(source)
+        if found is None or tuple(table[found].shape) != tuple(leaf.shape):
+            near = ', '.join(near_names(source, by_name)) if len(missing) < 3 else ''
+            held = 'is not there' if found is None else f'has the shape {tuple(table[found].shape)}, not {leaf.shape}'
+            missing.append(f'{leaf_name(path)}: {source} {held}. {f"Near: {near}." if near else ""}'.rstrip())
+        else:
+            taken[path] = found
+    if missing or not taken:
+        more = f'\n  and {len(missing) - 20} more' if len(missing) > 20 else ''
+        text = '\n  '.join(missing[:20]) or 'no floating parameters in target or params.'
+        raise MissingLeaves(f'no moving average of every parameter at {pattern!r}:\n  {text}{more}')
+    gone = set(taken.values())
+    return {path: table[taken.get(path, path)] for path in table if path not in gone}
+
+
+def _dropped(table: LeafTable, patterns: Sequence[str], optimizer: bool) -> tuple[LeafTable, list[Path]]:
+    unused = set(patterns)
+    dropped: list[Path] = []
+    for path in table:
+        hits = {pattern for pattern in patterns if re.fullmatch(pattern, leaf_name(path))}
+        unused -= hits
+        if hits or (not optimizer and is_optimizer(path)):
+            dropped.append(path)
+    _refuse_unused([pattern for pattern in patterns if pattern in unused], table)
+    kept = {path: leaf for path, leaf in table.items() if path not in set(dropped)}
+    if not any(not isinstance(leaf, Empty) for leaf in kept.values()):
+        raise TreeMismatchError('nothing would be left of the checkpoint. Drop less.')
+    return kept, dropped
+
+
+def _renamed(table: LeafTable, rules: Sequence[tuple[str, str]]) -> dict[Path, Path]:
+    """From each path to its new one."""
+    unused = {pattern for pattern, _ in rules}
+    names: dict[Path, Path] = {}
+    owners: dict[Path, Path] = {}
+    clashes: list[str] = []
+    for path in table:
+        name = leaf_name(path)
+        found = next(((match, new) for pattern, new in rules if (match := re.fullmatch(pattern, name))), None)
+        new = path
+        if found is not None:
+            unused.discard(found[0].re.pattern)
+            new = tuple(key for key in found[0].expand(found[1]).split('/') if key)
+        if new in owners or not new:
+            other = f'{leaf_name(owners[new])} and ' if new in owners else ''
+            clashes.append(f'{other}{name} would become {leaf_name(new)!r}')
+        names[path] = owners[new] = new
+        owners[new] = path
+    if clashes:
+        raise TreeMismatchError('the leaves cannot be renamed so:\n  ' + '\n  '.join(clashes[:20]))
+    _refuse_unused([pattern for pattern, _ in rules if pattern in unused], table)
+    return names
+
+
+def _refuse_unused(patterns: Sequence[str], table: Iterable[Path]) -> None:
+    if patterns:
+        names = [leaf_name(path) for path in table]
+        shown = ', '.join(near_names(patterns[0], names) or names[:3])
+        raise TreeMismatchError(
+            f'the patterns {list(patterns)} match no leaf; leaves are {shown}, ... Correct or remove them.'
+        )

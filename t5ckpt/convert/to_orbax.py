@@ -1,0 +1,143 @@
+"""To Orbax's layout, by Orbax itself (extra ``orbax``), one array after another.
+
+What is written is what ``orbax.checkpoint.PyTreeCheckpointer`` writes, and it reads it back. Orbax wants all arrays at once;
+a handler for LazyArrays reads each when its turn comes and waits until it is written, so that one is held at a time. Orbax
+makes the directory visible in one step.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._borrow import borrow
+from t5ckpt._dtypes import floating_dtype
+from t5ckpt._leaves import Empty, nest
+from t5ckpt._open import read_contents, still_there
+from t5ckpt._plan import cast_dtype
+from t5ckpt._types import Path, Progress, leaf_name
+from t5ckpt.convert._conversion import Conversion, ConvertOptions
+from t5ckpt.convert._outputs import check_output, local_output, output
+from t5ckpt.convert.trees import is_optimizer
+from t5ckpt.errors import MissingDependencyError, SaveFailedError, UnsupportedLeafError
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.steps import locate
+from t5ckpt.storage import open_storage
+
+__all__ = ['convert_to_orbax']
+
+_ORBAX = {
+    '_CHECKPOINT_METADATA',
+    '_METADATA',
+    '_sharding',
+    '_strings.json',
+    'array_metadatas',
+    'commit_success.txt',
+    'd',
+}
+
+
+def _is_ours(name: str) -> bool:
+    """Whether Orbax writes a file of this name."""
+    return name in _ORBAX or name.startswith(('manifest.ocdbt', 'ocdbt.process_'))
+
+
+def convert_to_orbax(
+    source: str | os.PathLike[str], directory: str | os.PathLike[str], options: ConvertOptions | None = None
+) -> Conversion:
+    """Writes a checkpoint in Orbax's layout.
+
+    Args:
+      source: a run's directory (``options.step``, or the latest), a step's, or a manifest file.
+      directory: Orbax's, such as ``run/12``, on a local file system.
+      options: ``step`` says which to read; ``save_dtype``, ``optimizer``, ``overwrite``, ``dry_run`` and ``progress``
+        count as for the other conversions.
+
+    Raises:
+      OutputExistsError: the directory is there, and replacing it was not asked for.
+      UnsupportedLeafError: leaves that Orbax cannot hold.
+    """
+    options = ConvertOptions() if options is None else options
+    contents = read_contents(locate(source, options.step))
+    target = local_output(directory)
+    check_output(target, options.overwrite, _is_ours)
+    table = borrow(contents)
+    dropped = {path for path in table if not options.optimizer and is_optimizer(path)}
+    wanted = floating_dtype(options.save_dtype, 'save_dtype')
+    leaves = {path: _orbax_leaf(path, leaf, wanted) for path, leaf in table.items() if path not in dropped}
+    names = {leaf_name(path): leaf_name(path) for path in leaves}
+    found = (names, (), tuple(sorted(map(leaf_name, dropped))))
+    step = contents.located.step or 0
+    started = time.monotonic()
+    nbytes = 0
+    if not options.dry_run:
+        with still_there(contents.located), output(target, options.overwrite, _is_ours) as temporary:
+            _save(nest(leaves), temporary, _Meter(leaves.values(), options.progress))
+        nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))
+    return Conversion(step, target, nbytes, time.monotonic() - started, *found)
+
+
+def _orbax_leaf(path: Path, leaf: Any, wanted: np.dtype | None) -> Any:
+    if isinstance(leaf, Empty):
+        return leaf.build()
+    if leaf is None or isinstance(leaf, (str, bool, int, float)):
+        return leaf
+    if not hasattr(leaf, 'dtype') or not isinstance(leaf.dtype, np.dtype) or isinstance(leaf, complex):
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: Orbax holds arrays and numbers, this is {type(leaf).__name__}. Leave it out with t5ckpt cp.'
+        )
+    if 0 in leaf.shape:
+        raise UnsupportedLeafError(f'{leaf_name(path)}: Orbax cannot hold an array of shape {tuple(leaf.shape)}.')
+    dtype = cast_dtype(path, np.dtype(leaf.dtype), wanted)
+    if isinstance(leaf, LazyArray):
+        return leaf.astype(dtype)
+    values = np.asarray(leaf).astype(dtype)
+    return LazyThreadPoolArray(values.shape, dtype, lambda: values)
+
+
+class _Meter:
+    """Counts the bytes of arrays as they are written."""
+
+    def __init__(self, leaves: Any, progress: Progress | None):
+        self._total = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, LazyArray))
+        self._done = 0
+        self._progress = progress
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _save(tree: Mapping[str, Any], target: str, meter: _Meter) -> None:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise MissingDependencyError("writing Orbax's layout needs pip install 't5ckpt[orbax]'") from error
+
+    class LazyHandler(ocp.type_handlers.NumpyHandler):
+        """Reads and writes one after another what NumpyHandler holds all at once."""
+
+        async def _background_serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> None:
+            for value, info, arg in zip(values, infos, args, strict=True):
+                array = np.ascontiguousarray(value.get()).reshape(value.shape)
+                await super()._background_serialize([array], [info], [arg])
+                meter.add(value.nbytes)
+
+    handlers = ocp.type_handlers
+    registry = handlers.create_type_handler_registry(
+        (LazyArray, LazyHandler(deepcopy_host_arrays=False)),
+        *((kind, handlers.ScalarHandler()) for kind in (int, float)),
+        (str, handlers.StringHandler()),
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    try:
+        with ocp.Checkpointer(handler) as checkpointer:
+            # The directory is there, empty; Orbax makes its own and renames it.
+            checkpointer.save(target, tree, force=True)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SaveFailedError(f'{target}: Orbax did not write it ({type(error).__name__}: {error!s:.300}).') from error

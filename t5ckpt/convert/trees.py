@@ -1,0 +1,151 @@
+"""Checkpoints of other JAX programs: Orbax, Flax's msgpack files, jax.experimental's array serialization, seqax.
+
+Their trees are taken over under the names they have; ``rewrite.py`` renames. Orbax's and JAX's arrays are read in pieces; a
+msgpack file is one piece, and is held as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from t5ckpt._borrow import borrow
+from t5ckpt._layout import join
+from t5ckpt._leaves import Empty, LeafTable, nest, view_state
+from t5ckpt._manifest import Manifest
+from t5ckpt._open import Contents, read_contents
+from t5ckpt._orbax import array_leaves
+from t5ckpt._sidecar import Sidecar
+from t5ckpt._types import Path, leaf_name
+from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
+from t5ckpt.convert.seqax import read_seqax
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingDependencyError,
+    UnsupportedFormatError,
+)
+from t5ckpt.steps import Located, is_orbax, locate
+from t5ckpt.storage import Storage, open_storage, split_path
+
+__all__ = ['TREE_FORMATS', 'convert_tree', 'is_optimizer', 'open_tree']
+
+TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax')
+_OPTIMIZER_SCOPES = {'opt_state', 'param_states'}
+_JAX_TREE = 'pytreedef.json'
+_JAX_ARRAYS = 'array_store'
+
+
+def is_optimizer(path: Path) -> bool:
+    """Whether a leaf is state of an optimizer: T5X's ``param_states``, Flax's ``opt_state``."""
+    return not _OPTIMIZER_SCOPES.isdisjoint(path)
+
+
+def convert_tree(
+    kind: str,
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | Storage,
+    options: ConvertOptions | None = None,
+) -> Conversion:
+    """Converts a checkpoint of another JAX program to T5X's format.
+
+    Args:
+      kind: 'orbax', 'flax', 'jax' or 'seqax'.
+      source: orbax: a run's directory, a step's, or an item's. flax: a file that ``flax.training.checkpoints`` or
+        ``to_bytes`` wrote, or the directory of such files, whose latest is taken. jax: a directory that
+        ``jax.experimental.array_serialization.pytree_serialization.save`` wrote. seqax: a run's directory, or a step's.
+      directory: the run's; ``checkpoint_<step>`` is made in it.
+      options: see :class:`ConvertOptions`.
+
+    Raises:
+      CheckpointExistsError: the step is there already; nothing was read.
+      T5CkptError: the source cannot be read, or the result not be written; nothing became visible.
+    """
+    options = ConvertOptions() if options is None else options
+    return finish(open_tree(kind, source, options.optimizer), directory, options)
+
+
+def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True) -> Found:
+    """Reads the names, shapes and dtypes of a checkpoint; see :func:`convert_tree`."""
+    if kind == 'seqax':
+        table, step = read_seqax(source)
+        return _found(table, step, {'format': kind, 'path': os.fspath(source), 'step': step}, optimizer)
+    if kind not in _OPENERS:
+        raise ValueError(f'format {kind!r:.40} is none of {list(TREE_FORMATS)}.')
+    contents = _OPENERS[kind](os.fspath(source))
+    located = contents.located
+    stamp = located.storage.stamp(join(located.directory, located.manifest or '_METADATA'))
+    identity = {'format': kind, 'path': located.url, 'stamp': None if stamp is None else list(stamp)}
+    return _found(borrow(contents), located.step, identity, optimizer)
+
+
+def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], optimizer: bool) -> Found:
+    dropped = {path for path in table if not optimizer and is_optimizer(path)}
+    kept = {path: leaf for path, leaf in table.items() if path not in dropped}
+    names = {leaf_name(path): leaf_name(path) for path in kept}
+    return Found(kept, step, identity, names, dropped=tuple(sorted(map(leaf_name, dropped))))
+
+
+def _open_orbax(source: str) -> Contents:
+    located = locate(source)
+    if located.manifest and not is_orbax(located.storage, located.directory):
+        contents = read_contents(located)
+        if contents.sidecar.extra or _is_t5x(contents):
+            raise UnsupportedFormatError(f"{located.url} is in T5X's format already. Copy it with t5ckpt cp.")
+        return contents
+    return read_contents(located)
+
+
+def _is_t5x(contents: Contents) -> bool:
+    return contents.manifest.version > 0
+
+
+def _open_flax(source: str) -> Contents:
+    storage = open_storage(source)
+    if storage.kind('') != 'dir':
+        located = locate(source)
+    else:
+        steps = {entry.name: _number(entry.name) for entry in storage.entries() if not entry.is_dir}
+        found = {step: name for name, step in steps.items() if step is not None and name.startswith('checkpoint')}
+        if not found:
+            raise CheckpointNotFoundError(
+                f'{source}: no file of Flax such as checkpoint_100. Directories of that name are Orbax: convert orbax.'
+            )
+        located = locate(f'{source.rstrip("/")}/{found[max(found)]}')
+    step = _number(split_path(located.url)[1])
+    return read_contents(Located(located.storage, located.directory, located.manifest, step))
+
+
+def _number(name: str) -> int | None:
+    match = re.search(r'_(\d{1,18})(?:\.msgpack)?$', name)
+    return None if match is None else int(match[1])
+
+
+def _open_jax(source: str) -> Contents:
+    storage = open_storage(source)
+    if storage.kind(_JAX_TREE) != 'file':
+        raise CheckpointNotFoundError(f'{source}: no {_JAX_TREE}, so nothing that JAX wrote with pytree_serialization.')
+    name = split_path(source)[1]
+    try:
+        # The structure is in a flatbuffer, which JAX alone decodes.
+        from jax.experimental.array_serialization import pytree_serialization
+    except ImportError as error:
+        raise MissingDependencyError(f'{source}: reading it needs pip install flatbuffers') from error
+    try:
+        tree = pytree_serialization.load_pytreedef(storage.url())
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+        raise CorruptCheckpointError(f'{storage.url(_JAX_TREE)} does not decode ({error!s:.200}).') from error
+    table = view_state(tree).table
+    leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
+    names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
+    found = array_leaves(storage, (_JAX_ARRAYS, ''), list(names), True, names)
+    state: LeafTable = {
+        path: found.get(path, leaf.build() if isinstance(leaf, Empty) else leaf) for path, leaf in table.items()
+    }
+    located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
+    return Contents(located, Manifest(3, nest(state)), Sidecar())
+
+
+_OPENERS: Mapping[str, Callable[[str], Contents]] = {'orbax': _open_orbax, 'flax': _open_flax, 'jax': _open_jax}

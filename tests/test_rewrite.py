@@ -1,0 +1,219 @@
+"""Copies with changes: what is dropped, cast, renamed, averaged; and that what stays is linked."""
+
+import json
+import os
+import uuid
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from support import golden as cases
+from support.bits import assert_same, random_bits
+from support.golden import flatten
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.convert import ConvertOptions
+from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint as rewrite
+
+RNG = np.random.default_rng(3)
+PARAMS = {'dense': {'kernel': RNG.standard_normal((300, 200), np.float32), 'bias': np.ones(200, jnp.bfloat16)}}
+
+
+def state_of(scale, step):
+    params = jax.tree.map(lambda leaf: leaf * np.asarray(scale, leaf.dtype), PARAMS)
+    return {
+        'params': params | {'steps': np.array([step])},
+        'opt_state': [{'mu': jax.tree.map(np.zeros_like, PARAMS), 'ema': jax.tree.map(lambda leaf: leaf * 2, params)}],
+        'none': None,
+        'count': 5,
+        'step': np.int32(step),
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Steps 1, 2 and 3 of a run, in chunks."""
+    with t5ckpt.Checkpointer(
+        state_of(1, 1), checkpoints_dir=tmp_path / 'run', chunk_bytes=2**16, inline_bytes=64, reuse_unchanged=False
+    ) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state_of(step, step))
+    return tmp_path / 'run'
+
+
+def loaded(path):
+    return flatten(t5ckpt.load_t5x_checkpoint(path))
+
+
+def links_of(path):
+    return {file.stat().st_nlink for file in path.glob('*/*') if file.is_file()}
+
+
+def test_a_copy_is_made_of_links(run, tmp_path):
+    done = rewrite(run, tmp_path / 'copy')
+    assert (done.step, done.dropped) == (3, ())
+    before, after = loaded(run), loaded(tmp_path / 'copy')
+    assert set(after) == set(before)
+    for name, leaf in before.items():
+        assert_same(after[name], leaf, name)
+    assert type(after['count']) is int
+    assert links_of(tmp_path / 'copy' / 'checkpoint_3') == {2}
+    assert t5ckpt.verify(tmp_path / 'copy').ok
+
+
+def test_every_golden_checkpoint_is_copied_to_the_bit(golden, tmp_path):
+    for number, case in enumerate(cases.CASES):
+        rewrite(case.step_dir(golden), tmp_path / str(number), options=ConvertOptions(step=1))
+        flat = loaded(tmp_path / str(number))
+        wanted = case.expected(golden)
+        assert set(flat) == {*wanted.arrays, *wanted.none_keys, *wanted.empty_keys}, case.name
+        for name, leaf in wanted.arrays.items():
+            assert_same(flat[name], leaf, f'{case.name} {name}')
+
+
+def test_the_iterators_state_goes_along(golden, tmp_path):
+    case = cases.by_name('case07')
+    rewrite(case.step_dir(golden), tmp_path)
+    kept = {path.name: path.read_bytes() for path in case.step_dir(golden).glob('train_ds-*')}
+    assert kept
+    for name, data in kept.items():
+        assert (tmp_path / f'checkpoint_{case.step}' / name).read_bytes() == data
+        listed = json.loads((tmp_path / f'checkpoint_{case.step}' / 'integrity.0.json').read_text())['files']
+        assert listed[name][0] == len(data)
+
+
+def test_without_the_optimizer_and_in_bfloat16(run, tmp_path):
+    done = rewrite(run, tmp_path / 'copy', options=ConvertOptions(optimizer=False, save_dtype='bfloat16'))
+    assert len(done.dropped) == 4
+    leaves = loaded(tmp_path / 'copy')
+    assert set(leaves) == {'params/dense/kernel', 'params/dense/bias', 'params/steps', 'none', 'count', 'step'}
+    assert_same(leaves['params/dense/kernel'], (PARAMS['dense']['kernel'] * np.float32(3)).astype(jnp.bfloat16))
+    assert leaves['params/steps'].dtype == np.int64
+
+
+def test_renamed_leaves_are_linked(run, tmp_path):
+    rename = [(r'params/(.*)', r'target/\1'), ('step', 'state/step'), (r'opt_state/0/(.*)', r'state/\1')]
+    done = rewrite(run, tmp_path / 'copy', Changes(rename=rename, drop=['none', 'opt_state/.*/ema/.*']))
+    assert done.mapped['params/dense/kernel'] == 'target/dense/kernel'
+    leaves = loaded(tmp_path / 'copy')
+    assert set(leaves) == {
+        *('target/dense/kernel', 'target/dense/bias', 'target/steps', 'count', 'state/step'),
+        *('state/mu/dense/kernel', 'state/mu/dense/bias'),
+    }
+    assert_same(leaves['target/dense/kernel'], loaded(run)['params/dense/kernel'])
+    assert links_of(tmp_path / 'copy' / 'checkpoint_3') == {2}
+
+
+@pytest.mark.parametrize(
+    ('changes', 'says'),
+    [
+        (Changes(rename=[('parms/.*', 'x')]), r"'parms/\.\*'.*match no leaf"),
+        (Changes(drop=['kernel']), 'match no leaf'),
+        (Changes(rename=[('params/dense/.*', 'params/w')]), 'params/dense/bias and params/dense/kernel would become'),
+        (Changes(rename=[('params/dense/kernel', 'params/dense/bias')]), 'would become'),
+        (Changes(rename=[('params/dense/kernel', '')]), 'would become'),
+        (Changes(drop=['.*']), 'nothing would be left'),
+    ],
+)
+def test_changes_that_cannot_be_made(run, tmp_path, changes, says):
+    with pytest.raises(errors.TreeMismatchError, match=says):
+        rewrite(run, tmp_path / 'copy', changes)
+    assert not (tmp_path / 'copy').exists()
+
+
+def test_a_leaf_that_becomes_a_scope_of_others(run, tmp_path):
+    with pytest.raises(errors.UnsupportedLeafError, match='params'):
+        rewrite(run, tmp_path / 'copy', Changes(rename=[('step', 'params')]))
+
+
+def test_an_average(run, tmp_path):
+    steps = [run / f'checkpoint_{step}' for step in (1, 2, 3)]
+    rewrite(steps, tmp_path / 'mean')
+    leaves, last = loaded(tmp_path / 'mean'), loaded(run)
+    for name in ('params/dense/kernel', 'params/dense/bias'):
+        arrays = [np.asarray(loaded(step)[name], np.float64) for step in steps]
+        assert_same(leaves[name], (sum(arrays) / 3).astype(last[name].dtype), name)
+    for name in set(last) - {'params/dense/kernel', 'params/dense/bias'}:
+        assert_same(leaves[name], last[name], name)
+
+
+def test_an_average_of_models_that_differ(run, tmp_path):
+    other = state_of(1, 9)
+    other['params']['dense'] = {'kernel': np.ones((3, 3), np.float32), 'scale': np.ones(200, np.float32)}
+    t5ckpt.Checkpointer(other, checkpoints_dir=tmp_path / 'other').save(other)
+    with pytest.raises(errors.TreeMismatchError) as error:
+        rewrite([tmp_path / 'other', run], tmp_path / 'mean')
+    for word in ('params/dense/kernel', '(3, 3)', '(300, 200)', 'params/dense/bias', 'params/dense/scale'):
+        assert word in str(error.value)
+    assert not (tmp_path / 'mean').exists()
+    with pytest.raises(ValueError, match='at least one'):
+        rewrite([], tmp_path / 'mean')
+
+
+@pytest.mark.parametrize('scope', ['opt_state/0/ema', 'opt_state/0/ema/{}'])
+def test_moving_averages_as_parameters(run, tmp_path, scope):
+    rewrite(run, tmp_path / 'ema', Changes(ema=scope), ConvertOptions(optimizer=False))
+    leaves = loaded(tmp_path / 'ema')
+    assert not any('opt_state' in name for name in leaves)
+    assert_same(leaves['params/dense/kernel'], loaded(run)['opt_state/0/ema/dense/kernel'])
+    assert links_of(tmp_path / 'ema' / 'checkpoint_3') == {2}
+
+
+def test_moving_averages_that_are_not_there(run, tmp_path):
+    with pytest.raises(errors.MissingLeaves) as error:
+        rewrite(run, tmp_path / 'ema', Changes(ema='opt_state/0/em'))
+    assert 'params/dense/kernel: opt_state/0/em/dense/kernel is not there. Near: opt_state/0/ema/dense/kernel' in str(
+        error.value
+    )
+
+
+def test_the_moving_average_of_optax(tmp_path):
+    """As optax.ema keeps it, found by its scope."""
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.chain(optax.sgd(0.1), optax.ema(0.9)))
+    state = state.apply_gradients(grads=PARAMS)
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state)
+    (scope,) = {name.rpartition('/dense')[0] for name in loaded(tmp_path / 'run') if '/ema/' in name}
+    rewrite(tmp_path / 'run', tmp_path / 'ema', Changes(ema=scope))
+    assert_same(loaded(tmp_path / 'ema')['params/dense/kernel'], np.asarray(state.opt_state[1].ema['dense']['kernel']))
+
+
+def test_from_and_to_places_without_links(run, tmp_path):
+    place = f'memory://{uuid.uuid4().hex}/run'
+    rewrite(run, place, options=ConvertOptions(step=8))
+    back = rewrite(place, tmp_path / 'back')
+    assert back.step == 8
+    for name, leaf in loaded(run).items():
+        assert_same(loaded(tmp_path / 'back')[name], leaf, name)
+
+
+def test_damage_is_not_copied(run, tmp_path):
+    victim = run / 'checkpoint_3' / 'params.dense.kernel' / '0.0'
+    data = victim.read_bytes()
+    victim.write_bytes(data[:100] + bytes([data[100] ^ 4]) + data[101:])
+    with pytest.raises(errors.CorruptCheckpointError, match=r'params/dense/kernel: .*0\.0'):
+        rewrite(run, tmp_path / 'copy')
+    assert list((tmp_path / 'copy').iterdir()) == []
+
+
+def test_memory_stays_bounded(tmp_path):
+    """A file of 64 MB is averaged with itself in slices: far fewer bytes are in flight."""
+    big = {'params': {str(i): random_bits(RNG, (1024, 1024), np.int32).view(np.float32) for i in range(16)}}
+    t5ckpt.Checkpointer(big, checkpoints_dir=tmp_path / 'run', chunk_bytes=2**18).save(big, step=1)
+    code = (
+        'import resource, sys\n'
+        'from t5ckpt.convert import ConvertOptions\n'
+        'from t5ckpt.convert.rewrite import rewrite\n'
+        'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
+        f'rewrite([{str(tmp_path / "run")!r}] * 2, {str(tmp_path / "mean")!r}, options=ConvertOptions(concurrent_gb=0.004))\n'
+        'print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n'
+    )
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 40
+    assert os.path.isdir(tmp_path / 'mean' / 'checkpoint_1')

@@ -205,8 +205,7 @@ def test_memory_stays_bounded(tmp_path):
     t5ckpt.Checkpointer(big, checkpoints_dir=tmp_path / 'run', chunk_bytes=2**18).save(big, step=1)
     code = (
         'import resource, sys\n'
-        'from t5ckpt.convert import ConvertOptions\n'
-        'from t5ckpt.convert.rewrite import rewrite\n'
+        'from t5ckpt import ConvertOptions, rewrite_checkpoint as rewrite\n'
         'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
         f'rewrite([{str(tmp_path / "run")!r}] * 2, {str(tmp_path / "mean")!r}, options=ConvertOptions(concurrent_gb=0.004))\n'
         'print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n'

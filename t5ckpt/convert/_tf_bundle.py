@@ -102,8 +102,10 @@ class _Tensor:
             self._check(file.fileno())
             if not entry.nbytes:
                 return np.empty(entry.shape, entry.dtype)[index]
-            raw = np.memmap(file, np.uint8, 'r', entry.offset, (entry.nbytes,))
-            return np.array(raw.view(entry.dtype).reshape(entry.shape)[index])
+            box = _box(index, entry.shape)
+            if box is None:
+                return _read_box(file.fileno(), entry, tuple((0, size) for size in entry.shape))[index]
+            return _read_box(file.fileno(), entry, box)
 
     def _check(self, fd: int) -> None:
         with self._guard:
@@ -121,6 +123,36 @@ class _Tensor:
                     'Copy the checkpoint again.'
                 )
             self._checked = True
+
+
+def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
+    """The box of an index that is one slice of step 1 for every dimension, as writers ask for; else None."""
+    if not isinstance(index, tuple) or len(index) != len(shape):
+        return None
+    if not all(isinstance(part, slice) and part.step in (None, 1) for part in index):
+        return None
+    ends = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    return tuple((start, max(start, stop)) for start, stop in ends)
+
+
+def _read_box(fd: int, entry: _Entry, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Reads a box, run after run; a map would count all that it touches as memory of this process."""
+    shape = tuple(stop - start for start, stop in box)
+    out = np.empty(shape, entry.dtype)
+    cut = [axis for axis, size in enumerate(entry.shape) if shape[axis] != size]
+    outer = cut[-1] if cut else 0
+    strides = [math.prod(entry.shape[axis + 1 :]) for axis in range(len(shape))]
+    flat = out.reshape(math.prod(shape[:outer]), -1).view(np.uint8)
+    for row, position in enumerate(np.ndindex(*shape[:outer])):
+        first = sum((at + start) * stride for at, (start, _), stride in zip(position, box, strides, strict=False))
+        first += box[outer][0] * strides[outer] if shape else 0
+        view, at = memoryview(flat[row]), entry.offset + first * entry.dtype.itemsize
+        while view:
+            count = os.preadv(fd, [view], at)
+            if not count:
+                raise CorruptCheckpointError(f'{entry.name}: {entry.file} is too short. Copy the checkpoint again.')
+            view, at = view[count:], at + count
+    return out
 
 
 def _masked(crc: int) -> int:

@@ -7,7 +7,7 @@ TensorFlow's own reader gives whole tensors, and one embedding of mT5 XXL has 4 
     <prefix>.data-00000-of-00002   the tensors' bytes, one after another, little endian, C order
 
 An entry has dtype, shape, data file, offset, size and the CRC-32C of the bytes, which is compared when a tensor is first
-read. Left to TensorFlow are tensors of strings, variables that were saved in partitions, compressed tables, and the
+read. Left to TensorFlow are tensors of strings, variables that were saved in parts, compressed tables, and the
 format of before 2016.
 
 Nothing in the files is believed: sizes must agree with shapes and lie inside the files.
@@ -180,14 +180,20 @@ def _entries(data: bytes, prefix: str) -> Iterator[_Entry]:
                 raise UnsupportedFormatError(f'{prefix}.index: written on a big-endian machine, which is not read.')
             shards = header.get(1, [1])[0]
             continue
+        if key[0] == 0:
+            # A slice: such keys are no text, and stand before all names (core/util/saved_tensor_slice_util.cc).
+            raise UnsupportedFormatError(
+                f'{prefix}.index: variables were saved in parts, which TensorFlow alone reads.'
+            )
         yield _entry(key.decode(), _message(value), prefix, shards)
 
 
 def _entry(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int) -> _Entry:
     number = fields.get(1, [0])[0]
-    if 7 in fields or number not in _DTYPES:
-        what = 'was saved in partitions' if 7 in fields else f'has the dtype {number} of types.proto'
-        raise UnsupportedFormatError(f'{prefix}.index: {name} {what}, which TensorFlow alone reads.')
+    if number not in _DTYPES:
+        raise UnsupportedFormatError(
+            f'{prefix}.index: {name} has the dtype {number} of types.proto, which TensorFlow alone reads.'
+        )
     shard, offset, size = (fields.get(field, [0])[0] for field in (3, 4, 5))
     dims = _message(fields.get(2, [b''])[0]).get(2, [])
     shape = tuple(_message(dim).get(1, [0])[0] for dim in dims)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions
     from t5ckpt.convert.huggingface import export_hf, import_hf
     from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
-    from t5ckpt.export import export_weights
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
+    from t5ckpt.export import export_weights
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
     from t5ckpt.metrics import TensorBoardMetrics
@@ -137,7 +137,6 @@ __all__ = [
     'all_steps',
     'apply_assignment_map',
     'checkpoints_iterator',
-    'copy_checkpoint',
     'convert_checkpoint',
     'copy_checkpoint',
     'diff',

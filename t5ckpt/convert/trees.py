@@ -17,6 +17,7 @@ from t5ckpt._leaves import Empty, LeafTable, nest, view_state
 from t5ckpt._manifest import Manifest
 from t5ckpt._open import Contents, read_contents
 from t5ckpt._orbax import array_leaves
+from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar
 from t5ckpt._types import Path, leaf_name
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
@@ -140,7 +141,7 @@ def _open_jax(source: str) -> Contents:
     table = view_state(tree).table
     leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
-    found = array_leaves(storage, (_JAX_ARRAYS, ''), list(names), True, names)
+    found = array_leaves(storage, (_JAX_ARRAYS, '', Scanner(storage, _JAX_ARRAYS)), list(names), True, names)
     state: LeafTable = {
         path: found.get(path, leaf.build() if isinstance(leaf, Empty) else leaf) for path, leaf in table.items()
     }

@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -232,29 +231,3 @@ def test_diff_answers_with_its_exit_code(run_dir, tmp_path):
     found = json.loads(t5ckpt_cli('diff', run_dir, tmp_path, '--json', '--top', 1, code=1))
     assert [leaf['name'] for leaf in found['leaves']] == ['target/mlp/kernel']
     assert 'no such file' in t5ckpt_cli('diff', run_dir, tmp_path / 'nope', code=3)
-
-
-def test_the_commands_on_the_page_work(tmp_path):
-    """The bash block of docs/looking.md, on a checkpoint with the names it uses."""
-    page = (ROOT / 'docs' / 'looking.md').read_text()
-    commands = [
-        line.partition('#')[0].split('\n')[0]
-        for line in page.partition('```bash\n')[2].partition('```')[0].splitlines()
-    ]
-    for step in (100, 200):
-        state = {'target': {'encoder': {'kernel': np.full((4, 8), step, np.float32)}}}
-        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as checkpointer:
-            checkpointer.save(state, step=step)
-    assert len(commands) == 5
-    for command in commands:
-        words = [sys.executable, '-m', *shlex.split(command)]
-        done = subprocess.run(
-            words,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, 'PYTHONPATH': str(ROOT)},
-        )
-        assert done.returncode == (1 if ' diff ' in command else 0), done.stderr
-        assert done.stdout

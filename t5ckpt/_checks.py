@@ -26,8 +26,13 @@ _CURE = (
 class Checks:
     """The checksums of one checkpoint's files. Safe from any thread."""
 
-    def __init__(self, ledger: Ledger, scanner: Scanner):
-        """Takes what the checkpoint lists, and what reads it."""
+    def __init__(self, ledger: Ledger, scanner: Scanner, *, in_passing: bool = False):
+        """Takes what the checkpoint lists, and what reads it.
+
+        With ``in_passing`` no plain chunk is read for the sake of its checksum: one of which only a part is wanted, or parts
+        by several, is not compared. A chunk with a codec has to be read whole anyway.
+        """
+        self.in_passing = in_passing
         self._ledger: Mapping[str, tuple[int, str]] = ledger
         self._scanner = scanner
         self._guard = threading.Lock()

@@ -77,7 +77,7 @@ class DirectReader:
     def __init__(
         self, root: str, limits: Limits | None = None, *, checks: Checks | None = None, follow_links: bool = False
     ):
-        """Takes the checkpoint's directory; with ``checks`` every chunk is read whole and its checksum compared."""
+        """Takes the checkpoint's directory; with ``checks`` chunks are read whole and their checksums compared."""
         self.root = root
         self.limits = Limits() if limits is None else limits
         self.checks = checks
@@ -158,9 +158,20 @@ class _ArrayRead:
         self._dtype = array.dtype
         self._converts = any(buffer.dtype != array.dtype for buffer in wanted.buffers.values())
         self._cells = self._parts()
-        scatters = can_scatter() and reader.checks is None and not self._converts
+        passing = reader.checks is None or not reader.checks.in_passing or self._takes_whole_chunks()
+        self._checks = reader.checks if passing else None
+        scatters = can_scatter() and self._checks is None and not self._converts
         self._scatters = scatters and self._shortest_run() >= reader.limits.min_run
         self._blocks = Blocks(grid, reader.limits.scatter if self._scatters else reader.limits.scratch)
+
+    def _takes_whole_chunks(self) -> bool:
+        """Whether each chunk that is touched goes to one buffer, all of it that lies inside the array."""
+        for cell, parts in self._cells.items():
+            ends = zip(cell, self._grid.chunks, self._wanted.array.shape, strict=True)
+            inside = tuple((0, min(size, end - index * size)) for index, size, end in ends)
+            if all(part.within != inside for part in parts):
+                return False
+        return True
 
     def _shortest_run(self) -> int:
         parts = (part for parts in self._cells.values() for part in parts if part.straight is None)
@@ -188,7 +199,7 @@ class _ArrayRead:
 
     def _ranges(self, parts: Sequence[_Part]) -> Iterable[tuple[int, int]]:
         """The blocks of a chunk that are read together: to be hashed, all of them."""
-        if self._reader.checks is not None:
+        if self._checks is not None:
             return [(0, self._blocks.count)]
         span = min(part.first for part in parts), max(part.last for part in parts)
         return self._blocks.ranges(self._reader.limits.task, *span)
@@ -230,10 +241,10 @@ class _ArrayRead:
                 try:
                     file = _File(fd, files.path(piece.name), leaf)
                     file.announce(self._blocks.offset(piece.start), self._blocks.offset(piece.stop))
-                    if self._reader.checks is None:
+                    if self._checks is None:
                         self._read(file, piece)
                     else:
-                        self._read_checked(file, piece, self._reader.checks)
+                        self._read_checked(file, piece, self._checks)
                 finally:
                     os.close(fd)
 

@@ -53,6 +53,7 @@ class ArrayReader:
         mmap: bool = False,
         *,
         ledger: Ledger | None = None,
+        in_passing: bool = False,
         follow_links: bool = False,
     ):
         """Makes a reader.
@@ -62,13 +63,14 @@ class ArrayReader:
           directory: its directory there.
           mmap: its arrays are mapped where that is possible, see ``_map.py``.
           ledger: what the checkpoint lists; every file that is read is compared with it.
+          in_passing: but no chunk that is not wanted whole anyway.
           follow_links: symbolic links may lead out of the directory.
         """
         self._storage = storage
         self._directory = directory
         root = storage.local_path(directory)
         self._scanner = Scanner(storage, directory, follow_links=follow_links)
-        self.checks = None if ledger is None else Checks(ledger, self._scanner)
+        self.checks = None if ledger is None else Checks(ledger, self._scanner, in_passing=in_passing)
         self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
         self.direct = None if root is None else DirectReader(root, checks=self.checks, follow_links=follow_links)
 
@@ -243,7 +245,7 @@ class ReadOptions:
             raise ValueError(f'verify is one of {list(VERIFY_LEVELS)}, got {self.verify!r:.40}.')
 
     def checks_all(self, storage: Storage, *, lazy: bool) -> bool:
-        """Whether checksums are compared: always, never, or if all bytes pass through our hands anyway.
+        """Whether checksums are compared: always, never, or of files that pass through our hands whole anyway.
 
         From a store without files they would come twice: for us, and for TensorStore.
         """
@@ -251,11 +253,17 @@ class ReadOptions:
         return self.verify == 'full' or (self.verify == 'auto' and in_passing)
 
 
-def reader_of(contents: Contents, mmap: bool) -> ArrayReader:
+def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
     """A reader of an opened checkpoint's arrays, which compares checksums if the checkpoint was opened with them."""
     located = contents.located
-    ledger, follow_links = contents.ledger, located.follow_links
-    return ArrayReader(located.storage, located.directory, mmap, ledger=ledger, follow_links=follow_links)
+    return ArrayReader(
+        located.storage,
+        located.directory,
+        reading.mmap,
+        ledger=contents.ledger,
+        in_passing=reading.verify == 'auto',
+        follow_links=located.follow_links,
+    )
 
 
 def start_read(view: Any, out: np.ndarray) -> Any:

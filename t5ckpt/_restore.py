@@ -111,7 +111,7 @@ def _read(
     _warn_if_narrowed(plan)
     if not request.meeting.is_alone and not request.lazy:
         _warn_if_local(plan)
-    reader = reader_of(contents, request.reading.mmap)
+    reader = reader_of(contents, request.reading)
     wanted: dict[Path, Any] = {}
     if request.donate:
         _free(view.table, [fallback[path] for path in plan.fallback])

@@ -77,7 +77,7 @@ class Checkpointer(FromTensorFlow):
       share_replicated: with several processes, ``restore`` reads what all hold whole once; see docs/many-hosts.md.
       processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
       process_timeout: seconds that a process waits for the others at each of the two points where all meet.
-      verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of what it does not map.
+      verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks read whole.
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
 
     Notes: one save at a time, a second one waits for the first. Call the methods from one thread, the one that trains.

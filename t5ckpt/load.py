@@ -69,11 +69,12 @@ def load_t5x_checkpoint(
       StorageError: it cannot be read.
     """
     located = dataclasses.replace(locate(path, step, storage_options), follow_links=follow_links)
-    ledgers = ReadOptions(mmap, verify).checks_all(located.storage, lazy=lazy_parameters)
+    reading = ReadOptions(mmap, verify)
+    ledgers = reading.checks_all(located.storage, lazy=lazy_parameters)
     contents = read_contents(located, read_raw(located, ledgers=ledgers))
     fns = state_transformation_fns if remap else ()
     leaves, facts = leaves_of(contents, fns, {})
-    reader = reader_of(contents, mmap)
+    reader = reader_of(contents, reading)
     wanted = floating_dtype(restore_dtype, 'restore_dtype')
     if lazy_parameters:
         table = {path: _lazy(reader, (path, leaf), wanted, facts) for path, leaf in leaves.items()}

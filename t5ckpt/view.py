@@ -57,10 +57,11 @@ def open_checkpoint(
       CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
     """
     located = dataclasses.replace(locate(path, step, storage_options), follow_links=follow_links)
-    ledgers = ReadOptions(mmap, verify).checks_all(located.storage, lazy=True)
+    reading = ReadOptions(mmap, verify)
+    ledgers = reading.checks_all(located.storage, lazy=True)
     contents = read_contents(located, read_raw(located, ledgers=ledgers))
     leaves, _ = leaves_of(contents, (), {})
-    return CheckpointView(contents, reader_of(contents, mmap), leaves)
+    return CheckpointView(contents, reader_of(contents, reading), leaves)
 
 
 def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:

@@ -148,12 +148,12 @@ def test_other_shardings(run_dir, spec):
     for name in ('w', 'embed', 'bits'):
         array = state['params'][name]
         model['params'][name] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-    restored = restore(run_dir, model)
+    restored = restore(run_dir, model, verify='full')
     for name in ('w', 'embed', 'bits'):
         assert_same(np.asarray(restored['params'][name]), state['params'][name])
     flip(step_dir / 'params.embed' / '1.0', random.Random(1))
     with pytest.raises(errors.CorruptCheckpointError, match='embed'):
-        restore(run_dir, model)
+        restore(run_dir, model, verify='full')
 
 
 def test_casts_are_of_checked_bytes(run_dir):
@@ -164,6 +164,23 @@ def test_casts_are_of_checked_bytes(run_dir):
     flip(run_dir / 'checkpoint_1' / 'params.w' / '0', random.Random(1))
     with pytest.raises(errors.CorruptCheckpointError):
         restore(run_dir, state, restore_dtype='bfloat16')
+
+
+def test_by_default_chunks_that_are_wanted_in_parts_are_not_compared(run_dir):
+    """Rows of a chunk for one device are read alone; on request the whole chunk is, and compared."""
+    devices = np.array(jax.devices()[:4])
+    rows = NamedSharding(jax.sharding.Mesh(devices, ('x',)), PartitionSpec('x'))
+    whole = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
+    with t5ckpt.Checkpointer({'w': whole}, checkpoints_dir=run_dir, inline_bytes=0) as ck:
+        ck.save({'w': whole}, step=1)
+    flip(run_dir / 'checkpoint_1' / 'w' / '0.0', random.Random(1))
+    template = {'w': jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=rows)}
+    got = np.asarray(restore(run_dir, template)['w'])
+    assert (got.view(np.uint32) != whole.view(np.uint32)).sum() == 1
+    with pytest.raises(errors.CorruptCheckpointError, match=r'w/0\.0 is damaged'):
+        restore(run_dir, template, verify='full')
+    with pytest.raises(errors.CorruptCheckpointError, match=r'w/0\.0 is damaged'):
+        restore(run_dir, {'w': whole})
 
 
 def test_quick_is_on_request(run_dir):

@@ -157,22 +157,21 @@ def test_interpreter_exit_says_what_was_lost(tmp_path):
 @pytest.mark.slow
 def test_two_hundred_saves_leak_nothing(tmp_path):
     state = big_state()
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep=2, staging='copy', reuse_unchanged=False)
 
-    def usage():
+    def usage_after(steps):
+        # Closed, since steps that go are removed in the background.
+        with t5ckpt.Checkpointer(
+            state, checkpoints_dir=tmp_path, keep=2, staging='copy', reuse_unchanged=False
+        ) as checkpointer:
+            for step in steps:
+                checkpointer.save_async(state, step=step)
         gc.collect()
         status = pathlib.Path('/proc/self/status').read_text()
         resident = int(next(line.split()[1] for line in status.splitlines() if line.startswith('VmRSS')))
         return len(os.listdir('/proc/self/fd')), threading.active_count(), resident
 
-    for step in range(40):
-        ck.save_async(state, step=step)
-    ck.wait_until_finished()
-    before = usage()
-    for step in range(40, 240):
-        ck.save_async(state, step=step)
-    ck.wait_until_finished()
-    after = usage()
+    before = usage_after(range(40))
+    after = usage_after(range(40, 240))
     assert after[0] <= before[0] + 2
     assert after[1] <= before[1]
     assert after[2] <= before[2] + 40 * 1024  # 200 saves of 0.5 MB would be 100 MB

@@ -62,5 +62,5 @@ def test_arguments_are_described_where_an_editor_and_the_reference_look(name):
     assert not (made_by_users and item.__init__.__doc__)
     if made_by_users or inspect.isfunction(item):
         arguments = list(inspect.signature(item).parameters)
-        undescribed = [arg for arg in arguments if not re.search(rf'^ *{arg}: ', doc, re.MULTILINE)]
+        undescribed = [arg for arg in arguments if not re.search(rf'^ *\**{arg}: ', doc, re.MULTILINE)]
         assert len(arguments) == 1 or undescribed == []

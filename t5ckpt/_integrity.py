@@ -363,11 +363,13 @@ class _Check:
         """Tells damage from a deletion by somebody else.
 
         Raises:
-          CheckpointNotFoundError: the manifest was there, and is gone.
+          CheckpointNotFoundError: the manifest was there, and is gone; or the whole directory is.
         """
         storage, directory, manifest = self.located.storage, self.located.directory, self.located.manifest
         was_there = not manifest or self.raw.manifest is not None
-        if self.damages and was_there and storage.kind(join(directory, manifest)) is None:
+        # A deletion begins by renaming the directory, which may come before the manifest is read.
+        looked_for = join(directory, manifest) if was_there else directory
+        if self.damages and storage.kind(looked_for) is None:
             raise CheckpointNotFoundError(f'{self.located.url} was deleted while it was being verified.')
 
 

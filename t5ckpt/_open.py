@@ -77,7 +77,11 @@ def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
       FormatError: the manifest or the sidecar does not decode, or is of something else.
       CheckpointNotFoundError: gone since it was located.
     """
-    raw = read_raw(located) if raw is None else raw
+    with still_there(located):
+        return _decoded(located, read_raw(located) if raw is None else raw)
+
+
+def _decoded(located: Located, raw: RawFiles) -> Contents:
     storage, directory = located.storage, located.directory
     if raw.manifest is None:
         return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), Sidecar())

@@ -135,7 +135,8 @@ def _convert(trainer: Trainer, *, overwrite: bool) -> None:
 def _save_async(trainer: Trainer) -> None:
     pending = trainer.checkpointer.save_async(state(2), step=2)
     pending.result()
-    trainer.checkpointer.close()
+    trainer.checkpointer.wait_until_finished()
+    trainer.checkpointer.check_for_errors()
 
 
 def _pin(trainer: Trainer) -> None:

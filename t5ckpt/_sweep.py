@@ -11,7 +11,7 @@ import logging
 import socket
 
 from t5ckpt._in_place import sweep_in_place
-from t5ckpt._layout import SIDECAR, Leftover, join, parse_leftover
+from t5ckpt._layout import SIDECAR, Leftover, deleted_dir, join, parse_leftover
 from t5ckpt._sidecar import decode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.errors import FormatError, T5CkptError
@@ -54,11 +54,22 @@ def _sweep_one(storage: Storage, name: str, leftover: Leftover, stale_before: fl
         is_old = leftover.unix < stale_before
         # Without a lock that works only the age says anything.
         if is_old or (claim.is_held and (leftover.state == 'deleted' or _is_dead(storage, name))):
-            storage.delete_tree(name)
+            storage.delete_tree(_renamed(storage, leftover))
             return True
         return False
     finally:
         claim.close()
+
+
+def _renamed(storage: Storage, leftover: Leftover) -> str:
+    """The name under which a leftover is removed: a removal that is killed may have taken what the rest is known by."""
+    if leftover.state == 'deleted':
+        return leftover.name
+    unix = leftover.unix
+    while storage.kind(deleted_dir(leftover.step, unix)) is not None:
+        unix += 1
+    storage.publish(leftover.name, deleted_dir(leftover.step, unix))
+    return deleted_dir(leftover.step, unix)
 
 
 def _is_dead(storage: Storage, name: str) -> bool:

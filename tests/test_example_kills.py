@@ -130,8 +130,9 @@ def test_twenty_kills_do_not_change_a_bit(nursery, tmp_path):
     assert dict(curve) == dict(whole)
     assert set(curve) == set(whole), 'a step that was trained again has another loss'
     assert len(curve) > len(whole), 'no step was trained twice'
-    # The latest three and the best, each whole. What a killed save left behind is swept within the hour; nobody sees it.
+    # The latest three and the best, each whole; and of what was half written or half deleted nothing is left.
     steps = t5ckpt.all_steps(run)
     assert steps[-1] == STEPS
     assert len(steps) in (3, 4)
     assert [step for step in steps if not t5ckpt.verify(run, step, full=True).ok] == []
+    assert sorted(path.name for path in run.glob('checkpoint_*')) == sorted(f'checkpoint_{step}' for step in steps)

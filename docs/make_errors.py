@@ -35,7 +35,7 @@ them; a test makes them again. Every error is a `t5ckpt.errors.T5CkptError` unle
 `KeyError`), and also the builtin that callers of T5X catch ([the tree](api.md#errors)). What to do when checkpoint and model
 differ has [a page of its own](changed-models.md), and jobs of several processes, too ([many hosts](many-hosts.md)).
 
-In all of them there is this run, in `/work`:
+In all of them there is this run, in `/data`:
 
 ```py
 {setup}```
@@ -259,12 +259,12 @@ def _spelt_out(call: re.Match) -> str:
 
 
 def said(function, work: pathlib.Path) -> str:
-    """What a mistake raises, with the directory it ran in as /work."""
+    """What a mistake raises, with the directory it ran in as /data."""
     try:
         function()
     except Exception as error:  # noqa: BLE001 - whatever it is
         text = error.args[0] if isinstance(error, KeyError) else str(error)
-        return f'{type(error).__name__}: {text}'.replace(str(work), '/work')
+        return f'{type(error).__name__}: {text}'.replace(str(work), '/data')
     raise AssertionError(f'{function.__name__} is no mistake any more')
 
 

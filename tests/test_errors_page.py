@@ -22,7 +22,7 @@ def test_the_page_is_up_to_date(tmp_path):
 
 def test_it_has_25_mistakes_and_names_no_place_of_this_machine():
     assert re.findall(r'^## (\d+)\. ', PAGE, re.MULTILINE) == [str(n) for n in range(1, 26)]
-    assert set(re.findall(r'(?<=[\s(\'"])/[a-z]+', PAGE)) == {'/proc', '/work'}
+    assert set(re.findall(r'(?<=[\s(\'"])/[a-z]+', PAGE)) == {'/proc', '/data'}
     assert 'Traceback' not in PAGE
 
 

@@ -201,7 +201,7 @@ class _Copy:
         if recorded is not None and recorded != (len(data), digest(data)):
             raise CorruptCheckpointError(
                 f'{self._from.url(join(self._base, name))} differs from its checksum: {len(data):,} bytes, recorded are '
-                f'{recorded[0]:,}. A damaged checkpoint is not copied; restore an older step, or repair it.'
+                f'{recorded[0]:,}. A damaged checkpoint is not copied; copy an older step.'
             )
 
     def _ledger(self, sidecar: bytes | None, sizes: Mapping[str, int | None]) -> Ledger:

@@ -86,7 +86,7 @@ class VerifyReport:
         if self.damages:
             raise CorruptCheckpointError(
                 f'{self.path} is damaged in {len(self.damages)} place(s):\n{_listed(self.damages)}\nRestore an older step, '
-                'or copy the checkpoint again; "t5ckpt repair" mends what can be rebuilt.'
+                'or copy the checkpoint again.'
             )
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ Ledger = dict[str, tuple[int, str]]
 """File, relative to the checkpoint's directory, to (bytes, xxh3-64 hex)."""
 
 _HEX = re.compile('[0-9a-f]{16}')
-_CURE = 'Restore an older step, copy the checkpoint again, or have "t5ckpt repair" write it anew.'
+_CURE = 'Restore an older step, or copy the checkpoint again.'
 
 
 def encode_ledger(files: Mapping[str, tuple[int, str]]) -> bytes:

@@ -116,8 +116,8 @@ def _ledger(raw: RawFiles, known: Ledger, where: str) -> Ledger | None:
     if raw.sidecar is None or missing:
         name = ', '.join(missing) or where
         raise CorruptCheckpointError(
-            f'{name} is missing, so no checksum can be compared. Copy the checkpoint again, have "t5ckpt repair" write it '
-            "anew, or pass verify='quick'."
+            f'{name} is missing, so no checksum can be compared. Restore an older step, copy the checkpoint '
+            "again, or pass verify='quick'."
         )
     ledger: Ledger = {}
     for name, entry in listed.items():

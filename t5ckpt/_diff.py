@@ -21,6 +21,7 @@ from t5ckpt._html import table_html
 from t5ckpt._text import aligned
 from t5ckpt._tree import LeafInfo
 from t5ckpt._types import Progress
+from t5ckpt.progress import Meter
 from t5ckpt.view import CheckpointView, open_checkpoint
 
 __all__ = ['CheckpointDiff', 'LeafDiff', 'diff']
@@ -205,13 +206,11 @@ def _compare_values(
     a: CheckpointView, b: CheckpointView, infos: list[LeafInfo], progress: Progress | None
 ) -> dict[str, _Sums]:
     sums = {info.name: _Sums() for info in infos}
-    total, done = sum(info.nbytes for info in infos), 0
+    meter = Meter(progress, sum(info.nbytes for info in infos))
     for batch in run_all(_jobs(a, b, infos), os.cpu_count() or 1):
         for name, part, nbytes in batch:
             sums[name] = sums[name].merged(part)
-            done += nbytes
-        if progress is not None:
-            progress(done, total)
+            meter.add(nbytes)
     return sums
 
 

@@ -24,6 +24,7 @@ from t5ckpt._html import table_html
 from t5ckpt._text import aligned
 from t5ckpt._tree import LeafInfo
 from t5ckpt._types import Progress
+from t5ckpt.progress import Meter
 
 __all__ = ['CheckpointStats', 'LeafStats', 'Viewed', 'checkpoint_stats']
 
@@ -226,7 +227,7 @@ def checkpoint_stats(
         raise ValueError(f'bins must be 0 or more, got {bins}.')
     workers = threads or os.cpu_count() or 1
     infos = [info for info in view.infos() if info.dtype]
-    step = _Counter(progress, sum(info.nbytes for info in infos) * (2 if bins else 1))
+    step = Meter(progress, sum(info.nbytes for info in infos) * (2 if bins else 1))
     parts: dict[str, _Part] = {info.name: _Part() for info in infos}
     for batch in run_all(_jobs(view, infos, lambda _, block: _part(block)), workers):
         for name, part, nbytes in batch:
@@ -244,18 +245,6 @@ def checkpoint_stats(
             name: dataclasses.replace(leaf, counts=counts[name], edges=edges[name]) for name, leaf in stats.items()
         }
     return CheckpointStats(str(view.path), stats)
-
-
-class _Counter:
-    def __init__(self, progress: Progress | None, total: int):
-        self._progress = progress
-        self._total = total
-        self._done = 0
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
 
 
 _Reduce = Callable[[str, np.ndarray], Any]

@@ -10,11 +10,26 @@ import threading
 import time
 from typing import TextIO
 
-from t5ckpt._types import Clock
+from t5ckpt._types import Clock, Progress
 
-__all__ = ['ProgressReporter']
+__all__ = ['Meter', 'ProgressReporter']
 
 _UNITS = ('B', 'kB', 'MB', 'GB', 'TB', 'PB')
+
+
+class Meter:
+    """Counts bytes for a progress callback."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        """Some more are done."""
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
 
 class ProgressReporter:

@@ -174,6 +174,8 @@ def test_a_huge_tree_shows_a_part(tmp_path):
     assert len(html) < 2_000_000
 
 
+# treescope looks at every public name of numpy, and numpy 2.5 warns of those it will remove.
+@pytest.mark.filterwarnings('ignore:The chararray class is deprecated:DeprecationWarning')
 def test_treescope_renders_the_tree(view):
     import treescope
 

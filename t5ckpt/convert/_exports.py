@@ -13,7 +13,7 @@ from t5ckpt._types import Progress
 from t5ckpt.errors import OutputExistsError
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['LAYOUT_KEY', 'ExportOptions', 'ExportReport', 'ImportOptions', 'Meter', 'refuse_inside', 'stamp']
+__all__ = ['LAYOUT_KEY', 'ExportOptions', 'ExportReport', 'ImportOptions', 'refuse_inside', 'stamp']
 
 LAYOUT_KEY = 't5ckpt'
 """In a Hugging Face file's metadata: how T5X kept the arrays, for the way back."""
@@ -95,21 +95,6 @@ class ExportReport:
     dropped: tuple[str, ...]
     seconds: float = 0.0
     dry_run: bool = False
-
-
-class Meter:
-    """Counts bytes for a progress callback."""
-
-    def __init__(self, progress: Progress | None, total: int):
-        self._progress = progress
-        self._total = total
-        self._done = 0
-
-    def add(self, nbytes: int) -> None:
-        """Some more are done."""
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
 
 
 def refuse_inside(output: str, source: str | None) -> None:

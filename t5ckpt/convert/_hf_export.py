@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._open import still_there
-from t5ckpt.convert._exports import LAYOUT_KEY, ExportOptions, ExportReport, Meter, refuse_inside
+from t5ckpt.convert._exports import LAYOUT_KEY, ExportOptions, ExportReport, refuse_inside
 from t5ckpt.convert._outputs import check_output, local_output, output
 from t5ckpt.convert._safetensors import TensorSpec, TensorWriter, check_dtype
 from t5ckpt.convert._sources import Sources, cast, open_sources, slices_of
 from t5ckpt.convert._t5_config import attention_of, config_of, needs_embed_tokens, needs_larger_norm, read_config
 from t5ckpt.convert._t5_model import check_leaves, model_of_leaves
 from t5ckpt.convert._t5_names import Layout, Pair, pairs_of
+from t5ckpt.progress import Meter
 from t5ckpt.storage import foreign_errors
 
 __all__ = ['export_hf']

@@ -28,12 +28,13 @@ from t5ckpt._open import still_there
 from t5ckpt._plan import SaveOptions, cast_dtype
 from t5ckpt._stream import StreamRequest, check_room, write_stream
 from t5ckpt._types import Path, native_dtype
-from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions, Meter, refuse_inside, stamp
+from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions, refuse_inside, stamp
 from t5ckpt.convert._outputs import check_output, local_output, output
 from t5ckpt.convert._safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
 from t5ckpt.convert._sources import Source, cast, open_sources, slices_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.progress import Meter
 from t5ckpt.storage import foreign_errors, open_storage
 
 __all__ = ['export_npz', 'export_safetensors', 'import_npz', 'import_safetensors']

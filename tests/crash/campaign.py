@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _HERE = pathlib.Path(__file__).parent
@@ -178,19 +178,29 @@ def run(work: Iterable[tuple[str, str, int]], report: Report, workers: int) -> N
     for _ in range(workers):
         todo.put(None)
     guard = threading.Lock()
+
+    def go(driver: Driver) -> None:
+        while (item := todo.get()) is not None:
+            scenario, fault, at = item
+            answer = driver.inject(scenario, fault, at)
+            with guard:
+                counts = report.outcomes.setdefault((scenario, fault), collections.Counter())
+                counts[answer['outcome']] += 1
+                if answer['outcome'] == 'BROKEN':
+                    report.broken.append({'scenario': scenario, 'fault': fault, 'at': at, **answer})
+
+    _with_drivers(go, workers)
+    report.seconds += time.monotonic() - started
+
+
+def _with_drivers(go: Callable[[Driver], None], workers: int) -> None:
+    """Runs a function in threads, each with a driver of its own, and raises what the first that failed raised."""
     failures: list[BaseException] = []
 
-    def go(library: pathlib.Path) -> None:
+    def work(library: pathlib.Path) -> None:
         driver = Driver(library)
         try:
-            while (item := todo.get()) is not None:
-                scenario, fault, at = item
-                answer = driver.inject(scenario, fault, at)
-                with guard:
-                    counts = report.outcomes.setdefault((scenario, fault), collections.Counter())
-                    counts[answer['outcome']] += 1
-                    if answer['outcome'] == 'BROKEN':
-                        report.broken.append({'scenario': scenario, 'fault': fault, 'at': at, **answer})
+            go(driver)
         except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
             failures.append(error)
         finally:
@@ -198,12 +208,11 @@ def run(work: Iterable[tuple[str, str, int]], report: Report, workers: int) -> N
 
     with tempfile.TemporaryDirectory(prefix='t5ckpt-shim-') as directory:
         library = faultshim.build(pathlib.Path(directory))
-        threads = [threading.Thread(target=go, args=(library,)) for _ in range(workers)]
+        threads = [threading.Thread(target=work, args=(library,)) for _ in range(workers)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    report.seconds += time.monotonic() - started
     if failures:
         raise failures[0]
 
@@ -217,21 +226,13 @@ def cut_power(
         todo.put(name)
     answers: dict[str, dict[str, Any]] = {}
 
-    def go(library: pathlib.Path) -> None:
-        driver = Driver(library)
+    def go(driver: Driver) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 name = todo.get_nowait()
                 answers[name] = driver.ask('cut_power', name, randoms, seed, fsync)
-        driver.close()
 
-    with tempfile.TemporaryDirectory(prefix='t5ckpt-shim-') as directory:
-        library = faultshim.build(pathlib.Path(directory))
-        threads = [threading.Thread(target=go, args=(library,)) for _ in range(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    _with_drivers(go, workers)
     return answers
 
 

@@ -13,12 +13,14 @@ from t5ckpt._version import __version__
 if TYPE_CHECKING:
     from t5ckpt._commit import CommittedCheckpoint
     from t5ckpt._copy import CopyReport, copy_checkpoint
+    from t5ckpt._cure import RepairOptions
     from t5ckpt._damage import Damage, VerifyReport
     from t5ckpt._diff import CheckpointDiff, LeafDiff, diff
     from t5ckpt._index import reindex_steps
     from t5ckpt._integrity import verify
     from t5ckpt._pending import PendingSave
     from t5ckpt._plan import ParameterInfo
+    from t5ckpt._repair import RepairReport, repair
     from t5ckpt._stats import CheckpointStats, LeafStats
     from t5ckpt._types import RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.checkpointer import Checkpointer
@@ -112,6 +114,8 @@ __all__ = [
     'PendingSave',
     'PreemptionNotice',
     'ProgressReporter',
+    'RepairOptions',
+    'RepairReport',
     'RestoreStateTransformationFn',
     'Run',
     'SaveAll',
@@ -157,6 +161,7 @@ __all__ = [
     'open_run',
     'pin_checkpoint',
     'reindex_steps',
+    'repair',
     'restore_or_init',
     'rewrite_checkpoint',
     'unpin_checkpoint',
@@ -199,6 +204,8 @@ _MODULES = {
     'PendingSave': '_pending',
     'PreemptionNotice': 'preemption',
     'ProgressReporter': 'progress',
+    'RepairOptions': '_cure',
+    'RepairReport': '_repair',
     'RestoreStateTransformationFn': '_types',
     'Run': 'runs',
     'SaveAll': 'save_policies',
@@ -242,8 +249,9 @@ _MODULES = {
     'open_checkpoint': 'view',
     'open_run': 'runs',
     'pin_checkpoint': 'steps',
-    'restore_or_init': 'resume',
     'reindex_steps': '_index',
+    'repair': '_repair',
+    'restore_or_init': 'resume',
     'rewrite_checkpoint': 'convert.rewrite',
     'unpin_checkpoint': 'steps',
     'verify': '_integrity',

@@ -57,7 +57,11 @@ class Fence:
           OSError: it cannot be opened.
         """
         fd = self._below(*directory, name, (leaf, _FILE))
-        info = os.fstat(fd)
+        try:
+            info = os.fstat(fd)
+        except OSError:
+            os.close(fd)
+            raise
         if stat.S_ISREG(info.st_mode):
             return fd, info.st_size
         os.close(fd)

@@ -28,6 +28,7 @@ __all__ = ['ArrayFiles', 'Implied', 'cell_box', 'cell_of']
 Cell = tuple[int, ...]
 
 _MAX_NAMED = 100
+_METADATA = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 _DECODED_BYTES = 2**30
 
 
@@ -125,12 +126,16 @@ class Implied:
         damages: list[Damage] = []
         sizes: dict[str, int] = {}
         cells: list[Cell] = []
+        metadata = _METADATA[stored.array.driver]
+        if stored.array.container == 'dir' and metadata not in present:
+            text = 'nobody but t5ckpt can open the array without it'
+            damages.append(Damage('missing', f'{location}/{metadata}', text, leaf))
         for cell in _cells(array.grid):
             key, file = array.keys.key(cell), array.file(cell)
             box = cell_box(cell, array.chunks, stored.shape)
             size = present.get(key)
             if size is None:
-                if len(damages) == _MAX_NAMED:
+                if len(damages) >= _MAX_NAMED:
                     left = math.prod(array.grid) - len(cells) - _MAX_NAMED
                     damages.append(Damage('missing', location, f'and up to {left:,} more chunks are missing', leaf))
                     break

@@ -46,7 +46,7 @@ from t5ckpt.errors import (
 from t5ckpt.steps import Located, locate
 from t5ckpt.storage import Entry, open_storage, split_path
 
-__all__ = ['verify']
+__all__ = ['locate_or_broken', 'verify', 'verify_located']
 
 _OWN = {SIDECAR, MANIFEST, PINNED, DATASET_REMOVED}
 
@@ -77,11 +77,16 @@ def verify(
 
     Notes: any checkpoint that restores can be verified, also those of T5X and Orbax. Full runs at the disk's speed.
     """
+    located = dataclasses.replace(locate_or_broken(path, step), follow_links=follow_links)
+    return verify_located(located, full=full, progress=progress)
+
+
+def verify_located(located: Located, *, full: bool, progress: Progress | None = None) -> VerifyReport:
+    """The same for a directory that may not be a step yet."""
     started = time.monotonic()
-    located = dataclasses.replace(_located(path, step), follow_links=follow_links)
-    check = _Check(located, Scanner(located.storage, located.directory, follow_links=follow_links))
+    check = _Check(located, Scanner(located.storage, located.directory, follow_links=located.follow_links))
     check.books()
-    check.arrays(follow_links)
+    check.arrays(located.follow_links)
     check.presence()
     if full:
         check.contents(progress)
@@ -100,7 +105,7 @@ def verify(
     )
 
 
-def _located(path: str | os.PathLike[str], step: int | None) -> Located:
+def locate_or_broken(path: str | os.PathLike[str], step: int | None) -> Located:
     """The checkpoint; also one of ours whose manifest is missing, which for everybody else is none."""
     try:
         return locate(path, step)

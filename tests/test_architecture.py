@@ -79,7 +79,7 @@ ROWS = (
         '_retention',
         'datasets',
     ),
-    ('_gather', '_transform', '_save', '_pending', '_schedule', '_borrow', '_stream', '_copy'),
+    ('_gather', '_transform', '_save', '_pending', '_schedule', '_borrow', '_stream', '_copy', '_cure', '_repair'),
     ('_blocks', 'plots', '_stats', 'view', '_diff', 'runs', 'load', '_restore'),
     ('convert',),
     ('metrics', '_from_tf', 'checkpointer', 'save_best', 'resume', 'export', 'watch'),

@@ -30,6 +30,7 @@ VERBS = {
     'pin': 'pin',
     'unpin': 'unpin',
     'verify': 'verify',
+    'repair': 'repair',
 }
 
 

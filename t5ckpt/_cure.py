@@ -1,0 +1,280 @@
+"""What a repair can do about the damages of a checkpoint: a decision, without a byte written.
+
+Three things can be made again: a ``.zarray``, which follows from the manifest; the lists of files and the sidecar, from
+the files; and a checkpoint without the leaves that are lost, where the caller names them. Values are never made up: a
+chunk that is gone or differs from its checksum is gone, and so is a damaged manifest.
+
+A list of files that is damaged itself proves nothing. If the files that are there give the very list whose checksum the
+sidecar has, all of them are whole, whatever the damaged one said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from t5ckpt._damage import Damage, VerifyReport
+from t5ckpt._digest import digest
+from t5ckpt._layout import (
+    DATASET_REMOVED,
+    MANIFEST,
+    PINNED,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    integrity_file,
+    is_integrity_file,
+    join,
+)
+from t5ckpt._leaves import flatten_nested, nest
+from t5ckpt._ledger import Ledger, decode_ledger, encode_ledger, ledger_entries
+from t5ckpt._manifest import VERSION, Manifest, decode_manifest, encode_manifest
+from t5ckpt._open import Contents, leaves_of
+from t5ckpt._plan_restore import StoredLeaf
+from t5ckpt._scan import Scanner, in_threads
+from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar
+from t5ckpt._specs import is_spec
+from t5ckpt._types import Clock, Path, leaf_name
+from t5ckpt._write import zarray_bytes
+from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsupportedFormatError, near_names
+from t5ckpt.steps import Located
+
+__all__ = ['Cure', 'RepairOptions', 'cure_of', 'files_of', 'is_own', 'lost_error']
+
+_ZARRAY = '.zarray'
+_LOST_FACTS = (
+    'the sidecar is lost: empty containers, and what were Python numbers, strings, typed PRNG keys or dtypes that zarr does '
+    'not know, come back as T5X would see them'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RepairOptions:
+    """What may be done.
+
+    Attributes:
+      drop: patterns; damaged leaves, and damaged files of data iterators, whose whole name one of them matches are left out.
+      add_checksums: give a checkpoint its lists of files that has none, such as one of T5X.
+      dry_run: say what would be done, and do nothing.
+      clock: unix seconds.
+    """
+
+    drop: Sequence[str] = ()
+    add_checksums: bool = False
+    dry_run: bool = False
+    clock: Clock = time.time
+
+
+@dataclasses.dataclass(frozen=True)
+class Cure:
+    """What will be done.
+
+    Attributes:
+      manifest: its bytes, without the leaves that are dropped.
+      sidecar: what is known of the tree, likewise.
+      zarrays: bytes by file.
+      rebuilt: files that are made again: these, and lists of files.
+      dropped: names of leaves and of iterator files.
+      left_out: directories and files that the copy does not have.
+      notes: for people.
+      trusted: files with the checksums that they have to have.
+      leaves: the stored leaves that stay.
+    """
+
+    manifest: bytes
+    sidecar: Sidecar
+    zarrays: dict[str, bytes]
+    rebuilt: tuple[str, ...]
+    dropped: tuple[str, ...]
+    left_out: frozenset[str]
+    notes: tuple[str, ...]
+    trusted: Ledger
+    leaves: dict[str, StoredLeaf]
+
+
+def cure_of(located: Located, options: RepairOptions, report: VerifyReport) -> Cure:
+    """From what a verification found to what can be done about it.
+
+    Raises:
+      CorruptCheckpointError: it cannot be mended, with each damage and what could be dropped.
+    """
+    books = _Books(located, report)
+    contents = Contents(located, books.manifest, books.sidecar or Sidecar())
+    table = {leaf_name(path): leaf for path, leaf in leaves_of(contents, (), {})[0].items()}
+    leaves = {name: leaf for name, leaf in table.items() if isinstance(leaf, StoredLeaf)}
+    zarrays: dict[str, bytes] = {}
+    lost: list[Damage] = []
+    for damage in report.damages:
+        # Once all files are proven whole, what a damaged list says of others is nothing.
+        if damage.file in books.rebuilt or (books.proven and damage.file not in books.ledger):
+            continue
+        data = None if _is_named(damage, options.drop) else _zarray_of(damage, leaves, books.ledger)
+        if data is None:
+            lost.append(damage)
+        else:
+            zarrays[data[0]] = data[1]
+    dropped, iterators = _droppable(lost, options.drop)
+    notes = [*report.notes, *([_LOST_FACTS] if books.sidecar is None and books.had_books else [])]
+    manifest, facts = books.data, contents.sidecar.facts
+    if dropped:
+        manifest, facts = _without(located, books.manifest, facts, dropped)
+    wants_books = options.add_checksums and not books.had_books
+    return Cure(
+        manifest,
+        dataclasses.replace(contents.sidecar, facts=facts),
+        zarrays,
+        tuple(sorted({*zarrays, *books.rebuilt, *({SIDECAR, integrity_file(0)} if wants_books else ())})),
+        tuple(sorted({*dropped, *iterators})),
+        frozenset({*(leaves[name].array.location for name in dropped if name in leaves), *iterators}),
+        tuple(notes),
+        {**books.ledger, **books.proven},
+        {name: leaf for name, leaf in leaves.items() if name not in dropped},
+    )
+
+
+class _Books:
+    """The manifest, the sidecar and the lists of files, as far as they can be believed.
+
+    Attributes:
+      data, manifest: the manifest's bytes, and decoded.
+      sidecar: None where it is missing or damaged.
+      had_books: whether t5ckpt wrote lists of files at all.
+      ledger: what lists say that are whole.
+      rebuilt: the sidecar and lists that have to be made again.
+      proven: files that are whole although a damaged list said otherwise.
+    """
+
+    def __init__(self, located: Located, report: VerifyReport):
+        self._located = located
+        self._scanner = Scanner(located.storage, located.directory)
+        wrong = {damage.file for damage in report.damages}
+        _refuse(located, [damage for damage in report.damages if _is_hopeless(damage, located.manifest)])
+        self.data = self._scanner.read(located.manifest)
+        self.manifest: Manifest = decode_manifest(self.data, located.url)
+        self.sidecar = self._readable_sidecar(wrong)
+        there = {entry.name for entry in located.storage.entries(located.directory)}
+        lists = {name for name in (*there, *wrong) if is_integrity_file(name)}
+        self.had_books = bool(lists) or SIDECAR in wrong or self.sidecar is not None
+        void = lists & wrong
+        self.rebuilt = void | ({SIDECAR} if self.sidecar is None and self.had_books else set[str]())
+        self.ledger: Ledger = {}
+        for name in sorted(lists - void):
+            self.ledger |= decode_ledger(self._scanner.read(name), name)
+        self.proven: Ledger = self._proven(void) if len(void) == 1 else {}
+
+    def _readable_sidecar(self, wrong: Collection[str]) -> Sidecar | None:
+        if SIDECAR in wrong or not self._located.storage.is_file(join(self._located.directory, SIDECAR)):
+            return None
+        return decode_sidecar(self._scanner.read(SIDECAR), SIDECAR)
+
+    def _proven(self, void: Collection[str]) -> Ledger:
+        """The files of one damaged list, if together they give the list whose checksum the sidecar has."""
+        recorded = ledger_entries((self.sidecar or Sidecar()).extra.get('digests', {}), SIDECAR)
+        (name,) = void
+        if name not in recorded:
+            return {}
+        candidates = [file for file in files_of(self._located) if file not in self.ledger and not is_own(file)]
+        found = dict(in_threads(candidates, self._scanner.digest))
+        if any(isinstance(entry, T5CkptError) for entry in found.values()):
+            return {}
+        data = encode_ledger(found)
+        return found if (len(data), digest(data)) == recorded[name] else {}
+
+
+def is_own(name: str) -> bool:
+    return name in {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED} or is_integrity_file(name)
+
+
+def files_of(located: Located) -> list[str]:
+    """Every file of the checkpoint, without what an interrupted write leaves beside."""
+    found = [key.removeprefix(f'{located.directory}/') for key, _ in located.storage.walk(located.directory)]
+    return [name for name in found if not name.endswith(('.__partial', '.__lock'))]
+
+
+def _is_hopeless(damage: Damage, manifest: str) -> bool:
+    return damage.file == manifest or damage.kind in {'contradiction', 'unsafe', 'unreadable'}
+
+
+def _zarray_of(damage: Damage, leaves: Mapping[str, StoredLeaf], ledger: Ledger) -> tuple[str, bytes] | None:
+    """The ``.zarray`` that would cure a damage, if the manifest says all of it."""
+    if damage.leaf not in leaves:
+        return None
+    array = leaves[damage.leaf].array
+    name = f'{array.location}/{_ZARRAY}'
+    metadata = {'dimension_separator': '.', 'order': 'C', **array.metadata}
+    plain = array.container == 'dir' and (metadata['dimension_separator'], metadata['order']) == ('.', 'C')
+    if damage.file not in {name, array.location} or not plain or not {'chunks', 'compressor'} <= set(metadata):
+        return None
+    data = zarray_bytes(array)
+    return (name, data) if ledger.get(name, entry := (len(data), digest(data))) == entry else None
+
+
+def _named(damage: Damage) -> str:
+    return damage.leaf or damage.file
+
+
+def _is_named(damage: Damage, patterns: Sequence[str]) -> bool:
+    return any(re.fullmatch(pattern, _named(damage)) for pattern in patterns)
+
+
+def _droppable(lost: Sequence[Damage], patterns: Sequence[str]) -> tuple[set[str], set[str]]:
+    """The leaves and the iterator files that are lost and may be left out.
+
+    Raises:
+      CorruptCheckpointError: others are lost, too, or a pattern names nothing that is lost.
+    """
+    names = {_named(damage) for damage in lost}
+    unused = [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in names)]
+    if unused:
+        near = near_names(unused[0], names) or sorted(names)[:3]
+        shown = f'damaged are {", ".join(near)}' if near else 'nothing has to be dropped'
+        raise CorruptCheckpointError(f'drop={unused} names nothing that is damaged; {shown}. Nothing was written.')
+    left = [damage for damage in lost if not _is_named(damage, patterns)]
+    if left:
+        raise lost_error(left)
+    strange = [damage for damage in lost if not damage.leaf and not damage.file.startswith(f'{TRAIN_DS_PREFIX}-')]
+    if strange:
+        raise CorruptCheckpointError(
+            f'{_listed(strange)}\nThis is no leaf that could be left out. Nothing was written.'
+        )
+    return {damage.leaf for damage in lost if damage.leaf}, {damage.file for damage in lost if not damage.leaf}
+
+
+def lost_error(damages: Sequence[Damage]) -> CorruptCheckpointError:
+    names = sorted({re.escape(_named(damage)) for damage in damages})
+    return CorruptCheckpointError(
+        f'{_listed(damages)}\nThese values are lost. Restore an older step, copy the checkpoint again, or leave them out by '
+        f'naming them: drop={names[:3]}. Nothing was written.'
+    )
+
+
+def _listed(damages: Sequence[Damage]) -> str:
+    more = f'\n  ... and {len(damages) - 20} more' if len(damages) > 20 else ''
+    return 'not to be repaired:\n' + '\n'.join(f'  {damage}' for damage in damages[:20]) + more
+
+
+def _refuse(located: Located, damages: Sequence[Damage]) -> None:
+    if damages:
+        raise CorruptCheckpointError(
+            f'{located.url}: {_listed(damages)}\nRestore an older step, or copy the checkpoint again. Nothing was written.'
+        )
+
+
+def _without(
+    located: Located, manifest: Manifest, facts: TreeFacts, dropped: Collection[str]
+) -> tuple[bytes, TreeFacts]:
+    """The manifest and the facts without some leaves."""
+    if manifest.version != VERSION:
+        raise UnsupportedFormatError(
+            f'{located.url} is of version {manifest.version}, and is rewritten by a copy only: t5ckpt cp --drop.'
+        )
+    table = flatten_nested(manifest.state, is_spec)
+    kept = {path: leaf for path, leaf in table.items() if leaf_name(path) not in dropped}
+
+    def others(known: Any) -> dict[Path, str]:
+        return {path: value for path, value in known.items() if leaf_name(path) not in dropped}
+
+    facts = dataclasses.replace(facts, python=others(facts.python), keys=others(facts.keys), text=others(facts.text))
+    return encode_manifest(nest(kept)), facts

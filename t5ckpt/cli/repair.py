@@ -1,0 +1,62 @@
+"""``t5ckpt repair``: what can be made again, is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from t5ckpt._cure import RepairOptions
+from t5ckpt._repair import RepairReport, repair
+from t5ckpt.cli._output import confirm, json_option, print_json, progress, step_option
+
+__all__ = ['command']
+
+
+@click.command('repair')
+@click.argument('path')
+@click.argument('output', required=False)
+@step_option
+@click.option('--in-place', is_flag=True, help='Replace the checkpoint instead of writing OUTPUT.')
+@click.option('--drop', multiple=True, metavar='REGEX', help='Leave out damaged leaves of this name; repeatable.')
+@click.option('--add-checksums', is_flag=True, help="Give a checkpoint checksums that has none, such as T5X's.")
+@click.option('--dry-run', is_flag=True, help='Only say what would be done.')
+@click.option('--yes', is_flag=True, help='Do not ask.')
+@json_option
+def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: bool, **how: Any) -> None:
+    """Writes the damaged checkpoint at PATH, repaired, into the run at OUTPUT; the original stays as it is.
+
+    Rebuilt are .zarray files, from the manifest, and the sidecars with their checksums, from the files. Lost values are
+    not made up: --drop leaves out the leaves that it names, for instance a part of an optimizer's state, and a restore then
+    needs fallback_state for them. With --in-place the checkpoint itself is replaced, all at once.
+
+    \b
+    Examples:
+      t5ckpt repair run --dry-run
+      t5ckpt repair run/checkpoint_1000 mended
+      t5ckpt repair run/checkpoint_1000 --in-place --drop 'opt_state/.*/mu/.*'
+    """
+    dry_run = how['dry_run']
+    if not dry_run and (output is None) != in_place:
+        raise click.UsageError('say where the repaired checkpoint goes: OUTPUT, or --in-place.')
+    if in_place and not dry_run:
+        confirm(f'Replace {path} by its repaired copy?', yes)
+    options = RepairOptions(how['drop'], how['add_checksums'], dry_run)
+    with progress('verifying') as report:
+        done = repair(path, output, how['step'], in_place=in_place, options=options, progress=report)
+    if as_json:
+        print_json({'dry_run': dry_run, **dataclasses.asdict(done)})
+    else:
+        click.echo(_text(done, dry_run))
+
+
+def _text(done: RepairReport, dry_run: bool) -> str:
+    if not done.changed:
+        head = f'{done.path}: nothing to repair'
+    elif dry_run:
+        head = f'{done.path} can be repaired; nothing was written'
+    else:
+        head = f'{done.path}: repaired, {done.files} files'
+    lines = [f'  rebuilt: {name}' for name in done.rebuilt] + [f'  left out: {name}' for name in done.dropped]
+    return '\n'.join([head, *lines, *(f'  note: {note}' for note in done.notes)])

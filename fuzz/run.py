@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib
+import logging
 import pathlib
 import random
 import resource
@@ -64,6 +65,7 @@ def _run_one(name: str, runs: int | None, seed: int) -> int:
     context = contextlib.nullcontext() if atheris is None else atheris.instrument_imports(include=['t5ckpt'])
     with context:
         import targets
+    logging.getLogger('t5ckpt').setLevel(logging.CRITICAL)
     count = targets.RUNS[name] if runs is None else runs
     one = _Checked(name, targets.TARGETS[name])
     if atheris is None:

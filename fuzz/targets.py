@@ -10,10 +10,12 @@ import contextlib
 import json
 import pathlib
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import google_crc32c
 import msgpack
 import numpy as np
 
@@ -29,7 +31,12 @@ from t5ckpt._orbax import read_orbax
 from t5ckpt._plan_restore import checkpoint_leaves
 from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar, encode_sidecar
 from t5ckpt._specs import StoredArray, parse_spec, spec_of
+from t5ckpt.convert._flax_file import read_large
+from t5ckpt.convert._tf_bundle import _MAGIC, _masked, read_bundle
 from t5ckpt.errors import T5CkptError
+from t5ckpt.metrics import TensorBoardMetrics
+from t5ckpt.metrics._records import masked_crc32c
+from t5ckpt.steps import locate
 from t5ckpt.storage import open_storage
 
 __all__ = ['RUNS', 'SEEDS', 'TARGETS', 'corpus']
@@ -171,6 +178,77 @@ def orbax(data: bytes) -> None:
         read_orbax(open_storage(_ORBAX.path), '')
 
 
+def _record(data: bytes) -> bytes:
+    """A record with the checksums that fit."""
+    length = struct.pack('<Q', len(data))
+    sums = [struct.pack('<I', masked_crc32c(part)) for part in (length, data)]
+    return length + sums[0] + data + sums[1]
+
+
+def _field(number: int, value: bytes | int) -> bytes:
+    """A field of a protocol buffer, short enough for one byte of length."""
+    return bytes([number << 3 | 2, len(value)]) + value if isinstance(value, bytes) else bytes([number << 3, value])
+
+
+_EVENTS = _Directory({'eval/events.out.tfevents.1': b''})
+
+
+def events(data: bytes) -> None:
+    """An event file: as it comes, and the same bytes as an event with good checksums."""
+    for contents in (data, _record(data + b'loss') + _record(data)):
+        with _EVENTS.replaced(b'\0' + contents):
+            for value in TensorBoardMetrics(_EVENTS.path).by_step('eval/loss', range(20)).values():
+                assert isinstance(value, float)
+
+
+_BUNDLE = _Directory({'model.index': b'', 'model.data-00000-of-00001': bytes(64)})
+
+
+def _block(data: bytes) -> bytes:
+    """A block of a table with the checksum that fits."""
+    return data + b'\0' + struct.pack('<I', _masked(google_crc32c.extend(0, data + b'\0')))
+
+
+def _table_of(data: bytes) -> bytes:
+    """A table whose one block holds some bytes."""
+    handle = _long(0) + _long(len(data))
+    index = bytes([0, 1, len(handle)]) + b'a' + handle + struct.pack('<II', 0, 1)
+    footer = (_long(0) + _long(0) + _long(len(data) + 5) + _long(len(index))).ljust(40, b'\0')
+    return _block(data) + _block(index) + footer + struct.pack('<Q', _MAGIC)
+
+
+def _long(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _pair(key: bytes, value: bytes) -> bytes:
+    return bytes([0, len(key), len(value)]) + key + value
+
+
+_FLAX = _Directory({'checkpoint_1': b''})
+
+
+def flax_file(data: bytes) -> None:
+    """A file of Flax that is too large to be decoded at once."""
+    with _FLAX.replaced(b'\0' + data):
+        found = read_large(locate(_FLAX.path / 'checkpoint_1'), str(_FLAX.path / 'checkpoint_1'), 16)
+        for array in found.arrays.values():
+            assert array.get().shape == tuple(array.shape)
+
+
+def tf_index(data: bytes) -> None:
+    """The index of a TensorFlow checkpoint: as it comes, and the same bytes as a block with a good checksum."""
+    for contents in (data, _table_of(data)):
+        with _BUNDLE.replaced(b'\0' + contents), contextlib.suppress(T5CkptError):
+            for tensor in read_bundle(str(_BUNDLE.path / 'model')).values():
+                with contextlib.suppress(T5CkptError):
+                    tensor.get()
+
+
 def _json(data: bytes) -> Any:
     try:
         return json.loads(data)
@@ -179,7 +257,8 @@ def _json(data: bytes) -> Any:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (manifest, spec, sidecar, ledger, zarray, names, checkpoint, orbax)
+    target.__name__: target
+    for target in (manifest, spec, sidecar, ledger, zarray, names, events, tf_index, flax_file, checkpoint, orbax)
 }
 """By name."""
 
@@ -190,6 +269,9 @@ RUNS = {
     'ledger': 150_000,
     'zarray': 100_000,
     'names': 50_000,
+    'events': 50_000,
+    'tf_index': 50_000,
+    'flax_file': 50_000,
     'checkpoint': 10_000,
     'orbax': 10_000,
 }
@@ -198,6 +280,13 @@ RUNS = {
 _MANIFEST = encode_manifest(_STATE)
 _CHUNKED = {'__msgpack_chunked_array__': True, 'shape': {'0': 3}, 'chunks': {'0': np.arange(3)}}
 _SIDECAR = encode_sidecar(Sidecar(_FACTS, {'step': 1, 'digests': {'checkpoint': [3, '0' * 16]}}))
+_SCALAR = _field(1, b'loss') + bytes([2 << 3 | 5]) + struct.pack('<f', 0.5)
+_EVENT = _field(2, 7) + _field(5, _field(1, _SCALAR))
+_TENSOR = _field(8, _field(1, 1) + _field(2, _field(2, _field(1, 1))) + _field(4, struct.pack('<f', 0.5)))
+_SHAPED = (
+    _field(1, 1) + _field(2, _field(2, _field(1, 4))) + _field(4, 8) + _field(5, 16) + bytes([6 << 3 | 5]) + bytes(4)
+)
+_ENTRIES = _pair(b'', _field(1, 1)) + _pair(b'w', _SHAPED) + _pair(b'x/y', _field(1, 3)) + struct.pack('<II', 0, 1)
 SEEDS: dict[str, list[bytes]] = {
     'manifest': [
         *(_MANIFEST, encode_manifest({'c': _CHUNKED}), msgpack.packb({'a': {'b': [1, 2.0, b'x', 'y', None, True]}})),
@@ -208,6 +297,13 @@ SEEDS: dict[str, list[bytes]] = {
     'ledger': [encode_ledger({'a/0.0': (3, '0' * 16), 'b': (0, 'f' * 16)})],
     'zarray': [json.dumps(_ZARRAY).encode()],
     'names': [b'target/encoder/layers_0', b'checkpoint_5.tmp-17', b'../..', b'CHECKPOINT'],
+    'events': [
+        _EVENT,
+        _record(_EVENT),
+        _field(1, 1) + _field(2, 3) + _field(5, _field(1, _field(1, b'loss') + _TENSOR)),
+    ],
+    'flax_file': [encode_manifest({'c': _CHUNKED, 'w': np.arange(9.0)}), _MANIFEST],
+    'tf_index': [_ENTRIES, _table_of(_ENTRIES)],
     'checkpoint': [bytes([0]) + _MANIFEST, bytes([1]) + json.dumps(_ZARRAY).encode(), bytes([2]) + bytes(64)],
     'orbax': [bytes([0]) + json.dumps(_METADATA).encode(), bytes([1]) + json.dumps(_ZARRAY).encode()],
 }

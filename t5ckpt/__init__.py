@@ -12,7 +12,7 @@ from t5ckpt._version import __version__
 
 if TYPE_CHECKING:
     from t5ckpt._commit import CommittedCheckpoint
-    from t5ckpt._copy import CopyReport, copy_checkpoint
+    from t5ckpt._copy import CopyOptions, CopyReport, copy_checkpoint
     from t5ckpt._cure import RepairOptions
     from t5ckpt._damage import Damage, VerifyReport
     from t5ckpt._diff import CheckpointDiff, LeafDiff, diff
@@ -90,6 +90,7 @@ __all__ = [
     'CommittedCheckpoint',
     'Conversion',
     'ConvertOptions',
+    'CopyOptions',
     'CopyReport',
     'Damage',
     'Decision',
@@ -178,6 +179,7 @@ _MODULES = {
     'CheckpointView': 'view',
     'Checkpointer': 'checkpointer',
     'CommittedCheckpoint': '_commit',
+    'CopyOptions': '_copy',
     'CopyReport': '_copy',
     'Conversion': 'convert',
     'ConvertOptions': 'convert',

@@ -37,6 +37,7 @@ from t5ckpt._layout import (
     deleted_dir,
     join,
     parse_hold,
+    parse_leftover,
     step_dir,
     tmp_dir,
 )
@@ -293,12 +294,23 @@ def abandon(work: Workspace) -> None:
             remove_step(storage, work.step)
             work.hold.release()
         else:
-            storage.delete_file(join(work.directory, MANIFEST))
-            storage.delete_tree(work.directory)
+            storage.delete_tree(_out_of_the_way(work))
     except T5CkptError as error:
         _log.warning('t5ckpt: could not remove %s after a failed save: %s', storage.url(work.directory), error)
     finally:
         leave(work)
+
+
+def _out_of_the_way(work: Workspace) -> str:
+    """The directory under a name that every sweep removes, however little is left of it when this process is killed."""
+    leftover = parse_leftover(work.directory)
+    if leftover is not None:
+        try:
+            return _rename_away(work.storage, work.step, lambda: leftover.unix, work.directory)
+        except T5CkptError:
+            pass
+    work.storage.delete_file(join(work.directory, MANIFEST))
+    return work.directory
 
 
 def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:

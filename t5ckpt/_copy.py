@@ -21,21 +21,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt._budget import ByteBudget
-from t5ckpt._commit import AlreadyCommittedError, Workspace, begin, commit, is_free, leave, writer_facts
+from t5ckpt._commit import AlreadyCommittedError, Workspace, begin, commit, leave, writer_facts
 from t5ckpt._digest import digest
 from t5ckpt._in_place import remove_step, take
 from t5ckpt._index import complete_index
 from t5ckpt._layout import DATASET_REMOVED, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
 from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
-from t5ckpt._stream import resume_text, unfinished
+from t5ckpt._stream import StreamRequest, check_room, resume_text, unfinished
 from t5ckpt._types import Clock, Progress
 from t5ckpt._version import __version__
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.steps import Located, locate
 from t5ckpt.storage import Storage, open_storage, split_path
 
-__all__ = ['CopyReport', 'copy_checkpoint']
+__all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
 
 _IN_FLIGHT_BYTES = 256 * 2**20
 _LEDGER_PREFIX = 'integrity.'
@@ -44,8 +44,30 @@ _UNKNOWN_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
+class CopyOptions:
+    """How to copy.
+
+    Attributes:
+      source_options, target_options: of the two storages, see docs/storage.md.
+      workers: how many files are under way at once.
+      overwrite: replaces a complete checkpoint of the step, once the copy is whole.
+      dry_run: moves nothing; the report says what would be moved.
+    """
+
+    source_options: Mapping[str, Any] | None = None
+    target_options: Mapping[str, Any] | None = None
+    workers: int = 16
+    overwrite: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f'workers={self.workers}: at least one has to copy.')
+
+
+@dataclasses.dataclass(frozen=True)
 class CopyReport:
-    """What was copied.
+    """What was copied, or would be.
 
     Attributes:
       step: the checkpoint's.
@@ -71,9 +93,8 @@ def copy_checkpoint(
     target: str | os.PathLike[str],
     step: int | None = None,
     *,
-    storage_options: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None),
+    options: CopyOptions | None = None,
     progress: Progress | None = None,
-    workers: int = 16,
 ) -> CopyReport:
     """Copies a checkpoint byte for byte to another run, on any storage; a pin does not come along.
 
@@ -81,9 +102,8 @@ def copy_checkpoint(
       source: a run's directory, a step's directory, or a manifest file.
       target: the run's directory that is to hold it.
       step: which step, where ``source`` is a run's directory; None takes the latest.
-      storage_options: of the source and of the target, see docs/storage.md.
+      options: storages, how many files at once, what to do with a step that is there; see :class:`CopyOptions`.
       progress: called with (bytes done, bytes in all), as far as they are known.
-      workers: how many files are under way at once.
 
     Raises:
       CheckpointNotFoundError: there is no such checkpoint.
@@ -91,20 +111,19 @@ def copy_checkpoint(
       CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
       StorageError: one of the storages refused. Nothing became visible, and a second call goes on from here.
     """
-    if workers < 1:
-        raise ValueError(f'workers={workers}: at least one has to copy.')
+    options = CopyOptions() if options is None else options
     started = time.monotonic()
-    located = locate(source, step, storage_options[0])
+    located = locate(source, step, options.source_options)
     if not located.manifest:
         raise UnsupportedFormatError(
             f'{located.url} is a checkpoint of Orbax, which has no file that makes it complete. Convert it, or copy its '
             'directory with another tool.'
         )
     number = _step_of(located, target)
-    storage = open_storage(target, storage_options[1])
-    _check_free(storage, number)
+    storage = open_storage(target, options.target_options)
+    check_room(StreamRequest(storage, number, overwrite=options.overwrite))
     try:
-        return _Copy(located, storage, number, progress, workers).run(started)
+        return _Copy(located, storage, number, progress, options).run(started)
     except AlreadyCommittedError as error:
         raise CheckpointExistsError(f'{error}. Copy to another run, or try again.') from error
 
@@ -121,11 +140,6 @@ def _step_of(located: Located, target: str | os.PathLike[str]) -> int:
     return located.step
 
 
-def _check_free(storage: Storage, step: int) -> None:
-    if not is_free(storage, step):
-        raise CheckpointExistsError(f'{storage.url(step_dir(step))} is there already. Copy to another run.')
-
-
 def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) -> Workspace:
     """The directory of an earlier attempt at the same, or a new one."""
     if storage.renames:
@@ -134,7 +148,7 @@ def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) 
     complete_index(storage)
     work = Workspace(storage, step, step_dir(step), hold=take(storage, step, clock))
     try:
-        _check_free(storage, step)
+        check_room(StreamRequest(storage, step))
         if resume_text(storage, work.directory) != facts['resume']:
             remove_step(storage, step)
             owner = Sidecar(extra={'writer': dict(facts), 'step': step})
@@ -148,14 +162,14 @@ def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) 
 class _Copy:
     """One copy under way."""
 
-    def __init__(self, located: Located, storage: Storage, step: int, progress: Progress | None, workers: int):
+    def __init__(self, located: Located, storage: Storage, step: int, progress: Progress | None, options: CopyOptions):
         self._from = located.storage
         self._base = located.directory
         self._manifest_name = located.manifest
         self._to = storage
         self._step = step
         self._progress = progress
-        self._workers = workers
+        self._options = options
         self._budget = ByteBudget(_IN_FLIGHT_BYTES)
         self._done = 0
 
@@ -172,8 +186,13 @@ class _Copy:
             gone = next(name for name in lost if name not in removed)
             raise CorruptCheckpointError(f'{self._from.url(join(self._base, gone))} is missing; it is not copied.')
         names = sorted(set(sizes) - {self._manifest_name, SIDECAR})
+        path = self._to.url(step_dir(self._step))
+        if self._options.dry_run:
+            nbytes = sum(self._size(name, sizes, ledger) for name in sizes)
+            return CopyReport(self._step, path, len(sizes), nbytes, 0, 0, time.monotonic() - started)
         facts = writer_facts(__version__) | {'resume': digest(manifest + (sidecar or b''))}
         work = _begin(self._to, self._step, clock, facts)
+        work.replaces = self._options.overwrite
         try:
             kept = self._there(work, names, ledger)
             total = sum(self._size(name, sizes, ledger) for name in names)
@@ -187,8 +206,7 @@ class _Copy:
             raise
         checked = sum(name in ledger for name in [*names, self._manifest_name])
         nbytes = moved + len(manifest) + len(sidecar or b'')
-        path, seconds = self._to.url(step_dir(self._step)), time.monotonic() - started
-        return CopyReport(self._step, path, len(sizes), nbytes, len(kept), checked, seconds)
+        return CopyReport(self._step, path, len(sizes), nbytes, len(kept), checked, time.monotonic() - started)
 
     def _read(self, name: str, ledger: Ledger | None) -> bytes:
         data = self._from.read(join(self._base, name))
@@ -237,7 +255,7 @@ class _Copy:
         for parent in sorted({name.rpartition('/')[0] for name in waiting}):
             self._to.make_dir(join(work.directory, parent))
         moved = 0
-        with concurrent.futures.ThreadPoolExecutor(self._workers, 't5ckpt-copy') as pool:
+        with concurrent.futures.ThreadPoolExecutor(self._options.workers, 't5ckpt-copy') as pool:
             futures = [pool.submit(self._copy_one, work, name, size, ledger) for name, size in waiting.items()]
             try:
                 for future in concurrent.futures.as_completed(futures):

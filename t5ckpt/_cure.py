@@ -36,7 +36,7 @@ from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._scan import Scanner, in_threads
 from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar
 from t5ckpt._specs import is_spec
-from t5ckpt._types import Clock, Path, leaf_name
+from t5ckpt._types import Clock, Path, check_patterns, leaf_name
 from t5ckpt._write import zarray_bytes
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsupportedFormatError, near_names
 from t5ckpt.steps import Located
@@ -65,6 +65,9 @@ class RepairOptions:
     add_checksums: bool = False
     dry_run: bool = False
     clock: Clock = time.time
+
+    def __post_init__(self) -> None:
+        check_patterns(self.drop, 'drop')
 
 
 @dataclasses.dataclass(frozen=True)

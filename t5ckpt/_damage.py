@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from t5ckpt._chunks import Box
+from t5ckpt._text import printable
 from t5ckpt.errors import CorruptCheckpointError
 
 __all__ = ['Damage', 'VerifyReport']
@@ -43,8 +44,7 @@ class Damage:
         if self.box:
             where += f' [{", ".join(f"{start}:{stop}" for start, stop in self.box)}]'
         text = ': '.join(part for part in (where, self.file, f'{self.kind}: {self.text}') if part)
-        # Names come from the checkpoint, and a terminal obeys what it is shown.
-        return ''.join(letter if letter.isprintable() or letter == '\n' else ascii(letter)[1:-1] for letter in text)
+        return printable(text, also='\n')
 
 
 @dataclasses.dataclass(frozen=True)

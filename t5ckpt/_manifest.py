@@ -26,7 +26,16 @@ from t5ckpt._specs import SpecDict, is_spec
 from t5ckpt._types import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
-__all__ = ['VERSION', 'Manifest', 'decode_manifest', 'encode_manifest', 'is_whole']
+__all__ = [
+    'VERSION',
+    'Manifest',
+    'array_header',
+    'decode_ext',
+    'decode_manifest',
+    'encode_manifest',
+    'is_whole',
+    'manifest_of',
+]
 
 VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
@@ -80,7 +89,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise CorruptCheckpointError(f'{where} is empty. Restore an older step, or copy the checkpoint again.')
     try:
         contents = msgpack.unpackb(
-            data, ext_hook=_decode_ext, raw=False, strict_map_key=False, max_array_len=min(_MAX_LIST, len(data))
+            data, ext_hook=decode_ext, raw=False, strict_map_key=False, max_array_len=min(_MAX_LIST, len(data))
         )
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f'{where}: {error}') from error
@@ -89,7 +98,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): truncated, or not a T5X '
             'manifest. Restore an older step, or copy the checkpoint again.'
         ) from error
-    return _manifest_of(contents, where)
+    return manifest_of(contents, where)
 
 
 def is_whole(data: bytes) -> bool:
@@ -104,7 +113,12 @@ def is_whole(data: bytes) -> bool:
         return False
 
 
-def _manifest_of(contents: Any, where: str) -> Manifest:
+def manifest_of(contents: Any, where: str) -> Manifest:
+    """The manifest in decoded msgpack.
+
+    Raises:
+      FormatError: it is something else.
+    """
     if contents == {}:
         raise CorruptCheckpointError(f'{where} is an empty map, which nobody saves. Restore an older step.')
     if not isinstance(contents, dict):
@@ -180,7 +194,8 @@ def _join_chunked(value: Mapping[Any, Any], where: str, path: Path) -> np.ndarra
     return np.concatenate([array.reshape(-1) for array in arrays]).reshape(sizes)
 
 
-def _decode_ext(code: int, data: bytes) -> Any:
+def decode_ext(code: int, data: bytes) -> Any:
+    """An extension's value."""
     if code in (_EXT_ARRAY, _EXT_SCALAR):
         array = _decode_array(data)
         return array[()] if code == _EXT_SCALAR else array
@@ -192,6 +207,16 @@ def _decode_ext(code: int, data: bytes) -> Any:
 
 def _decode_array(data: bytes) -> np.ndarray:
     shape, name, raw = msgpack.unpackb(data, raw=True, max_array_len=_MAX_RANK)
+    dims, dtype = array_header(shape, name, len(raw))
+    return np.frombuffer(raw, dtype).reshape(dims)
+
+
+def array_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the dtype that an array's extension claims, if they fit the bytes that it has.
+
+    Raises:
+      CorruptCheckpointError: they do not.
+    """
     name = name.decode('ascii', 'replace') if isinstance(name, bytes) else str(name)
     try:
         dtype = dtype_from_name(name)
@@ -199,9 +224,9 @@ def _decode_array(data: bytes) -> np.ndarray:
         raise CorruptCheckpointError(f'array of unknown dtype {name!r}') from None
     if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise CorruptCheckpointError(f'array with shape {shape!r:.80}')
-    if math.prod(shape) * dtype.itemsize != len(raw):
-        raise CorruptCheckpointError(f'array of shape {tuple(shape)} and dtype {name} with {len(raw)} bytes of data')
-    return np.frombuffer(raw, dtype).reshape(shape)
+    if math.prod(shape) * dtype.itemsize != nbytes:
+        raise CorruptCheckpointError(f'array of shape {tuple(shape)} and dtype {name} with {nbytes} bytes of data')
+    return tuple(shape), dtype
 
 
 # --- tree -> bytes ---------------------------------------------------------------------------------------------------

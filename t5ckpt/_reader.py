@@ -26,7 +26,6 @@ from t5ckpt._dtypes import from_stored, zarr_typestr
 from t5ckpt._layout import join
 from t5ckpt._ledger import Ledger
 from t5ckpt._map import ArrayMapper
-from t5ckpt._open import Contents
 from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu
 from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._scan import Scanner
@@ -34,7 +33,7 @@ from t5ckpt._specs import StoredArray
 from t5ckpt._types import leaf_name
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['VERIFY_LEVELS', 'ArrayReader', 'ReadOptions', 'reader_of', 'start_read']
+__all__ = ['VERIFY_LEVELS', 'ArrayReader', 'ReadOptions', 'basic_index', 'start_read']
 
 # Of a database's compressed index; far more than any packs into one.
 _CHUNKS_PER_BYTE = 64
@@ -167,7 +166,7 @@ class ArrayReader:
         Returns:
           An array of the leaf's dtype: a new one, or, for the index ``...`` of a mapped leaf, one on a private map.
         """
-        basic = _basic_index(index, leaf.shape)
+        basic = basic_index(index, leaf.shape)
         if basic is None:
             return self.read(leaf, name)[index]
         boxes, after = basic
@@ -247,23 +246,11 @@ class ReadOptions:
     def checks_all(self, storage: Storage, *, lazy: bool) -> bool:
         """Whether checksums are compared: always, never, or of files that pass through our hands whole anyway.
 
-        From a store without files they would come twice: for us, and for TensorStore.
+        From a store without files they would come twice: for us, and for TensorStore; but not what a cache keeps.
         """
         in_passing = storage.local_path('') is not None and not self.mmap and not lazy
-        return self.verify == 'full' or (self.verify == 'auto' and in_passing)
-
-
-def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
-    """A reader of an opened checkpoint's arrays, which compares checksums if the checkpoint was opened with them."""
-    located = contents.located
-    return ArrayReader(
-        located.storage,
-        located.directory,
-        reading.mmap,
-        ledger=contents.ledger,
-        in_passing=reading.verify == 'auto',
-        follow_links=located.follow_links,
-    )
+        is_cached = getattr(storage, 'cache', None) is not None
+        return self.verify == 'full' or (self.verify == 'auto' and (in_passing or is_cached))
 
 
 def start_read(view: Any, out: np.ndarray) -> Any:
@@ -273,7 +260,7 @@ def start_read(view: Any, out: np.ndarray) -> Any:
     return ts.array(out).write(view)
 
 
-def _basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
+def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
     """A numpy basic index in two parts: forward slices to read, one per dimension, and what numpy does with the rest.
 
     Returns:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._budget import ByteBudget
+from t5ckpt._cached import reader_of
 from t5ckpt._gather import completed, in_parts
 from t5ckpt._leaves import Empty, LeafTable, StateView, Target, is_jax_array, lookup, nest, target_of, view_state
 from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw, still_there
@@ -21,7 +22,7 @@ from t5ckpt._place import place_value
 from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, StoredRead, plan_restore
 from t5ckpt._process import READ_EVENT, Round, record_duration
 from t5ckpt._read import read_arrays
-from t5ckpt._reader import ArrayReader, ReadOptions, reader_of
+from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._transform import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
 from t5ckpt.datasets import DatasetState, warn_of_unused

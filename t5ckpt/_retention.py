@@ -15,7 +15,7 @@ from typing import Any
 
 from t5ckpt._commit import held_steps, hide_checkpoint, remove_hidden
 from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, step_dir
-from t5ckpt._sidecar import decode_sidecar
+from t5ckpt._sidecar import decode_sidecar, metrics_of, number_of
 from t5ckpt._types import Clock, MetricSource
 from t5ckpt.errors import FormatError, StorageError, T5CkptError
 from t5ckpt.policies import Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
@@ -151,21 +151,13 @@ def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str,
         extra = decode_sidecar(storage.read(key), storage.url(key)).extra
     except (StorageError, FileNotFoundError, FormatError):
         extra: Mapping[str, Any] = {}
-    created = _number(extra.get('created_unix'))
+    created = number_of(extra.get('created_unix'))
     if (created is None or not math.isfinite(created)) and storage.renames:
         # T5X's: the manifest is written last.
         created = (
             next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None
         )
-    metrics = extra.get('metrics')
-    numbers = {name: _number(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
-    return created, {name: number for name, number in numbers.items() if number is not None}
-
-
-def _number(value: Any) -> float | None:
-    """What a stranger's sidecar gives for a number."""
-    is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
-    return float(value) if is_number else None
+    return created, metrics_of(extra)
 
 
 def _dataset_files(storage: Storage, step: int) -> Collection[str]:

@@ -47,6 +47,7 @@ from t5ckpt._write import WriteJob, WriteReport, write_arrays
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import DisagreementError, SaveFailedError
 from t5ckpt.lazy import LazyArray
+from t5ckpt.policies import fields_of
 from t5ckpt.storage import Storage
 
 __all__ = ['PreparedSave', 'Reuse', 'SaveRequest', 'prepare_save']
@@ -381,4 +382,6 @@ def _sidecar(job: _Job, arrays: Mapping[str, int], files: Mapping[str, tuple[int
     }
     if job.request.metrics:
         extra['metrics'] = dict(job.request.metrics)
+    if (keep := fields_of(job.request.retention.policy)) is not None:
+        extra['keep'] = keep
     return Sidecar(job.facts, extra)

@@ -13,6 +13,7 @@ A JSON object beside the manifest. Real T5X never opens it, and a checkpoint wit
                stored  [[array directory, dtype], ...]         arrays whose dtype on disk is another (_dtypes.py)
     digests    {file: [bytes, xxh3-64 hex]} of the manifest and the integrity sidecars
     metrics    {name: number}
+    keep       the keep policy that the checkpoint was saved under, {'keep': 'KeepLatest', 'count': 3}, for people
 
 Paths are lists of strings, because a key may contain '/'.
 """
@@ -29,7 +30,7 @@ from t5ckpt._digest import digest
 from t5ckpt._types import Path
 from t5ckpt.errors import CorruptCheckpointError
 
-__all__ = ['FORMAT', 'Sidecar', 'TreeFacts', 'decode_sidecar', 'encode_sidecar']
+__all__ = ['FORMAT', 'Sidecar', 'TreeFacts', 'decode_sidecar', 'encode_sidecar', 'metrics_of', 'number_of']
 
 FORMAT = 1
 _MAX_DEPTH = 250
@@ -106,3 +107,16 @@ def _text(value: Any, known: Collection[str] | None = None) -> str:
     if not isinstance(value, str) or (known is not None and value not in known):
         raise TypeError(f'expected {"a string" if known is None else sorted(known)}, got {value!r:.40}')
     return value
+
+
+def metrics_of(extra: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics in a sidecar, as far as they are numbers."""
+    metrics = extra.get('metrics')
+    numbers = {str(name): number_of(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def number_of(value: Any) -> float | None:
+    """What a stranger's sidecar gives for a number."""
+    is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
+    return float(value) if is_number else None

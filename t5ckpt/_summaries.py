@@ -12,7 +12,7 @@ from typing import Any
 
 from t5ckpt._index import read_index
 from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, join, parse_leftover, parse_step_dir, step_dir
-from t5ckpt._sidecar import decode_sidecar
+from t5ckpt._sidecar import decode_sidecar, metrics_of, number_of
 from t5ckpt.errors import CheckpointNotFoundError, FormatError
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import Entry, Storage
@@ -35,6 +35,7 @@ class StepSummary:
       pinned: whether retention never deletes it.
       writer: who wrote it, such as ``'t5ckpt 0.1.0'``; empty where it is not known.
       kept: why it stays, in words, as far as that is known without a policy.
+      policy: the keep policy that it was saved under, see ``policies.policy_of``; None where nobody says.
     """
 
     step: int
@@ -47,6 +48,7 @@ class StepSummary:
     pinned: bool
     writer: str
     kept: str
+    policy: Mapping[str, Any] | None = None
 
 
 def summaries(storage: Storage) -> list[StepSummary]:
@@ -93,8 +95,8 @@ def _summary(storage: Storage, entry: Entry, step: int, state: str, latest: int 
         files = {PINNED: Entry(PINNED, False)} if is_pinned else {}
     pinned = PINNED in files
     manifest = files.get(MANIFEST)
-    created = extra.get('created_unix')
-    if not isinstance(created, (int, float)):
+    created = number_of(extra.get('created_unix'))
+    if created is None:
         created = manifest.mtime if manifest is not None and manifest.mtime else None
     kept = ['pinned'] * pinned + ['latest'] * (state == 'complete' and step == latest)
     return StepSummary(
@@ -104,10 +106,11 @@ def _summary(storage: Storage, entry: Entry, step: int, state: str, latest: int 
         state=state,
         nbytes=_nbytes(storage, entry.name, extra, files),
         created=created,
-        metrics=_metrics(extra),
+        metrics=metrics_of(extra),
         pinned=pinned,
         writer=_writer(extra),
         kept=', '.join(kept) if state == 'complete' else '',
+        policy=extra.get('keep') if isinstance(extra.get('keep'), Mapping) else None,
     )
 
 
@@ -127,13 +130,6 @@ def _sidecar(storage: Storage, directory: str) -> Mapping[str, Any]:
         return decode_sidecar(storage.read(key), storage.url(key)).extra
     except (CheckpointNotFoundError, FormatError):
         return {}
-
-
-def _metrics(extra: Mapping[str, Any]) -> dict[str, float]:
-    metrics = extra.get('metrics')
-    if not isinstance(metrics, Mapping):
-        return {}
-    return {str(name): float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
 
 
 def _writer(extra: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ['aligned', 'human_age', 'human_bytes']
+__all__ = ['aligned', 'human_age', 'human_bytes', 'printable']
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
@@ -14,6 +14,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
       rows: cells, as many in each row as in ``right``.
       right: for each column, whether its cells go to the right.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(right))]
     return [
         '  '.join(
@@ -22,6 +23,14 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def printable(text: str, also: str = '') -> str:
+    """Text in which nothing but letters is left, and what is in ``also``.
+
+    Names come from checkpoints, and a terminal obeys what it is shown.
+    """
+    return ''.join(letter if letter.isprintable() or letter in also else ascii(letter)[1:-1] for letter in text)
 
 
 def human_bytes(nbytes: int | None) -> str:

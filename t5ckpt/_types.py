@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -18,6 +19,7 @@ __all__ = [
     'RestoreStateTransformationFn',
     'SaveStateTransformationFn',
     'TrainState',
+    'check_patterns',
     'leaf_name',
     'native_dtype',
 ]
@@ -31,6 +33,19 @@ def native_dtype(dtype: Any) -> np.dtype:
     """The numpy dtype in this machine's byte order."""
     plain = np.dtype(dtype)
     return plain.newbyteorder('=') if plain.byteorder in '<>' else plain
+
+
+def check_patterns(patterns: Iterable[str], what: str) -> None:
+    """Refuses what is no regular expression.
+
+    Raises:
+      ValueError: with the pattern, and where it goes wrong.
+    """
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f'{what}: {pattern!r} is no regular expression: {error}.') from error
 
 
 def leaf_name(path: Path) -> str:

@@ -118,7 +118,13 @@ class LazyArray(ABC):
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         """The values for ``torch.from_dlpack`` and others; read now."""
-        return np.asarray(self).__dlpack__(**kwargs)
+        values = np.asarray(self)
+        if values.dtype.kind != 'V':
+            return values.__dlpack__(**kwargs)
+        # numpy does not hand out bfloat16 and its like, JAX does.
+        import jax
+
+        return jax.device_put(values, jax.devices('cpu')[0]).__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Host memory, in DLPack's numbers."""

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._budget import ByteBudget
+from t5ckpt._cached import CachedReader, reader_of
 from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import Empty, LeafTable, Target, nest
 from t5ckpt._open import leaves_of, read_contents, read_raw, still_there
 from t5ckpt._plan import cast_dtype
 from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._read import read_arrays
-from t5ckpt._reader import ArrayReader, ReadOptions, reader_of
+from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
 from t5ckpt.steps import locate
@@ -97,6 +98,14 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, wanted: np.dtype | None, f
         for path, leaf in leaves.items()
         if isinstance(leaf, StoredLeaf)
     ]
+    if isinstance(reader, CachedReader):
+        # One after another: each is fetched by many threads.
+        whole = {
+            read.path: reader.read(read.leaf, leaf_name(read.path)).astype(read.dtype, copy=False) for read in reads
+        }
+        return {
+            path: whole[path] if path in whole else _inline(path, leaf, wanted, facts) for path, leaf in leaves.items()
+        }
     # The reads wait in C++ threads; a thread of ours keeps an event loop of the caller out of the way.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()

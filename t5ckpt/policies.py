@@ -11,6 +11,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 __all__ = [
     'Decision',
@@ -24,6 +25,8 @@ __all__ = [
     'KeepSteps',
     'StepInfo',
     'check_metric_mode',
+    'fields_of',
+    'policy_of',
     'retention_plan',
 ]
 
@@ -306,3 +309,57 @@ def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: in
         is_ruled = rule is not None and (info.pinned or not decision.keep)
         plan.append(Decision(info.step, True, str(rule)) if is_ruled else decision)
     return plan
+
+
+# --- to and from a sidecar -------------------------------------------------------------------------------------------
+
+_KINDS: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (KeepAll, KeepLatest, KeepBest, KeepEvery, KeepEveryHours, KeepSteps)
+}
+
+
+def fields_of(policy: KeepPolicy) -> dict[str, Any] | None:
+    """A policy in JSON's types; None for one that is not of this module, or is joined with such."""
+    if isinstance(policy, KeepAny):
+        parts = [fields_of(part) for part in policy.policies]
+        return None if None in parts else {'keep': 'KeepAny', 'policies': parts}
+    kind = _KINDS.get(type(policy).__name__)
+    if kind is not type(policy):
+        return None
+    fields = dict(vars(policy))
+    if isinstance(policy, KeepSteps):
+        fields['steps'] = sorted(policy.steps)
+    return {'keep': kind.__name__, **fields}
+
+
+def policy_of(fields: Any, depth: int = 4) -> KeepPolicy | None:
+    """The policy that :func:`fields_of` described; None for what is no such description, or is joined deeper."""
+    if not isinstance(fields, Mapping) or depth == 0:
+        return None
+    rest = {str(name): value for name, value in fields.items() if name != 'keep'}
+    parts = rest.get('policies')
+    if fields.get('keep') == 'KeepAny':
+        policies = [policy_of(part, depth - 1) for part in parts] if isinstance(parts, list) else []
+        known = tuple(policy for policy in policies if policy is not None)
+        return KeepAny(known) if known and len(known) == len(policies) else None
+    kind = _KINDS.get(str(fields.get('keep')))
+    if kind is None or not all(_is_of_its_type(kind, name, value) for name, value in rest.items()):
+        return None
+    try:
+        return kind(**rest)
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_of_its_type(kind: type[Any], name: str, value: Any) -> bool:
+    match name:
+        case 'metric' | 'mode':
+            return isinstance(value, str)
+        case 'steps' if kind is KeepSteps:
+            return isinstance(value, list) and all(type(step) is int for step in value)
+        case 'hours':
+            return type(value) in (int, float)
+        case 'keep_without_metric':
+            return isinstance(value, bool)
+        case _:
+            return type(value) is int or (name == 'period' and value is None)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt._cached import reader_of
 from t5ckpt._frames import pandas
 from t5ckpt._html import tree_html
 from t5ckpt._leaves import Empty, LeafTable
 from t5ckpt._open import Contents, leaves_of, read_contents, read_raw
 from t5ckpt._plan_restore import StoredLeaf
-from t5ckpt._reader import ArrayReader, ReadOptions, reader_of
+from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._stats import CheckpointStats, checkpoint_stats
 from t5ckpt._text import aligned, human_bytes
 from t5ckpt._tree import LeafInfo, build_tree, glob_regex, leaf_infos

@@ -69,6 +69,7 @@ ROWS = (
         '_scatter',
         '_direct',
         '_reader',
+        '_cached',
         '_read',
         '_damage',
         '_implied',

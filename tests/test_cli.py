@@ -66,6 +66,26 @@ def test_ls_lists_complete_steps_as_a_table(run_dir):
     assert 'latest' in lines[3]
 
 
+def test_ls_says_what_the_trainers_policy_says(tmp_path):
+    """Each step's metric, and why it stays; a metric that TensorBoard's files have counts, too."""
+    state = {'w': np.zeros(4, np.float32)}
+    keep = t5ckpt.KeepLatest(1) | t5ckpt.KeepBest(1, 'eval/accuracy') | t5ckpt.KeepEvery(100)
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep_policy=keep) as checkpointer:
+        for step, accuracy in [(100, 0.25), (150, 0.5), (180, 0.3), (190, 0.125)]:
+            checkpointer.save(state, step=step, metrics={'eval/accuracy': accuracy, 'loss': 1 / step})
+    lines = t5ckpt_cli('ls', tmp_path).splitlines()
+    assert lines[0].split()[:5] == ['step', 'size', 'age', 'eval/accuracy', 'loss']
+    rows = {line.split()[0]: line for line in lines[1:]}
+    assert sorted(rows) == ['100', '150', '190']
+    assert 'a multiple of 100' in rows['100']
+    assert 'eval/accuracy 0.5, among the best 1' in rows['150']
+    assert ' 0.5 ' in rows['150']
+    assert 'one of the latest 1' in rows['190']
+    told = json.loads(t5ckpt_cli('ls', tmp_path, '--json'))
+    assert told[1]['kept'] == 'eval/accuracy 0.5, among the best 1'
+    assert told[1]['metrics']['eval/accuracy'] == 0.5
+
+
 def test_ls_all_shows_what_is_not_complete(run_dir):
     entries = json.loads(t5ckpt_cli('ls', run_dir, '--all', '--json'))
     assert {entry['step']: entry['state'] for entry in entries} == {
@@ -231,3 +251,24 @@ def test_diff_answers_with_its_exit_code(run_dir, tmp_path):
     found = json.loads(t5ckpt_cli('diff', run_dir, tmp_path, '--json', '--top', 1, code=1))
     assert [leaf['name'] for leaf in found['leaves']] == ['target/mlp/kernel']
     assert 'no such file' in t5ckpt_cli('diff', run_dir, tmp_path / 'nope', code=3)
+
+
+def test_names_do_not_reach_the_terminal_as_they_are(tmp_path):
+    """A leaf's name may hold what clears a screen or sets a title."""
+    evil = 'w\x1b]0;title\x07\x1b[2J'
+    state = {evil: np.arange(4096, dtype=np.float32), 'b': np.ones(3, np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', inline_bytes=100) as checkpointer:
+        checkpointer.save(state, step=1)
+        checkpointer.save(state | {evil: state[evil] + 1}, step=2)
+    run = tmp_path / 'run'
+    one, two = run / 'checkpoint_1', run / 'checkpoint_2'
+    outputs = [
+        t5ckpt_cli(*words)
+        for words in (('show', run), ('stats', run), ('cp', run, tmp_path / 'a', '--rename', 'b', 'c'))
+    ]
+    outputs.append(t5ckpt_cli('diff', one, two, code=1))
+    outputs.append(t5ckpt_cli('cat', run, 'nothing', code=3))
+    next(path for path in two.rglob('0') if path.is_file() and path.stat().st_size > 100).unlink()
+    outputs += [t5ckpt_cli('verify', run, code=1), t5ckpt_cli('repair', run, '--dry-run', code=3)]
+    assert not any('\x1b' in text or '\x07' in text for text in outputs)
+    assert any('\\x1b' in text for text in outputs)

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from test_cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import errors
@@ -93,7 +94,7 @@ def test_a_copy_that_failed_goes_on(bucket, tmp_path):
     written = itertools.count()
     bucket.proxy.choose = lambda kind, key: '403' if kind == 'write' and '/w/' in key and next(written) >= 5 else None
     with pytest.raises(errors.AccessDeniedError):
-        t5ckpt.copy_checkpoint(source, target, workers=2)
+        t5ckpt.copy_checkpoint(source, target, options=t5ckpt.CopyOptions(workers=2))
     assert t5ckpt.all_steps(target) == []
     bucket.proxy.reset()
     report = t5ckpt.copy_checkpoint(source, target)
@@ -114,7 +115,8 @@ def test_a_killed_copy_goes_on(tmp_path):
         'def report(done, total):\n'
         '    calls.append(done)\n'
         '    if len(calls) == 9: os.kill(os.getpid(), signal.SIGKILL)\n'
-        f't5ckpt.copy_checkpoint({source!r}, {str(tmp_path / "copy")!r}, workers=1, progress=report)\n'
+        'one = t5ckpt.CopyOptions(workers=1)\n'
+        f't5ckpt.copy_checkpoint({source!r}, {str(tmp_path / "copy")!r}, options=one, progress=report)\n'
     )
     assert subprocess.run([sys.executable, '-c', code], check=False).returncode == -signal.SIGKILL
     assert t5ckpt.all_steps(tmp_path / 'copy') == []
@@ -140,3 +142,57 @@ def test_the_verb(tmp_path, bucket):
     assert 'is there already' in again.stderr
     listed = subprocess.run([sys.executable, '-m', 't5ckpt', 'ls', target], capture_output=True, text=True, check=True)
     assert listed.stdout.splitlines()[1].split()[0] == '3'
+
+
+def test_overwriting_and_dry_runs(tmp_path):
+    source, target = saved(str(tmp_path / 'run')), str(tmp_path / 'copy')
+    dry = t5ckpt.CopyOptions(dry_run=True)
+    report = t5ckpt.copy_checkpoint(source, target, options=dry)
+    assert report.nbytes == sum(map(len, files(source).values()))
+    assert report.files == len(files(source))
+    assert not (tmp_path / 'copy').exists()
+    other = STATE | {'step': np.int32(9)}
+    with t5ckpt.Checkpointer(other, checkpoints_dir=target) as ck:
+        ck.save(other, step=3)
+    with pytest.raises(errors.CheckpointExistsError, match='--force'):
+        t5ckpt.copy_checkpoint(source, target, options=dry)
+    t5ckpt.pin_checkpoint(f'{target}/checkpoint_3')
+    force = t5ckpt.CopyOptions(overwrite=True)
+    with pytest.raises(errors.CheckpointExistsError, match='pinned'):
+        t5ckpt.copy_checkpoint(source, target, options=force)
+    t5ckpt.unpin_checkpoint(f'{target}/checkpoint_3')
+    t5ckpt.copy_checkpoint(source, target, options=force)
+    assert files(target) == files(source)
+    assert [path.name for path in (tmp_path / 'copy').iterdir()] == ['checkpoint_3']
+
+
+def test_the_verb_with_changes(tmp_path):
+    params = {'w': np.arange(4096, dtype=np.float32).reshape(64, 64)}
+    state = {'params': params, 'opt_state': {'ema': {'w': params['w'] + 2}}, 'step': np.int32(0)}
+    run = tmp_path / 'run'
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run) as ck:
+        ck.save(state, step=1)
+        ck.save({**state, 'params': {'w': params['w'] + 4}}, step=2)
+
+    def read(name):
+        return t5ckpt.load_t5x_checkpoint(tmp_path / name)
+
+    text = t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--save-dtype', 'bfloat16', '--dry-run')
+    assert 'would be written' in text
+    assert not (tmp_path / 'weights').exists()
+    done = json.loads(
+        t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--save-dtype', 'bfloat16', '--json')
+    )
+    assert (done['step'], done['written'], done['dropped']) == (2, True, ['opt_state/ema/w'])
+    assert read('weights')['params']['w'].dtype == 'bfloat16'
+    assert 'there already' in t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', code=1)
+    t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--force')
+    np.testing.assert_array_equal(read('weights')['params']['w'], params['w'] + 4)
+    t5ckpt_cli('cp', run, tmp_path / 'ema', '--ema', 'opt_state/ema', '--step', 1, '--as-step', 0)
+    np.testing.assert_array_equal(read('ema/checkpoint_0')['params']['w'], params['w'] + 2)
+    t5ckpt_cli('cp', run, tmp_path / 'mean', '--average', run / 'checkpoint_1')
+    np.testing.assert_array_equal(read('mean')['params']['w'], params['w'] + 2)
+    t5ckpt_cli('cp', run, tmp_path / 'named', '--rename', 'params/(.*)', r'target/\1', '--drop', 'opt_state/.*')
+    assert sorted(read('named')) == ['step', 'target']
+    assert 'no regular expression' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', '(', code=2)
+    assert 'match no leaf' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', 'nothing', code=1)

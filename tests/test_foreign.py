@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -88,11 +89,32 @@ def test_a_run_of_ours_beside_others_is_a_run_of_ours(run_dir):
         assert ck.restore()['w'].tolist() == [1, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_torch = pytest.mark.skipif(
     importlib.util.find_spec('torch') is None and os.environ.get('CI') != 'true',
     reason='needs torch: pip install torch',
 )
+
+
+@pytest.mark.slow
+@needs_torch
+def test_torch_takes_leaves(tmp_path):
+    """Through DLPack, bfloat16 too, and as whatever numpy takes."""
+    state = {'w': np.arange(600, dtype=np.float32).reshape(20, 30), 'h': jnp.arange(300, dtype=jnp.bfloat16)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as ck:
+        ck.save(state, step=1)
+    code = (
+        'import sys, torch, t5ckpt\n'
+        'view = t5ckpt.open_checkpoint(sys.argv[1])\n'
+        "w, h = torch.from_dlpack(view['w']), torch.from_dlpack(view['h'])\n"
+        'assert torch.equal(w, torch.arange(600, dtype=torch.float32).reshape(20, 30))\n'
+        'assert h.dtype == torch.bfloat16 and torch.equal(h, torch.arange(300).to(torch.bfloat16))\n'
+        "assert torch.equal(torch.as_tensor(view['w'][2:4]), w[2:4])\n"
+    )
+    subprocess.run([sys.executable, '-c', code, str(tmp_path)], check=True)
+
+
+@pytest.mark.slow
+@needs_torch
 def test_a_directory_that_torch_writes_is_named(tmp_path):
     """In a process of its own: torch's threads and warnings are nothing to the other tests."""
     code = (

@@ -243,7 +243,7 @@ def test_a_planted_link_does_not_lead_a_write_away(tmp_path):
 
 @pytest.mark.parametrize('target', targets.TARGETS)
 def test_the_corpus_and_a_short_fuzz(target):
-    runs = 200 if target in ('checkpoint', 'orbax') else 3000
+    runs = {'checkpoint': 200, 'orbax': 200, 'events': 1000, 'tf_index': 1000, 'flax_file': 1000}.get(target, 3000)
     rng, seeds = random.Random(5), targets.corpus(target)
     for number in range(runs):
         data = seeds[number] if number < len(seeds) else fuzz_run.mutated(rng.choice(seeds), seeds, rng)

@@ -1,5 +1,6 @@
 """What to keep and when to save: tables, and plans that hold for any run."""
 
+import json
 import math
 
 import pytest
@@ -16,6 +17,8 @@ from t5ckpt.policies import (
     KeepPolicy,
     KeepSteps,
     StepInfo,
+    fields_of,
+    policy_of,
     retention_plan,
 )
 from t5ckpt.save_policies import (
@@ -260,3 +263,52 @@ def test_preemption_and_joined_reasons():
     assert policy.reason(Moment(5, preempted=True)) == 'every 5 steps; preempted'
     assert policy.reason(Moment(6)) is None
     assert (policy & SaveOnImprovement('m')).metric_names == ('m',)
+
+
+POLICIES = [
+    KeepAll(),
+    KeepLatest(3),
+    KeepBest(2, 'eval/accuracy', 'min', False, 10),
+    KeepEvery(5),
+    KeepEveryHours(0.5),
+    KeepSteps((3, 9)),
+    KeepLatest(1) | KeepBest(1, 'loss') | KeepSteps((2,)),
+]
+
+
+@pytest.mark.parametrize('policy', POLICIES, ids=lambda policy: type(policy).__name__)
+def test_a_policy_is_told_in_json(policy):
+    told = json.loads(json.dumps(fields_of(policy)))
+    again = policy_of(told)
+    facts = [StepInfo(step, created_unix=step * 1000.0, metrics={'loss': step % 4}) for step in range(12)]
+    assert type(again) is type(policy)
+    assert again.choose(facts) == policy.choose(facts)
+
+
+def test_a_policy_of_somebody_else_is_not_told():
+    class Mine(KeepPolicy):
+        def choose(self, infos):
+            return []
+
+    assert fields_of(Mine()) is None
+    assert fields_of(KeepLatest(1) | Mine()) is None
+
+
+@pytest.mark.parametrize(
+    'told',
+    [
+        *(None, 3, [], {}, {'keep': 'KeepAny'}, {'keep': 'KeepAny', 'policies': []}, {'keep': 'KeepLatest'}),
+        *({'keep': 'KeepLatest', 'count': '3'}, {'keep': 'KeepLatest', 'count': 0}, {'keep': 'KeepLatest', 'n': 3}),
+        *({'keep': 'KeepBest', 'count': 1, 'metric': 5}, {'keep': 'KeepSteps', 'steps': None}, {'keep': 'Decision'}),
+        {'keep': 'KeepAny', 'policies': [{'keep': 'KeepAll'}, {'keep': 'Unknown'}]},
+    ],
+)
+def test_what_is_no_policy(told):
+    assert policy_of(told) is None
+
+
+def test_a_policy_that_is_joined_too_deep():
+    told = {'keep': 'KeepAll'}
+    for _ in range(500):
+        told = {'keep': 'KeepAny', 'policies': [told]}
+    assert policy_of(told) is None

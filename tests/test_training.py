@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from support import partitioner, states
 
+import t5ckpt
 from t5ckpt import errors
 from t5ckpt.training import (
     MetricWriter,
@@ -200,6 +201,18 @@ def test_scalars_and_histograms_are_written(tmp_path):
     assert histogram.sum_squares == 55
     assert sum(histogram.bucket) == 6
     assert np.isnan(third.summary.value[0].simple_value)
+
+
+def test_keep_policies_read_what_was_written(tmp_path):
+    with MetricWriter(tmp_path / 'eval') as writer:
+        for step in (10, 20):
+            writer.write(step, {'accuracy': jnp.float32(step / 100), 'grads': jnp.arange(6.0)})
+        writer.flush()
+        metrics = t5ckpt.TensorBoardMetrics(tmp_path)
+        assert metrics.by_step('eval/accuracy', [10, 20, 30]) == {10: np.float32(0.1), 20: np.float32(0.2)}
+        writer.write(30, {'accuracy': 1})
+    assert metrics.by_step('eval/accuracy', [30]) == {30: 1.0}
+    assert metrics.by_step('eval/grads', [10]) == {}
 
 
 def test_starts_in_one_second_write_to_files_of_their_own(tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import click
 
+from t5ckpt._text import printable
 from t5ckpt._version import __version__
 from t5ckpt.cli import VERBS
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
@@ -73,5 +74,5 @@ def _code_of(error: T5CkptError) -> int:
 
 
 def _fail(text: str, code: int) -> None:
-    click.echo(f't5ckpt: {text}', err=True)
+    click.echo(printable(f't5ckpt: {text}', also='\n'), err=True)
     sys.exit(code)

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from t5ckpt._text import aligned
+from t5ckpt._text import aligned, printable
 from t5ckpt._types import Progress
 
-__all__ = ['Column', 'confirm', 'json_option', 'print_json', 'print_table', 'progress', 'step_option']
+__all__ = ['Column', 'confirm', 'json_option', 'print_json', 'print_table', 'progress', 'say', 'step_option']
 
 step_option = click.option('--step', type=int, help='Which step, where PATH is a run; the latest without it.')
 json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON, for programs.')
@@ -26,6 +26,11 @@ class Column:
 
     title: str
     right: bool = False
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints text in which names of a checkpoint may stand."""
+    click.echo(printable(text, also='\n'), err=err)
 
 
 def print_json(value: Any) -> None:
@@ -52,7 +57,7 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
         table.add_column(column.title, justify='right' if column.right else 'left', overflow='fold')
     for row in rows:
         # Names may hold square brackets, which are rich's markup.
-        table.add_row(*[rich.text.Text(cell) for cell in row])
+        table.add_row(*[rich.text.Text(printable(cell)) for cell in row])
     rich.console.Console(highlight=False).print(table)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 import click
 
 from t5ckpt._text import human_bytes
-from t5ckpt.cli._output import print_json
+from t5ckpt.cli._output import print_json, say
 from t5ckpt.convert._exports import ExportReport
 from t5ckpt.errors import T5CkptError
 
@@ -42,11 +42,9 @@ def print_report(report: ExportReport, as_json: bool) -> None:
         else f'{len(report.mapped)} arrays, {tensors} tensors'
     )
     files = f', {len(report.files)} files' if len(report.files) > 1 else ''
-    click.echo(
-        f'{verb} {report.output}: {report.kind}, {arrays}, {human_bytes(report.bytes)}{files}, {report.seconds:.1f} s'
-    )
+    say(f'{verb} {report.output}: {report.kind}, {arrays}, {human_bytes(report.bytes)}{files}, {report.seconds:.1f} s')
     if report.dropped:
-        click.echo(f'left out {len(report.dropped)}: {_few(report.dropped)}')
+        say(f'left out {len(report.dropped)}: {_few(report.dropped)}')
 
 
 def _few(names: Sequence[str]) -> str:

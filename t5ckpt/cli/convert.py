@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from t5ckpt._text import human_bytes
-from t5ckpt.cli._output import json_option, print_json, progress
+from t5ckpt.cli._output import json_option, print_json, progress, say
 from t5ckpt.convert import CODEC_NAMES, FORMATS, convert_checkpoint
 from t5ckpt.convert._conversion import Conversion, ConvertOptions
 from t5ckpt.convert.to_orbax import convert_to_orbax
@@ -82,11 +82,11 @@ def _translator(path: str) -> CheckpointTranslator:
 def print_conversion(done: Conversion, dry_run: bool) -> None:
     """The summary of a conversion, for people."""
     what = 'would be written' if dry_run else f'written: {human_bytes(done.nbytes)} in {done.seconds:.1f} s'
-    click.echo(f'{done.path} {what}')
+    say(f'{done.path} {what}')
     renamed = [f'{old} -> {new}' for old, new in done.mapped.items() if old != new]
-    click.echo(f'mapped {len(done.mapped)} names, {len(renamed)} of them to new ones{_some(renamed)}')
-    click.echo(f'added {len(done.added)} leaves{_some(done.added)}')
-    click.echo(f'dropped {len(done.dropped)} names{_some(done.dropped)}')
+    say(f'mapped {len(done.mapped)} names, {len(renamed)} of them to new ones{_some(renamed)}')
+    say(f'added {len(done.added)} leaves{_some(done.added)}')
+    say(f'dropped {len(done.dropped)} names{_some(done.dropped)}')
 
 
 def _some(names: Any) -> str:

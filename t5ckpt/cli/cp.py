@@ -1,16 +1,19 @@
-"""``t5ckpt cp``: a checkpoint to another storage."""
+"""``t5ckpt cp``: a checkpoint to another storage, as it is or with changes."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import click
 
-from t5ckpt._copy import copy_checkpoint
+from t5ckpt._copy import CopyOptions, copy_checkpoint
 from t5ckpt._text import human_bytes
 from t5ckpt.cli._output import json_option, print_json, progress, step_option
 
 __all__ = ['command']
+
+_CHANGES = ('save_dtype', 'no_optimizer', 'drop', 'rename', 'ema', 'average', 'compression', 'as_step')
 
 
 @click.command('cp')
@@ -18,22 +21,69 @@ __all__ = ['command']
 @click.argument('target')
 @step_option
 @click.option('--workers', default=16, show_default=True, help='How many files are under way at once.')
+@click.option('--save-dtype', metavar='DTYPE', help='Cast floating parameters, for instance to bfloat16.')
+@click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
+@click.option('--drop', multiple=True, metavar='REGEX', help='Leave out the leaves of this name; repeatable.')
+@click.option(
+    '--rename', multiple=True, nargs=2, metavar='REGEX NEW', help=r'NEW may have \\1 for a group; repeatable.'
+)
+@click.option('--ema', metavar='SCOPE', help='Moving averages, such as opt_state/ema, in place of the parameters.')
+@click.option('--average', multiple=True, metavar='OTHER', help='Average the parameters with these; repeatable.')
+@click.option('--compression', metavar='CODEC', help='Write with this codec, or auto.')
+@click.option('--as-step', type=click.IntRange(0), metavar='STEP', help="Write as this step instead of the source's.")
+@click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the copy is whole.')
+@click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.')
 @json_option
-def command(source: str, target: str, step: int | None, workers: int, as_json: bool) -> None:
-    """Copies the checkpoint at SOURCE, byte for byte, into the run at TARGET.
+def command(source: str, target: str, step: int | None, as_json: bool, **words: Any) -> None:
+    """Copies the checkpoint at SOURCE into the run at TARGET: byte for byte, or with changes.
 
     Both may be on any storage: a path, gs://bucket/run, s3://bucket/run. Files are compared with their checksums on the
-    way, and the copy shows when it is whole. Called again after it was stopped, it goes on where it was.
+    way, and the copy shows when it is whole. Called again after it was stopped, it goes on where it was. With changes it
+    is one pass in bounded memory, and what stays as it is, is hard-linked on the same file system.
 
     \b
     Examples:
       t5ckpt cp run gs://bucket/run
       t5ckpt cp s3://bucket/run/checkpoint_1000 /data/run
+      t5ckpt cp run weights --no-optimizer --save-dtype bfloat16
+      t5ckpt cp run/checkpoint_3000 mean --average run/checkpoint_2000
     """
+    if any(words[name] for name in _CHANGES[:-1]) or words['as_step'] is not None:
+        _with_changes(source, target, step, as_json, words)
+        return
+    options = CopyOptions(workers=words['workers'], overwrite=words['force'], dry_run=words['dry_run'])
     with progress('copying') as report:
-        done = copy_checkpoint(source, target, step, progress=report, workers=workers)
+        done = copy_checkpoint(source, target, step, options=options, progress=report)
     if as_json:
-        print_json(dataclasses.asdict(done))
+        print_json({**dataclasses.asdict(done), 'written': not options.dry_run})
         return
     resumed = f', {done.resumed_files} of them were there already' if done.resumed_files else ''
-    click.echo(f'{done.path}: {done.files} files, {human_bytes(done.nbytes)} in {done.seconds:.1f} s{resumed}')
+    how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s{resumed}'
+    click.echo(f'{done.path}: {done.files} files, {human_bytes(done.nbytes)} {how}')
+
+
+def _with_changes(source: str, target: str, step: int | None, as_json: bool, words: dict[str, Any]) -> None:
+    # Imported here, since a plain copy needs no jax.
+    from t5ckpt.cli._reports import words as words_of
+    from t5ckpt.cli.convert import print_conversion
+    from t5ckpt.convert import ConvertOptions
+    from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
+    from t5ckpt.steps import find_checkpoint
+
+    with progress('copying') as report, words_of():
+        changes = Changes(words['ema'], words['drop'], words['rename'])
+        options = ConvertOptions(
+            step=words['as_step'],
+            save_dtype=words['save_dtype'],
+            compression=words['compression'],
+            optimizer=not words['no_optimizer'],
+            overwrite=words['force'],
+            dry_run=words['dry_run'],
+            progress=report,
+        )
+        sources = [*words['average'], find_checkpoint(source, step)]
+        done = rewrite_checkpoint(sources, target, changes, options)
+    if as_json:
+        print_json({**dataclasses.asdict(done), 'written': not options.dry_run})
+    else:
+        print_conversion(done, options.dry_run)

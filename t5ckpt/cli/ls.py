@@ -7,12 +7,15 @@ import time
 
 import click
 
+from t5ckpt._commit import held_steps
 from t5ckpt._foreign import foreign_layout
 from t5ckpt._summaries import StepSummary, summaries
 from t5ckpt._text import human_age, human_bytes
 from t5ckpt.cli._output import Column, json_option, print_json, print_table
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
-from t5ckpt.storage import open_storage
+from t5ckpt.metrics import TensorBoardMetrics
+from t5ckpt.policies import KeepAll, StepInfo, policy_of, retention_plan
+from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['command']
 
@@ -27,7 +30,8 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     """Lists the steps of the run at PATH: size, age, metrics, why each is kept.
 
     A step is listed when it is complete. Sizes, times and metrics come from the sidecars that t5ckpt writes; sizes and
-    times of what others wrote are those of the files.
+    times of what others wrote are those of the files. Why a step stays is what the keep policy says, under which the
+    latest step was saved.
 
     \b
     Example:
@@ -40,6 +44,7 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     foreign = None if found else foreign_layout(storage)
     if foreign is not None:
         raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')
+    found = _with_reasons(storage, found)
     if as_json:
         print_json([dataclasses.asdict(entry) for entry in found])
         return
@@ -51,6 +56,34 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     print_table(columns, [_row(entry, names, now) for entry in found])
     if not found:
         click.echo(f'no complete checkpoint in {storage.url()}', err=True)
+
+
+def _with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary]:
+    """With what the keep policy says, that the latest step was saved under."""
+    complete = [entry for entry in found if entry.complete]
+    policy = policy_of(complete[-1].policy) if complete else None
+    if policy is None or isinstance(policy, KeepAll):
+        return found
+    steps = [entry.step for entry in complete]
+    seen = TensorBoardMetrics(storage)
+    given = {name: seen.by_step(name, steps) for name in policy.metric_names}
+    held = held_steps(storage, time.time)
+    infos = [
+        StepInfo(
+            entry.step,
+            entry.pinned,
+            entry.step in held,
+            entry.created,
+            {**{name: of[entry.step] for name, of in given.items() if entry.step in of}, **entry.metrics},
+        )
+        for entry in complete
+    ]
+    plan = {decision.step: decision for decision in retention_plan(policy, infos)}
+    reasons = {
+        step: decision.reason if decision.keep else f'goes with the next save: {decision.reason}'
+        for step, decision in plan.items()
+    }
+    return [dataclasses.replace(entry, kept=reasons[entry.step]) if entry.complete else entry for entry in found]
 
 
 def _row(entry: StepSummary, names: list[str], now: float) -> list[str]:

@@ -9,7 +9,8 @@ import click
 
 from t5ckpt._cure import RepairOptions
 from t5ckpt._repair import RepairReport, repair
-from t5ckpt.cli._output import confirm, json_option, print_json, progress, step_option
+from t5ckpt.cli._output import confirm, json_option, print_json, progress, say, step_option
+from t5ckpt.cli._reports import words
 
 __all__ = ['command']
 
@@ -42,13 +43,14 @@ def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: b
         raise click.UsageError('say where the repaired checkpoint goes: OUTPUT, or --in-place.')
     if in_place and not dry_run:
         confirm(f'Replace {path} by its repaired copy?', yes)
-    options = RepairOptions(how['drop'], how['add_checksums'], dry_run)
+    with words():
+        options = RepairOptions(how['drop'], how['add_checksums'], dry_run)
     with progress('verifying') as report:
         done = repair(path, output, how['step'], in_place=in_place, options=options, progress=report)
     if as_json:
         print_json({'dry_run': dry_run, **dataclasses.asdict(done)})
     else:
-        click.echo(_text(done, dry_run))
+        say(_text(done, dry_run))
 
 
 def _text(done: RepairReport, dry_run: bool) -> str:

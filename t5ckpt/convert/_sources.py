@@ -14,7 +14,7 @@ from t5ckpt._dtypes import kind
 from t5ckpt._open import leaves_of, read_contents
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
-from t5ckpt._types import Path, leaf_name
+from t5ckpt._types import Path, check_patterns, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.steps import Located, locate
 from t5ckpt.view import lazy_leaf
@@ -61,11 +61,8 @@ class Sources:
         """
         if pattern is None:
             return dict(self.arrays)
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f'select={pattern!r} is no regular expression: {error}.') from error
-        chosen = {name: source for name, source in self.arrays.items() if compiled.search(name)}
+        check_patterns([pattern], 'select')
+        chosen = {name: source for name, source in self.arrays.items() if re.search(pattern, name)}
         if not chosen:
             raise ValueError(
                 f'select={pattern!r} is found in no name. There are {", ".join(list(self.arrays)[:10])}, ...'

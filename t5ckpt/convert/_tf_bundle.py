@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._dtypes import dtype_from_name
+from t5ckpt.convert._flat import FlatArray
 from t5ckpt.errors import CorruptCheckpointError, MissingDependencyError, UnsupportedFormatError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.storage import foreign_errors
@@ -35,6 +36,7 @@ __all__ = ['read_bundle']
 _FOOTER_BYTES, _TRAILER_BYTES = 48, 5
 _MAGIC = 0xDB4775248B80FB57
 _READ_BYTES = 8 * 2**20
+_CURE = 'Copy the checkpoint again.'
 # core/framework/types.proto
 _DTYPES = {
     1: 'float32', 2: 'float64', 3: 'int32', 4: 'uint8', 5: 'int16', 6: 'int8', 8: 'complex64', 9: 'int64', 10: 'bool',
@@ -46,16 +48,8 @@ _DTYPES = {
 class _Entry:
     """One tensor: where its bytes are, and their masked CRC-32C."""
 
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    file: str
-    offset: int
+    array: FlatArray
     crc: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_bundle(prefix: str) -> dict[str, LazyArray]:
@@ -75,12 +69,12 @@ def read_bundle(prefix: str) -> dict[str, LazyArray]:
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, OverflowError) as error:
         if isinstance(error, (CorruptCheckpointError, UnsupportedFormatError)):
             raise
-        raise CorruptCheckpointError(f'{path} does not decode ({error!s:.120}). Copy the checkpoint again.') from error
-    return {entry.name: _lazy(_Tensor(entry, checksum)) for entry in entries}
+        raise CorruptCheckpointError(f'{path} does not decode ({error!s:.120}). {_CURE}') from error
+    return {entry.array.name: _lazy(_Tensor(entry, checksum)) for entry in entries}
 
 
 def _lazy(tensor: _Tensor) -> LazyArray:
-    entry = tensor.entry
+    entry = tensor.entry.array
     return LazyThreadPoolArray(entry.shape, entry.dtype, lambda: tensor.read(...), tensor.read)
 
 
@@ -95,64 +89,29 @@ class _Tensor:
 
     def read(self, index: Any) -> np.ndarray:
         """The values of a numpy basic index, as a copy; only what it touches is brought into memory."""
-        entry = self.entry
-        with foreign_errors(entry.file), open(entry.file, 'rb') as file:
-            if entry.offset + entry.nbytes > os.fstat(file.fileno()).st_size:
-                raise CorruptCheckpointError(f'{entry.name}: {entry.file} is too short. Copy the checkpoint again.')
+        array = self.entry.array
+        with foreign_errors(array.file), open(array.file, 'rb') as file:
+            if array.offset + array.nbytes > os.fstat(file.fileno()).st_size:
+                raise CorruptCheckpointError(f'{array.name}: {array.file} is too short. {_CURE}')
             self._check(file.fileno())
-            if not entry.nbytes:
-                return np.empty(entry.shape, entry.dtype)[index]
-            box = _box(index, entry.shape)
-            if box is None:
-                return _read_box(file.fileno(), entry, tuple((0, size) for size in entry.shape))[index]
-            return _read_box(file.fileno(), entry, box)
+            return array.read(file.fileno(), index)
 
     def _check(self, fd: int) -> None:
         with self._guard:
             if self._checked:
                 return
-            entry, crc, done = self.entry, 0, 0
+            entry, crc, done = self.entry.array, 0, 0
             while done < entry.nbytes:
                 part = os.pread(fd, min(_READ_BYTES, entry.nbytes - done), entry.offset + done)
                 if not part:
                     break
                 crc, done = self._checksum(crc, part), done + len(part)
-            if _masked(crc) != entry.crc:
+            if _masked(crc) != self.entry.crc:
                 raise CorruptCheckpointError(
-                    f'{entry.name}: {entry.file} is damaged there (CRC-32C {_masked(crc):08x}, expected {entry.crc:08x}). '
-                    'Copy the checkpoint again.'
+                    f'{entry.name}: {entry.file} is damaged there (CRC-32C {_masked(crc):08x}, expected {self.entry.crc:08x}). '
+                    f'{_CURE}'
                 )
             self._checked = True
-
-
-def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
-    """The box of an index that is one slice of step 1 for every dimension, as writers ask for; else None."""
-    if not isinstance(index, tuple) or len(index) != len(shape):
-        return None
-    if not all(isinstance(part, slice) and part.step in (None, 1) for part in index):
-        return None
-    ends = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-    return tuple((start, max(start, stop)) for start, stop in ends)
-
-
-def _read_box(fd: int, entry: _Entry, box: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Reads a box, run after run; a map would count all that it touches as memory of this process."""
-    shape = tuple(stop - start for start, stop in box)
-    out = np.empty(shape, entry.dtype)
-    cut = [axis for axis, size in enumerate(entry.shape) if shape[axis] != size]
-    outer = cut[-1] if cut else 0
-    strides = [math.prod(entry.shape[axis + 1 :]) for axis in range(len(shape))]
-    flat = out.reshape(math.prod(shape[:outer]), -1).view(np.uint8)
-    for row, position in enumerate(np.ndindex(*shape[:outer])):
-        first = sum((at + start) * stride for at, (start, _), stride in zip(position, box, strides, strict=False))
-        first += box[outer][0] * strides[outer] if shape else 0
-        view, at = memoryview(flat[row]), entry.offset + first * entry.dtype.itemsize
-        while view:
-            count = os.preadv(fd, [view], at)
-            if not count:
-                raise CorruptCheckpointError(f'{entry.name}: {entry.file} is too short. Copy the checkpoint again.')
-            view, at = view[count:], at + count
-    return out
 
 
 def _masked(crc: int) -> int:
@@ -176,9 +135,9 @@ def _entries(data: bytes, prefix: str) -> Iterator[_Entry]:
     for key, value in _table(data, f'{prefix}.index'):
         if key == b'':
             header = _message(value)
-            if header.get(2, [0])[0] != 0:
+            if _number(header, 2) != 0:
                 raise UnsupportedFormatError(f'{prefix}.index: written on a big-endian machine, which is not read.')
-            shards = header.get(1, [1])[0]
+            shards = _number(header, 1, 1)
             continue
         if key[0] == 0:
             # A slice: such keys are no text, and stand before all names (core/util/saved_tensor_slice_util.cc).
@@ -189,22 +148,22 @@ def _entries(data: bytes, prefix: str) -> Iterator[_Entry]:
 
 
 def _entry(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int) -> _Entry:
-    number = fields.get(1, [0])[0]
+    number = _number(fields, 1)
     if number not in _DTYPES:
         raise UnsupportedFormatError(
             f'{prefix}.index: {name} has the dtype {number} of types.proto, which TensorFlow alone reads.'
         )
-    shard, offset, size = (fields.get(field, [0])[0] for field in (3, 4, 5))
-    dims = _message(fields.get(2, [b''])[0]).get(2, [])
-    shape = tuple(_message(dim).get(1, [0])[0] for dim in dims)
+    shard, offset, size = (_number(fields, field) for field in (3, 4, 5))
+    dims = _messages(next(_messages(fields, 2), {}), 2)
+    shape = tuple(_number(dim, 1) for dim in dims)
     dtype = dtype_from_name(_DTYPES[number])
     if max(shape, default=0) >= 2**62 or math.prod(shape) * dtype.itemsize != size or shard >= shards:
         raise CorruptCheckpointError(
             f'{prefix}.index: {name} of shape {shape} and dtype {dtype.name} has {size} bytes in file {shard} of {shards}. '
-            'Copy the checkpoint again.'
+            f'{_CURE}'
         )
     file = f'{prefix}.data-{shard:05d}-of-{shards:05d}'
-    return _Entry(name, dtype, shape, file, offset, fields.get(6, [0])[0])
+    return _Entry(FlatArray(name, dtype, shape, file, offset), _number(fields, 6))
 
 
 def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:
@@ -214,9 +173,17 @@ def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:
     footer = data[-_FOOTER_BYTES:]
     _, at = _handle(footer, 0)
     (start, size), _ = _handle(footer, at)
+    read, last = 0, b''
     for _, value in _block(data, start, size, where):
         (start, size), _ = _handle(value, 0)
-        yield from _block(data, start, size, where)
+        read += size
+        if read > len(data):
+            raise CorruptCheckpointError(f'{where} is damaged: its blocks are larger than it is. {_CURE}')
+        for key, entry in _block(data, start, size, where):
+            if key <= last and last:
+                raise CorruptCheckpointError(f'{where} is damaged: its names are not in order. {_CURE}')
+            last = key
+            yield key, entry
 
 
 def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
@@ -228,9 +195,9 @@ def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
 def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[bytes, bytes]]:
     trailer = data[start + size : start + size + _TRAILER_BYTES]
     if len(trailer) < _TRAILER_BYTES or size < 4:
-        raise CorruptCheckpointError(f'{where} is truncated. Copy the checkpoint again.')
+        raise CorruptCheckpointError(f'{where} is truncated. {_CURE}')
     if _masked(_checksum_function()(0, data[start : start + size + 1])) != struct.unpack('<I', trailer[1:])[0]:
-        raise CorruptCheckpointError(f'{where} is damaged (CRC-32C). Copy the checkpoint again.')
+        raise CorruptCheckpointError(f'{where} is damaged (CRC-32C). {_CURE}')
     if trailer[0] != 0:
         raise UnsupportedFormatError(f'{where} is compressed, which TensorFlow alone reads.')
     block = data[start : start + size]
@@ -241,7 +208,7 @@ def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[byt
         rest, at = _varint(block, at)
         length, at = _varint(block, at)
         if shared > len(key) or at + rest + length > end:
-            raise CorruptCheckpointError(f'{where} is damaged. Copy the checkpoint again.')
+            raise CorruptCheckpointError(f'{where} is damaged. {_CURE}')
         key = key[:shared] + block[at : at + rest]
         at += rest
         yield key, block[at : at + length]
@@ -270,6 +237,20 @@ def _message(data: bytes) -> dict[int, list[Any]]:
             raise ValueError('a field reaches beyond the end')
         fields.setdefault(tag >> 3, []).append(value)
     return fields
+
+
+def _number(fields: Mapping[int, list[Any]], number: int, default: int = 0) -> int:
+    value = fields.get(number, [default])[0]
+    if not isinstance(value, int):
+        raise ValueError(f'field {number} is no number')  # noqa: TRY004 - of bytes, not of a caller
+    return value
+
+
+def _messages(fields: Mapping[int, list[Any]], number: int) -> Iterator[dict[int, list[Any]]]:
+    for value in fields.get(number, []):
+        if not isinstance(value, bytes):
+            raise ValueError(f'field {number} is no message')  # noqa: TRY004
+        yield _message(value)
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from t5ckpt._dtypes import kind
 from t5ckpt._layout import TRAIN_DS_PREFIX, join
 from t5ckpt._leaves import Empty, LeafTable
 from t5ckpt._open import Contents, read_contents
-from t5ckpt._types import Path, leaf_name
+from t5ckpt._types import Path, check_patterns, leaf_name
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import is_optimizer
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, mismatch_error, near_names
@@ -47,6 +47,10 @@ class Changes:
     ema: str | None = None
     drop: Sequence[str] = ()
     rename: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        check_patterns(self.drop, 'drop')
+        check_patterns([pattern for pattern, _ in self.rename], 'rename')
 
 
 def rewrite_checkpoint(

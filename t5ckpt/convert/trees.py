@@ -21,6 +21,7 @@ from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar
 from t5ckpt._types import Path, leaf_name
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
+from t5ckpt.convert._flax_file import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -28,6 +29,7 @@ from t5ckpt.errors import (
     MissingDependencyError,
     UnsupportedFormatError,
 )
+from t5ckpt.lazy import LazyArray
 from t5ckpt.steps import Located, is_orbax, locate
 from t5ckpt.storage import Storage, open_storage, split_path
 
@@ -73,13 +75,17 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
     if kind == 'seqax':
         table, step = read_seqax(source)
         return _found(table, step, {'format': kind, 'path': os.fspath(source), 'step': step}, optimizer)
+    large: dict[str, LazyArray] = {}
     if kind not in _OPENERS:
         raise ValueError(f'format {kind!r:.40} is none of {list(TREE_FORMATS)}.')
     contents = _OPENERS[kind](os.fspath(source))
+    if isinstance(contents, LargeFile):
+        contents, large = contents.contents, contents.arrays
     located = contents.located
     stamp = located.storage.stamp(join(located.directory, located.manifest or '_METADATA'))
     identity = {'format': kind, 'path': located.url, 'stamp': None if stamp is None else list(stamp)}
-    return _found(borrow(contents), located.step, identity, optimizer)
+    table = {path: large.get(leaf, leaf) if isinstance(leaf, str) else leaf for path, leaf in borrow(contents).items()}
+    return _found(table, located.step, identity, optimizer)
 
 
 def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], optimizer: bool) -> Found:
@@ -103,7 +109,7 @@ def _is_t5x(contents: Contents) -> bool:
     return contents.manifest.version > 0
 
 
-def _open_flax(source: str) -> Contents:
+def _open_flax(source: str) -> Contents | LargeFile:
     storage = open_storage(source)
     if storage.kind('') != 'dir':
         located = locate(source)
@@ -116,7 +122,9 @@ def _open_flax(source: str) -> Contents:
             )
         located = locate(f'{source.rstrip("/")}/{found[max(found)]}')
     step = _number(split_path(located.url)[1])
-    return read_contents(Located(located.storage, located.directory, located.manifest, step))
+    located = Located(located.storage, located.directory, located.manifest, step)
+    path = located.storage.local_path(join(located.directory, located.manifest))
+    return read_contents(located) if path is None or os.path.getsize(path) < LARGE_BYTES else read_large(located, path)
 
 
 def _number(name: str) -> int | None:
@@ -149,4 +157,8 @@ def _open_jax(source: str) -> Contents:
     return Contents(located, Manifest(3, nest(state)), Sidecar())
 
 
-_OPENERS: Mapping[str, Callable[[str], Contents]] = {'orbax': _open_orbax, 'flax': _open_flax, 'jax': _open_jax}
+_OPENERS: Mapping[str, Callable[[str], Contents | LargeFile]] = {
+    'orbax': _open_orbax,
+    'flax': _open_flax,
+    'jax': _open_jax,
+}

@@ -16,13 +16,14 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorstore as ts
 
 from t5ckpt._layout import join
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.storage._cache import CachedFile, FileCache
 from t5ckpt.storage._errors import foreign_errors
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.options import retries_within, stall_environment
@@ -55,8 +56,9 @@ class BucketStorage(Storage):
 
     renames = False
 
-    def __init__(self, bucket: str, prefix: str, patience: float | None = None):
+    def __init__(self, bucket: str, prefix: str, patience: float | None = None, cache: FileCache | None = None):
         """Takes the place; ``patience`` is the seconds that a silent server is waited for, None for any time."""
+        self.cache = cache
         self._bucket = bucket
         self._prefix = prefix.strip('/')
         self._patience = patience
@@ -177,6 +179,30 @@ class BucketStorage(Storage):
         if found.state != 'value':
             raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
         return bytes(found.value)
+
+    def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
+        """The bytes of a key: those in the cache, if they are good or else the store has no newer ones.
+
+        Raises:
+          CheckpointNotFoundError: there is no such key.
+        """
+        if self.cache is None:
+            return self.read(key)
+        # The same bucket name may stand for other things at another endpoint.
+        name = f'{self._base_spec()} {self._key(key)}'
+        held = self.cache.get(name)
+        if held is not None and is_good is not None and is_good(held.data):
+            return held.data
+        known = held.generation if held is not None and is_good is None else None
+        with foreign_errors(self.url(key)):
+            found = self.wait(self._kvstore().read(self._key(key), if_not_equal=known))
+        if held is not None and known is not None and found.state == 'unspecified':
+            return held.data
+        if found.state != 'value':
+            raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
+        data = bytes(found.value)
+        self.cache.put(name, CachedFile(data, found.stamp.generation))
+        return data
 
     def write(self, key: str, data: bytes) -> None:
         try:

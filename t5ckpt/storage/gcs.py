@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from t5ckpt.storage.bucket import BucketStorage
-from t5ckpt.storage.options import GcsOptions, S3Options, retries_within, retry_context
+from t5ckpt.storage.options import GcsOptions, S3Options, file_cache, retries_within, retry_context
 from t5ckpt.storage.s3 import S3Storage
 
 __all__ = ['AnonymousGcsStorage', 'GcsStorage', 'open_gcs']
@@ -27,7 +27,7 @@ class GcsStorage(BucketStorage):
 
     def __init__(self, bucket: str, prefix: str, options: GcsOptions):
         """Takes the bucket, the prefix and the options."""
-        super().__init__(bucket, prefix, options.retry_seconds)
+        super().__init__(bucket, prefix, options.retry_seconds, file_cache(options))
         self._options = options
         if options.endpoint is not None:
             _set_endpoint(options.endpoint)
@@ -73,5 +73,6 @@ def open_gcs(bucket: str, prefix: str, options: GcsOptions) -> BucketStorage:
             'storage_options: user_project pays for requests, which needs credentials, not anonymous=True.'
         )
     endpoint = options.endpoint or os.environ.get(_ENDPOINT) or _PUBLIC
-    as_s3 = S3Options(endpoint, True, options.concurrency, options.retry_seconds, 'auto')
+    shared = {field: getattr(options, field) for field in ('concurrency', 'retry_seconds', 'cache_dir', 'cache_gb')}
+    as_s3 = S3Options(endpoint=endpoint, anonymous=True, region='auto', **shared)
     return AnonymousGcsStorage(bucket, prefix, as_s3, {})

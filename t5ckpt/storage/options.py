@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt.storage._cache import FileCache
+
 __all__ = ['FileOptions', 'GcsOptions', 'MemoryOptions', 'Retries', 'S3Options', 'parse_options', 'retries_within']
 
 LOCKING = ('os', 'lockfile', 'none')
@@ -43,12 +45,16 @@ class _BucketOptions:
       anonymous: ask without credentials. None, for s3, where no credentials are found.
       concurrency: how many requests may be under way at once.
       retry_seconds: how long a request that fails is tried again, and a server that is silent is waited for.
+      cache_dir: a directory on this machine in which chunks that were read are kept, for who looks at the same ones again.
+      cache_gb: how many gigabytes (10^9 bytes) it may hold; what was used longest ago goes.
     """
 
     endpoint: str | None = None
     anonymous: bool | None = None
     concurrency: int = 32
     retry_seconds: float = 50.0
+    cache_dir: str | None = None
+    cache_gb: float = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +126,24 @@ def _check(name: str, value: Any, default: Any) -> None:
         case 'retry_seconds':
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             good, wanted = is_number and 1 <= value < float('inf'), 'a number of seconds, at least 1'
+        case 'cache_gb':
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            good, wanted = is_number and 0 < value < float('inf'), 'a number of gigabytes above 0'
+        case 'cache_dir':
+            good, wanted = value is None or isinstance(value, (str, os.PathLike)), 'a path'
         case 'anonymous' | 'requester_pays':
             good, wanted = isinstance(value, bool) or value is default, 'True or False'
         case _:
             good, wanted = isinstance(value, str) or value is None, 'a string'
     if not good:
         raise ValueError(f'storage_options: {name}={value!r:.80} is not {wanted}.')
+
+
+def file_cache(options: _BucketOptions) -> FileCache | None:
+    """The directory in which chunks are kept, if there is to be one."""
+    if options.cache_dir is None:
+        return None
+    return FileCache(os.fspath(options.cache_dir), int(options.cache_gb * 10**9))
 
 
 def retries_within(seconds: float) -> Retries:

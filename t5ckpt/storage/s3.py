@@ -14,6 +14,7 @@ from typing import Any
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.options import (
     S3Options,
+    file_cache,
     retries_within,
     retry_context,
     s3_credentials,
@@ -34,7 +35,7 @@ class S3Storage(BucketStorage):
 
     def __init__(self, bucket: str, prefix: str, options: S3Options, environ: Mapping[str, str] = os.environ):
         """Takes the bucket, the prefix and the options; what these leave open, the environment says."""
-        super().__init__(bucket, prefix, options.retry_seconds)
+        super().__init__(bucket, prefix, options.retry_seconds, file_cache(options))
         self._options = options
         self._spec: dict[str, Any] = {'driver': 's3', 'bucket': bucket, 'requester_pays': options.requester_pays}
         endpoint, region = s3_endpoint(options, environ), s3_region(options, environ)

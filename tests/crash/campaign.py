@@ -3,6 +3,8 @@
     python tests/crash/campaign.py                                      what CI does
     python tests/crash/campaign.py --scenario save --fault EIO --call 17    one fault again
     python tests/crash/campaign.py --minutes 30 --seed 7                faults at random
+    python tests/crash/campaign.py --power                              power cuts, on every disk that may be left
+    python tests/crash/campaign.py --file-system ext4 --every 5         power cuts of a real file system
 
 Exit code 1 where a promise was broken.
 """
@@ -30,6 +32,7 @@ from typing import Any
 _HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(_HERE.parent), str(_HERE), str(_HERE.parent.parent)]
 
+import loopfs
 from support import faultshim
 from support.faultshim import ANY, CLOSE, CREATE, GETS, LINK, LOCK, PUTS, READ, REMOVE, RENAME, SYNC, WRITE
 
@@ -75,8 +78,8 @@ def applies(fault: str, kind: int) -> bool:
 class Driver:
     """A process of crash_driver.py."""
 
-    def __init__(self, library: pathlib.Path) -> None:
-        """Starts it."""
+    def __init__(self, library: pathlib.Path, mount: pathlib.Path | None = None) -> None:
+        """Starts it; ``mount`` is where a file system lies whose power it cuts."""
         environment = os.environ | {
             'LD_PRELOAD': str(library),
             'JAX_PLATFORMS': 'cpu',
@@ -85,6 +88,8 @@ class Driver:
             'OMP_NUM_THREADS': '1',
             'PYTHONPATH': os.pathsep.join([str(_HERE.parent.parent), os.environ.get('PYTHONPATH', '')]),
         }
+        if mount is not None:
+            environment['T5CKPT_CRASH_MOUNT'] = str(mount)
         self._process = subprocess.Popen(
             [sys.executable, str(_HERE / 'crash_driver.py')],
             env=environment,
@@ -236,6 +241,27 @@ def cut_power(
     return answers
 
 
+def cut_file_system(names: Iterable[str], kind: str, every: int) -> tuple[int, list[dict[str, Any]]]:
+    """Cuts the power of a real file system at each n-th call of each scenario, and when all is done.
+
+    Returns:
+      How often, and what was broken.
+    """
+    count, broken = 0, []
+    with tempfile.TemporaryDirectory(prefix='t5ckpt-shim-') as directory, loopfs.mounted(kind) as mount:
+        driver = Driver(faultshim.build(pathlib.Path(directory)), mount)
+        try:
+            for name in names:
+                for at in [*range(0, len(driver.ask('calls', name)), every), -1]:
+                    answer = driver.ask('power', name, at)
+                    count += answer['outcome'] == 'power cut'
+                    if answer['outcome'] == 'BROKEN':
+                        broken.append({'scenario': name, 'at': at, **answer})
+        finally:
+            driver.close()
+    return count, broken
+
+
 def calls_of(names: Iterable[str]) -> dict[str, list[tuple[int, str, str]]]:
     """The calls that each scenario makes when nothing is broken."""
     with tempfile.TemporaryDirectory(prefix='t5ckpt-shim-') as directory:
@@ -267,6 +293,15 @@ def _main_power(names: list[str], arguments: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
+def _main_file_system(names: list[str], arguments: argparse.Namespace) -> int:
+    started = time.monotonic()
+    count, broken = cut_file_system(names, arguments.file_system, arguments.every)
+    for item in broken[:20]:
+        print(f'BROKEN: {item["scenario"]!r}, power cut at call {item["at"]}\n{item["error"]}')
+    print(f'{count} power cuts of {arguments.file_system} in {time.monotonic() - started:.0f} s, {len(broken)} broken')
+    return 1 if broken else 0
+
+
 def main() -> int:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -276,6 +311,9 @@ def main() -> int:
     parser.add_argument('--every', type=int, default=1, help='of the possible faults take each n-th')
     parser.add_argument('--minutes', type=float, help='faults at random for so long')
     parser.add_argument('--power', action='store_true', help='cut the power instead')
+    parser.add_argument(
+        '--file-system', choices=['ext4', 'xfs'], help='cut the power of one on a loop device; needs root'
+    )
     parser.add_argument('--randoms', type=int, default=2, help='random disks for each moment of a power cut')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--workers', type=int, default=os.cpu_count() or 1)
@@ -283,6 +321,8 @@ def main() -> int:
     names = [arguments.scenario] if arguments.scenario else scenario_names()
     if arguments.power:
         return _main_power(names, arguments)
+    if arguments.file_system:
+        return _main_file_system(names, arguments)
     calls = calls_of(names)
     report = Report({}, [])
     if arguments.minutes is not None:

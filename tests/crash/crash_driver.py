@@ -25,12 +25,13 @@ sys.path[:0] = [str(_HERE.parent), str(_HERE)]
 # Everything is imported before the first fork; none of it starts a thread that a child would miss.
 import flax.serialization  # noqa: F401
 import jax  # noqa: F401
+import loopfs
 import powercut
 import tensorstore  # noqa: F401
 from crash_checks import check_whole, fingerprint, listed, open_files
 from crash_scenarios import NEXT, SCENARIOS, SOURCE, Trainer
 from support import faultshim
-from support.faultshim import KILL, LOSE, SHORT, SHUTDOWN, TORN, Shim
+from support.faultshim import LOSE, SHORT, SHUTDOWN, Shim
 
 import t5ckpt
 import t5ckpt._save
@@ -39,7 +40,8 @@ import t5ckpt.testing
 from t5ckpt.errors import SaveFailedError, T5CkptError
 
 SHIM = Shim()
-_KILLING = {KILL, TORN, SHUTDOWN}
+#: Where a file system is mounted whose power is to be cut.
+MOUNT = pathlib.Path(os.environ['T5CKPT_CRASH_MOUNT']) if 'T5CKPT_CRASH_MOUNT' in os.environ else None
 
 
 class Log(logging.Handler):
@@ -58,9 +60,9 @@ class Runner:
     """Prepares runs, breaks them in this process, and judges them."""
 
     def __init__(self) -> None:
-        """Its directory is in memory where there is such a place, since a disk's fsync is not what is tested."""
+        """Its directory is in memory where there is such a place, unless a disk's fsync is what is tested."""
         memory = pathlib.Path('/dev/shm')  # noqa: S108 - mkdtemp below
-        place = memory if os.access(memory, os.W_OK) else None
+        place = MOUNT or (memory if os.access(memory, os.W_OK) else None)
         self._home = tempfile.TemporaryDirectory(prefix='t5ckpt-crash-', dir=place)
         self.home = pathlib.Path(self._home.name)
         self.root = self.home / 'run'
@@ -158,6 +160,20 @@ class Runner:
             return {'outcome': 'killed', 'call': call.name, 'path': call.path}
         return {'outcome': 'not reached'}
 
+    def sync(self) -> bool:
+        """What was prepared is on the disk."""
+        os.sync()
+        return True
+
+    def judge_cut(self, name: str, returned: bool) -> dict[str, Any]:
+        """After the power was cut, and the file system was mounted again."""
+        loopfs.remount(MOUNT)
+        if not returned and not SHIM.fired:
+            return {'outcome': 'not reached'}
+        self._judge(name, None if returned else InterruptedError())
+        self._check_next(name, SCENARIOS[name].trainer(self.root))
+        return {'outcome': 'power cut'}
+
     def _judge(self, name: str, raised: Exception | None) -> None:
         """What was there is there; what is listed is whole; a call that returned has done what it says."""
         scenario, before = SCENARIOS[name], self._before[name]
@@ -239,6 +255,18 @@ def act_and_die(name: str, root: str, at: int, mode: int, classes: int) -> None:
         SCENARIOS[name].act(trainer)
 
 
+def act_and_lose_power(name: str, root: str, at: int) -> None:
+    """The power is cut at a call, or, below 0, when all is done."""
+    trainer = SCENARIOS[name].trainer(pathlib.Path(root))
+    if at >= 0:
+        # One level up, since the run's own directory need not exist yet.
+        SHIM.arm(pathlib.Path(root).parent, at, SHUTDOWN)
+    with contextlib.suppress(T5CkptError):
+        SCENARIOS[name].act(trainer)
+    if at < 0:
+        loopfs.cut_power(MOUNT)
+
+
 def serve(runner: Runner, order: list[Any]) -> Any:
     """One order to the runner."""
     try:
@@ -258,6 +286,8 @@ def _send(stream: TextIO, message: Any) -> None:
 
 def main() -> None:
     """Forks the runner, then does what standard input says."""
+    # What a victim says before it dies is nothing to anybody.
+    logging.getLogger('t5ckpt').addHandler(logging.NullHandler())
     to_read, to_write = os.pipe()
     back_read, back_write = os.pipe()
     if os.fork() == 0:
@@ -290,6 +320,16 @@ def main() -> None:
                 answer = ask('judge_killed', name)
             else:
                 answer = root
+        elif order[0] == 'power':
+            _, name, at = order
+            root = ask('prepare', name)
+            ask('sync')
+            victim = os.fork()
+            if victim == 0:
+                act_and_lose_power(name, root, at)
+                os._exit(0)
+            os.waitpid(victim, 0)
+            answer = ask('judge_cut', name, at < 0)
         else:
             answer = ask(*order)
         _send(sys.stdout, answer)

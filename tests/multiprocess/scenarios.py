@@ -507,3 +507,9 @@ def save_small(directory, steps):
     with checkpointer(directory, state(leaves=['target/rows'])) as ck:
         for step in steps:
             ck.save(state(step, leaves=['target/rows']), step=step)
+
+
+def export(directory):
+    """The weights alone, cast, in a run of their own."""
+    done = t5ckpt.export_weights(state(), directory, dtype='bfloat16', step=7, take='target/(rows|everywhere)')
+    return None if done is None else done.step

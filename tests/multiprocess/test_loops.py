@@ -3,7 +3,11 @@
 import signal
 import time
 
+import jax.numpy as jnp
 import pytest
+import scenarios
+from support import independent_reader
+from support.bits import assert_same
 
 import t5ckpt
 
@@ -53,3 +57,13 @@ def test_all_come_back_to_the_same_step(four, tmp_path):
     for kind, text in four.errors('come_back', run):
         assert kind in ('CorruptCheckpointError', 'RemoteError')
         assert 'none of the steps [1, 2]' in text
+
+
+def test_all_export_the_weights_together(four, tmp_path):
+    assert four.run('export', tmp_path) == [7] * 4
+    assert t5ckpt.verify(tmp_path, full=True).ok
+    found = independent_reader.read(tmp_path / 'checkpoint_7')
+    assert sorted(found) == ['target/everywhere', 'target/rows']
+    for name, values in scenarios.expected().items():
+        if name in found:
+            assert_same(found[name], values.astype(jnp.bfloat16), name)

@@ -1,0 +1,187 @@
+"""Reading arrays of a checkpoint in a store through a cache on this machine's disk (``storage_options={'cache_dir': ...}``).
+
+A file that is kept counts if it has the checksum that the checkpoint lists for it, which costs no request; where the
+checkpoint lists none (T5X), the store is asked whether its version is still the one that was fetched: one small request a
+chunk. A slice fetches whole chunks, since only those can be kept.
+
+Chunks are fetched in threads, each is decoded by TensorStore from memory, and its part of the slice copied out of it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import math
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from t5ckpt._claims import check_chunk, check_memory
+from t5ckpt._digest import digest
+from t5ckpt._dtypes import from_stored
+from t5ckpt._layout import join
+from t5ckpt._ledger import Ledger
+from t5ckpt._open import Contents
+from t5ckpt._place import aligned_empty
+from t5ckpt._plan_restore import StoredLeaf
+from t5ckpt._reader import ArrayReader, ReadOptions, basic_index
+from t5ckpt._specs import StoredArray
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from t5ckpt.storage import foreign_errors
+from t5ckpt.storage.bucket import BucketStorage
+
+__all__ = ['CachedReader', 'reader_of']
+
+_THREADS = 16
+_Part = tuple[int, slice, slice]
+
+
+class CachedReader(ArrayReader):
+    """An ArrayReader that keeps what it fetched. Safe from any thread."""
+
+    def __init__(self, storage: BucketStorage, directory: str, ledger: Ledger | None, *, checks: bool):
+        """Takes the checkpoint's directory and what it lists, if anything; with ``checks`` nothing else is accepted."""
+        super().__init__(storage, directory, ledger=ledger if checks else None)
+        self._bucket = storage
+        self._base = directory
+        self._ledger = ledger or {}
+        self._memory = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
+
+    def read(self, leaf: StoredLeaf, name: str, index: Any = ...) -> np.ndarray:
+        """See ``ArrayReader.read``."""
+        basic = basic_index(index, leaf.shape)
+        if basic is None:
+            return self.read(leaf, name)[index]
+        if leaf.array.container != 'dir' or leaf.array.driver != 'zarr':
+            return super().read(leaf, name, index)
+        try:
+            zarray = self._file(f'{leaf.array.location}/.zarray')
+        except CheckpointNotFoundError:
+            return super().read(leaf, name, index)
+        slices, after = basic
+        where = f'{name} ({self.url(leaf.array)})'
+        with foreign_errors(where):
+            array = _InMemory(leaf.array, zarray, self._memory)
+        shape = tuple(len(range(part.start, part.stop, part.step or 1)) for part in slices)
+        check_memory(math.prod(shape) * leaf.array.dtype.itemsize, where)
+        out = aligned_empty(shape, leaf.array.dtype)
+
+        def take(parts: tuple[_Part, ...]) -> None:
+            cell = [part[0] for part in parts]
+            file = f'{leaf.array.location}/{array.key(cell)}'
+            try:
+                data = self._file(file)
+            except CheckpointNotFoundError as error:
+                raise CorruptCheckpointError(
+                    f'{name}: the chunk {self._bucket.url(join(self._base, file))} is missing. Restore an older step, or '
+                    'copy the checkpoint again.'
+                ) from error
+            check_chunk(array.chunk_bytes, lambda: len(data), where)
+            with foreign_errors(where):
+                out[tuple(part[2] for part in parts)] = array.decode(cell, data)[tuple(part[1] for part in parts)]
+
+        if out.size:
+            per_axis = [list(_parts(part, chunk)) for part, chunk in zip(slices, array.chunks, strict=True)]
+            _in_threads(take, itertools.product(*per_axis))
+        return from_stored(out, leaf.dtype)[after]
+
+    def _file(self, name: str) -> bytes:
+        """A file's bytes, from the cache if what is there is still the file."""
+        recorded = self._ledger.get(name)
+        data = self._bucket.read_cached(
+            join(self._base, name), None if recorded is None else lambda data: (len(data), digest(data)) == recorded
+        )
+        if recorded is not None and (len(data), digest(data)) != recorded:
+            raise CorruptCheckpointError(
+                f'{self._bucket.url(join(self._base, name))} is damaged: {len(data):,} bytes with xxh3-64 {digest(data)}, '
+                f'recorded are {recorded[0]:,} bytes with {recorded[1]}. Restore an older step, or copy the checkpoint again.'
+            )
+        return data
+
+
+class _InMemory:
+    """An array of which single chunks are decoded, each from its bytes."""
+
+    def __init__(self, array: StoredArray, zarray: bytes, context: ts.Context):
+        """Parses the metadata; what contradicts the manifest is TensorStore's ValueError."""
+        self._base = {'driver': 'memory', 'path': f'{uuid.uuid4().hex}/'}
+        self._kvstore = ts.KvStore.open(self._base, context=context).result()
+        self._kvstore.write('.zarray', zarray).result()
+        spec = {
+            'driver': 'zarr',
+            'kvstore': self._base,
+            'schema': {'dtype': array.dtype.name, 'domain': {'shape': list(array.shape)}},
+            'fill_missing_data_reads': False,
+            'recheck_cached_data': 'open',
+        }
+        self._store = ts.open(spec, open=True, context=context).result()
+        self._kvstore.write('.zarray', None).result()
+        self._shape = array.shape
+        self._separator = self._store.spec().to_json()['metadata'].get('dimension_separator', '.')
+        self.chunks: tuple[int, ...] = tuple(size or 1 for size in self._store.chunk_layout.write_chunk.shape or ())
+        self.chunk_bytes = math.prod(self.chunks) * array.dtype.itemsize
+
+    def key(self, cell: Sequence[int]) -> str:
+        """The chunk's file."""
+        return self._separator.join(map(str, cell)) or '0'
+
+    def decode(self, cell: Sequence[int], data: bytes) -> np.ndarray:
+        """The elements of a chunk that lie inside the array; each cell by one thread at a time."""
+        self._kvstore.write(self.key(cell), data).result()
+        try:
+            box = tuple(
+                slice(at * chunk, min((at + 1) * chunk, size))
+                for at, chunk, size in zip(cell, self.chunks, self._shape, strict=True)
+            )
+            return np.asarray((self._store[box] if box else self._store).read().result())
+        finally:
+            self._kvstore.write(self.key(cell), None).result()
+
+
+def _parts(part: slice, chunk: int) -> Iterator[_Part]:
+    """For each chunk along an axis that a forward slice touches: its position, what to take of it, and where that goes."""
+    step = part.step or 1
+    chosen = range(part.start, part.stop, step)
+    taken = 0
+    while taken < len(chosen):
+        at = chosen[taken] // chunk
+        first = chosen[taken] - at * chunk
+        count = min(len(chosen) - taken, -(-(chunk - first) // step))
+        yield at, slice(first, first + (count - 1) * step + 1, step), slice(taken, taken + count)
+        taken += count
+
+
+def _in_threads(take: Any, cells: Iterator[tuple[_Part, ...]]) -> None:
+    """Handles all cells, a few beyond the threads at a time, since there may be millions."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS, 't5ckpt-cache') as pool:
+        waiting: set[concurrent.futures.Future[None]] = set()
+        try:
+            for cell in cells:
+                waiting.add(pool.submit(take, cell))
+                if len(waiting) >= 2 * _THREADS:
+                    done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+            for future in waiting:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
+    """A reader of an opened checkpoint's arrays, which compares checksums if the checkpoint was opened with them."""
+    located = contents.located
+    if isinstance(located.storage, BucketStorage) and located.storage.cache is not None:
+        return CachedReader(located.storage, located.directory, contents.ledger, checks=reading.verify == 'full')
+    return ArrayReader(
+        located.storage,
+        located.directory,
+        reading.mmap,
+        ledger=contents.ledger,
+        in_passing=reading.verify == 'auto',
+        follow_links=located.follow_links,
+    )

@@ -1,0 +1,83 @@
+"""Arrays that lie in C order somewhere in a file, read in boxes: what TensorFlow's and Flax's files have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.errors import CorruptCheckpointError
+
+__all__ = ['FlatArray', 'box_of', 'read_box']
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatArray:
+    """Where an array lies.
+
+    Attributes:
+      name: for messages.
+      dtype, shape: of the array.
+      file: its path.
+      offset: of its first byte.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, fd: int, index: Any) -> np.ndarray:
+        """The values of a numpy basic index, as a copy; only what it touches is brought into memory.
+
+        Raises:
+          CorruptCheckpointError: the file is too short.
+          OSError: it cannot be read.
+        """
+        if not self.nbytes:
+            return np.empty(self.shape, self.dtype)[index]
+        box = box_of(index, self.shape)
+        if box is None:
+            return read_box(fd, self, tuple((0, size) for size in self.shape))[index]
+        return read_box(fd, self, box)
+
+
+def box_of(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
+    """The box of an index that is one slice of step 1 for every dimension, as writers ask for; else None."""
+    if not isinstance(index, tuple) or len(index) != len(shape):
+        return None
+    if not all(isinstance(part, slice) and part.step in (None, 1) for part in index):
+        return None
+    ends = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    return tuple((start, max(start, stop)) for start, stop in ends)
+
+
+def read_box(fd: int, array: FlatArray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Reads a box, run after run; a map would count all that it touches as memory of this process."""
+    shape = tuple(stop - start for start, stop in box)
+    out = np.empty(shape, array.dtype)
+    if not out.size:
+        return out
+    cut = [axis for axis, size in enumerate(array.shape) if shape[axis] != size]
+    outer = cut[-1] if cut else 0
+    strides = [math.prod(array.shape[axis + 1 :]) for axis in range(len(shape))]
+    flat = out.reshape(math.prod(shape[:outer]), -1).view(np.uint8)
+    for row, position in enumerate(np.ndindex(*shape[:outer])):
+        first = sum((at + start) * stride for at, (start, _), stride in zip(position, box, strides, strict=False))
+        first += box[outer][0] * strides[outer] if shape else 0
+        view, at = memoryview(flat[row]), array.offset + first * array.dtype.itemsize
+        while view:
+            count = os.preadv(fd, [view], at)
+            if not count:
+                raise CorruptCheckpointError(f'{array.name}: {array.file} is too short. Copy the checkpoint again.')
+            view, at = view[count:], at + count
+    return out

@@ -1,0 +1,118 @@
+"""A bounded directory of files that were fetched from a store: for notebooks, which read the same chunks again and again.
+
+An entry is one file: a line of JSON that says of what it is a copy and what its checksum is, then the bytes. It is written
+under another name and renamed, and compared with its checksum whenever it is read, so a torn or rotten one is no entry. When
+the directory has grown past its bound, the entries that were used longest ago go, down to nine tenths of it.
+
+Several processes may share a directory: who finds an entry gone fetches the file again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+
+import xxhash
+
+__all__ = ['CachedFile', 'FileCache']
+
+_FULL, _AFTER = 1.0, 0.9
+_SUFFIX = '.chunk'
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedFile:
+    """A file as it was fetched; ``generation`` is what the store called this version of it."""
+
+    data: bytes
+    generation: bytes
+
+
+class FileCache:
+    """The directory. Safe from any thread and process."""
+
+    def __init__(self, directory: str, limit_bytes: int):
+        """Takes the directory, which is made when something is kept, and the bytes that it may hold."""
+        self._directory = os.path.abspath(os.path.expanduser(directory))
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        self._grown: int | None = None
+
+    def get(self, url: str) -> CachedFile | None:
+        """What is kept of a file, if it is whole."""
+        path = self._path(url)
+        try:
+            with open(path, 'rb') as file:
+                head, data = file.readline(), file.read()
+            # The modification time is the time of last use.
+            os.utime(path)
+        except OSError:
+            return None
+        try:
+            facts = json.loads(head)
+            good = facts['url'] == url and facts['xxh3'] == xxhash.xxh3_64_hexdigest(data)
+            return CachedFile(data, bytes.fromhex(facts['generation'])) if good else None
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    def put(self, url: str, file: CachedFile) -> None:
+        """Keeps a file, if it may be kept at all; nothing is raised for a disk that is full."""
+        facts = {'url': url, 'generation': file.generation.hex(), 'xxh3': xxhash.xxh3_64_hexdigest(file.data)}
+        head = json.dumps(facts).encode() + b'\n'
+        if len(head) + len(file.data) > self._limit:
+            return
+        path = self._path(url)
+        partial = f'{path}.{os.getpid()}.{threading.get_ident()}'
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(partial, 'wb') as out:
+                out.write(head)
+                out.write(file.data)
+            os.replace(partial, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            return
+        self._make_room(len(head) + len(file.data))
+
+    def _path(self, url: str) -> str:
+        name = hashlib.sha256(url.encode('utf-8', 'surrogatepass')).hexdigest()
+        return os.path.join(self._directory, name[:2], f'{name[2:]}{_SUFFIX}')
+
+    def _make_room(self, added: int) -> None:
+        with self._lock:
+            self._grown = self._used() if self._grown is None else self._grown + added
+            if self._grown <= self._limit * _FULL:
+                return
+            # Others may have added or removed some: count again.
+            entries = sorted(self._entries())
+            used = sum(size for _, size, _ in entries)
+            for _, size, path in entries:
+                if used <= self._limit * _AFTER:
+                    break
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                used -= size
+            self._grown = used
+
+    def _used(self) -> int:
+        return sum(size for _, size, _ in self._entries())
+
+    def _entries(self) -> list[tuple[int, int, str]]:
+        """(last use in nanoseconds, bytes, path) of everything below; also what a killed process left half-written."""
+        found: list[tuple[int, int, str]] = []
+        for parent, _, names in os.walk(self._directory):
+            # Nothing but what is ours by its name is ever removed.
+            if len(os.path.basename(parent)) != 2:
+                continue
+            for name in names:
+                path = os.path.join(parent, name)
+                with contextlib.suppress(OSError):
+                    info = os.lstat(path)
+                    if _SUFFIX in name:
+                        found.append((info.st_mtime_ns, info.st_size, path))
+        return found

@@ -58,12 +58,15 @@ class RepairOptions:
       drop: patterns; damaged leaves, and damaged files of data iterators, whose whole name one of them matches are left out.
       add_checksums: give a checkpoint its lists of files that has none, such as one of T5X.
       dry_run: say what would be done, and do nothing.
+      source_options, target_options: of the storages of the checkpoint and of the copy, see docs/storage.md.
       clock: unix seconds.
     """
 
     drop: Sequence[str] = ()
     add_checksums: bool = False
     dry_run: bool = False
+    source_options: Mapping[str, Any] | None = None
+    target_options: Mapping[str, Any] | None = None
     clock: Clock = time.time
 
     def __post_init__(self) -> None:

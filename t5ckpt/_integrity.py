@@ -15,6 +15,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from t5ckpt._damage import Damage, VerifyReport
 from t5ckpt._digest import digest
@@ -57,6 +58,7 @@ def verify(
     *,
     full: bool = False,
     follow_links: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Checks that a checkpoint is whole, and says what is not.
@@ -66,6 +68,7 @@ def verify(
       step: which step, where ``path`` is a run's directory; None takes the latest.
       full: read every byte and compare its checksum; without, presence and sizes, and the manifest's checksum.
       follow_links: symbolic links may lead out of the checkpoint's directory.
+      storage_options: see docs/storage.md.
       progress: called with (bytes done, bytes in all) while files are read.
 
     Returns:
@@ -77,7 +80,7 @@ def verify(
 
     Notes: any checkpoint that restores can be verified, also those of T5X and Orbax. Full runs at the disk's speed.
     """
-    located = dataclasses.replace(locate_or_broken(path, step), follow_links=follow_links)
+    located = dataclasses.replace(locate_or_broken(path, step, storage_options), follow_links=follow_links)
     return verify_located(located, full=full, progress=progress)
 
 
@@ -105,15 +108,17 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
     )
 
 
-def locate_or_broken(path: str | os.PathLike[str], step: int | None) -> Located:
+def locate_or_broken(
+    path: str | os.PathLike[str], step: int | None, storage_options: Mapping[str, Any] | None = None
+) -> Located:
     """The checkpoint; also one of ours whose manifest is missing, which for everybody else is none."""
     try:
-        return locate(path, step)
+        return locate(path, step, storage_options)
     except CheckpointNotFoundError:
         parent, name = split_path(path)
         if step is not None:
             parent, name = os.fspath(path), step_dir(step)
-        outer = open_storage(parent)
+        outer = open_storage(parent, storage_options)
         if outer.kind(join(name, SIDECAR)) != 'file':
             raise
         return Located(outer, name, MANIFEST, parse_step_dir(name))

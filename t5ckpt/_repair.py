@@ -100,13 +100,13 @@ def repair(
     if not options.dry_run and (output is None) != in_place:
         raise ValueError('say where the repaired checkpoint goes: output="other/run", or in_place=True.')
     started = time.monotonic()
-    located = locate_or_broken(path, step)
+    located = locate_or_broken(path, step, options.source_options)
     number = _step_of(located)
     cure = cure_of(located, options, verify_located(located, full=True, progress=progress))
     wanted = bool(cure.rebuilt or cure.dropped)
     where, files = located.storage.url(located.directory), 0
     if wanted:
-        target = located.storage if output is None else open_storage(output)
+        target = located.storage if output is None else open_storage(output, options.target_options)
         where = target.url(step_dir(number))
         if in_place and not target.renames:
             raise UnsupportedFormatError(

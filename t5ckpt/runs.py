@@ -20,16 +20,20 @@ from t5ckpt.view import CheckpointView, open_checkpoint
 __all__ = ['Run', 'Series', 'open_run']
 
 
-def open_run(path: str | os.PathLike[str]) -> Run:
+def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Run:
     """Opens a run's directory; what is in it is looked up when it is asked for.
+
+    Args:
+      path: the directory.
+      storage_options: see docs/storage.md.
 
     Raises:
       CheckpointNotFoundError: there is no such directory.
     """
-    storage = open_storage(path)
+    storage = open_storage(path, storage_options)
     if storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{storage.url()}: there is no such directory.')
-    return Run(storage)
+    return Run(storage, storage_options)
 
 
 class Series(Mapping[int, Any]):
@@ -68,8 +72,9 @@ class Run(Mapping[int, CheckpointView]):
     :meth:`series` computed is kept for as long as this object lives.
     """
 
-    def __init__(self, storage: Storage):
+    def __init__(self, storage: Storage, storage_options: Mapping[str, Any] | None = None):
         self._storage = storage
+        self._options = storage_options
         self._series: dict[tuple[int, float | None, str, Any], Any] = {}
 
     @property
@@ -88,7 +93,7 @@ class Run(Mapping[int, CheckpointView]):
 
     def __getitem__(self, step: int) -> CheckpointView:
         try:
-            return open_checkpoint(self.path, step)
+            return open_checkpoint(self.path, step, storage_options=self._options)
         except CheckpointNotFoundError as error:
             raise KeyError(str(error)) from error
 

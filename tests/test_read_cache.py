@@ -63,6 +63,22 @@ def test_a_second_look_asks_for_nothing(bucket, tmp_path, compression):
     assert few <= 2
 
 
+def test_runs_reports_and_repairs_take_options(bucket, tmp_path):
+    """Whoever opens a storage can be told how."""
+    url, options = save(bucket.url()), {'cache_dir': str(tmp_path / 'cache')}
+    run = t5ckpt.open_run(url, storage_options=options)
+    np.testing.assert_array_equal(run[1]['w'].get(), W)
+    bucket.proxy.clear()
+    np.testing.assert_array_equal(run[1]['w'].get(), W)
+    assert gets(bucket) == []
+    assert t5ckpt.verify(url, full=True, storage_options=options).ok
+    open_storage(url).delete_file('checkpoint_1/w/.zarray')
+    done = t5ckpt.repair(url, tmp_path / 'run', options=t5ckpt.RepairOptions(source_options=options))
+    assert done.rebuilt == ('w/.zarray',)
+    with pytest.raises(ValueError, match='no option'):
+        t5ckpt.verify(url, storage_options={'nothing': 1})
+
+
 def without_books(url):
     """As T5X leaves it: nothing says what the chunks are."""
     storage = open_storage(f'{url}/checkpoint_1')

@@ -11,7 +11,7 @@ ARGS ?=
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo         train a tiny T5, kill it, resume it, look at its checkpoints (under 90 s)'
+	@echo 'make demo         train a tiny T5, kill it, resume it, look at its checkpoints (a minute or two)'
 	@echo 'make test         all tests                     make test-fast    without those marked slow'
 	@echo 'make lint         ruff and pyright              make format       rewrite the sources with ruff'
 	@echo 'make transformers two versions, which tests of exports to Hugging Face compute with'

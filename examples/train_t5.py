@@ -201,13 +201,13 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, encoded: jax.Array) -> jax.Array:
-        """Same shape as `x`."""
+        """(batch, target length, vocabulary)."""
         length = x.shape[1]
         bias = RelativeBias(bidirectional=False, name='relpos_bias')(length)
         bias = jnp.where(np.tri(length, dtype=bool), bias, -1e9)
         for i in range(LAYERS):
             x = DecoderLayer(self.drop, name=f'layers_{i}')(x, encoded, bias)
-        return nn.RMSNorm(name='decoder_norm')(x)
+        return dense(VOCAB, 'logits_dense')(nn.RMSNorm(name='decoder_norm')(x))
 
 
 class T5(nn.Module):
@@ -220,8 +220,7 @@ class T5(nn.Module):
         drop = nn.Dropout(0.1, deterministic=deterministic)
         encoded = Encoder(drop, name='encoder')(embed(inputs))
         shifted = jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
-        decoded = Decoder(drop, name='decoder')(embed(shifted), encoded)
-        return dense(VOCAB, 'logits_dense')(decoded)
+        return Decoder(drop, name='decoder')(embed(shifted), encoded)
 
 
 # --- training ------------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ class Lender:
         while storage.kind(key := join(directory, integrity_file(process))) == 'file':
             digests |= decode_ledger(storage.read(key), storage.url(key))
             process += 1
-        return cls(storage, directory, ArrayReader(storage, directory), digests)
+        # What is read to be cast or averaged is compared, too.
+        return cls(storage, directory, ArrayReader(storage, directory, ledger=digests or None), digests)
 
 
 class BorrowedArray(LazyThreadPoolArray):

@@ -15,7 +15,7 @@ from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 
-__all__ = ['Checks']
+__all__ = ['Checks', 'names_of']
 
 _CURE = (
     'Restore an older step, or copy the checkpoint again; "t5ckpt verify --full" lists all that is damaged, verify=\'quick\' '
@@ -80,7 +80,7 @@ class Checks:
         chunks = array.metadata.get('chunks', ())
         if len(chunks) != len(array.shape):
             return []
-        files = {f'{array.location}/{name}' for box in boxes for name in _names(box, chunks)}
+        files = {f'{array.location}/{name}' for box in boxes for name in names_of(box, chunks)}
         metadata = f'{array.location}/.zarray'
         return [
             lambda: self._check_metadata(metadata, leaf),
@@ -96,7 +96,7 @@ class Checks:
         self.compare(file, leaf, found)
 
 
-def _names(box: Box, chunks: Sequence[int]) -> list[str]:
+def names_of(box: Box, chunks: Sequence[int]) -> list[str]:
     """The files of the chunks that a box touches; ours are named with dots."""
     if any(start >= stop for start, stop in box):
         return []

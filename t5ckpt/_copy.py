@@ -32,7 +32,7 @@ from t5ckpt._stream import StreamRequest, check_room, resume_text, unfinished
 from t5ckpt._types import Clock, Progress
 from t5ckpt._version import __version__
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.steps import Located, locate
+from t5ckpt.steps import Located, locate, refuse_within
 from t5ckpt.storage import Storage, open_storage, split_path
 
 __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
@@ -121,6 +121,7 @@ def copy_checkpoint(
         )
     number = _step_of(located, target)
     storage = open_storage(target, options.target_options)
+    refuse_within(storage, located)
     check_room(StreamRequest(storage, number, overwrite=options.overwrite))
     try:
         return _Copy(located, storage, number, progress, options).run(started)

@@ -11,6 +11,7 @@ sidecar has, all of them are whole, whatever the damaged one said.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -25,8 +26,8 @@ from t5ckpt._layout import (
     SIDECAR,
     TRAIN_DS_PREFIX,
     integrity_file,
+    is_inside,
     is_integrity_file,
-    join,
 )
 from t5ckpt._leaves import flatten_nested, nest
 from t5ckpt._ledger import Ledger, decode_ledger, encode_ledger, ledger_entries
@@ -35,7 +36,7 @@ from t5ckpt._open import Contents, leaves_of
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._scan import Scanner, in_threads
 from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar
-from t5ckpt._specs import is_spec
+from t5ckpt._specs import StoredArray, is_spec
 from t5ckpt._types import Clock, Path, check_patterns, leaf_name
 from t5ckpt._write import zarray_bytes
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsupportedFormatError, near_names
@@ -45,8 +46,8 @@ __all__ = ['Cure', 'RepairOptions', 'cure_of', 'files_of', 'is_own', 'lost_error
 
 _ZARRAY = '.zarray'
 _LOST_FACTS = (
-    'the sidecar is lost: empty containers, and what were Python numbers, strings, typed PRNG keys or dtypes that zarr does '
-    'not know, come back as T5X would see them'
+    'the sidecar is lost: metrics and the keep policy are gone, empty containers, too, and what were Python numbers, strings, '
+    'typed PRNG keys or dtypes that zarr does not know come back as T5X would see them'
 )
 
 
@@ -56,6 +57,8 @@ class RepairOptions:
 
     Attributes:
       drop: patterns; damaged leaves, and damaged files of data iterators, whose whole name one of them matches are left out.
+      trust_files: take files as they are that no checksum vouches for any more, although there was one once. Values may be
+        wrong then, and nobody can tell.
       add_checksums: give a checkpoint its lists of files that has none, such as one of T5X.
       dry_run: say what would be done, and do nothing.
       source_options, target_options: of the storages of the checkpoint and of the copy, see docs/storage.md.
@@ -63,6 +66,7 @@ class RepairOptions:
     """
 
     drop: Sequence[str] = ()
+    trust_files: bool = False
     add_checksums: bool = False
     dry_run: bool = False
     source_options: Mapping[str, Any] | None = None
@@ -100,8 +104,14 @@ class Cure:
     leaves: dict[str, StoredLeaf]
 
 
-def cure_of(located: Located, options: RepairOptions, report: VerifyReport) -> Cure:
+def cure_of(located: Located, options: RepairOptions, report: VerifyReport, more: Sequence[Damage] = ()) -> Cure:
     """From what a verification found to what can be done about it.
+
+    Args:
+      located: the checkpoint.
+      options: what may be done.
+      report: of all its bytes.
+      more: damages that came to light since.
 
     Raises:
       CorruptCheckpointError: it cannot be mended, with each damage and what could be dropped.
@@ -110,19 +120,26 @@ def cure_of(located: Located, options: RepairOptions, report: VerifyReport) -> C
     contents = Contents(located, books.manifest, books.sidecar or Sidecar())
     table = {leaf_name(path): leaf for path, leaf in leaves_of(contents, (), {})[0].items()}
     leaves = {name: leaf for name, leaf in table.items() if isinstance(leaf, StoredLeaf)}
-    zarrays: dict[str, bytes] = {}
-    lost: list[Damage] = []
-    for damage in report.damages:
-        # Once all files are proven whole, what a damaged list says of others is nothing.
-        if damage.file in books.rebuilt or (books.proven and damage.file not in books.ledger):
-            continue
-        data = None if _is_named(damage, options.drop) else _zarray_of(damage, leaves, books.ledger)
-        if data is None:
-            lost.append(damage)
-        else:
-            zarrays[data[0]] = data[1]
-    dropped, iterators = _droppable(lost, options.drop)
-    notes = [*report.notes, *([_LOST_FACTS] if books.sidecar is None and books.had_books else [])]
+    damages = [damage for damage in (*report.damages, *more) if damage.file not in books.rebuilt]
+    beyond_repair = {damage.leaf for damage in more}
+    mendable = {name: leaf for name, leaf in leaves.items() if name not in beyond_repair}
+    zarrays = books.zarrays(mendable, damages)
+    # Which .zarray were damaged is what the proof says, if there is one.
+    guess = zarrays | books.differing(mendable)
+    proven = books.proven(guess)
+    zarrays = zarrays if proven is None else guess
+    # Once all files are proven whole, what a damaged list says of others is nothing.
+    lost = [damage for damage in damages if damage.file in books.ledger or proven is None]
+    lost = [damage for damage in lost if not _is_cured(damage, leaves, zarrays)]
+    if proven is None and books.void and not options.trust_files:
+        what = f'{_listed(lost) if lost else "not to be repaired:"}\n{", ".join(sorted(books.void))}'
+        raise CorruptCheckpointError(
+            f'{what}: damaged or gone, and the files that are there do not give what '
+            't5ckpt.json recorded: one or more of them have changed, or are missing, and nothing says which. Restore an older '
+            'step, or copy the checkpoint again. To take all of it as it is, right or wrong: trust_files, --trust-files. '
+            'Nothing was written.'
+        )
+    dropped, iterators = _droppable(lost, {_named(damage) for damage in damages}, options.drop)
     manifest, facts = books.data, contents.sidecar.facts
     if dropped:
         manifest, facts = _without(located, books.manifest, facts, dropped)
@@ -134,10 +151,18 @@ def cure_of(located: Located, options: RepairOptions, report: VerifyReport) -> C
         tuple(sorted({*zarrays, *books.rebuilt, *({SIDECAR, integrity_file(0)} if wants_books else ())})),
         tuple(sorted({*dropped, *iterators})),
         frozenset({*(leaves[name].array.location for name in dropped if name in leaves), *iterators}),
-        tuple(notes),
-        {**books.ledger, **books.proven},
+        (*report.notes, *books.notes(located.manifest, proven is None, options.trust_files)),
+        {**books.ledger, **(proven or {})},
         {name: leaf for name, leaf in leaves.items() if name not in dropped},
     )
+
+
+def _is_cured(damage: Damage, leaves: Mapping[str, StoredLeaf], zarrays: Mapping[str, bytes]) -> bool:
+    """Whether a new ``.zarray`` is all that it takes."""
+    if damage.leaf not in leaves:
+        return False
+    location = leaves[damage.leaf].array.location
+    return damage.file in {location, f'{location}/{_ZARRAY}'} and f'{location}/{_ZARRAY}' in zarrays
 
 
 class _Books:
@@ -147,9 +172,9 @@ class _Books:
       data, manifest: the manifest's bytes, and decoded.
       sidecar: None where it is missing or damaged.
       had_books: whether t5ckpt wrote lists of files at all.
-      ledger: what lists say that are whole.
+      void: lists that are missing or damaged.
+      ledger: what the other lists say.
       rebuilt: the sidecar and lists that have to be made again.
-      proven: files that are whole although a damaged list said otherwise.
     """
 
     def __init__(self, located: Located, report: VerifyReport):
@@ -159,34 +184,108 @@ class _Books:
         _refuse(located, [damage for damage in report.damages if _is_hopeless(damage, located.manifest)])
         self.data = self._scanner.read(located.manifest)
         self.manifest: Manifest = decode_manifest(self.data, located.url)
-        self.sidecar = self._readable_sidecar(wrong)
         there = {entry.name for entry in located.storage.entries(located.directory)}
+        raw = self._scanner.read(SIDECAR) if SIDECAR in there else b''
+        self.sidecar = None if SIDECAR in wrong or not raw else decode_sidecar(raw, SIDECAR)
         lists = {name for name in (*there, *wrong) if is_integrity_file(name)}
         self.had_books = bool(lists) or SIDECAR in wrong or self.sidecar is not None
-        void = lists & wrong
-        self.rebuilt = void | ({SIDECAR} if self.sidecar is None and self.had_books else set[str]())
+        self.void = lists & wrong
+        self.rebuilt = self.void | ({SIDECAR} if self.sidecar is None and self.had_books else set[str]())
         self.ledger: Ledger = {}
-        for name in sorted(lists - void):
+        for name in sorted(lists - self.void):
             self.ledger |= decode_ledger(self._scanner.read(name), name)
-        self.proven: Ledger = self._proven(void) if len(void) == 1 else {}
+        self._claims = _claims_of(raw)
 
-    def _readable_sidecar(self, wrong: Collection[str]) -> Sidecar | None:
-        if SIDECAR in wrong or not self._located.storage.is_file(join(self._located.directory, SIDECAR)):
+    def zarrays(self, leaves: Mapping[str, StoredLeaf], damages: Sequence[Damage]) -> dict[str, bytes]:
+        """The ``.zarray`` files that damages want, as far as the manifest says all of them."""
+        found: dict[str, bytes] = {}
+        for damage in damages:
+            data = self._zarray(leaves[damage.leaf].array) if damage.leaf in leaves else None
+            if data is not None and damage.file in {data[0], data[0].removesuffix(f'/{_ZARRAY}')}:
+                found[data[0]] = data[1]
+        return found
+
+    def differing(self, leaves: Mapping[str, StoredLeaf]) -> dict[str, bytes]:
+        """The ``.zarray`` files that no list vouches for and that are not as we write them, as we do."""
+        made = [_made(leaf.array) for leaf in leaves.values()]
+        unlisted = [(name, data) for name, data in filter(None, made) if name not in self.ledger]
+        return {name: data for name, data in unlisted if self._read(name) != data}
+
+    def _zarray(self, array: StoredArray) -> tuple[str, bytes] | None:
+        made = _made(array)
+        if made is None:
             return None
-        return decode_sidecar(self._scanner.read(SIDECAR), SIDECAR)
+        name, data = made
+        if name in self.ledger:
+            return made if self.ledger[name] == (len(data), digest(data)) else None
+        # One that says something else is no lost file: the array may be another's.
+        return None if _is_json(self._read(name)) else made
 
-    def _proven(self, void: Collection[str]) -> Ledger:
-        """The files of one damaged list, if together they give the list whose checksum the sidecar has."""
+    def _read(self, name: str) -> bytes:
+        try:
+            return self._scanner.read(name)
+        except T5CkptError:
+            return b''
+
+    def proven(self, zarrays: Mapping[str, bytes]) -> Ledger | None:
+        """The files that the lost list had, if together they give the list whose checksum the sidecar has."""
         recorded = ledger_entries((self.sidecar or Sidecar()).extra.get('digests', {}), SIDECAR)
-        (name,) = void
-        if name not in recorded:
-            return {}
+        if len(self.void) != 1 or not self.void <= recorded.keys():
+            return None
         candidates = [file for file in files_of(self._located) if file not in self.ledger and not is_own(file)]
-        found = dict(in_threads(candidates, self._scanner.digest))
+        found = dict(in_threads([file for file in candidates if file not in zarrays], self._scanner.digest))
         if any(isinstance(entry, T5CkptError) for entry in found.values()):
-            return {}
+            return None
+        found |= {name: (len(data), digest(data)) for name, data in zarrays.items() if name not in self.ledger}
         data = encode_ledger(found)
-        return found if (len(data), digest(data)) == recorded[name] else {}
+        return found if (len(data), digest(data)) == recorded[next(iter(self.void))] else None
+
+    def notes(self, manifest: str, unproven: bool, trusted: bool) -> list[str]:
+        """What people have to know.
+
+        Raises:
+          CorruptCheckpointError: the damaged sidecar has another checksum of the manifest.
+        """
+        notes: list[str] = []
+        if self.void and unproven:
+            notes.append(f'nothing vouches for what {", ".join(sorted(self.void))} listed: it was taken as it is')
+        if self.sidecar is not None or not self.had_books:
+            return notes
+        entry = self._claims.get(manifest)
+        if entry is not None and entry != (len(self.data), digest(self.data)) and not trusted:
+            raise CorruptCheckpointError(
+                f'{SIDECAR} is damaged, and has another checksum of {manifest}: one of the two has changed, and nothing says '
+                'which. Restore an older step, or copy the checkpoint again. To take the manifest as it is, right or wrong: '
+                'trust_files, --trust-files. Nothing was written.'
+            )
+        notes.append(_LOST_FACTS)
+        if entry is None:
+            notes.append('nothing vouches for the values in the manifest: they were taken as they are')
+        return notes
+
+
+def _made(array: StoredArray) -> tuple[str, bytes] | None:
+    """An array's ``.zarray`` by name, if the manifest says all of it."""
+    metadata = {'dimension_separator': '.', 'order': 'C', **array.metadata}
+    plain = array.container == 'dir' and (metadata['dimension_separator'], metadata['order']) == ('.', 'C')
+    if not plain or not {'chunks', 'compressor'} <= set(metadata):
+        return None
+    return f'{array.location}/{_ZARRAY}', zarray_bytes(array)
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        return isinstance(json.loads(data), Mapping)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _claims_of(raw: bytes) -> Ledger:
+    """The checksums in a sidecar that may be damaged, as far as it can be read."""
+    try:
+        return ledger_entries(json.loads(raw)['digests'], SIDECAR)
+    except (CorruptCheckpointError, ValueError, TypeError, KeyError, RecursionError):
+        return {}
 
 
 def is_own(name: str) -> bool:
@@ -196,25 +295,11 @@ def is_own(name: str) -> bool:
 def files_of(located: Located) -> list[str]:
     """Every file of the checkpoint, without what an interrupted write leaves beside."""
     found = [key.removeprefix(f'{located.directory}/') for key, _ in located.storage.walk(located.directory)]
-    return [name for name in found if not name.endswith(('.__partial', '.__lock'))]
+    return [name for name in found if not name.endswith(('.__partial', '.__lock')) and is_inside(name)]
 
 
 def _is_hopeless(damage: Damage, manifest: str) -> bool:
     return damage.file == manifest or damage.kind in {'contradiction', 'unsafe', 'unreadable'}
-
-
-def _zarray_of(damage: Damage, leaves: Mapping[str, StoredLeaf], ledger: Ledger) -> tuple[str, bytes] | None:
-    """The ``.zarray`` that would cure a damage, if the manifest says all of it."""
-    if damage.leaf not in leaves:
-        return None
-    array = leaves[damage.leaf].array
-    name = f'{array.location}/{_ZARRAY}'
-    metadata = {'dimension_separator': '.', 'order': 'C', **array.metadata}
-    plain = array.container == 'dir' and (metadata['dimension_separator'], metadata['order']) == ('.', 'C')
-    if damage.file not in {name, array.location} or not plain or not {'chunks', 'compressor'} <= set(metadata):
-        return None
-    data = zarray_bytes(array)
-    return (name, data) if ledger.get(name, entry := (len(data), digest(data))) == entry else None
 
 
 def _named(damage: Damage) -> str:
@@ -225,13 +310,12 @@ def _is_named(damage: Damage, patterns: Sequence[str]) -> bool:
     return any(re.fullmatch(pattern, _named(damage)) for pattern in patterns)
 
 
-def _droppable(lost: Sequence[Damage], patterns: Sequence[str]) -> tuple[set[str], set[str]]:
+def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequence[str]) -> tuple[set[str], set[str]]:
     """The leaves and the iterator files that are lost and may be left out.
 
     Raises:
-      CorruptCheckpointError: others are lost, too, or a pattern names nothing that is lost.
+      CorruptCheckpointError: others are lost, too, or a pattern is none of the ``names`` of what is damaged.
     """
-    names = {_named(damage) for damage in lost}
     unused = [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in names)]
     if unused:
         near = near_names(unused[0], names) or sorted(names)[:3]
@@ -278,6 +362,10 @@ def _without(
         )
     table = flatten_nested(manifest.state, is_spec)
     kept = {path: leaf for path, leaf in table.items() if leaf_name(path) not in dropped}
+    if not any(hasattr(leaf, 'dtype') or is_spec(leaf) for leaf in kept.values()):
+        raise CorruptCheckpointError(
+            f'{located.url}: nothing would be left. Restore an older step. Nothing was written.'
+        )
 
     def others(known: Any) -> dict[Path, str]:
         return {path: value for path, value in known.items() if leaf_name(path) not in dropped}

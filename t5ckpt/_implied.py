@@ -13,17 +13,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from t5ckpt._budget import ByteBudget
-from t5ckpt._chunks import Box
+from t5ckpt._checks import names_of
+from t5ckpt._chunks import Box, whole_box
 from t5ckpt._claims import check_chunk
 from t5ckpt._damage import Damage
 from t5ckpt._layout import join
+from t5ckpt._ledger import Ledger
 from t5ckpt._local import grid_of, has_plain_chunks
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
 from t5ckpt._scan import Scanner
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['ArrayFiles', 'Implied', 'cell_box', 'cell_of']
+__all__ = ['ArrayFiles', 'Implied', 'cell_box', 'cell_of', 'is_listed']
 
 Cell = tuple[int, ...]
 
@@ -133,13 +135,17 @@ class Implied:
         for cell in _cells(array.grid):
             key, file = array.keys.key(cell), array.file(cell)
             box = cell_box(cell, array.chunks, stored.shape)
-            size = present.get(key)
-            if size is None:
+            if key not in present:
                 if len(damages) >= _MAX_NAMED:
                     left = math.prod(array.grid) - len(cells) - _MAX_NAMED
                     damages.append(Damage('missing', location, f'and up to {left:,} more chunks are missing', leaf))
                     break
                 damages.append(Damage('missing', file, 'the metadata implies this chunk', leaf, cell, box))
+                continue
+            size = present[key]
+            if size is None:
+                # The storage's listing does not say it; who decodes the chunk will see.
+                cells.append(cell)
                 continue
             sizes[file] = size
             if array.file_bytes is not None and size != array.file_bytes:
@@ -219,3 +225,14 @@ def cell_of(key: str, rank: int) -> Cell | None:
         return () if parts == ['0'] else None
     good = len(parts) == rank and all(part.isdecimal() and part.isascii() for part in parts)
     return tuple(map(int, parts)) if good else None
+
+
+def is_listed(leaf: StoredLeaf, ledger: Ledger) -> bool:
+    """Whether lists have every file of an array; of several lists one may be gone."""
+    array = leaf.array
+    chunks = array.metadata.get('chunks', ())
+    if f'{array.location}/.zarray' not in ledger or len(chunks) != len(array.shape):
+        return False
+    count = math.prod(-(-size // chunk) for size, chunk in zip(array.shape, chunks, strict=True))
+    names = names_of(whole_box(array.shape), chunks) if count <= len(ledger) else ['']
+    return all(f'{array.location}/{name}' in ledger for name in names)

@@ -19,7 +19,7 @@ from typing import Any
 
 from t5ckpt._damage import Damage, VerifyReport
 from t5ckpt._digest import digest
-from t5ckpt._implied import ArrayFiles, Implied, cell_box, cell_of
+from t5ckpt._implied import ArrayFiles, Implied, cell_box, cell_of, is_listed
 from t5ckpt._layout import (
     DATASET_REMOVED,
     MANIFEST,
@@ -224,8 +224,7 @@ class _Check:
         for path, leaf in table.items():
             if isinstance(leaf, StoredLeaf):
                 self.leaves.setdefault(leaf.array.location, (leaf_name(path), leaf))
-        listed = {name.rpartition('/')[0] for name in self.ledger}
-        unlisted = {location: item for location, item in self.leaves.items() if location not in listed}
+        unlisted = {location: item for location, item in self.leaves.items() if not is_listed(item[1], self.ledger)}
         implied = Implied(self.located.storage, self.located.directory, follow_links=follow_links)
         for location, found in in_threads(unlisted, lambda location: implied.files(*unlisted[location])):
             name, _ = self.leaves[location]

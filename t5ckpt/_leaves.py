@@ -179,12 +179,14 @@ def nest(table: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def flatten_nested(tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool], prefix: Path = ()) -> LeafTable:
-    """A table from nested dicts; empty dicts become ``Empty('dict')``, and ``is_leaf`` maps stay whole."""
+    """A table from nested dicts; what is empty becomes ``Empty``, and ``is_leaf`` maps stay whole."""
     table: LeafTable = {}
     for key, value in tree.items():
         path = (*prefix, str(key))
         if isinstance(value, Mapping) and not is_leaf(value):
             table |= flatten_nested(value, is_leaf, path) if value else {path: Empty('dict')}
+        elif isinstance(value, (list, tuple)) and not value:
+            table[path] = Empty('list' if isinstance(value, list) else 'tuple')
         else:
             table[path] = value
     return table

@@ -147,6 +147,10 @@ def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any
     result: dict[str, Any] = {}
     for raw_key, value in tree.items():
         key = raw_key.decode('utf-8', 'replace') if isinstance(raw_key, bytes) else str(raw_key)
+        if key in result:
+            raise CorruptCheckpointError(
+                f'{where}: {"/".join((*path, key))} is there twice, as a text and as a number.'
+            )
         if is_spec(value):
             result[key] = SpecDict(value)
         elif isinstance(value, Mapping) and _CHUNKED in value:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Sequence
 
 from t5ckpt._commit import AlreadyCommittedError, Workspace, abandon, begin, commit, is_free, writer_facts
 from t5ckpt._cure import Cure, RepairOptions, cure_of, files_of, is_own, lost_error
@@ -40,7 +41,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.steps import Located
+from t5ckpt.steps import Located, refuse_within
 from t5ckpt.storage import Storage, open_storage, split_path
 
 __all__ = ['RepairOptions', 'RepairReport', 'repair']
@@ -102,12 +103,16 @@ def repair(
     started = time.monotonic()
     located = locate_or_broken(path, step, options.source_options)
     number = _step_of(located)
-    cure = cure_of(located, options, verify_located(located, full=True, progress=progress))
+    report = verify_located(located, full=True, progress=progress)
+    cure = cure_of(located, options, report)
     wanted = bool(cure.rebuilt or cure.dropped)
     where, files = located.storage.url(located.directory), 0
     if wanted:
         target = located.storage if output is None else open_storage(output, options.target_options)
         where = target.url(step_dir(number))
+        local = target.local_path(located.directory) if in_place else None
+        if local is not None and os.path.islink(local):
+            raise UnsupportedFormatError(f'{where} is a symbolic link. Repair the directory that it leads to.')
         if in_place and not target.renames:
             raise UnsupportedFormatError(
                 f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then '
@@ -115,8 +120,14 @@ def repair(
             )
         if not in_place and output is not None:
             _check_output(target, output, number)
+        refuse_within(target if output is not None else None, located)
         if not options.dry_run:
-            files = _Surgery(located, cure, target, number, options.clock).run(in_place)
+            try:
+                files = _Surgery(located, cure, target, number, options.clock).run(in_place)
+            except _StillDamagedError as error:
+                # The new metadata has shown more, and it may be what is to be left out.
+                cure = cure_of(located, options, report, error.damages)
+                files = _Surgery(located, cure, target, number, options.clock).run(in_place)
     seconds = time.monotonic() - started
     return RepairReport(where, number, cure.rebuilt, cure.dropped, cure.notes, wanted, files, seconds)
 
@@ -144,6 +155,14 @@ def _check_output(target: Storage, output: str | os.PathLike[str], step: int) ->
         )
 
 
+class _StillDamagedError(CorruptCheckpointError):
+    """What no list vouched for does not decode."""
+
+    def __init__(self, damages: Sequence[Damage]):
+        super().__init__(str(lost_error(damages)))
+        self.damages = damages
+
+
 # --- the copy ---------------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +180,10 @@ class _Surgery:
     def run(self, in_place: bool) -> int:
         """Writes, verifies and commits; returns the number of files."""
         sweep(self._target, self._clock)
-        work = begin(self._target, self._step, self._clock, writer_facts(__version__))
+        try:
+            work = begin(self._target, self._step, self._clock, writer_facts(__version__))
+        except AlreadyCommittedError as error:
+            raise CheckpointExistsError(f'{error}. Write to another run.') from error
         work.replaces = in_place
         try:
             files = self._fill(work, in_place)
@@ -250,7 +272,8 @@ class _Surgery:
           CorruptCheckpointError: one is damaged all the same.
         """
         implied = Implied(work.storage, work.directory)
-        known = {name.rpartition('/')[0] for name in files if name in self._cure.trusted}
+        known = {name.rpartition('/')[0] for name in files}
+        known -= {name.rpartition('/')[0] for name in files if name not in self._cure.trusted}
         damages: list[Damage] = []
         chunks: list[tuple[ArrayFiles, tuple[int, ...]]] = []
         for name, leaf in self._cure.leaves.items():
@@ -262,4 +285,4 @@ class _Surgery:
             if isinstance(error, T5CkptError):
                 damages.append(Damage('undecodable', array.file(cell), str(error), array.leaf, cell))
         if damages:
-            raise lost_error(damages)
+            raise _StillDamagedError(damages)

@@ -8,14 +8,13 @@ listing shows and that the next save sweeps. One deletion that fails is logged a
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt._commit import held_steps, hide_checkpoint, remove_hidden
 from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, step_dir
-from t5ckpt._sidecar import decode_sidecar, metrics_of, number_of
+from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
 from t5ckpt.errors import FormatError, StorageError, T5CkptError
 from t5ckpt.policies import Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
@@ -151,8 +150,8 @@ def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str,
         extra = decode_sidecar(storage.read(key), storage.url(key)).extra
     except (StorageError, FileNotFoundError, FormatError):
         extra: Mapping[str, Any] = {}
-    created = number_of(extra.get('created_unix'))
-    if (created is None or not math.isfinite(created)) and storage.renames:
+    created = time_of(extra)
+    if created is None and storage.renames:
         # T5X's: the manifest is written last.
         created = (
             next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None

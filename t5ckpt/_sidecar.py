@@ -30,7 +30,7 @@ from t5ckpt._digest import digest
 from t5ckpt._types import Path
 from t5ckpt.errors import CorruptCheckpointError
 
-__all__ = ['FORMAT', 'Sidecar', 'TreeFacts', 'decode_sidecar', 'encode_sidecar', 'metrics_of', 'number_of']
+__all__ = ['FORMAT', 'Sidecar', 'TreeFacts', 'decode_sidecar', 'encode_sidecar', 'metrics_of', 'number_of', 'time_of']
 
 FORMAT = 1
 _MAX_DEPTH = 250
@@ -120,3 +120,9 @@ def number_of(value: Any) -> float | None:
     """What a stranger's sidecar gives for a number."""
     is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
     return float(value) if is_number else None
+
+
+def time_of(extra: Mapping[str, Any]) -> float | None:
+    """When the checkpoint was saved, in unix seconds, if that can be."""
+    created = number_of(extra.get('created_unix'))
+    return created if created is not None and 0 <= created < 10**11 else None

@@ -75,6 +75,7 @@ class StreamRequest:
       progress: called with (bytes done, bytes in all).
       clock: unix seconds.
       files: what else belongs to the step, by name in its directory.
+      extra: fields of the sidecar that come along, such as metrics.
     """
 
     storage: Storage
@@ -86,6 +87,7 @@ class StreamRequest:
     progress: Progress | None = None
     clock: Clock = time.time
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 @dataclasses.dataclass
@@ -138,7 +140,10 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     started = time.monotonic()
     check_room(request)
     plan = plan_save(table, {}, request.options)
-    work = _workspace(request, plan)
+    try:
+        work = _workspace(request, plan)
+    except AlreadyCommittedError as error:
+        raise CheckpointExistsError(f'{error}. Write to another directory, or try again.') from error
     try:
         nbytes = _fill_and_commit(request, plan, work)
     except Exception:
@@ -225,6 +230,7 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) ->
         'files': len(report.digests),
         'digests': {name: list(entry) for name, entry in files.items()},
         **({} if request.source is None else {'source': dict(request.source)}),
+        **request.extra,
     }
     try:
         locations = [array.location for array in report.arrays.values()] + _parents(request.files)

@@ -12,7 +12,8 @@ from typing import Any
 
 from t5ckpt._index import read_index
 from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, join, parse_leftover, parse_step_dir, step_dir
-from t5ckpt._sidecar import decode_sidecar, metrics_of, number_of
+from t5ckpt._ledger import ledger_entries
+from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt.errors import CheckpointNotFoundError, FormatError
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import Entry, Storage
@@ -95,7 +96,7 @@ def _summary(storage: Storage, entry: Entry, step: int, state: str, latest: int 
         files = {PINNED: Entry(PINNED, False)} if is_pinned else {}
     pinned = PINNED in files
     manifest = files.get(MANIFEST)
-    created = number_of(extra.get('created_unix'))
+    created = time_of(extra)
     if created is None:
         created = manifest.mtime if manifest is not None and manifest.mtime else None
     kept = ['pinned'] * pinned + ['latest'] * (state == 'complete' and step == latest)
@@ -116,11 +117,14 @@ def _summary(storage: Storage, entry: Entry, step: int, state: str, latest: int 
 
 def _nbytes(storage: Storage, directory: str, extra: Mapping[str, Any], files: Mapping[str, Entry]) -> int | None:
     arrays, digests = extra.get('bytes'), extra.get('digests')
-    if isinstance(arrays, int):
+    if isinstance(arrays, int) and 0 <= arrays < 2**63:
         # The sidecar counts what lies in the arrays' directories, and knows the files beside them, but not itself.
         if storage.renames:
             return arrays + sum(item.size or 0 for item in files.values())
-        return arrays + sum(size for size, _ in digests.values()) if isinstance(digests, Mapping) else None
+        try:
+            return arrays + sum(size for size, _ in ledger_entries(digests, SIDECAR).values())
+        except FormatError:
+            return None
     return sum(size or 0 for _, size in storage.walk(directory)) if storage.renames else None
 
 

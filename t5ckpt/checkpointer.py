@@ -360,7 +360,7 @@ class Checkpointer(FromTensorFlow):
           FormatError, StorageError: the checkpoint cannot be read.
         """
         if step is not None and path is not None:
-            raise ValueError('step and path both say what to restore: pass one of them.')
+            raise ValueError("step and path both say what to restore: pass path='run/checkpoint_100'.")
         if step is not None and not hasattr(step, '__index__'):
             raise ValueError(f'step must be an integer, got {step!r:.80}. A place is given as path=.')
         if strict not in STRICTNESS:

@@ -358,7 +358,7 @@ def _is_of_its_type(kind: type[Any], name: str, value: Any) -> bool:
         case 'steps' if kind is KeepSteps:
             return isinstance(value, list) and all(type(step) is int for step in value)
         case 'hours':
-            return type(value) in (int, float)
+            return type(value) in (int, float) and 0 < value < 10**9
         case 'keep_without_metric':
             return isinstance(value, bool)
         case _:

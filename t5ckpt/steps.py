@@ -32,6 +32,7 @@ __all__ = [
     'locate',
     'locate_step',
     'pin_checkpoint',
+    'refuse_within',
     'steps_in',
     'unpin_checkpoint',
 ]
@@ -210,6 +211,21 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}. Pass one of them, or none to take '
         'the latest.'
     )
+
+
+def refuse_within(target: Storage | None, located: Located) -> None:
+    """Keeps a copy from being written into what is copied.
+
+    Raises:
+      ValueError: the target lies in the checkpoint's directory.
+    """
+    inner = None if target is None else target.local_path('')
+    outer = located.storage.local_path(located.directory)
+    if inner is None or outer is None:
+        return
+    inner, outer = os.path.realpath(inner), os.path.realpath(outer)
+    if inner == outer or inner.startswith(f'{outer}{os.sep}'):
+        raise ValueError(f'{inner} is inside of the checkpoint {outer} that is to be copied. Write elsewhere.')
 
 
 def is_orbax(storage: Storage, directory: str) -> bool:

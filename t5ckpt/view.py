@@ -17,6 +17,7 @@ from t5ckpt._leaves import Empty, LeafTable
 from t5ckpt._open import Contents, leaves_of, read_contents, read_raw
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader, ReadOptions
+from t5ckpt._sidecar import metrics_of, time_of
 from t5ckpt._stats import CheckpointStats, checkpoint_stats
 from t5ckpt._text import aligned, human_bytes
 from t5ckpt._tree import LeafInfo, build_tree, glob_regex, leaf_infos
@@ -112,7 +113,7 @@ class CheckpointView(Mapping[str, LazyArray]):
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics that were saved with the checkpoint."""
-        return dict(self._contents.sidecar.extra.get('metrics') or {})
+        return metrics_of(self._contents.sidecar.extra)
 
     @property
     def nbytes(self) -> int:
@@ -214,8 +215,8 @@ class CheckpointView(Mapping[str, LazyArray]):
         infos, extra = self.infos(), self._contents.sidecar.extra
         facts = [] if self.step is None else [f'step {self.step}']
         facts += [f'{len(infos):,} leaves', f'{sum(info.size for info in infos):,} values', human_bytes(self.nbytes)]
-        created = extra.get('created_unix')
-        if isinstance(created, (int, float)):
+        created = time_of(extra)
+        if created is not None:
             saved = datetime.datetime.fromtimestamp(created, datetime.UTC)
             facts.append(f'saved {saved:%Y-%m-%d %H:%M} UTC')
         return facts + [f'{name} {value:.6g}' for name, value in self.metrics.items()]

@@ -1,5 +1,6 @@
 """The command line, as a shell would call it: real processes, exit codes, output for people and for programs."""
 
+import dataclasses
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import t5ckpt
+from t5ckpt._sidecar import decode_sidecar, encode_sidecar
 from t5ckpt.cli import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +65,7 @@ def test_ls_lists_complete_steps_as_a_table(run_dir):
     lines = t5ckpt_cli('ls', run_dir).splitlines()
     assert [line.split()[0] for line in lines] == ['step', '0', '100', '200']
     assert 'pinned' in lines[1]
-    assert 'latest' in lines[3]
+    assert 'all are kept' in lines[3]
 
 
 def test_ls_says_what_the_trainers_policy_says(tmp_path):
@@ -251,6 +253,33 @@ def test_diff_answers_with_its_exit_code(run_dir, tmp_path):
     found = json.loads(t5ckpt_cli('diff', run_dir, tmp_path, '--json', '--top', 1, code=1))
     assert [leaf['name'] for leaf in found['leaves']] == ['target/mlp/kernel']
     assert 'no such file' in t5ckpt_cli('diff', run_dir, tmp_path / 'nope', code=3)
+
+
+@pytest.mark.parametrize(
+    'facts',
+    [
+        {'keep': {'keep': 'KeepEveryHours', 'hours': 10**400}},
+        {'keep': {'keep': 'KeepBest', 'count': 1, 'metric': '../..'}},
+        {'created_unix': float('inf')},
+        {'created_unix': float('nan')},
+        {'bytes': 10**400},
+        {'digests': {'x': 5}},
+        {'metrics': {'a': 10**400, 'b': float('nan'), 'c': 'text'}},
+    ],
+    ids=str,
+)
+def test_ls_of_a_strangers_sidecar(tmp_path, facts):
+    state = {'w': np.zeros(4, np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    path = tmp_path / 'checkpoint_1' / 't5ckpt.json'
+    sidecar = decode_sidecar(path.read_bytes(), '')
+    path.write_bytes(encode_sidecar(dataclasses.replace(sidecar, extra={**sidecar.extra, **facts})))
+    assert t5ckpt_cli('ls', tmp_path).splitlines()[1].split()[0] == '1'
+    told = json.loads(
+        t5ckpt_cli('ls', tmp_path, '--json'), parse_constant=lambda text: pytest.fail(f'{text} is no JSON')
+    )
+    assert told[0]['step'] == 1
 
 
 def test_names_do_not_reach_the_terminal_as_they_are(tmp_path):

@@ -116,6 +116,24 @@ def test_a_checkpoint_of_ours_is_not_orbax(golden, tmp_path):
         convert('orbax', cases.by_name('case01').step_dir(golden), tmp_path)
 
 
+def test_orbax_directories_say_their_step(tmp_path):
+    """By their number, also through an item; and what was converted to Orbax comes back, empty tuples too."""
+    state = {'params': {'w': np.ones((64, 64), np.float32)}, 'opt_state': ({'mu': np.zeros(3, np.float32)}, (), [])}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(state, step=12)
+    convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax' / '12')
+    done = t5ckpt.convert_checkpoint('orbax', tmp_path / 'orbax' / '12', tmp_path / 'back')
+    assert done.step == 12
+    loaded = t5ckpt.load_t5x_checkpoint(tmp_path / 'back')
+    assert loaded['opt_state']['1'] == ()
+    np.testing.assert_array_equal(loaded['opt_state']['0']['mu'], np.zeros(3))
+    with ocp.CheckpointManager(tmp_path / 'manager') as manager:
+        manager.save(7, args=ocp.args.StandardSave({'w': np.ones(4)}))
+    for number, path in enumerate(('7', '7/default', '7/')):
+        source, target = f'{tmp_path}/manager/{path}', tmp_path / f'run{number}'
+        assert t5ckpt.convert_checkpoint('orbax', source, target).step == 7
+
+
 @pytest.mark.parametrize(('kind', 'says'), [('orbax', 'empty'), ('flax', 'no file of Flax'), ('jax', 'pytreedef')])
 def test_nothing_there(tmp_path, kind, says):
     (tmp_path / 'source').mkdir()
@@ -140,7 +158,7 @@ def test_jax_files_that_are_damaged(tmp_path):
 
 def test_a_tree_without_a_step(tmp_path):
     pytree_serialization.save(jax.tree.map(jnp.asarray, TREE), tmp_path / 'source')
-    with pytest.raises(ValueError, match='pass step='):
+    with pytest.raises(ValueError, match='--step'):
         convert('jax', tmp_path / 'source', tmp_path / 'run')
     assert convert('jax', tmp_path / 'source', tmp_path / 'run', ConvertOptions(step=0)).step == 0
 

@@ -1,5 +1,6 @@
 """`storage_options={'cache_dir': ...}`: what was fetched once is read from this machine, and never in place of what is there."""
 
+import os
 import pathlib
 import random
 import re
@@ -189,10 +190,14 @@ def test_it_stays_within_its_bound(tmp_path):
     other = FileCache(str(tmp_path), 30_000)
     other.put('file 60', CachedFile(bytes(1000), b'v'))
     assert sum(path.stat().st_size for path in tmp_path.rglob('*') if path.is_file()) <= 30_000
-    (tmp_path / 'notes.txt').write_text('mine')
+    mine = [tmp_path / name for name in ('notes.txt', 'my/results.chunked.csv', 'proj/ab/x.chunk', 'ab/x.chunk')]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('mine')
+        os.utime(path, (0, 0))
     for number in range(50):
         other.put(f'file {number}', CachedFile(bytes(5_000), b'v'))
-    assert (tmp_path / 'notes.txt').read_text() == 'mine'
+    assert [path.read_text() for path in mine] == ['mine'] * 4
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(bucket, tmp_path):
@@ -203,7 +208,9 @@ def test_a_cache_that_cannot_be_written_does_no_harm(bucket, tmp_path):
     assert file.read_text() == 'not a directory'
 
 
-@pytest.mark.parametrize('wrong', [{'cache_gb': 0}, {'cache_gb': '1'}, {'cache_dir': 3}])
+@pytest.mark.parametrize(
+    'wrong', [{'cache_gb': 0}, {'cache_gb': '1'}, {'cache_dir': 3}, {'cache_dir': ''}, {'cache_gb': 1e300}]
+)
 def test_wrong_options(bucket, tmp_path, wrong):
     with pytest.raises(ValueError, match=f'storage_options: {next(iter(wrong))}'):
         open_storage(bucket.url(), {'cache_dir': str(tmp_path), **wrong})

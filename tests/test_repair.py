@@ -1,5 +1,6 @@
 """`repair`: what follows from the rest is made again, what does not is never made up, the original stays as it is."""
 
+import dataclasses
 import json
 import pathlib
 import random
@@ -10,10 +11,13 @@ import pytest
 from support import golden as cases
 from support.states import leaf_print
 from test_cli import t5ckpt_cli
-from test_integrity import Iterator, files_of, flip, save, some_file, state_of
+from test_integrity import Iterator, copied, files_of, flip, save, some_file, state_of
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt._digest import digest
+from t5ckpt._ledger import decode_ledger, encode_ledger
+from t5ckpt._sidecar import decode_sidecar, encode_sidecar
 from t5ckpt.storage import open_storage
 
 BOOKS = ('t5ckpt.json', 'integrity.0.json')
@@ -146,8 +150,153 @@ def test_a_list_that_is_damaged_accuses_nobody(run_dir, tmp_path):
     assert arrays_of(tmp_path / 'mended' / 'checkpoint_1') == expected
     # With a chunk that really is damaged beside it, nothing tells the two apart.
     flip(step_dir / 'params.edge' / '0.0', random.Random(1))
-    with pytest.raises(errors.CorruptCheckpointError, match='params/w'):
+    with pytest.raises(errors.CorruptCheckpointError, match=r'params/w(.|\n)*one or more of them have changed'):
         t5ckpt.repair(step_dir, tmp_path / 'other')
+
+
+@pytest.mark.parametrize('how', ['missing', 'empty', 'truncated', 'flipped'])
+@pytest.mark.parametrize('victim', ['params.w/0.0', 'params.edge/1.0', 'iterator'])
+@pytest.mark.parametrize('gone', [False, True])
+def test_a_lost_list_and_a_changed_file_are_not_made_one(run_dir, tmp_path, how, victim, gone):
+    """The sidecar knows that something has changed: new checksums would make it whole."""
+    step_dir = save(run_dir)
+    harm(step_dir / 'integrity.0.json', how, random.Random(3))
+    path = step_dir / victim if victim != 'iterator' else next(step_dir.glob('train_ds*'))
+    if gone:
+        path.unlink()
+    else:
+        flip(path, random.Random(1))
+    before = bytes_of(step_dir)
+    with pytest.raises(errors.CorruptCheckpointError):
+        t5ckpt.repair(step_dir, tmp_path / 'mended')
+    assert bytes_of(step_dir) == before
+    assert not (tmp_path / 'mended').exists()
+    if gone and victim != 'iterator':
+        return
+    trust = t5ckpt.RepairOptions(trust_files=True, drop=[] if how in ('missing', 'empty', 'truncated') else ['.*'])
+    if how != 'flipped':
+        report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust)
+        assert any('nothing vouches' in note for note in report.notes)
+        assert t5ckpt.verify(tmp_path / 'mended', full=True).ok
+
+
+def of_two_processes(step_dir):
+    """The list in two halves, as two processes write it; the sidecar is signed again."""
+    files = decode_ledger((step_dir / 'integrity.0.json').read_bytes(), '')
+    halves = [dict(list(files.items())[part::2]) for part in (0, 1)]
+    sidecar = decode_sidecar((step_dir / 't5ckpt.json').read_bytes(), '')
+    digests = dict(sidecar.extra['digests'])
+    for number, half in enumerate(halves):
+        data = encode_ledger(half)
+        (step_dir / f'integrity.{number}.json').write_bytes(data)
+        digests[f'integrity.{number}.json'] = [len(data), digest(data)]
+    signed = dataclasses.replace(sidecar, extra={**sidecar.extra, 'digests': digests})
+    (step_dir / 't5ckpt.json').write_bytes(encode_sidecar(signed))
+    assert t5ckpt.verify(step_dir, full=True).ok
+    return halves
+
+
+@pytest.mark.parametrize('what', ['nothing', 'missing', 'truncated', 'flipped'])
+@pytest.mark.parametrize('compression', [None, 'zstd'])
+def test_one_of_two_lists_is_lost(run_dir, tmp_path, what, compression):
+    step_dir = save(run_dir, compression=compression)
+    expected = arrays_of(step_dir)
+    halves = of_two_processes(step_dir)
+    (step_dir / 'integrity.1.json').unlink()
+    victim = next(name for name in halves[1] if name.startswith('params.') and not name.endswith('.zarray'))
+    if what != 'nothing':
+        harm(step_dir / victim, what, random.Random(1))
+        with pytest.raises(errors.CorruptCheckpointError):
+            t5ckpt.repair(step_dir, tmp_path / 'mended')
+        assert not (tmp_path / 'mended').exists()
+        if what == 'missing' or (what == 'truncated' and compression is None):
+            # A list is gone, and still it is seen that a chunk is not there.
+            assert victim in {damage.file for damage in t5ckpt.verify(step_dir, full=True).damages}
+        return
+    assert t5ckpt.repair(step_dir, tmp_path / 'mended').rebuilt == ('integrity.1.json',)
+    assert arrays_of(tmp_path / 'mended' / 'checkpoint_1') == expected
+    assert t5ckpt.verify(tmp_path / 'mended', full=True).ok
+
+
+def test_arrays_that_changed_places_keep_their_metadata(run_dir, tmp_path):
+    """A `.zarray` that says something else is no lost file."""
+    rng = np.random.default_rng(0)
+    state = {'w': rng.standard_normal((96, 64), np.float32), 't': rng.standard_normal((64, 96), np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run_dir, chunk_bytes=10**6, inline_bytes=100) as ck:
+        ck.save(state, step=1)
+    step_dir = run_dir / 'checkpoint_1'
+    for name in BOOKS:
+        (step_dir / name).unlink()
+    (step_dir / 'w').rename(step_dir / 'x')
+    (step_dir / 't').rename(step_dir / 'w')
+    (step_dir / 'x').rename(step_dir / 't')
+    with pytest.raises(errors.CorruptCheckpointError, match='w'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended')
+    assert not (tmp_path / 'mended').exists()
+
+
+def test_a_damaged_sidecar_that_has_another_checksum_of_the_manifest(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    sidecar = step_dir / 't5ckpt.json'
+    sidecar.write_bytes(sidecar.read_bytes().replace(b'"host"', b'"hosT"'))
+    assert t5ckpt.repair(step_dir, tmp_path / 'good').rebuilt == ('t5ckpt.json',)
+    manifest = step_dir / 'checkpoint'
+    data = manifest.read_bytes()
+    manifest.write_bytes(data.replace(np.float64(3).tobytes(), np.float64(3.5).tobytes()))
+    assert manifest.read_bytes() != data
+    with pytest.raises(errors.CorruptCheckpointError, match='another checksum of checkpoint'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended')
+    sidecar.unlink()
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended')
+    assert any('nothing vouches for the values in the manifest' in note for note in report.notes)
+
+
+def test_what_can_be_mended_is_not_left_out(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    expected = arrays_of(step_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    everything = t5ckpt.RepairOptions(drop=['.*'])
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=everything)
+    assert (report.dropped, report.rebuilt) == ((), ('params.w/.zarray',))
+    assert arrays_of(tmp_path / 'mended' / 'checkpoint_1') == expected
+    for name in BOOKS:
+        (step_dir / name).unlink()
+    # Without lists a lost chunk behind a lost .zarray comes to light only when that is there again.
+    chunk = step_dir / 'params.w' / '0.0'
+    chunk.write_bytes(chunk.read_bytes()[:100])
+    with pytest.raises(errors.CorruptCheckpointError, match=r'params.w/0\.0'):
+        t5ckpt.repair(step_dir, tmp_path / 'other')
+    assert t5ckpt.repair(step_dir, tmp_path / 'other', options=everything).dropped == ('params/w',)
+    assert t5ckpt.verify(tmp_path / 'other', full=True).ok
+
+
+def test_places_that_a_repair_refuses(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    before = bytes_of(step_dir)
+    for where in (step_dir / 'params.w', step_dir / 'new'):
+        with pytest.raises(ValueError, match='is inside of the checkpoint'):
+            t5ckpt.repair(step_dir, where)
+        with pytest.raises(ValueError, match='is inside of the checkpoint'):
+            t5ckpt.copy_checkpoint(step_dir, where)
+    assert bytes_of(step_dir) == before
+    (tmp_path / 'linked').mkdir()
+    (tmp_path / 'linked' / 'checkpoint_1').symlink_to(step_dir)
+    with pytest.raises(errors.UnsupportedFormatError, match='symbolic link'):
+        t5ckpt.repair(tmp_path / 'linked', in_place=True)
+    assert (tmp_path / 'linked' / 'checkpoint_1').is_symlink()
+    (step_dir / 'back\\slash').write_text('stray')
+    t5ckpt.repair(step_dir, tmp_path / 'mended')
+    assert t5ckpt.verify(tmp_path / 'mended', full=True).ok
+
+
+def test_nothing_would_be_left(run_dir, tmp_path):
+    state = {'w': np.ones((64, 64), np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run_dir, inline_bytes=100) as ck:
+        ck.save(state, step=1)
+    next((run_dir / 'checkpoint_1' / 'w').glob('0*')).unlink()
+    with pytest.raises(errors.CorruptCheckpointError, match='nothing would be left'):
+        t5ckpt.repair(run_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(drop=['w']))
 
 
 def test_lost_leaves_are_left_out_on_request(run_dir, tmp_path):
@@ -286,15 +435,16 @@ def test_a_checkpoint_of_t5x(golden, tmp_path, name):
 
 
 def test_checksums_for_a_checkpoint_that_has_none(golden, tmp_path):
-    case = cases.by_name('case01')
     options = t5ckpt.RepairOptions(add_checksums=True)
-    report = t5ckpt.repair(case.step_dir(golden), tmp_path / 'run', options=options)
+    # Copied before: the repaired one shares its files.
+    step_dir = copied(golden, tmp_path, 'case01_adafactor')
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=options)
     assert report.rebuilt == ('integrity.0.json', 't5ckpt.json')
-    mended = t5ckpt.verify(tmp_path / 'run', full=True)
+    mended = t5ckpt.verify(tmp_path / 'mended', full=True)
     assert mended.ok
     assert mended.has_checksums
-    flip(next((tmp_path / 'run').rglob('0.0')), random.Random(1))
-    assert not t5ckpt.verify(tmp_path / 'run', full=True).ok
+    flip(next((tmp_path / 'mended').rglob('0.0')), random.Random(1))
+    assert not t5ckpt.verify(tmp_path / 'mended', full=True).ok
 
 
 def test_the_verb(run_dir, tmp_path):

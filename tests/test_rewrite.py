@@ -18,6 +18,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert import ConvertOptions
 from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint as rewrite
+from t5ckpt.convert.to_orbax import convert_to_orbax
 
 RNG = np.random.default_rng(3)
 PARAMS = {'dense': {'kernel': RNG.standard_normal((300, 200), np.float32), 'bias': np.ones(200, jnp.bfloat16)}}
@@ -126,7 +127,7 @@ def test_changes_that_cannot_be_made(run, tmp_path, changes, says):
 
 
 def test_a_leaf_that_becomes_a_scope_of_others(run, tmp_path):
-    with pytest.raises(errors.UnsupportedLeafError, match='params'):
+    with pytest.raises(errors.TreeMismatchError, match='below what step becomes'):
         rewrite(run, tmp_path / 'copy', Changes(rename=[('step', 'params')]))
 
 
@@ -197,6 +198,65 @@ def test_damage_is_not_copied(run, tmp_path):
     with pytest.raises(errors.CorruptCheckpointError, match=r'params/dense/kernel: .*0\.0'):
         rewrite(run, tmp_path / 'copy')
     assert list((tmp_path / 'copy').iterdir()) == []
+
+
+@pytest.mark.parametrize('compression', [None, 'zstd'])
+def test_damage_is_not_cast_or_averaged_into_something_whole(tmp_path, compression):
+    state = {'params': {'w': np.arange(6144, dtype=np.float32).reshape(96, 64)}, 'step': np.int32(3)}
+    for name in ('good', 'bad'):
+        with t5ckpt.Checkpointer(
+            state, checkpoints_dir=tmp_path / name, chunk_bytes=4096, inline_bytes=100, compression=compression
+        ) as ck:
+            ck.save(state, step=1)
+    chunks = sorted((tmp_path / 'bad' / 'checkpoint_1' / 'params.w').glob('[0-9]*'))
+    # A whole chunk in another's place: it decodes, and its values are wrong.
+    chunks[0].write_bytes(chunks[1].read_bytes())
+    good, bad = tmp_path / 'good', tmp_path / 'bad'
+    for sources, options in [
+        (bad, ConvertOptions(save_dtype='bfloat16')),
+        ([good, bad], None),
+        ([bad, good], None),
+        (bad, ConvertOptions(compression='gzip')),
+    ]:
+        with pytest.raises(errors.CorruptCheckpointError, match='params'):
+            rewrite(sources, tmp_path / 'copy', options=options)
+        assert not t5ckpt.all_steps(tmp_path / 'copy')
+    with pytest.raises(errors.CorruptCheckpointError):
+        t5ckpt.export_safetensors(bad, tmp_path / 'model.safetensors')
+    with pytest.raises(errors.CorruptCheckpointError):
+        t5ckpt.export_npz(bad, tmp_path / 'model.npz')
+    with pytest.raises(errors.CorruptCheckpointError):
+        convert_to_orbax(bad, tmp_path / 'orbax' / '1')
+    assert not (tmp_path / 'orbax' / '1').exists()
+    assert not list(tmp_path.glob('model*'))
+
+
+def test_metrics_and_policy_come_along(tmp_path):
+    state = {'params': {'w': np.ones((64, 64), np.float32)}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', keep=3) as ck:
+        ck.save(state, step=1, metrics={'loss': 0.5})
+    rewrite(tmp_path / 'run', tmp_path / 'copy', options=ConvertOptions(step=9, save_dtype='bfloat16'))
+    assert t5ckpt.open_checkpoint(tmp_path / 'copy').metrics == {'loss': 0.5}
+
+
+@pytest.mark.parametrize(
+    ('rename', 'says'),
+    [(('params/(.*)', r'p/\2'), 'cannot be filled in'), (('params/(.*)', r'\g<bad'), 'cannot be filled in')],
+)
+def test_replacements_that_cannot_be_filled_in(rename, says):
+    with pytest.raises(ValueError, match=says):
+        Changes(rename=[rename])
+
+
+def test_a_leaf_below_another(tmp_path):
+    state = {'w': np.ones((64, 64), np.float32), 'note': 'text', 'empty': {}, 'x': np.float32(1)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(state, step=1)
+    for rename in [('note', 'w/deep'), ('w', 'note/deep'), ('empty', 'w/deep'), ('x', 'w/deep')]:
+        with pytest.raises(errors.TreeMismatchError, match='below what'):
+            rewrite(tmp_path / 'run', tmp_path / 'copy', Changes(rename=[rename]))
+    with pytest.raises(ValueError, match='directory of a step'):
+        rewrite(tmp_path / 'run', tmp_path / 'checkpoint_7')
 
 
 def test_memory_stays_bounded(tmp_path):

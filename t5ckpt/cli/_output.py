@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
@@ -35,7 +36,16 @@ def say(text: str, *, err: bool = False) -> None:
 
 def print_json(value: Any) -> None:
     """Prints a value as JSON; what JSON does not know (numpy scalars, paths) as a number or as text."""
-    click.echo(json.dumps(value, indent=2, default=_plain))
+    # JSON has no NaN: what reads it would stumble.
+    click.echo(json.dumps(_finite(json.loads(json.dumps(value, default=_plain))), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plain(value: Any) -> Any:

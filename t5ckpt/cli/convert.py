@@ -10,6 +10,7 @@ import click
 
 from t5ckpt._text import human_bytes
 from t5ckpt.cli._output import json_option, print_json, progress, say
+from t5ckpt.cli._reports import words as words_of
 from t5ckpt.convert import CODEC_NAMES, FORMATS, convert_checkpoint
 from t5ckpt.convert._conversion import Conversion, ConvertOptions
 from t5ckpt.convert.to_orbax import convert_to_orbax
@@ -54,11 +55,8 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
     translator = None if rules is None else _translator(rules)
     if translator is not None and kind != 'tf':
         raise click.UsageError(f'--rules are for tf, not for {kind}.')
-    with progress(f'convert {source}') as shown:
-        try:
-            options = ConvertOptions(**words, progress=shown)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
+    with progress(f'convert {source}') as shown, words_of():
+        options = ConvertOptions(**words, progress=shown)
         if kind == _TO_ORBAX:
             done = convert_to_orbax(source, directory, options)
         else:

@@ -10,6 +10,7 @@ import click
 from t5ckpt._copy import CopyOptions, copy_checkpoint
 from t5ckpt._text import human_bytes
 from t5ckpt.cli._output import json_option, print_json, progress, step_option
+from t5ckpt.cli._reports import words as words_of
 
 __all__ = ['command']
 
@@ -24,9 +25,7 @@ _CHANGES = ('save_dtype', 'no_optimizer', 'drop', 'rename', 'ema', 'average', 'c
 @click.option('--save-dtype', metavar='DTYPE', help='Cast floating parameters, for instance to bfloat16.')
 @click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
 @click.option('--drop', multiple=True, metavar='REGEX', help='Leave out the leaves of this name; repeatable.')
-@click.option(
-    '--rename', multiple=True, nargs=2, metavar='REGEX NEW', help=r'NEW may have \\1 for a group; repeatable.'
-)
+@click.option('--rename', multiple=True, nargs=2, metavar='REGEX NEW', help=r'NEW may have \1 for a group; repeatable.')
 @click.option('--ema', metavar='SCOPE', help='Moving averages, such as opt_state/ema, in place of the parameters.')
 @click.option('--average', multiple=True, metavar='OTHER', help='Average the parameters with these; repeatable.')
 @click.option('--compression', metavar='CODEC', help='Write with this codec, or auto.')
@@ -48,11 +47,11 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
       t5ckpt cp run weights --no-optimizer --save-dtype bfloat16
       t5ckpt cp run/checkpoint_3000 mean --average run/checkpoint_2000
     """
-    if any(words[name] for name in _CHANGES[:-1]) or words['as_step'] is not None:
+    if any(words[name] not in (None, (), False) for name in _CHANGES):
         _with_changes(source, target, step, as_json, words)
         return
-    options = CopyOptions(workers=words['workers'], overwrite=words['force'], dry_run=words['dry_run'])
-    with progress('copying') as report:
+    with progress('copying') as report, words_of():
+        options = CopyOptions(workers=words['workers'], overwrite=words['force'], dry_run=words['dry_run'])
         done = copy_checkpoint(source, target, step, options=options, progress=report)
     if as_json:
         print_json({**dataclasses.asdict(done), 'written': not options.dry_run})
@@ -64,7 +63,6 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
 
 def _with_changes(source: str, target: str, step: int | None, as_json: bool, words: dict[str, Any]) -> None:
     # Imported here, since a plain copy needs no jax.
-    from t5ckpt.cli._reports import words as words_of
     from t5ckpt.cli.convert import print_conversion
     from t5ckpt.convert import ConvertOptions
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint

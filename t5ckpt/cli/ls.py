@@ -14,7 +14,7 @@ from t5ckpt._text import human_age, human_bytes
 from t5ckpt.cli._output import Column, json_option, print_json, print_table
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import KeepAll, StepInfo, policy_of, retention_plan
+from t5ckpt.policies import StepInfo, policy_of, retention_plan
 from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['command']
@@ -62,7 +62,7 @@ def _with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummar
     """With what the keep policy says, that the latest step was saved under."""
     complete = [entry for entry in found if entry.complete]
     policy = policy_of(complete[-1].policy) if complete else None
-    if policy is None or isinstance(policy, KeepAll):
+    if policy is None:
         return found
     steps = [entry.step for entry in complete]
     seen = TensorBoardMetrics(storage)

@@ -21,6 +21,7 @@ __all__ = ['command']
 @step_option
 @click.option('--in-place', is_flag=True, help='Replace the checkpoint instead of writing OUTPUT.')
 @click.option('--drop', multiple=True, metavar='REGEX', help='Leave out damaged leaves of this name; repeatable.')
+@click.option('--trust-files', is_flag=True, help='Take as it is what no checksum vouches for any more.')
 @click.option('--add-checksums', is_flag=True, help="Give a checkpoint checksums that has none, such as T5X's.")
 @click.option('--dry-run', is_flag=True, help='Only say what would be done.')
 @click.option('--yes', is_flag=True, help='Do not ask.')
@@ -44,8 +45,8 @@ def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: b
     if in_place and not dry_run:
         confirm(f'Replace {path} by its repaired copy?', yes)
     with words():
-        options = RepairOptions(how['drop'], how['add_checksums'], dry_run)
-    with progress('verifying') as report:
+        options = RepairOptions(how['drop'], how['trust_files'], how['add_checksums'], dry_run)
+    with progress('verifying') as report, words():
         done = repair(path, output, how['step'], in_place=in_place, options=options, progress=report)
     if as_json:
         print_json({'dry_run': dry_run, **dataclasses.asdict(done)})

@@ -9,12 +9,12 @@ from typing import Any
 
 from t5ckpt._budget import bytes_of_gb
 from t5ckpt._dtypes import floating_dtype
-from t5ckpt._layout import step_dir
+from t5ckpt._layout import parse_step_dir, step_dir
 from t5ckpt._leaves import MAX_STEP, LeafTable
 from t5ckpt._plan import CODECS, SaveOptions
 from t5ckpt._stream import STREAM_BYTES, StreamRequest, check_room, write_stream
 from t5ckpt._types import Progress
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.storage import Storage, open_storage, split_path
 
 __all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish']
 
@@ -87,6 +87,7 @@ class Found:
       added: leaves that the source does not have.
       dropped: names in the source that are left out.
       files: what else belongs to the step, by name in its directory: a data iterator's state.
+      extra: fields of the sidecar that come along: metrics, the keep policy.
     """
 
     table: LeafTable
@@ -96,6 +97,7 @@ class Found:
     added: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: ConvertOptions) -> Conversion:
@@ -107,7 +109,9 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
     """
     step = found.step if options.step is None else options.step
     if step is None:
-        raise ValueError('the source does not say which step it is of: pass step=.')
+        raise ValueError('the source does not say which step it is of: pass one (step=, --step).')
+    if not isinstance(directory, Storage) and parse_step_dir(split_path(directory)[1]) is not None:
+        raise ValueError(f'{os.fspath(directory)} is a directory of a step. Give that of the run, its parent.')
     storage = open_storage(directory)
     request = StreamRequest(
         storage,
@@ -118,6 +122,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         found.source,
         options.progress,
         files=found.files,
+        extra=found.extra,
     )
     facts = (dict(found.mapped), found.added, found.dropped)
     if options.dry_run:

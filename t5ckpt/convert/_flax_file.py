@@ -36,6 +36,7 @@ _IN_PLACE_BYTES = 2**16
 _MAX_DEPTH = 250
 _HEADER_BYTES = 512
 _EXT_ARRAY = 1
+_MAX_RANK = 32
 _CHUNKED = '__msgpack_chunked_array__'
 # By the first byte: the struct format of the length that follows it.
 _STRINGS = {0xD9: '>B', 0xDA: '>H', 0xDB: '>I', 0xC4: '>B', 0xC5: '>H', 0xC6: '>I'}
@@ -144,6 +145,8 @@ class _Scan:
         found: dict[Any, Any] = {}
         for _ in range(count):
             key = self.value(depth + 1)
+            if isinstance(key, str) and key in self.arrays:
+                raise CorruptCheckpointError(f'the key of a map at byte {self.at:,} is an array')
             found[key] = self.value(depth + 1)
         shape, chunks = _in_order(found.get('shape')), _in_order(found.get('chunks'))
         if _CHUNKED in found and shape is not None and chunks is not None:
@@ -202,11 +205,13 @@ class _Scan:
         known = [part for part in parts if isinstance(part, (FlatArray, np.ndarray))]
         if len(known) < len(parts) or not any(isinstance(part, FlatArray) for part in known):
             return None
-        if not all(type(size) is int and size >= 0 for size in shape) or len({part.dtype for part in known}) != 1:
+        good = len(shape) <= _MAX_RANK and all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape)
+        if not good or len({part.dtype for part in known}) != 1:
             raise CorruptCheckpointError('the chunks of an array are no arrays of one dtype')
         if math.prod(shape) != sum(math.prod(part.shape) for part in known):
             raise CorruptCheckpointError(f'the chunks of an array do not make one of shape {shape!r:.80}')
-        return self._kept(shape, known[0].dtype, _joined_reader(shape, known), None)
+        sizes = [int(size) for size in shape]
+        return self._kept(sizes, known[0].dtype, _joined_reader(sizes, known), None)
 
     def _peek(self, count: int) -> bytes:
         data = os.pread(self._fd, count, self.at)

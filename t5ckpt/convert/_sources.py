@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from t5ckpt._dtypes import kind
-from t5ckpt._open import leaves_of, read_contents
+from t5ckpt._open import leaves_of, read_contents, read_raw
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
 from t5ckpt._types import Path, check_patterns, leaf_name
@@ -76,10 +76,11 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
     Raises:
       CheckpointNotFoundError, FormatError: see ``t5ckpt.open_checkpoint``.
     """
-    contents = read_contents(locate(path, step))
+    located = locate(path, step)
+    contents = read_contents(located, read_raw(located, ledgers=True))
     leaves, _ = leaves_of(contents, (), {})
-    located = contents.located
-    reader = ArrayReader(located.storage, located.directory, True)
+    # What is damaged must not come out as whole, under another name.
+    reader = ArrayReader(located.storage, located.directory, True, ledger=contents.ledger)
     arrays: dict[str, Source] = {}
     others: list[str] = []
     for tree_path, leaf in leaves.items():

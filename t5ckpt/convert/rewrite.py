@@ -24,8 +24,8 @@ from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import is_optimizer
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, mismatch_error, near_names
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.steps import Located, locate
-from t5ckpt.storage import Storage
+from t5ckpt.steps import Located, locate, refuse_within
+from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['Changes', 'rewrite_checkpoint']
 
@@ -51,6 +51,11 @@ class Changes:
     def __post_init__(self) -> None:
         check_patterns(self.drop, 'drop')
         check_patterns([pattern for pattern, _ in self.rename], 'rename')
+        for pattern, new in self.rename:
+            try:
+                re.compile(pattern).sub(new, '')
+            except (re.error, IndexError) as error:
+                raise ValueError(f'rename: {new!r} cannot be filled in from {pattern!r}: {error}.') from error
 
 
 def rewrite_checkpoint(
@@ -101,7 +106,9 @@ def rewrite_checkpoint(
         {leaf_name(old): leaf_name(new) for old, new in names.items()},
         dropped=tuple(map(leaf_name, dropped)),
         files=_iterator_files(located),
+        extra={name: value for name, value in contents[-1].sidecar.extra.items() if name in ('metrics', 'keep')},
     )
+    refuse_within(open_storage(directory), located)
     return finish(found, directory, options)
 
 
@@ -241,6 +248,10 @@ def _renamed(table: LeafTable, rules: Sequence[tuple[str, str]]) -> dict[Path, P
             clashes.append(f'{other}{name} would become {leaf_name(new)!r}')
         names[path] = owners[new] = new
         owners[new] = path
+    for new, old in owners.items():
+        above = next((owners[new[:length]] for length in range(1, len(new)) if new[:length] in owners), None)
+        if above is not None:
+            clashes.append(f'{leaf_name(old)} would become {leaf_name(new)!r}, below what {leaf_name(above)} becomes')
     if clashes:
         raise TreeMismatchError('the leaves cannot be renamed so:\n  ' + '\n  '.join(clashes[:20]))
     _refuse_unused([pattern for pattern, _ in rules if pattern in unused], table)

@@ -23,7 +23,7 @@ from t5ckpt._types import Path, Progress, leaf_name
 from t5ckpt.convert._conversion import Conversion, ConvertOptions
 from t5ckpt.convert._outputs import check_output, local_output, output
 from t5ckpt.convert.trees import is_optimizer
-from t5ckpt.errors import MissingDependencyError, SaveFailedError, UnsupportedLeafError
+from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.steps import locate
 from t5ckpt.storage import open_storage
@@ -139,5 +139,8 @@ def _save(tree: Mapping[str, Any], target: str, meter: _Meter) -> None:
         with ocp.Checkpointer(handler) as checkpointer:
             # The directory is there, empty; Orbax makes its own and renames it.
             checkpointer.save(target, tree, force=True)
+    except T5CkptError:
+        # Of the source: it is damaged, or was deleted.
+        raise
     except (ValueError, OSError, RuntimeError) as error:
         raise SaveFailedError(f'{target}: Orbax did not write it ({type(error).__name__}: {error!s:.300}).') from error

@@ -6,6 +6,7 @@ msgpack file is one piece, and is held as a whole.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -102,6 +103,11 @@ def _open_orbax(source: str) -> Contents:
         if contents.sidecar.extra or _is_t5x(contents):
             raise UnsupportedFormatError(f"{located.url} is in T5X's format already. Copy it with t5ckpt cp.")
         return contents
+    if located.step is None:
+        # Orbax calls a step's directory by its number, and may have an item in it.
+        parent, name = split_path(located.url)
+        number = name if name.isdecimal() else split_path(parent)[1]
+        located = dataclasses.replace(located, step=int(number) if re.fullmatch('[0-9]{1,18}', number) else None)
     return read_contents(located)
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import threading
 
 import xxhash
@@ -22,6 +23,9 @@ __all__ = ['CachedFile', 'FileCache']
 
 _FULL, _AFTER = 1.0, 0.9
 _SUFFIX = '.chunk'
+# What is ours, also what a killed process left half-written; nothing else is ever removed.
+_DIRECTORY = re.compile('[0-9a-f]{2}')
+_ENTRY = re.compile(r'[0-9a-f]{62}\.chunk(\.[0-9]+\.[0-9]+)?')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +107,18 @@ class FileCache:
         return sum(size for _, size, _ in self._entries())
 
     def _entries(self) -> list[tuple[int, int, str]]:
-        """(last use in nanoseconds, bytes, path) of everything below; also what a killed process left half-written."""
+        """(last use in nanoseconds, bytes, path) of everything that is ours."""
         found: list[tuple[int, int, str]] = []
-        for parent, _, names in os.walk(self._directory):
-            # Nothing but what is ours by its name is ever removed.
-            if len(os.path.basename(parent)) != 2:
-                continue
-            for name in names:
-                path = os.path.join(parent, name)
+        for parent in _names_in(self._directory, _DIRECTORY):
+            for path in _names_in(parent, _ENTRY):
                 with contextlib.suppress(OSError):
                     info = os.lstat(path)
-                    if _SUFFIX in name:
-                        found.append((info.st_mtime_ns, info.st_size, path))
+                    found.append((info.st_mtime_ns, info.st_size, path))
         return found
+
+
+def _names_in(directory: str, pattern: re.Pattern[str]) -> list[str]:
+    try:
+        return [os.path.join(directory, name) for name in os.listdir(directory) if pattern.fullmatch(name)]
+    except OSError:
+        return []

@@ -128,9 +128,10 @@ def _check(name: str, value: Any, default: Any) -> None:
             good, wanted = is_number and 1 <= value < float('inf'), 'a number of seconds, at least 1'
         case 'cache_gb':
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            good, wanted = is_number and 0 < value < float('inf'), 'a number of gigabytes above 0'
+            good, wanted = is_number and 0 < value < 10**9, 'a number of gigabytes above 0'
         case 'cache_dir':
-            good, wanted = value is None or isinstance(value, (str, os.PathLike)), 'a path'
+            text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else ''
+            good, wanted = value is None or (bool(text) and '\0' not in text), 'the path of a directory'
         case 'anonymous' | 'requester_pays':
             good, wanted = isinstance(value, bool) or value is default, 'True or False'
         case _:

@@ -98,7 +98,7 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
         path=located.url,
         step=located.step,
         full=full,
-        has_checksums=bool(check.ledger),
+        has_checksums=bool(check.ledger) or check.is_listed,
         damages=tuple(sorted(check.damages, key=lambda damage: (damage.file, damage.chunk or ()))),
         notes=tuple(check.notes),
         leaves=len(check.leaves),
@@ -135,6 +135,7 @@ class _Check:
       implied: the files of arrays that no ledger lists.
       sizes: of the files that were looked at and are there.
       read: files whose bytes have been compared already.
+      is_listed: whether the manifest's checksum is known.
     """
 
     located: Located
@@ -147,6 +148,7 @@ class _Check:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     read: set[str] = dataclasses.field(default_factory=set[str])
     raw: RawFiles = dataclasses.field(default_factory=RawFiles)
+    is_listed: bool = False
 
     # --- the manifest, and what lists the other files -----------------------------------------------------------------
 
@@ -167,6 +169,7 @@ class _Check:
         for name in sorted(lists):
             self._ledger_of(name, known.get(name), name in top)
         if self.located.manifest:
+            self.is_listed = self.located.manifest in known
             data = self._known_file(self.located.manifest, known.get(self.located.manifest))
             self.raw = RawFiles(data, self.raw.sidecar)
 

@@ -39,6 +39,7 @@ __all__ = [
     'is_inside',
     'is_integrity_file',
     'join',
+    'parse_damaged',
     'parse_hold',
     'parse_index',
     'parse_leftover',
@@ -61,6 +62,7 @@ INDEX_COMPLETE = '.t5ckpt/complete'
 _INTEGRITY = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted)-([0-9]{1,12})')
+_DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
 _HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
 _MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})')
 # One component of a file key. Everything else (a slash, a control character, a leading dot) is not put on disk.
@@ -129,6 +131,12 @@ def deleted_dir(step: int, unix: int) -> str:
 def damaged_dir(step: int, unix: int) -> str:
     """The directory's name of a checkpoint that could not be restored and is out of the way."""
     return f'checkpoint_{step}.damaged-{unix}'
+
+
+def parse_damaged(name: str) -> int | None:
+    """The step in :func:`damaged_dir`, or None for any other name."""
+    match = _DAMAGED.fullmatch(name)
+    return None if match is None else int(match.group(1))
 
 
 def hold_file(step: int, until: int, who: str) -> str:

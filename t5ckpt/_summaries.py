@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt._index import read_index
-from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, join, parse_leftover, parse_step_dir, step_dir
+from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, join, parse_damaged, parse_leftover, parse_step_dir, step_dir
 from t5ckpt._ledger import ledger_entries
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt.errors import CheckpointNotFoundError, FormatError
@@ -29,7 +29,7 @@ class StepSummary:
       step: its number.
       path: its directory, as a user would write it.
       complete: whether readers see it.
-      state: ``'complete'``, ``'unfinished'``, ``'being deleted'`` or ``'broken'``.
+      state: ``'complete'``, ``'unfinished'``, ``'being deleted'``, ``'broken'``, or ``'damaged'``, which a restore has set aside.
       nbytes: of all its files; None where neither a sidecar nor the storage's listing says it.
       created: unix seconds of the save; of the manifest file where no sidecar says it; None where nothing does.
       metrics: given to ``save``.
@@ -79,6 +79,9 @@ def _state_of(entry: Entry, complete: set[int]) -> tuple[int, str] | None:
     step = parse_step_dir(entry.name)
     if step is not None:
         return step, 'complete' if step in complete else 'broken'
+    damaged = parse_damaged(entry.name)
+    if damaged is not None:
+        return damaged, 'damaged'
     leftover = parse_leftover(entry.name)
     if leftover is None:
         return None

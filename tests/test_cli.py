@@ -43,6 +43,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     t5ckpt.pin_checkpoint(run / 'checkpoint_0')
     (run / 'checkpoint_300.tmp-1700000000').mkdir()
     (run / 'checkpoint_300.tmp-1700000000' / 'x').write_bytes(b'1')
+    (run / 'checkpoint_150.damaged-1700000000').mkdir()
+    (run / 'checkpoint_150.damaged-1700000000' / 'checkpoint').write_bytes(b'x')
     (run / 'checkpoint_400').mkdir()
     (run / 'checkpoint_400' / 'checkpoint').write_bytes(b'\x82')
     return run
@@ -93,6 +95,7 @@ def test_ls_all_shows_what_is_not_complete(run_dir):
     assert {entry['step']: entry['state'] for entry in entries} == {
         0: 'complete',
         100: 'complete',
+        150: 'damaged',
         200: 'complete',
         300: 'unfinished',
         400: 'broken',

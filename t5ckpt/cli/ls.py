@@ -23,7 +23,10 @@ __all__ = ['command']
 @click.command('ls')
 @click.argument('path')
 @click.option(
-    '--all', 'show_all', is_flag=True, help='Also what is no complete checkpoint: unfinished, broken, leftover.'
+    '--all',
+    'show_all',
+    is_flag=True,
+    help='Also what is no complete checkpoint: unfinished, broken, set aside as damaged.',
 )
 @json_option
 def command(path: str, show_all: bool, as_json: bool) -> None:

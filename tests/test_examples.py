@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import t5ckpt
+
 ROOT = Path(__file__).resolve().parents[1]
 PNG = b'\x89PNG\r\n\x1a\n'
 
@@ -22,3 +24,13 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path):
     assert 'every loss equal to the last bit' in done.stdout
     assert [line.split()[1] for line in done.stdout.splitlines() if ' MB in ' in line] == ['16', '20', '24']
     assert (tmp_path / 'run' / 'embedding.png').read_bytes().startswith(PNG)
+    # Its names are T5X's, so that what docs/hugging-face.md says can be tried on it.
+    report = t5ckpt.export_hf(tmp_path / 'run', tmp_path / 'model')
+    assert report.kind == 't5'
+    t5ckpt.import_hf(tmp_path / 'model', tmp_path / 'back')
+    names = {
+        leaf.name
+        for leaf in t5ckpt.diff(tmp_path / 'run', tmp_path / 'back').leaves
+        if not leaf.name.startswith('opt_state')
+    }
+    assert names <= {'step', 'state/step'}

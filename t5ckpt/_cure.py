@@ -39,7 +39,15 @@ from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar
 from t5ckpt._specs import StoredArray, is_spec
 from t5ckpt._types import Clock, Path, check_patterns, leaf_name
 from t5ckpt._write import zarray_bytes
-from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsupportedFormatError, near_names
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    StorageError,
+    T5CkptError,
+    UnsupportedFormatError,
+    near_names,
+)
 from t5ckpt.steps import Located
 
 __all__ = ['Cure', 'RepairOptions', 'cure_of', 'files_of', 'is_own', 'lost_error']
@@ -224,7 +232,7 @@ class _Books:
     def _read(self, name: str) -> bytes:
         try:
             return self._scanner.read(name)
-        except T5CkptError:
+        except (CheckpointNotFoundError, FormatError):
             return b''
 
     def proven(self, zarrays: Mapping[str, bytes]) -> Ledger | None:
@@ -234,8 +242,12 @@ class _Books:
             return None
         candidates = [file for file in files_of(self._located) if file not in self.ledger and not is_own(file)]
         found = dict(in_threads([file for file in candidates if file not in zarrays], self._scanner.digest))
-        if any(isinstance(entry, T5CkptError) for entry in found.values()):
-            return None
+        for entry in found.values():
+            if isinstance(entry, StorageError):
+                # A file that cannot be read now says nothing of what is in it.
+                raise entry
+            if isinstance(entry, T5CkptError):
+                return None
         found |= {name: (len(data), digest(data)) for name, data in zarrays.items() if name not in self.ledger}
         data = encode_ledger(found)
         return found if (len(data), digest(data)) == recorded[next(iter(self.void))] else None

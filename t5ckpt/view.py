@@ -165,7 +165,8 @@ class CheckpointView(Mapping[str, LazyArray]):
             if found:
                 return self._part(found, ())
         near = near_names(name, self._by_name)
-        hint = f' Near: {", ".join(near)}.' if near else ''
+        groups = self._children()[:8]
+        hint = f' Near: {", ".join(near)}.' if near else f' There are {", ".join(groups)}.' if groups else ''
         where = f'{leaf_name(self._prefix)}/{name}' if self._prefix else name
         raise KeyError(f'{where}: no such leaf in {self.path}.{hint}')
 

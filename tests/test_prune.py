@@ -56,6 +56,17 @@ def test_prune_must_be_told_what_to_keep(tmp_path):
     assert 'no such directory' in t5ckpt_cli('prune', tmp_path / 'none', '--keep', 1, code=3)
 
 
+def test_a_metric_that_no_step_has_is_told(tmp_path):
+    save(tmp_path, range(3), {0: 5.0, 1: 1.0, 2: 4.0})
+    done = subprocess.run(
+        [sys.executable, '-m', 't5ckpt', 'prune', tmp_path, '--best', 'los', '--dry-run'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == 'no step has the metric los; there are: loss\n'
+
+
 # --- holds ------------------------------------------------------------------------------------------------------------
 
 

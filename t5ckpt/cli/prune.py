@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from t5ckpt._retention import Retention
-from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table
+from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table, say
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import Decision, KeepAny, KeepBest, KeepEvery, KeepEveryHours, KeepLatest, KeepPolicy, KeepSteps
@@ -52,6 +52,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
         raise CheckpointNotFoundError(f'{path}: there is no such directory.')
     retention = Retention(storage, _policy(keep), time.time, None, TensorBoardMetrics(storage))
     plan = retention.plan()
+    _say_if_unknown(retention, keep['metric'])
     doomed = [decision.step for decision in plan if not decision.keep]
     if not as_json:
         columns = [Column('step', right=True), Column(''), Column('because')]
@@ -74,6 +75,13 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
         click.echo(f'not deleted: {", ".join(map(str, failed))}', err=True)
     if failed:
         raise click.exceptions.Exit(1)
+
+
+def _say_if_unknown(retention: Retention, metric: str | None) -> None:
+    """A name that no step has is kept to, but more likely misspelt."""
+    known = sorted({name for info in retention.infos() for name in info.metrics}) if metric is not None else []
+    if metric is not None and metric not in known:
+        say(f'no step has the metric {metric}; there are: {", ".join(known) or "none"}', err=True)
 
 
 def _policy(keep: Mapping[str, Any]) -> KeepPolicy:

@@ -9,7 +9,8 @@ from support import faultshim
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-# Of the faults that a call can have besides the first, CI takes each fifteenth; campaign.py takes them all.
+# Of the faults that a call can have besides the first, CI takes each fifteenth, and of all that half;
+# campaign.py takes them all.
 EVERY = 15
 
 
@@ -18,7 +19,7 @@ def report():
     """All faults of CI; a minute or two on two cores."""
     faultshim.require_gcc()
     calls = campaign.calls_of(campaign.scenario_names())
-    work = [(name, fault, at) for name in calls for fault, at in campaign.plan(calls[name], EVERY)]
+    work = [(name, fault, at) for name in calls for fault, at in campaign.plan(calls[name], EVERY)][::2]
     report = campaign.Report({}, [])
     campaign.run(work, report, workers=2)
     return report
@@ -47,7 +48,7 @@ def test_faults_are_reported_to_the_caller(report):
 def test_every_disk_that_a_power_cut_leaves():
     """Un-fsynced changes lost, torn and reordered, at every moment of every scenario."""
     faultshim.require_gcc()
-    answers = campaign.cut_power(campaign.scenario_names(), randoms=2, seed=0, workers=2)
+    answers = campaign.cut_power(campaign.scenario_names(), randoms=1, seed=0, workers=2)
     assert [answer for answer in answers.values() if answer.get('number') != 0] == []
     assert sum(answer['disks'] for answer in answers.values()) >= 400
 
@@ -64,6 +65,6 @@ def test_a_real_file_system_loses_power():
     faultshim.require_gcc()
     loopfs.require('ext4')
     names = ['first save', 'save, linking', 'delete', 'convert, overwriting', 'repair in place']
-    count, broken = campaign.cut_file_system(names, 'ext4', every=25)
+    count, broken = campaign.cut_file_system(names, 'ext4', every=40)
     assert broken == []
-    assert count >= 30
+    assert count >= 20

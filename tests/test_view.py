@@ -88,7 +88,7 @@ def test_what_is_no_array_is_given_by_name_and_shown(view):
 def test_a_name_that_is_not_there_says_what_is_near(view):
     with pytest.raises(KeyError, match=r'mlp/kernal: no such leaf .*Near: mlp/kernel'):
         view['target/encoder/layers_0']['mlp/kernal']
-    with pytest.raises(KeyError, match=r'There are target, state'):
+    with pytest.raises(KeyError, match=r'There are state, target'):
         view['params/**']
     with pytest.raises(CheckpointNotFoundError, match='no such leaf'):
         view.select('nothing/**')

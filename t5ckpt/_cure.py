@@ -19,6 +19,7 @@ from typing import Any
 
 from t5ckpt._damage import Damage, VerifyReport
 from t5ckpt._digest import digest
+from t5ckpt._implied import is_listed
 from t5ckpt._layout import (
     DATASET_REMOVED,
     MANIFEST,
@@ -147,6 +148,11 @@ def cure_of(located: Located, options: RepairOptions, report: VerifyReport, more
             'step, or copy the checkpoint again. To take all of it as it is, right or wrong: trust_files, --trust-files. '
             'Nothing was written.'
         )
+    trusted = {**books.ledger, **(proven or {})}
+    loose = sorted(name for name, leaf in leaves.items() if not is_listed(leaf, trusted))
+    named = all(any(re.fullmatch(pattern, name) for pattern in options.drop) for name in loose)
+    if books.had_books and not options.trust_files and not named:
+        raise _unvouched(loose)
     dropped, iterators = _droppable(lost, {_named(damage) for damage in damages}, options.drop)
     manifest, facts = books.data, contents.sidecar.facts
     if dropped:
@@ -160,8 +166,16 @@ def cure_of(located: Located, options: RepairOptions, report: VerifyReport, more
         tuple(sorted({*dropped, *iterators})),
         frozenset({*(leaves[name].array.location for name in dropped if name in leaves), *iterators}),
         (*report.notes, *books.notes(located.manifest, proven is None, options.trust_files)),
-        {**books.ledger, **(proven or {})},
+        trusted,
         {name: leaf for name, leaf in leaves.items() if name not in dropped},
+    )
+
+
+def _unvouched(names: Sequence[str]) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f't5ckpt wrote checksums of {", ".join(names[:5])} once, and none is left that vouches for them: values may have '
+        'changed, and nothing would tell. Restore an older step, or copy the checkpoint again. To take them as they are, '
+        'right or wrong: trust_files, --trust-files. Nothing was written.'
     )
 
 

@@ -83,7 +83,10 @@ def test_without_any_books_it_is_a_checkpoint_of_t5x(run_dir, tmp_path):
         (step_dir / name).unlink()
     assert not t5ckpt.repair(step_dir, tmp_path / 'mended').changed
     (step_dir / 't5ckpt.json').write_bytes(b'')
-    assert t5ckpt.repair(step_dir, tmp_path / 'mended').rebuilt == ('t5ckpt.json',)
+    with pytest.raises(errors.CorruptCheckpointError, match='none is left that vouches'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended')
+    trust = t5ckpt.RepairOptions(trust_files=True)
+    assert t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust).rebuilt == ('t5ckpt.json',)
     # A list that nothing vouches for accuses a file: which of the two is damaged, nobody knows.
     step_dir = save(run_dir, 2)
     (step_dir / 't5ckpt.json').unlink()

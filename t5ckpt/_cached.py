@@ -9,7 +9,6 @@ Chunks are fetched in threads, each is decoded by TensorStore from memory, and i
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import math
 import uuid
@@ -28,8 +27,9 @@ from t5ckpt._open import Contents
 from t5ckpt._place import aligned_empty
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader, ReadOptions, basic_index
+from t5ckpt._scan import in_threads
 from t5ckpt._specs import StoredArray
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
 from t5ckpt.storage import foreign_errors
 from t5ckpt.storage.bucket import BucketStorage
 
@@ -85,7 +85,9 @@ class CachedReader(ArrayReader):
 
         if out.size:
             per_axis = [list(_parts(part, chunk)) for part, chunk in zip(slices, array.chunks, strict=True)]
-            _in_threads(take, itertools.product(*per_axis))
+            for _, error in in_threads(itertools.product(*per_axis), take, _THREADS):
+                if isinstance(error, T5CkptError):
+                    raise error
         return from_stored(out, leaf.dtype)[after]
 
     def _file(self, name: str) -> bytes:
@@ -152,24 +154,6 @@ def _parts(part: slice, chunk: int) -> Iterator[_Part]:
         count = min(len(chosen) - taken, -(-(chunk - first) // step))
         yield at, slice(first, first + (count - 1) * step + 1, step), slice(taken, taken + count)
         taken += count
-
-
-def _in_threads(take: Any, cells: Iterator[tuple[_Part, ...]]) -> None:
-    """Handles all cells, a few beyond the threads at a time, since there may be millions."""
-    with concurrent.futures.ThreadPoolExecutor(_THREADS, 't5ckpt-cache') as pool:
-        waiting: set[concurrent.futures.Future[None]] = set()
-        try:
-            for cell in cells:
-                waiting.add(pool.submit(take, cell))
-                if len(waiting) >= 2 * _THREADS:
-                    done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-            for future in waiting:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
 
 
 def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt._damage import Damage, VerifyReport
+from t5ckpt._damage import Damage, VerifyReport, listed
 from t5ckpt._digest import digest
 from t5ckpt._implied import is_listed
 from t5ckpt._layout import (
@@ -91,6 +91,7 @@ class Cure:
     """What will be done.
 
     Attributes:
+      source: the manifest's bytes as they were verified.
       manifest: its bytes, without the leaves that are dropped.
       sidecar: what is known of the tree, likewise.
       zarrays: bytes by file.
@@ -102,6 +103,7 @@ class Cure:
       leaves: the stored leaves that stay.
     """
 
+    source: bytes
     manifest: bytes
     sidecar: Sidecar
     zarrays: dict[str, bytes]
@@ -141,7 +143,7 @@ def cure_of(located: Located, options: RepairOptions, report: VerifyReport, more
     lost = [damage for damage in damages if damage.file in books.ledger or proven is None]
     lost = [damage for damage in lost if not _is_cured(damage, leaves, zarrays)]
     if proven is None and books.void and not options.trust_files:
-        what = f'{_listed(lost) if lost else "not to be repaired:"}\n{", ".join(sorted(books.void))}'
+        what = f'{_hopeless(lost)}\n{", ".join(sorted(books.void))}'
         raise CorruptCheckpointError(
             f'{what}: damaged or gone, and the files that are there do not give what '
             't5ckpt.json recorded: one or more of them have changed, or are missing, and nothing says which. Restore an older '
@@ -159,6 +161,7 @@ def cure_of(located: Located, options: RepairOptions, report: VerifyReport, more
         manifest, facts = _without(located, books.manifest, facts, dropped)
     wants_books = options.add_checksums and not books.had_books
     return Cure(
+        books.data,
         manifest,
         dataclasses.replace(contents.sidecar, facts=facts),
         zarrays,
@@ -347,34 +350,31 @@ def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequenc
         near = near_names(unused[0], names) or sorted(names)[:3]
         shown = f'damaged are {", ".join(near)}' if near else 'nothing has to be dropped'
         raise CorruptCheckpointError(f'drop={unused} names nothing that is damaged; {shown}. Nothing was written.')
-    left = [damage for damage in lost if not _is_named(damage, patterns)]
-    if left:
+    if left := [damage for damage in lost if not _is_named(damage, patterns)]:
         raise lost_error(left)
     strange = [damage for damage in lost if not damage.leaf and not damage.file.startswith(f'{TRAIN_DS_PREFIX}-')]
     if strange:
-        raise CorruptCheckpointError(
-            f'{_listed(strange)}\nThis is no leaf that could be left out. Nothing was written.'
-        )
+        text = f'{_hopeless(strange)}\nThis is no leaf that could be left out. Nothing was written.'
+        raise CorruptCheckpointError(text)
     return {damage.leaf for damage in lost if damage.leaf}, {damage.file for damage in lost if not damage.leaf}
 
 
 def lost_error(damages: Sequence[Damage]) -> CorruptCheckpointError:
     names = sorted({re.escape(_named(damage)) for damage in damages})
     return CorruptCheckpointError(
-        f'{_listed(damages)}\nThese values are lost. Restore an older step, copy the checkpoint again, or leave them out by '
+        f'{_hopeless(damages)}\nThese values are lost. Restore an older step, copy the checkpoint again, or leave them out by '
         f'naming them: drop={names[:3]}. Nothing was written.'
     )
 
 
-def _listed(damages: Sequence[Damage]) -> str:
-    more = f'\n  ... and {len(damages) - 20} more' if len(damages) > 20 else ''
-    return 'not to be repaired:\n' + '\n'.join(f'  {damage}' for damage in damages[:20]) + more
+def _hopeless(damages: Sequence[Damage]) -> str:
+    return f'not to be repaired:\n{listed(damages)}'.rstrip()
 
 
 def _refuse(located: Located, damages: Sequence[Damage]) -> None:
     if damages:
         raise CorruptCheckpointError(
-            f'{located.url}: {_listed(damages)}\nRestore an older step, or copy the checkpoint again. Nothing was written.'
+            f'{located.url}: {_hopeless(damages)}\nRestore an older step, or copy the checkpoint again. Nothing was written.'
         )
 
 

@@ -9,7 +9,7 @@ from t5ckpt._chunks import Box
 from t5ckpt._text import printable
 from t5ckpt.errors import CorruptCheckpointError
 
-__all__ = ['Damage', 'VerifyReport']
+__all__ = ['Damage', 'VerifyReport', 'listed']
 
 _SHOWN = 20
 
@@ -85,21 +85,25 @@ class VerifyReport:
         """Raises CorruptCheckpointError with the damages, if there are any."""
         if self.damages:
             raise CorruptCheckpointError(
-                f'{self.path} is damaged in {len(self.damages)} place(s):\n{_listed(self.damages)}\nRestore an older step, '
+                f'{self.path} is damaged in {len(self.damages)} place(s):\n{self._listed()}\nRestore an older step, '
                 'or copy the checkpoint again.'
             )
+
+    def _listed(self) -> str:
+        return listed(self.damages, ', all of them in .damages')
 
     def __str__(self) -> str:
         how = 'every byte read' if self.full else 'presence and sizes'
         how += '' if self.has_checksums else ', no checksums recorded'
         result = 'whole' if self.ok else f'damaged in {len(self.damages)} place(s)'
         head = f'{self.path}: {result} ({how}; {self.leaves} arrays, {self.files} files, {self.nbytes:,} bytes)'
-        lines = [_listed(self.damages)] if self.damages else []
+        lines = [self._listed()] if self.damages else []
         return '\n'.join([head, *lines, *(f'  note: {note}' for note in self.notes)])
 
 
-def _listed(damages: Sequence[Damage]) -> str:
+def listed(damages: Sequence[Damage], rest: str = '') -> str:
+    """The first of them, a line each; ``rest`` says where the others are."""
     lines = [f'  {damage}' for damage in damages[:_SHOWN]]
     if len(damages) > _SHOWN:
-        lines.append(f'  ... and {len(damages) - _SHOWN} more, all of them in .damages')
+        lines.append(f'  ... and {len(damages) - _SHOWN} more{rest}')
     return '\n'.join(lines)

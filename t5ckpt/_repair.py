@@ -30,6 +30,7 @@ from t5ckpt._layout import (
     step_dir,
 )
 from t5ckpt._ledger import Ledger, encode_ledger
+from t5ckpt._open import still_there
 from t5ckpt._scan import Scanner, in_threads
 from t5ckpt._sidecar import encode_sidecar
 from t5ckpt._sweep import sweep
@@ -126,7 +127,8 @@ def repair(
                 files = _Surgery(located, cure, target, number, options.clock).run(in_place)
             except _StillDamagedError as error:
                 # The new metadata has shown more, and it may be what is to be left out.
-                cure = cure_of(located, options, report, error.damages)
+                again = cure_of(located, options, report, error.damages)
+                cure = dataclasses.replace(again, source=cure.source)
                 files = _Surgery(located, cure, target, number, options.clock).run(in_place)
     seconds = time.monotonic() - started
     return RepairReport(where, number, cure.rebuilt, cure.dropped, cure.notes, wanted, files, seconds)
@@ -186,13 +188,26 @@ class _Surgery:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
         work.replaces = in_place
         try:
-            files = self._fill(work, in_place)
-            self._check(work, files)
+            with still_there(self._located):
+                files = self._fill(work, in_place)
+                self._check_source()
+                self._check(work, files)
+                self._check_source()
             self._commit(work, files)
         except BaseException:
             abandon(work)
             raise
         return len(files) + 3
+
+    def _check_source(self) -> None:
+        """Somebody may have deleted the step meanwhile, or saved it anew: neither is to be undone.
+
+        Raises:
+          CheckpointNotFoundError: deleted.
+          CorruptCheckpointError: overwritten.
+        """
+        if self._scanner.read(self._located.manifest) != self._cure.source:
+            raise CorruptCheckpointError(f'{self._located.url} has changed since it was verified. Try again.')
 
     def _fill(self, work: Workspace, in_place: bool) -> Ledger:
         """Everything but the manifest and the sidecar; returns it with checksums."""

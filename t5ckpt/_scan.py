@@ -10,6 +10,7 @@ elsewhere the largest file a thread.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import os
@@ -30,6 +31,7 @@ __all__ = ['Scanner', 'in_threads']
 _BLOCK = 2**20
 _PAGE = 4096
 _MIN_THREADS = 8
+_AHEAD = 8
 
 
 class Scanner:
@@ -109,18 +111,30 @@ class Scanner:
             yield self._local.block[:count]
 
 
-def in_threads(items: Iterable[Any], work: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-    """Does work for every item in threads; yields (item, result) as they come, or (item, error) for an error of ours."""
-    with concurrent.futures.ThreadPoolExecutor(max(_MIN_THREADS, 2 * (os.cpu_count() or 1)), 't5ckpt-verify') as pool:
-        futures = {pool.submit(work, item): item for item in items}
+def in_threads(items: Iterable[Any], work: Callable[[Any], Any], threads: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Does work for every item in threads, a few items ahead, since there may be millions.
+
+    Yields:
+      In the order of the items (item, result), or (item, error) for an error of ours.
+    """
+    count = threads or max(_MIN_THREADS, 2 * (os.cpu_count() or 1))
+    with concurrent.futures.ThreadPoolExecutor(count, 't5ckpt-scan') as pool:
+        waiting: collections.deque[tuple[Any, concurrent.futures.Future[Any]]] = collections.deque()
         try:
-            for future in concurrent.futures.as_completed(futures):
-                error = future.exception()
-                if error is None:
-                    yield futures[future], future.result()
-                elif isinstance(error, T5CkptError):
-                    yield futures[future], error
-                else:
-                    raise error
+            for item in items:
+                waiting.append((item, pool.submit(work, item)))
+                if len(waiting) >= _AHEAD * count:
+                    yield _outcome(*waiting.popleft())
+            while waiting:
+                yield _outcome(*waiting.popleft())
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _outcome(item: Any, future: concurrent.futures.Future[Any]) -> tuple[Any, Any]:
+    error = future.exception()
+    if error is None:
+        return item, future.result()
+    if isinstance(error, T5CkptError):
+        return item, error
+    raise error

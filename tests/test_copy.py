@@ -88,6 +88,27 @@ def test_damage_is_not_copied(tmp_path, how):
     assert t5ckpt.all_steps(tmp_path / 'copy') == []
 
 
+@pytest.mark.parametrize('place', ['file', 'gs', 's3'])
+def test_two_copies_to_one_place(tmp_path, place, request):
+    """One wins, the other is told, and what the first wrote stays."""
+    source = saved(str(tmp_path / 'run'))
+    target = str(tmp_path / 'other') if place == 'file' else request.getfixturevalue(place).url()
+    outcomes = []
+
+    def attempt(progress=None):
+        try:
+            t5ckpt.copy_checkpoint(source, target, progress=progress)
+            outcomes.append('done')
+        except errors.CheckpointExistsError:
+            outcomes.append('refused')
+
+    others = [attempt]
+    attempt(lambda *_: others and others.pop()())
+    assert sorted(outcomes) == ['done', 'refused']
+    assert files(target) == files(source)
+    assert t5ckpt.all_steps(target) == [3]
+
+
 def test_a_copy_that_failed_goes_on(bucket, tmp_path):
     """The second call moves what the first had not, and asks for nothing else."""
     source, target = saved(str(tmp_path / 'run')), bucket.url()

@@ -33,6 +33,21 @@ TREE = {
 }
 
 
+def in_pieces(tree, size):
+    """Arrays above ``size`` bytes as flax/serialization.py (``_chunk``) lays out those above 1 GiB; Flax puts them together."""
+    if isinstance(tree, dict):
+        return {key: in_pieces(value, size) for key, value in tree.items()}
+    if not isinstance(tree, np.ndarray) or tree.nbytes <= size:
+        return tree
+    flat, count = tree.reshape(-1), max(1, size // tree.itemsize)
+    pieces = [flat[start : start + count] for start in range(0, flat.size, count)]
+    return {'__msgpack_chunked_array__': True, 'shape': numbered(tree.shape), 'chunks': numbered(pieces)}
+
+
+def numbered(parts):
+    return {str(at): part for at, part in enumerate(parts)}
+
+
 def decoded(path, limit):
     """The leaves by path, arrays read."""
     found = read_large(locate(path), str(path), limit)
@@ -61,9 +76,7 @@ def test_what_flax_wrote(tmp_path, limit, piece):
     """Also arrays that Flax splits, because msgpack's lengths end at 2^32."""
     path = tmp_path / 'checkpoint_5'
     state = flax.serialization.to_state_dict(TREE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vars(flax.serialization), 'MAX_CHUNK_SIZE', piece)
-        path.write_bytes(flax.serialization.msgpack_serialize(state))
+    path.write_bytes(flax.serialization.msgpack_serialize(in_pieces(state, piece)))
     expected = flatten_dict(flax.serialization.msgpack_restore(path.read_bytes()), keep_empty_nodes=True)
     actual, found = decoded(path, limit)
     assert_same(
@@ -77,9 +90,7 @@ def test_what_flax_wrote(tmp_path, limit, piece):
 def test_slices(tmp_path, index, piece):
     path = tmp_path / 'checkpoint_5'
     w = TREE['params']['w']
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vars(flax.serialization), 'MAX_CHUNK_SIZE', piece)
-        path.write_bytes(flax.serialization.msgpack_serialize({'w': w}))
+    path.write_bytes(flax.serialization.msgpack_serialize(in_pieces({'w': w}, piece)))
     found = read_large(locate(path), str(path), 100)
     array = found.arrays[found.contents.manifest.state['w']]
     np.testing.assert_array_equal(array[index], w[index])

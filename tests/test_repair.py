@@ -4,6 +4,8 @@ import dataclasses
 import json
 import pathlib
 import random
+import shutil
+import time
 
 import jax
 import numpy as np
@@ -176,11 +178,9 @@ def test_a_lost_list_and_a_changed_file_are_not_made_one(run_dir, tmp_path, how,
     assert not (tmp_path / 'mended').exists()
     if gone and victim != 'iterator':
         return
-    trust = t5ckpt.RepairOptions(trust_files=True, drop=[] if how in ('missing', 'empty', 'truncated') else ['.*'])
-    if how != 'flipped':
-        report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust)
-        assert any('nothing vouches' in note for note in report.notes)
-        assert t5ckpt.verify(tmp_path / 'mended', full=True).ok
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(trust_files=True))
+    assert any('nothing vouches' in note for note in report.notes)
+    assert t5ckpt.verify(tmp_path / 'mended', full=True).ok
 
 
 def of_two_processes(step_dir):
@@ -356,6 +356,68 @@ def test_in_place(run_dir):
     with t5ckpt.Checkpointer(state_of(), None, str(run_dir), iterator := Iterator(0)) as ck:
         assert ck.restore()['note'] == 'text'
     assert iterator.position == 1
+
+
+class Meanwhile:
+    """A clock that lets something else happen when it is first asked, in the middle of a repair."""
+
+    def __init__(self, act):
+        self._acts = [act]
+
+    def __call__(self):
+        if self._acts:
+            self._acts.pop()()
+        return time.time()
+
+
+@pytest.mark.parametrize('in_place', [True, False])
+def test_a_step_that_is_deleted_meanwhile_does_not_come_back(run_dir, tmp_path, in_place):
+    step_dir = save(run_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    options = t5ckpt.RepairOptions(clock=Meanwhile(lambda: shutil.rmtree(step_dir)))
+    with pytest.raises(errors.CheckpointNotFoundError, match='deleted'):
+        t5ckpt.repair(step_dir, None if in_place else tmp_path / 'other', in_place=in_place, options=options)
+    assert list(run_dir.iterdir()) == []
+    assert not in_place or not (tmp_path / 'other').exists()
+
+
+def test_a_step_that_is_saved_anew_meanwhile_stays(run_dir):
+    step_dir = save(run_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    state = {'w': np.arange(90_000, dtype=np.float32)}
+
+    def save_again():
+        shutil.rmtree(step_dir)
+        with t5ckpt.Checkpointer(state, checkpoints_dir=run_dir) as ck:
+            ck.save(state, step=1)
+
+    with pytest.raises(errors.CorruptCheckpointError, match='has changed since it was verified'):
+        t5ckpt.repair(step_dir, in_place=True, options=t5ckpt.RepairOptions(clock=Meanwhile(save_again)))
+    assert t5ckpt.verify(step_dir, full=True).ok
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir)['w'], state['w'])
+
+
+@pytest.mark.parametrize('place', ['file', 'gs', 's3'])
+def test_two_repairs_to_one_place(run_dir, tmp_path, place, request):
+    """One wins, the other is told, and what the first wrote stays."""
+    url = str(tmp_path / 'other') if place == 'file' else request.getfixturevalue(place).url()
+    step_dir = save(run_dir)
+    expected = arrays_of(step_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    outcomes = []
+
+    def attempt(**options):
+        try:
+            t5ckpt.repair(step_dir, url, options=t5ckpt.RepairOptions(**options))
+            outcomes.append('done')
+        except errors.CheckpointExistsError as error:
+            outcomes.append('refused' if 'another run' in str(error) else str(error))
+
+    attempt(clock=Meanwhile(attempt))
+    assert sorted(outcomes) == ['done', 'refused']
+    assert t5ckpt.all_steps(url) == [1]
+    assert t5ckpt.verify(url, full=True).ok
+    assert arrays_of(f'{url}/checkpoint_1') == expected
 
 
 @pytest.mark.parametrize('how', ['flipped', 'truncated', 'missing'])

@@ -19,12 +19,13 @@ from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import Empty, nest
 from t5ckpt._open import read_contents, still_there
 from t5ckpt._plan import cast_dtype
-from t5ckpt._types import Path, Progress, leaf_name
+from t5ckpt._types import Path, leaf_name
 from t5ckpt.convert._conversion import Conversion, ConvertOptions
 from t5ckpt.convert._outputs import check_output, local_output, output
 from t5ckpt.convert.trees import is_optimizer
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.progress import Meter
 from t5ckpt.steps import locate
 from t5ckpt.storage import open_storage
 
@@ -76,7 +77,8 @@ def convert_to_orbax(
     nbytes = 0
     if not options.dry_run:
         with still_there(contents.located), output(target, options.overwrite, _is_ours) as temporary:
-            _save(nest(leaves), temporary, _Meter(leaves.values(), options.progress))
+            total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
+            _save(nest(leaves), temporary, Meter(options.progress, total))
         nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))
     return Conversion(step, target, nbytes, time.monotonic() - started, *found)
 
@@ -99,21 +101,7 @@ def _orbax_leaf(path: Path, leaf: Any, wanted: np.dtype | None) -> Any:
     return LazyThreadPoolArray(values.shape, dtype, lambda: values)
 
 
-class _Meter:
-    """Counts the bytes of arrays as they are written."""
-
-    def __init__(self, leaves: Any, progress: Progress | None):
-        self._total = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, LazyArray))
-        self._done = 0
-        self._progress = progress
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-def _save(tree: Mapping[str, Any], target: str, meter: _Meter) -> None:
+def _save(tree: Mapping[str, Any], target: str, meter: Meter) -> None:
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:

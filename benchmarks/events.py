@@ -35,6 +35,8 @@ def _event(step: int, tag: bytes, value: float) -> bytes:
 def main() -> None:
     """Prints seconds for the saves, and for reading all of it anew."""
     events, saves = (int(word) for word in (sys.argv[1:] or ('1000000', '100')))
+    if saves < 10:
+        sys.exit('at least ten saves: every tenth is measured anew')
     seconds: list[float] = []
     anew: list[float] = []
     with tempfile.TemporaryDirectory() as root:

@@ -1,6 +1,7 @@
 """What checksums cost: a restore with and without, in turns, and the hashing of a save.
 
     python benchmarks/integrity.py [ROUNDS]
+    python benchmarks/integrity.py 1 --short            tiny, which only shows that it works
 
 The state is S1 of run.py (0.74 GB, four CPU devices), its files lie in the page cache. A save always has checksums, so
 its share is that of hashing: the same bytes in pieces as large as the chunks, in one thread, against the save's seconds on
@@ -40,8 +41,9 @@ def _seconds(act: object) -> tuple[float, float]:
 
 def main() -> None:
     """Prints medians and ratios."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    leaves = cases.transformer(cases.FULL)
+    numbers = [int(word) for word in sys.argv[1:] if word != '--short']
+    rounds = numbers[0] if numbers else 15
+    leaves = cases.transformer(cases.SHORT if '--short' in sys.argv else cases.FULL)
     mesh = cases.mesh_of(4)
     with tempfile.TemporaryDirectory(dir=pathlib.Path(__file__).parent) as directory:
         saves: list[tuple[float, float]] = []

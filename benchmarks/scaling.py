@@ -1,7 +1,7 @@
 """Plans the save of a huge model as each of many hosts would, without hosts, devices or files.
 
     python benchmarks/scaling.py                                10 trillion parameters on 1,024 hosts of 8 devices
-    python benchmarks/scaling.py --hosts 8 --layers 2 --all     small, every host planned
+    python benchmarks/scaling.py --hosts 8 --tensor 8 --layers 2 --all     small, every host planned
 
 The planner is the real one (`t5ckpt._plan.plan_save`); what it is given are stand-ins that answer as jax.Array,
 NamedSharding and Device do, because no machine has 8,192 devices to make real ones from. The state is a decoder with a
@@ -209,7 +209,10 @@ def main() -> None:
     parser.add_argument('--hidden', type=int, default=131_072)
     parser.add_argument('--all', action='store_true', help='plan for every host, not for 8 of them')
     options = parser.parse_args()
-    shape = (options.replicas, options.hosts * _DEVICES_PER_HOST // options.replicas // options.tensor, options.tensor)
+    devices = options.hosts * _DEVICES_PER_HOST
+    if devices % (options.replicas * options.tensor):
+        parser.error(f'{devices} devices do not divide by {options.replicas} replicas x {options.tensor} tensor parts')
+    shape = (options.replicas, devices // options.replicas // options.tensor, options.tensor)
     world = World(options.hosts, shape, leaves(options.layers, options.width, options.hidden, 256_000))
     some = range(options.hosts) if options.all else np.linspace(0, options.hosts - 1, 8).astype(int).tolist()
     json.dump(simulate(world, list(some)), sys.stdout, indent=1)

@@ -53,3 +53,21 @@ def test_the_results_name_no_place_of_this_machine(results: pathlib.Path) -> Non
 
 def test_only_the_report_is_left(results: pathlib.Path) -> None:
     assert {path.name for path in results.iterdir()} <= {'results.json', 'results.md', 'results.png'}
+
+
+@pytest.mark.parametrize(
+    'words',
+    [
+        'conversion.py --gigabytes 0.02',
+        'events.py 2000 10',
+        'integrity.py 1 --short',
+        'scaling.py --hosts 8 --tensor 8 --layers 2 --all',
+        'stores.py listing 2 5',
+    ],
+)
+def test_the_others_run(words: str) -> None:
+    script, *arguments = words.split()
+    command = [sys.executable, os.fspath(BENCHMARKS / script), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout

@@ -16,18 +16,18 @@ import numpy as np
 
 from t5ckpt._chunks import boxes_of_grid, whole_box
 from t5ckpt._digest import digest
-from t5ckpt._layout import integrity_file, join
+from t5ckpt._layout import join
 from t5ckpt._leaves import LeafTable
-from t5ckpt._ledger import decode_ledger
-from t5ckpt._open import Contents, leaves_of
+from t5ckpt._open import Contents, leaves_of, ledger_of
 from t5ckpt._plan import ArrayWrite, Piece
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
 from t5ckpt._reuse import files_of
+from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import leaf_name
 from t5ckpt._write import zarray_bytes
-from t5ckpt.errors import CorruptCheckpointError, T5CkptError
+from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.storage import Storage
 
@@ -43,18 +43,19 @@ class Lender:
     storage: Storage
     directory: str
     reader: ArrayReader
+    scanner: Scanner
     digests: Mapping[str, tuple[int, str]]
 
     @classmethod
-    def open(cls, storage: Storage, directory: str) -> Lender:
-        """Opens a checkpoint's directory; what its integrity sidecars say is believed as far as it decodes."""
-        digests: dict[str, tuple[int, str]] = {}
-        process = 0
-        while storage.kind(key := join(directory, integrity_file(process))) == 'file':
-            digests |= decode_ledger(storage.read(key), storage.url(key))
-            process += 1
+    def open(cls, contents: Contents) -> Lender:
+        """Opens a checkpoint for what it lists."""
+        located = contents.located
+        ledger = ledger_of(located) if contents.ledger is None else contents.ledger
         # What is read to be cast or averaged is compared, too.
-        return cls(storage, directory, ArrayReader(storage, directory, ledger=digests or None), digests)
+        reader = ArrayReader(located.storage, located.directory, ledger=ledger)
+        return cls(
+            located.storage, located.directory, reader, Scanner(located.storage, located.directory), ledger or {}
+        )
 
 
 class BorrowedArray(LazyThreadPoolArray):
@@ -81,9 +82,12 @@ def borrow(contents: Contents) -> LeafTable:
     """The leaves of a checkpoint, such that a checkpoint written of them is the same: nothing stored is read.
 
     Python numbers, text, empty containers and typed PRNG keys come back where the sidecar knows of them.
+
+    Raises:
+      CorruptCheckpointError: its checksums cannot be read.
     """
     leaves, facts = leaves_of(contents, (), {})
-    lender = Lender.open(contents.located.storage, contents.located.directory)
+    lender = Lender.open(contents)
     table: LeafTable = {}
     for path, leaf in leaves.items():
         value = BorrowedArray(lender, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
@@ -138,6 +142,7 @@ def take_files(leaf: BorrowedArray, write: ArrayWrite, storage: Storage, directo
 
     Raises:
       CorruptCheckpointError: a file is gone, or not what was once written.
+      UnsafeSpecError: it is a symbolic link that leads out of the checkpoint.
     """
     lender, held = leaf.lender, leaf.leaf.array.location
     entries: dict[str, tuple[int, str]] = {}
@@ -145,7 +150,9 @@ def take_files(leaf: BorrowedArray, write: ArrayWrite, storage: Storage, directo
         old = join(held, name.rpartition('/')[2])
         source, target = join(lender.directory, old), join(directory, name)
         try:
-            data = lender.storage.read(source)
+            data = lender.scanner.read(old)
+        except UnsafeSpecError:
+            raise
         except T5CkptError as error:
             raise _damaged(leaf, write, old, 'cannot be read') from error
         entry = len(data), digest(data)

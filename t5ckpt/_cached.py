@@ -23,7 +23,7 @@ from t5ckpt._digest import digest
 from t5ckpt._dtypes import from_stored
 from t5ckpt._layout import join
 from t5ckpt._ledger import Ledger
-from t5ckpt._open import Contents
+from t5ckpt._open import Contents, check_step
 from t5ckpt._place import aligned_empty
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader, ReadOptions, basic_index
@@ -157,8 +157,13 @@ def _parts(part: slice, chunk: int) -> Iterator[_Part]:
 
 
 def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
-    """A reader of an opened checkpoint's arrays, which compares checksums if the checkpoint was opened with them."""
+    """A reader of an opened checkpoint's arrays, which compares checksums if the checkpoint was opened with them.
+
+    Raises:
+      CorruptCheckpointError: everything is to be verified, and the directory is of another step.
+    """
     located = contents.located
+    check_step(contents, strictly=reading.verify == 'full')
     if isinstance(located.storage, BucketStorage) and located.storage.cache is not None:
         return CachedReader(located.storage, located.directory, contents.ledger, checks=reading.verify == 'full')
     return ArrayReader(

@@ -5,7 +5,8 @@ manifest comes last, by the same commit as a save's, so that a copy is there who
 
 A copy that was stopped or that failed leaves what it has written. The next one of the same checkpoint to the same place
 goes on from there: a file that is there came whole, since none is visible before that. Its owner's sidecar says what it is
-a copy of; anything else that is unfinished there is not touched, or swept by the next save.
+a copy of: the manifest, the checksums, and of files without a checksum size, time and inode, where the source is local; from
+a bucket these are copied again. Anything else that is unfinished there is not touched, or swept by the next save.
 
 Notes: memory is that of the files in flight, 256 MiB or one file. Nothing is decoded but the lists of files.
 """
@@ -25,20 +26,29 @@ from t5ckpt._commit import AlreadyCommittedError, Workspace, begin, commit, leav
 from t5ckpt._digest import digest
 from t5ckpt._in_place import remove_step, take
 from t5ckpt._index import complete_index
-from t5ckpt._layout import DATASET_REMOVED, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
+from t5ckpt._layout import (
+    DATASET_REMOVED,
+    PINNED,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    is_integrity_file,
+    join,
+    parse_step_dir,
+    step_dir,
+)
 from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
+from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt._stream import StreamRequest, check_room, resume_text, unfinished
 from t5ckpt._types import Clock, Progress
 from t5ckpt._version import __version__
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.steps import Located, locate, refuse_within
-from t5ckpt.storage import Storage, open_storage, split_path
+from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 
 __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
 
 _IN_FLIGHT_BYTES = 256 * 2**20
-_LEDGER_PREFIX = 'integrity.'
 # What a file counts whose size no listing and no checksum says.
 _UNKNOWN_BYTES = 16 * 2**20
 
@@ -51,6 +61,7 @@ class CopyOptions:
       source_options, target_options: of the two storages, see docs/storage.md.
       workers: how many files are under way at once.
       overwrite: replaces a complete checkpoint of the step, once the copy is whole.
+      follow_links: files that are symbolic links out of the checkpoint are copied as what they lead to.
       dry_run: moves nothing; the report says what would be moved.
     """
 
@@ -59,6 +70,7 @@ class CopyOptions:
     workers: int = 16
     overwrite: bool = False
     dry_run: bool = False
+    follow_links: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -109,6 +121,7 @@ def copy_checkpoint(
       CheckpointNotFoundError: there is no such checkpoint.
       CheckpointExistsError: the target has this step already, or somebody is writing it.
       CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
+      UnsafeSpecError: a symbolic link leads out of the checkpoint.
       StorageError: one of the storages refused. Nothing became visible, and a second call goes on from here.
     """
     options = CopyOptions() if options is None else options
@@ -173,8 +186,10 @@ class _Copy:
         self._options = options
         self._budget = ByteBudget(_IN_FLIGHT_BYTES)
         self._done = 0
+        self._scanner = Scanner(located.storage, located.directory, follow_links=options.follow_links)
 
     def run(self, started: float, clock: Clock = time.time) -> CopyReport:
+        self._check_links()
         sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
         sizes.pop(PINNED, None)
         manifest = self._read(self._manifest_name, None)
@@ -191,7 +206,8 @@ class _Copy:
         if self._options.dry_run:
             nbytes = sum(self._size(name, sizes, ledger) for name in sizes)
             return CopyReport(self._step, path, len(sizes), nbytes, 0, 0, time.monotonic() - started)
-        facts = writer_facts(__version__) | {'resume': digest(manifest + (sidecar or b''))}
+        unlisted = repr([self._identity(name) for name in names if name not in ledger]).encode()
+        facts = writer_facts(__version__) | {'resume': digest(manifest + (sidecar or b'') + unlisted)}
         work = _begin(self._to, self._step, clock, facts)
         work.replaces = self._options.overwrite
         try:
@@ -210,7 +226,7 @@ class _Copy:
         return CopyReport(self._step, path, len(sizes), nbytes, len(kept), checked, time.monotonic() - started)
 
     def _read(self, name: str, ledger: Ledger | None) -> bytes:
-        data = self._from.read(join(self._base, name))
+        data = self._scanner.read(name)
         if ledger is not None:
             self._compare(name, data, ledger)
         return data
@@ -226,12 +242,40 @@ class _Copy:
     def _ledger(self, sidecar: bytes | None, sizes: Mapping[str, int | None]) -> Ledger:
         """The checksums of all files, as far as there are any."""
         if sidecar is None:
+            if lists := [name for name in sizes if is_integrity_file(name)]:
+                raise CorruptCheckpointError(
+                    f'{self._from.url(join(self._base, SIDECAR))} is missing, so no checksum of {lists[0]} can be compared. A '
+                    'damaged checkpoint is not copied; repair it (t5ckpt repair), or copy an older step.'
+                )
             return {}
         where = self._from.url(join(self._base, SIDECAR))
         found = ledger_entries(decode_sidecar(sidecar, where).extra.get('digests', {}), where)
-        for name in [name for name in found if name.startswith(_LEDGER_PREFIX) and name in sizes]:
+        for name in [name for name in found if is_integrity_file(name) and name in sizes]:
             found |= decode_ledger(self._read(name, found), self._from.url(join(self._base, name)))
         return found
+
+    def _identity(self, name: str) -> tuple[str, int, int, int]:
+        """Tells a file from every other that may come to have its name, where nothing is known of its bytes."""
+        path = self._from.local_path(join(self._base, name))
+        if path is None:
+            return name, 0, 0, 0
+        with foreign_errors(path):
+            info = os.stat(path)
+        return name, info.st_size, info.st_mtime_ns, info.st_ino
+
+    def _check_links(self) -> None:
+        """A directory that is a link would be left out, and what is missing of others' checkpoints is not known.
+
+        Raises:
+          UnsupportedFormatError: there is one.
+        """
+        root = self._from.local_path(self._base)
+        for parent, directories, _ in os.walk(root) if root is not None else ():
+            for path in (os.path.join(parent, name) for name in directories):
+                if os.path.islink(path):
+                    raise UnsupportedFormatError(
+                        f'{path} is a symbolic link to a directory, which a copy does not follow. Put the directory there.'
+                    )
 
     @staticmethod
     def _size(name: str, sizes: Mapping[str, int | None], ledger: Ledger) -> int:
@@ -239,13 +283,13 @@ class _Copy:
         return size if size is not None else ledger[name][0] if name in ledger else 0
 
     def _there(self, work: Workspace, names: Sequence[str], ledger: Ledger) -> set[str]:
-        """The files that an earlier attempt has copied."""
+        """The files that an earlier attempt has copied; what it had besides goes."""
         found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
-        return {
-            name
-            for name in names
-            if name in found and (name not in ledger or found[name] is None or found[name] == ledger[name][0])
-        }
+        for name in found.keys() - {*names, SIDECAR}:
+            self._to.delete_file(join(work.directory, name))
+        is_local = self._from.local_path(self._base) is not None
+        known = {name for name in names if name in found and (is_local or name in ledger)}
+        return {name for name in known if name not in ledger or found[name] in (None, ledger[name][0])}
 
     def _report(self, size: int, total: int) -> None:
         self._done += size

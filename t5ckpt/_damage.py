@@ -98,7 +98,7 @@ class VerifyReport:
         result = 'whole' if self.ok else f'damaged in {len(self.damages)} place(s)'
         head = f'{self.path}: {result} ({how}; {self.leaves} arrays, {self.files} files, {self.nbytes:,} bytes)'
         lines = [self._listed()] if self.damages else []
-        return '\n'.join([head, *lines, *(f'  note: {note}' for note in self.notes)])
+        return '\n'.join([head, *lines, *(f'  note: {printable(note)}' for note in self.notes)])
 
 
 def listed(damages: Sequence[Damage], rest: str = '') -> str:

@@ -25,7 +25,7 @@ from t5ckpt._reader import ArrayReader
 from t5ckpt._scan import Scanner
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['ArrayFiles', 'Implied', 'cell_box', 'cell_of', 'is_listed']
+__all__ = ['ArrayFiles', 'Implied', 'is_listed', 'placed']
 
 Cell = tuple[int, ...]
 
@@ -225,6 +225,16 @@ def cell_of(key: str, rank: int) -> Cell | None:
         return () if parts == ['0'] else None
     good = len(parts) == rank and all(part.isdecimal() and part.isascii() for part in parts)
     return tuple(map(int, parts)) if good else None
+
+
+def placed(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:
+    """With the leaf's name and, where the file is a chunk, its position and elements."""
+    chunks = leaf.array.metadata.get('chunks')
+    cell = damage.chunk if damage.chunk is not None else cell_of(key, len(leaf.shape))
+    box = None
+    if cell is not None and isinstance(chunks, list | tuple) and len(chunks) == len(cell):
+        box = cell_box(cell, chunks, leaf.shape)
+    return dataclasses.replace(damage, leaf=name, chunk=cell, box=box)
 
 
 def is_listed(leaf: StoredLeaf, ledger: Ledger) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from t5ckpt._damage import Damage, VerifyReport
 from t5ckpt._digest import digest
-from t5ckpt._implied import ArrayFiles, Implied, cell_box, cell_of, is_listed
+from t5ckpt._implied import ArrayFiles, Implied, is_listed, placed
 from t5ckpt._layout import (
     DATASET_REMOVED,
     MANIFEST,
@@ -135,6 +135,7 @@ class _Check:
       implied: the files of arrays that no ledger lists.
       sizes: of the files that were looked at and are there.
       read: files whose bytes have been compared already.
+      dirs: directories beside the manifest.
       is_listed: whether the manifest's checksum is known.
     """
 
@@ -148,13 +149,16 @@ class _Check:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     read: set[str] = dataclasses.field(default_factory=set[str])
     raw: RawFiles = dataclasses.field(default_factory=RawFiles)
+    dirs: set[str] = dataclasses.field(default_factory=set[str])
     is_listed: bool = False
 
     # --- the manifest, and what lists the other files -----------------------------------------------------------------
 
     def books(self) -> None:
         """Reads the manifest and the lists of files, and compares each with what lists it."""
-        top = {entry.name: entry for entry in self._entries('') if not entry.is_dir}
+        everything = {entry.name: entry for entry in self._entries('')}
+        self.dirs = {name for name, entry in everything.items() if entry.is_dir}
+        top = {name: entry for name, entry in everything.items() if not entry.is_dir}
         sidecar = self._sidecar(top)
         known: Ledger = {}
         if sidecar is not None:
@@ -167,7 +171,10 @@ class _Check:
         if sidecar is None and lists:
             self._add('missing', SIDECAR, 'the file that lists the others is not there or not readable')
         for name in sorted(lists):
-            self._ledger_of(name, known.get(name), name in top)
+            if sidecar is None or name in known:
+                self._ledger_of(name, known.get(name), name in top)
+            else:
+                self._add('contradiction', name, f'{SIDECAR} knows of no such list: it is not of this checkpoint')
         if self.located.manifest:
             self.is_listed = self.located.manifest in known
             data = self._known_file(self.located.manifest, known.get(self.located.manifest))
@@ -195,9 +202,14 @@ class _Check:
         if data is None:
             return
         try:
-            self.ledger |= decode_ledger(data, name)
+            found = decode_ledger(data, name)
         except CorruptCheckpointError as error:
             self._add('undecodable', name, str(error))
+            return
+        twice = [file for file in found.keys() & self.ledger.keys() if found[file] != self.ledger[file]]
+        if twice:
+            self._add('contradiction', name, f'says something else of {min(twice)} than another list')
+        self.ledger |= found
 
     def _known_file(self, name: str, recorded: tuple[int, str] | None) -> bytes | None:
         """A small file's bytes, compared with what is recorded of it; None and a damage where it cannot be read."""
@@ -274,10 +286,10 @@ class _Check:
             self.sizes |= array.sizes
             self.damages += array.damages
         known = {*expected, *self.sizes, *_OWN}
-        unknown = sorted(name for name in found if name not in known)
-        unknown = [name for name in unknown if self.ledger and not name.startswith(f'{TRAIN_DS_PREFIX}-')]
-        if unknown:
-            self.notes.append(f'{len(unknown)} files belong to nothing: {", ".join(unknown[:5])}')
+        used = {name.partition('/')[0] for name in (*self.ledger, *self.leaves)}
+        unknown = [*(name for name in found if name not in known), *(f'{name}/' for name in self.dirs - used)]
+        if unknown and self.ledger:
+            self.notes.append(f'{len(unknown)} files belong to nothing: {", ".join(sorted(unknown)[:5])}')
 
     def _is_removed(self, name: str, found: Mapping[str, int]) -> bool:
         return (
@@ -368,7 +380,7 @@ class _Check:
             location = '/'.join(parts[:length])
             if location in self.leaves:
                 name, leaf = self.leaves[location]
-                return _placed(damage, name, leaf, '/'.join(parts[length:]))
+                return placed(damage, name, leaf, '/'.join(parts[length:]))
         return damage
 
     def still_there(self) -> None:
@@ -383,13 +395,3 @@ class _Check:
         looked_for = join(directory, manifest) if was_there else directory
         if self.damages and storage.kind(looked_for) is None:
             raise CheckpointNotFoundError(f'{self.located.url} was deleted while it was being verified.')
-
-
-def _placed(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:
-    """With the leaf's name and, where the file is a chunk, its position and elements."""
-    chunks = leaf.array.metadata.get('chunks')
-    cell = damage.chunk if damage.chunk is not None else cell_of(key, len(leaf.shape))
-    box = None
-    if cell is not None and isinstance(chunks, list | tuple) and len(chunks) == len(cell):
-        box = cell_box(cell, chunks, leaf.shape)
-    return dataclasses.replace(damage, leaf=name, chunk=cell, box=box)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,9 @@ from t5ckpt._types import Path, RestoreStateTransformationFn
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.steps import Located
 
-__all__ = ['Contents', 'RawFiles', 'leaves_of', 'read_contents', 'read_raw', 'still_there']
+__all__ = ['Contents', 'RawFiles', 'check_step', 'leaves_of', 'ledger_of', 'read_contents', 'read_raw', 'still_there']
+
+_log = logging.getLogger('t5ckpt')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +127,33 @@ def _ledger(raw: RawFiles, known: Ledger, where: str) -> Ledger | None:
         _compare(raw.ledgers[name], entry, name)
         ledger |= decode_ledger(raw.ledgers[name], name)
     return ledger
+
+
+def ledger_of(located: Located) -> Ledger | None:
+    """What a checkpoint lists; None if it lists nothing.
+
+    Raises:
+      CorruptCheckpointError: a list, or what lists the lists, is missing or damaged.
+    """
+    raw = read_raw(located, ledgers=True)
+    where = located.storage.url(join(located.directory, SIDECAR))
+    sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
+    return _ledger(raw, ledger_entries(sidecar.extra.get('digests', {}), where), where)
+
+
+def check_step(contents: Contents, *, strictly: bool) -> None:
+    """Looks whether the directory's name says the step that was saved: somebody may have renamed or copied it.
+
+    Raises:
+      CorruptCheckpointError: it does not, and ``strictly`` is asked for; else the log says so.
+    """
+    written, step = contents.sidecar.extra.get('step'), contents.located.step
+    if written is None or step is None or written == step:
+        return
+    text = f'{contents.located.url} was saved as step {written!r:.40}: its directory was renamed, or is a copy'
+    if strictly:
+        raise CorruptCheckpointError(f"{text}. Rename it, or pass verify='auto'.")
+    _log.warning('t5ckpt: %s.', text)
 
 
 @contextlib.contextmanager

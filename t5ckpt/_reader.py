@@ -23,7 +23,7 @@ from t5ckpt._chunks import Box
 from t5ckpt._claims import check_chunk, check_count, check_memory
 from t5ckpt._direct import DirectReader
 from t5ckpt._dtypes import from_stored, zarr_typestr
-from t5ckpt._layout import join
+from t5ckpt._layout import DATASET_REMOVED, join
 from t5ckpt._ledger import Ledger
 from t5ckpt._map import ArrayMapper
 from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu
@@ -196,7 +196,8 @@ class ArrayReader:
         names = [entry.name for entry in self._storage.entries(self._directory) if entry.name.startswith(prefix)]
         for name in names:
             self._scanner.check(name, name)
-        if names and self.checks is not None:
+        removed = not names and self._storage.kind(join(self._directory, DATASET_REMOVED)) == 'file'
+        if self.checks is not None and not removed:
             for file in self.checks.listed(prefix):
                 self.checks.check(file, 'data iterator')
 

@@ -14,8 +14,9 @@ import os
 import time
 from collections.abc import Sequence
 
+from t5ckpt._books import below, files_of, is_own, source_of
 from t5ckpt._commit import AlreadyCommittedError, Workspace, abandon, begin, commit, is_free, writer_facts
-from t5ckpt._cure import Cure, RepairOptions, cure_of, files_of, is_own, lost_error
+from t5ckpt._cure import Cure, RepairOptions, cure_of, lost_error
 from t5ckpt._damage import Damage
 from t5ckpt._digest import digest
 from t5ckpt._implied import ArrayFiles, Implied
@@ -111,15 +112,9 @@ def repair(
     if wanted:
         target = located.storage if output is None else open_storage(output, options.target_options)
         where = target.url(step_dir(number))
-        local = target.local_path(located.directory) if in_place else None
-        if local is not None and os.path.islink(local):
-            raise UnsupportedFormatError(f'{where} is a symbolic link. Repair the directory that it leads to.')
-        if in_place and not target.renames:
-            raise UnsupportedFormatError(
-                f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then '
-                'delete this one and copy it back.'
-            )
-        if not in_place and output is not None:
+        if in_place:
+            _check_in_place(located, number)
+        elif output is not None:
             _check_output(target, output, number)
         refuse_within(target if output is not None else None, located)
         if not options.dry_run:
@@ -146,6 +141,23 @@ def _step_of(located: Located) -> int:
             '"checkpoint_<step>".'
         )
     return located.step
+
+
+def _check_in_place(located: Located, step: int) -> None:
+    storage, where = located.storage, located.storage.url(located.directory)
+    local = storage.local_path(located.directory)
+    if local is not None and os.path.islink(local):
+        raise UnsupportedFormatError(f'{where} is a symbolic link. Repair the directory that it leads to.')
+    if located.directory != step_dir(step):
+        raise UnsupportedFormatError(
+            f'{where} is not named {step_dir(step)}, as a repaired one would be. Rename it, or write the repaired copy to '
+            'another run.'
+        )
+    if not storage.renames:
+        raise UnsupportedFormatError(
+            f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then delete '
+            'this one and copy it back.'
+        )
 
 
 def _check_output(target: Storage, output: str | os.PathLike[str], step: int) -> None:
@@ -189,15 +201,18 @@ class _Surgery:
         work.replaces = in_place
         try:
             with still_there(self._located):
-                files = self._fill(work, in_place)
+                files = self._fill(work)
                 self._check_source()
                 self._check(work, files)
                 self._check_source()
+                if in_place and self._target.is_file(join(self._located.directory, PINNED)):
+                    # It may have been pinned meanwhile.
+                    self._target.write(join(work.directory, PINNED), self._scanner.read(PINNED))
             self._commit(work, files)
         except BaseException:
             abandon(work)
             raise
-        return len(files) + 3
+        return len(files) + len(self._cure.foreign) + (3 if self._cure.has_books else 1)
 
     def _check_source(self) -> None:
         """Somebody may have deleted the step meanwhile, or saved it anew: neither is to be undone.
@@ -206,12 +221,15 @@ class _Surgery:
           CheckpointNotFoundError: deleted.
           CorruptCheckpointError: overwritten.
         """
-        if self._scanner.read(self._located.manifest) != self._cure.source:
+        if source_of(self._located) != self._cure.source:
             raise CorruptCheckpointError(f'{self._located.url} has changed since it was verified. Try again.')
 
-    def _fill(self, work: Workspace, in_place: bool) -> Ledger:
+    def _fill(self, work: Workspace) -> Ledger:
         """Everything but the manifest and the sidecar; returns it with checksums."""
-        names = [name for name in files_of(self._located) if self._is_kept(name, in_place)]
+        there = files_of(self._located)
+        # A directory that stands where a file is made again goes, too.
+        gone = below(there, {*self._cure.left_out, *self._cure.zarrays})
+        names = [name for name in there if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
         for parent in sorted({name.rpartition('/')[0] for name in (*names, *self._cure.zarrays)} - {''}):
             self._target.make_dir(join(work.directory, parent))
         files: Ledger = {}
@@ -222,15 +240,7 @@ class _Surgery:
         for name, data in self._cure.zarrays.items():
             self._target.write(join(work.directory, name), data)
             files[name] = len(data), digest(data)
-        return {name: entry for name, entry in files.items() if not is_own(name)}
-
-    def _is_kept(self, name: str, in_place: bool) -> bool:
-        if name == PINNED:
-            return in_place
-        if name == DATASET_REMOVED:
-            return True
-        gone = any(name == each or name.startswith(f'{each}/') for each in self._cure.left_out)
-        return not (gone or is_own(name) or name in self._cure.zarrays)
+        return {name: entry for name, entry in files.items() if not is_own(name) and name not in self._cure.foreign}
 
     def _take(self, work: Workspace, name: str) -> tuple[int, str]:
         source, target = join(self._located.directory, name), join(work.directory, name)
@@ -248,6 +258,10 @@ class _Surgery:
 
     def _commit(self, work: Workspace, files: Ledger) -> None:
         storage, cure = self._target, self._cure
+        directories = sorted({name.rpartition('/')[0] for name in (*files, *cure.foreign)} - {''})
+        if not cure.has_books:
+            self._commit_as(work, None, directories)
+            return
         integrity = encode_ledger(files)
         storage.write(join(work.directory, integrity_file(0)), integrity)
         books = {MANIFEST: cure.manifest, integrity_file(0): integrity}
@@ -267,10 +281,11 @@ class _Surgery:
             },
         }
         sidecar = encode_sidecar(dataclasses.replace(cure.sidecar, extra=extra))
+        self._commit_as(work, sidecar, directories)
+
+    def _commit_as(self, work: Workspace, sidecar: bytes | None, directories: Sequence[str]) -> None:
         try:
-            commit(
-                work, cure.manifest, sidecar, sorted({name.rpartition('/')[0] for name in files} - {''}), self._clock
-            )
+            commit(work, self._cure.manifest, sidecar, directories, self._clock)
         except AlreadyCommittedError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
 

@@ -22,7 +22,7 @@ from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest, view_state
 from t5ckpt._specs import is_spec
 from t5ckpt._types import leaf_name
 from t5ckpt.checkpointer import Checkpointer
-from t5ckpt.errors import CorruptCheckpointError, FormatError, RemoteError, T5CkptError
+from t5ckpt.errors import CorruptCheckpointError, FormatError, NotADirectoryStorageError, RemoteError, T5CkptError
 from t5ckpt.steps import get_checkpoint_dir
 from t5ckpt.translate import apply_assignment_map
 from t5ckpt.view import open_checkpoint
@@ -142,7 +142,8 @@ def restore_or_init(
 
 def _kind(error: T5CkptError) -> str:
     """What a failed restore says of the checkpoint, in one process."""
-    if isinstance(error, CorruptCheckpointError):
+    # A file where the directory of an array should be is damage, too.
+    if isinstance(error, (CorruptCheckpointError, NotADirectoryStorageError)):
         return 'corrupt'
     if isinstance(error, RemoteError):
         return 'remote'

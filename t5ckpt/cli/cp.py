@@ -30,6 +30,7 @@ _CHANGES = ('save_dtype', 'no_optimizer', 'drop', 'rename', 'ema', 'average', 'c
 @click.option('--average', multiple=True, metavar='OTHER', help='Average the parameters with these; repeatable.')
 @click.option('--compression', metavar='CODEC', help='Write with this codec, or auto.')
 @click.option('--as-step', type=click.IntRange(0), metavar='STEP', help="Write as this step instead of the source's.")
+@click.option('--follow-links', is_flag=True, help='Symbolic links may lead out of the checkpoint.')
 @click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the copy is whole.')
 @click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.')
 @json_option
@@ -51,7 +52,12 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
         _with_changes(source, target, step, as_json, words)
         return
     with progress('copying') as report, words_of():
-        options = CopyOptions(workers=words['workers'], overwrite=words['force'], dry_run=words['dry_run'])
+        options = CopyOptions(
+            workers=words['workers'],
+            overwrite=words['force'],
+            dry_run=words['dry_run'],
+            follow_links=words['follow_links'],
+        )
         done = copy_checkpoint(source, target, step, options=options, progress=report)
     if as_json:
         print_json({**dataclasses.asdict(done), 'written': not options.dry_run})
@@ -68,6 +74,8 @@ def _with_changes(source: str, target: str, step: int | None, as_json: bool, wor
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
     from t5ckpt.steps import find_checkpoint
 
+    if words['follow_links']:
+        raise click.UsageError('--follow-links goes with a copy without changes.')
     with progress('copying') as report, words_of():
         changes = Changes(words['ema'], words['drop'], words['rename'])
         options = ConvertOptions(

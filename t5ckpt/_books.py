@@ -1,0 +1,257 @@
+"""What is known of a damaged checkpoint: its manifest, its sidecar and its lists of files, as far as they can be believed.
+
+A list of files that is damaged itself proves nothing. If the files that are there give the very list whose checksum the
+sidecar has, all of them are whole, whatever the damaged one said. Where the sidecar is lost, a list that is gone leaves no
+trace: then nothing vouches for what no list has, and the manifest has to agree with the ``.zarray`` files that the lists have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from t5ckpt._damage import Damage, VerifyReport, listed
+from t5ckpt._digest import digest
+from t5ckpt._implied import is_listed
+from t5ckpt._layout import (
+    DATASET_REMOVED,
+    MANIFEST,
+    PINNED,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    is_inside,
+    is_integrity_file,
+)
+from t5ckpt._ledger import Ledger, decode_ledger, encode_ledger, ledger_entries
+from t5ckpt._manifest import Manifest, decode_manifest
+from t5ckpt._plan_restore import StoredLeaf
+from t5ckpt._scan import Scanner, in_threads
+from t5ckpt._sidecar import Sidecar, decode_sidecar
+from t5ckpt._specs import StoredArray
+from t5ckpt._write import zarray_bytes
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
+from t5ckpt.steps import Located
+
+__all__ = ['ZARRAY', 'Books', 'Source', 'below', 'files_of', 'hopeless_text', 'is_own', 'source_of']
+
+ZARRAY = '.zarray'
+_LOST_FACTS = (
+    'the sidecar is lost: metrics and the keep policy are gone, empty containers, too, and what were Python numbers, strings, '
+    'typed PRNG keys or dtypes that zarr does not know come back as T5X would see them'
+)
+_TRUST = (
+    'Restore an older step, or copy the checkpoint again. To take all of it as it is, right or wrong: trust_files, '
+    '--trust-files. Nothing was written.'
+)
+
+Source = tuple[bytes, bytes, float]
+"""The manifest's bytes, the sidecar's, and when the manifest was written, where the storage says it."""
+
+
+def source_of(located: Located) -> Source:
+    """Tells a checkpoint from another that is saved in its place.
+
+    Raises:
+      CheckpointNotFoundError: there is no manifest.
+    """
+    scanner = Scanner(located.storage, located.directory)
+    there = {entry.name: entry for entry in located.storage.entries(located.directory)}
+    written = there[located.manifest].mtime if located.manifest in there else 0.0
+    return scanner.read(located.manifest), _read(scanner, SIDECAR), written
+
+
+class Books:
+    """The manifest, the sidecar and the lists of files.
+
+    Attributes:
+      source: the checkpoint's own files as they were read.
+      manifest: decoded.
+      sidecar: None where it is missing or damaged.
+      had_books: whether t5ckpt wrote lists of files at all.
+      void: lists that are missing or damaged.
+      ledger: what the other lists say.
+      rebuilt: the sidecar and lists that have to be made again.
+    """
+
+    def __init__(self, located: Located, report: VerifyReport):
+        """Takes the checkpoint and what a verification of all its bytes found.
+
+        Raises:
+          CorruptCheckpointError: something is damaged for which there is no cure.
+        """
+        self._located = located
+        self._scanner = Scanner(located.storage, located.directory)
+        wrong = {damage.file for damage in report.damages}
+        _refuse(located, [damage for damage in report.damages if _is_hopeless(damage, located.manifest)])
+        self.source = source_of(located)
+        self.manifest: Manifest = decode_manifest(self.source[0], located.url)
+        there = {entry.name for entry in located.storage.entries(located.directory)}
+        raw = self.source[1]
+        self.sidecar = None if SIDECAR in wrong or not raw else decode_sidecar(raw, SIDECAR)
+        lists = {name for name in (*there, *wrong) if is_integrity_file(name)}
+        self.had_books = bool(lists) or SIDECAR in wrong or self.sidecar is not None
+        self.void = lists & wrong
+        self.rebuilt = self.void | ({SIDECAR} if self.sidecar is None and self.had_books else set[str]())
+        self.ledger: Ledger = {}
+        self._lists = {name: self._scanner.read(name) for name in sorted(lists - self.void)}
+        for name, data in self._lists.items():
+            self.ledger |= decode_ledger(data, name)
+        self._claims = _claims_of(raw)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the sidecar is: then nobody knows which lists there were."""
+        return self.had_books and self.sidecar is None
+
+    def zarrays(self, leaves: Mapping[str, StoredLeaf], damages: Sequence[Damage]) -> dict[str, bytes]:
+        """The ``.zarray`` files that damages want, as far as the manifest says all of them."""
+        found: dict[str, bytes] = {}
+        for damage in damages:
+            data = self._zarray(leaves[damage.leaf].array) if damage.leaf in leaves else None
+            if data is not None and damage.file in {data[0], data[0].removesuffix(f'/{ZARRAY}')}:
+                found[data[0]] = data[1]
+        return found
+
+    def differing(self, leaves: Mapping[str, StoredLeaf]) -> dict[str, bytes]:
+        """The ``.zarray`` files that no list vouches for and that are not as we write them, as we do."""
+        made = [_made(leaf.array) for leaf in leaves.values()]
+        unlisted = [(name, data) for name, data in filter(None, made) if name not in self.ledger]
+        return {name: data for name, data in unlisted if _read(self._scanner, name) != data}
+
+    def _zarray(self, array: StoredArray) -> tuple[str, bytes] | None:
+        made = _made(array)
+        if made is None:
+            return None
+        name, data = made
+        if name in self.ledger:
+            return made if self.ledger[name] == (len(data), digest(data)) else None
+        # One that says something else is no lost file: the array may be another's.
+        return None if _is_json(_read(self._scanner, name)) else made
+
+    def proven(self, zarrays: Mapping[str, bytes]) -> Ledger | None:
+        """The files that the lost list had, if together they give the list whose checksum the sidecar has."""
+        recorded = ledger_entries((self.sidecar or Sidecar()).extra.get('digests', {}), SIDECAR)
+        if len(self.void) != 1 or not self.void <= recorded.keys():
+            return None
+        candidates = [file for file in files_of(self._located) if file not in self.ledger and not is_own(file)]
+        found = dict(in_threads([file for file in candidates if file not in zarrays], self._scanner.digest))
+        for entry in found.values():
+            if isinstance(entry, StorageError):
+                # A file that cannot be read now says nothing of what is in it.
+                raise entry
+            if isinstance(entry, T5CkptError):
+                return None
+        found |= {name: (len(data), digest(data)) for name, data in zarrays.items() if name not in self.ledger}
+        data = encode_ledger(found)
+        return found if (len(data), digest(data)) == recorded[next(iter(self.void))] else None
+
+    def loose(self, leaves: Mapping[str, StoredLeaf], trusted: Ledger) -> tuple[list[str], list[str]]:
+        """The leaves, and the files of data iterators, that no list vouches for."""
+        names = sorted(name for name, leaf in leaves.items() if not is_listed(leaf, trusted))
+        # With a sidecar and all its lists there, an iterator's file that they lack is none of the checkpoint's.
+        gone = self.is_lost or self.void
+        files = files_of(self._located) if gone or not self.had_books else []
+        return names, [file for file in files if file.startswith(f'{TRAIN_DS_PREFIX}-') and file not in trusted]
+
+    def check_claims(self, leaves: Iterable[StoredLeaf]) -> None:
+        """Holds what is left against what a lost sidecar still says, and the manifest against the lists.
+
+        Raises:
+          CorruptCheckpointError: they contradict each other.
+        """
+        if not self.is_lost:
+            return
+        for name, data in {self._located.manifest: self.source[0], **self._lists}.items():
+            if self._claims.get(name, (len(data), digest(data))) != (len(data), digest(data)):
+                raise CorruptCheckpointError(
+                    f'{SIDECAR} is damaged, and has another checksum of {name}: one of the two has changed, and nothing '
+                    f'says which. {_TRUST}'
+                )
+        made = dict(filter(None, (_made(leaf.array) for leaf in leaves)))
+        listed_zarrays = {name for name in self.ledger if name.endswith(f'/{ZARRAY}')}
+        for name in sorted(listed_zarrays):
+            data = made.get(name)
+            if data is None or self.ledger[name] != (len(data), digest(data)):
+                what = 'has no leaf of it' if data is None else 'says something else of the array'
+                raise CorruptCheckpointError(
+                    f'{name} is listed, and the manifest, for which nothing vouches, {what}: it has changed. {_TRUST}'
+                )
+
+    def notes(self, unproven: bool, loose: Sequence[str]) -> list[str]:
+        """What people have to know."""
+        notes: list[str] = []
+        if self.void and unproven:
+            notes.append(f'nothing vouches for what {", ".join(sorted(self.void))} listed: it was taken as it is')
+        if self.is_lost:
+            notes.append(_LOST_FACTS)
+            if self._located.manifest not in self._claims:
+                notes.append('nothing vouches for the values in the manifest: they were taken as they are')
+        if loose and self.had_books:
+            more = f' and {len(loose) - 5} more' if len(loose) > 5 else ''
+            notes.append(f'nothing vouches for {", ".join(loose[:5])}{more}: taken as they are, right or wrong')
+        return notes
+
+
+def _read(scanner: Scanner, name: str) -> bytes:
+    """A file's bytes; nothing where there is no such file, or no regular one."""
+    try:
+        return scanner.read(name)
+    except (CheckpointNotFoundError, FormatError):
+        return b''
+
+
+def _made(array: StoredArray) -> tuple[str, bytes] | None:
+    """An array's ``.zarray`` by name, if the manifest says all of it."""
+    metadata = {'dimension_separator': '.', 'order': 'C', **array.metadata}
+    plain = array.container == 'dir' and (metadata['dimension_separator'], metadata['order']) == ('.', 'C')
+    if not plain or not {'chunks', 'compressor'} <= set(metadata):
+        return None
+    return f'{array.location}/{ZARRAY}', zarray_bytes(array)
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        return isinstance(json.loads(data), Mapping)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _claims_of(raw: bytes) -> Ledger:
+    """The checksums in a sidecar that may be damaged, as far as it can be read."""
+    try:
+        return ledger_entries(json.loads(raw)['digests'], SIDECAR)
+    except (CorruptCheckpointError, ValueError, TypeError, KeyError, RecursionError):
+        return {}
+
+
+def is_own(name: str) -> bool:
+    """Whether a file is none of the arrays' and iterators', but says what they are."""
+    return name in {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED} or is_integrity_file(name)
+
+
+def files_of(located: Located) -> list[str]:
+    """Every file of the checkpoint, without what an interrupted write leaves beside."""
+    found = [key.removeprefix(f'{located.directory}/') for key, _ in located.storage.walk(located.directory)]
+    return [name for name in found if not name.endswith(('.__partial', '.__lock')) and is_inside(name)]
+
+
+def below(names: Iterable[str], places: Collection[str]) -> set[str]:
+    """The files that are one of the places, or lie in one."""
+    return {name for name in names if any(name == each or name.startswith(f'{each}/') for each in places)}
+
+
+def hopeless_text(damages: Sequence[Damage]) -> str:
+    """The damages for which there is no cure, as they are shown."""
+    return f'not to be repaired:\n{listed(damages)}'.rstrip()
+
+
+def _is_hopeless(damage: Damage, manifest: str) -> bool:
+    return damage.file == manifest or damage.kind in {'contradiction', 'unsafe', 'unreadable'}
+
+
+def _refuse(located: Located, damages: Sequence[Damage]) -> None:
+    if damages:
+        raise CorruptCheckpointError(
+            f'{located.url}: {hopeless_text(damages)}\nRestore an older step, or copy the checkpoint again. Nothing was '
+            'written.'
+        )

@@ -61,6 +61,7 @@ def test_only_the_report_is_left(results: pathlib.Path) -> None:
         'conversion.py --gigabytes 0.02',
         'events.py 2000 10',
         'integrity.py 1 --short',
+        'page_cache.py 32 1',
         'scaling.py --hosts 8 --tensor 8 --layers 2 --all',
         'stores.py listing 2 5',
     ],

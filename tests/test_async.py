@@ -204,8 +204,14 @@ INTERRUPTED = """
     import jax, jax.numpy as jnp, numpy as np
     import t5ckpt
 
+    seen = threading.Event()
+
+    def handler(*arguments):
+        seen.set()
+        signal.default_int_handler(*arguments)
+
     # A shell starts what runs in the background with interrupts ignored, and Python keeps that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, handler)
     state = {f'x{i}': jnp.ones((512, 512)) * i for i in range(8)}
     jax.block_until_ready(state)
     where = sys.argv[1]
@@ -215,6 +221,7 @@ INTERRUPTED = """
         # From the writer's thread, so at a moment when the save is surely under way.
         if done == total // 4 // 2**20 * 2**20:
             os.kill(os.getpid(), signal.SIGINT)
+            seen.wait(60)
             time.sleep(0.3)
 
     ck = t5ckpt.Checkpointer(

@@ -1,6 +1,7 @@
 """Checkpoints made by somebody who means harm: a typed error, in little memory and time, and nothing read elsewhere."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -253,6 +254,18 @@ def test_the_corpus_and_a_short_fuzz(target):
             pass
         except BaseException:
             raise
+
+
+@pytest.mark.slow
+def test_a_short_fuzz_that_is_guided_by_coverage():
+    if importlib.util.find_spec('atheris') is None and os.environ.get('CI') != 'true':
+        pytest.skip("needs atheris: pip install 't5ckpt[fuzz]'")
+    command = [sys.executable, str(ROOT / 'fuzz' / 'run.py'), '--target', 'manifest', '--runs', '5000']
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, 'PYTHONPATH': str(ROOT)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'guided by coverage' in done.stdout
 
 
 JSON = st.recursive(

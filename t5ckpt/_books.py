@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from t5ckpt._damage import Damage, VerifyReport, listed
 from t5ckpt._digest import digest
+from t5ckpt._dtypes import dtype_from_typestr
 from t5ckpt._implied import is_listed
 from t5ckpt._layout import (
     DATASET_REMOVED,
@@ -97,6 +99,7 @@ class Books:
         for name, data in self._lists.items():
             self.ledger |= decode_ledger(data, name)
         self._claims = _claims_of(raw)
+        self._digests: dict[str, Any] = {}
 
     @property
     def is_lost(self) -> bool:
@@ -134,7 +137,9 @@ class Books:
         if len(self.void) != 1 or not self.void <= recorded.keys():
             return None
         candidates = [file for file in files_of(self._located) if file not in self.ledger and not is_own(file)]
-        found = dict(in_threads([file for file in candidates if file not in zarrays], self._scanner.digest))
+        waiting = [file for file in candidates if file not in self._digests]
+        self._digests |= dict(in_threads(waiting, self._scanner.digest))
+        found = {file: self._digests[file] for file in candidates if file not in zarrays}
         for entry in found.values():
             if isinstance(entry, StorageError):
                 # A file that cannot be read now says nothing of what is in it.
@@ -167,19 +172,47 @@ class Books:
                     f'{SIDECAR} is damaged, and has another checksum of {name}: one of the two has changed, and nothing '
                     f'says which. {_TRUST}'
                 )
-        made = dict(filter(None, (_made(leaf.array) for leaf in leaves)))
-        listed_zarrays = {name for name in self.ledger if name.endswith(f'/{ZARRAY}')}
-        for name in sorted(listed_zarrays):
-            data = made.get(name)
-            if data is None or self.ledger[name] != (len(data), digest(data)):
-                what = 'has no leaf of it' if data is None else 'says something else of the array'
+        arrays = {f'{leaf.array.location}/{ZARRAY}': leaf.array for leaf in leaves}
+        for name in sorted(name for name in self.ledger if name.endswith(f'/{ZARRAY}')):
+            array = arrays.get(name)
+            if array is None or not self._agrees(name, array):
+                what = 'has no leaf of it' if array is None else 'says something else of the array'
                 raise CorruptCheckpointError(
                     f'{name} is listed, and the manifest, for which nothing vouches, {what}: it has changed. {_TRUST}'
                 )
 
-    def notes(self, unproven: bool, loose: Sequence[str]) -> list[str]:
+    def _agrees(self, name: str, array: StoredArray) -> bool:
+        """Whether a listed ``.zarray`` says of an array what the manifest does."""
+        data, made = _read(self._scanner, name), _made(array)
+        if (len(data), digest(data)) != self.ledger[name]:
+            return made is None or (len(made[1]), digest(made[1])) == self.ledger[name]
+        return _layout(data)[:2] == (list(array.shape), array.dtype.name) and (
+            'chunks' not in array.metadata or _layout(data)[2] == list(array.metadata['chunks'])
+        )
+
+    def check_guesses(self, zarrays: Mapping[str, bytes], leaves: Mapping[str, StoredLeaf]) -> None:
+        """A ``.zarray`` that no list has is made as T5X and t5ckpt write it; what is left of the others must be so, too.
+
+        Raises:
+          CorruptCheckpointError: another program wrote them, with another order of bytes or elements.
+        """
+        if all(name in self.ledger for name in zarrays):
+            return
+        for leaf in leaves.values():
+            name = f'{leaf.array.location}/{ZARRAY}'
+            data = _read(self._scanner, name)
+            if name not in zarrays and data and _layout(data)[3:] != ('C', '.', True):
+                raise CorruptCheckpointError(
+                    f'{name} is of another program than T5X, and nothing else says how the values of '
+                    f'{", ".join(sorted(zarrays)[:3])} lie. Copy the checkpoint again. Nothing was written.'
+                )
+
+    def notes(self, unproven: bool, loose: Sequence[str], zarrays: Iterable[str]) -> list[str]:
         """What people have to know."""
         notes: list[str] = []
+        guessed = sorted(name for name in zarrays if name not in self.ledger) if unproven else []
+        if guessed:
+            notes.append(f'{", ".join(guessed[:3])}: made as T5X and t5ckpt write them; nothing vouches for that')
         if self.void and unproven:
             notes.append(f'nothing vouches for what {", ".join(sorted(self.void))} listed: it was taken as it is')
         if self.is_lost:
@@ -207,6 +240,19 @@ def _made(array: StoredArray) -> tuple[str, bytes] | None:
     if not plain or not {'chunks', 'compressor'} <= set(metadata):
         return None
     return f'{array.location}/{ZARRAY}', zarray_bytes(array)
+
+
+def _layout(data: bytes) -> tuple[Any, str, Any, str, str, bool]:
+    """Of a ``.zarray``: shape, dtype, chunks, order, separator, and whether its numbers are little-endian."""
+    try:
+        found: Any = json.loads(data)
+        typestr = found['dtype']
+        dtype = dtype_from_typestr(typestr)
+        name = '' if dtype is None else dtype.name
+        order, separator = found.get('order', 'C'), found.get('dimension_separator', '.')
+        return found['shape'], name, found['chunks'], order, separator, not typestr.startswith('>')
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return None, '', None, '', '', False
 
 
 def _is_json(data: bytes) -> bool:

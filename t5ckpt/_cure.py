@@ -111,10 +111,13 @@ def cure_of(located: Located, options: RepairOptions, report: VerifyReport, more
     beyond_repair = {damage.leaf for damage in more}
     mendable = {name: leaf for name, leaf in leaves.items() if name not in beyond_repair}
     zarrays = books.zarrays(mendable, damages)
-    # Which .zarray were damaged is what the proof says, if there is one.
-    guess = zarrays | books.differing(mendable)
-    proven = books.proven(guess)
-    zarrays = zarrays if proven is None else guess
+    # Which .zarray were damaged is what the proof says, if there is one. Others than ours may be spelled otherwise.
+    proven = books.proven(zarrays)
+    if proven is None:
+        guess = zarrays | books.differing(mendable)
+        proven = books.proven(guess)
+        zarrays = zarrays if proven is None else guess
+    books.check_guesses(zarrays, leaves)
     # Once all files are proven whole, what a damaged list says of others is nothing.
     lost = [damage for damage in damages if damage.file in books.ledger or proven is None]
     lost = [damage for damage in lost if not _is_cured(damage, leaves, zarrays)]
@@ -146,7 +149,7 @@ def cure_of(located: Located, options: RepairOptions, report: VerifyReport, more
         frozenset(left_out),
         _foreign(located, kept, {*trusted, *zarrays, *taken}, trusted) - below(files_of(located), left_out),
         has_books,
-        (*report.notes, *books.notes(proven is None, taken)),
+        (*(() if books.void else report.notes), *books.notes(proven is None, taken, zarrays)),
         trusted,
         kept,
     )
@@ -159,7 +162,8 @@ def _same(names: Sequence[str]) -> dict[str, str]:
 def _unproven(lost: Sequence[Damage], void: Collection[str]) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f'{hopeless_text(lost)}\n{", ".join(sorted(void))}: damaged or gone, and the files that are there do not give what '
-        't5ckpt.json recorded: one or more of them have changed, or are missing, and nothing says which. Restore an older '
+        't5ckpt.json recorded: one or more of them have changed, or are missing (also on purpose, for '
+        'keep_dataset_checkpoints), or were added, and nothing says which. Restore an older '
         'step, or copy the checkpoint again. To take all of it as it is, right or wrong: trust_files, --trust-files. '
         'Nothing was written.'
     )
@@ -187,8 +191,8 @@ def _foreign(
 ) -> frozenset[str]:
     """The files that belong to nothing. Of an array that no list has, whatever lies in its directory is its own."""
     unlisted = {leaf.array.location for leaf in leaves.values() if not is_listed(leaf, trusted)}
-    others = [name for name in files_of(located) if name not in known and not is_own(name)]
-    return frozenset(name for name in others if name.rpartition('/')[0] not in unlisted)
+    others = {name for name in files_of(located) if name not in known and not is_own(name)}
+    return frozenset(others - below(others, unlisted))
 
 
 def _is_cured(damage: Damage, leaves: Mapping[str, StoredLeaf], zarrays: Mapping[str, bytes]) -> bool:

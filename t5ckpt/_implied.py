@@ -245,4 +245,7 @@ def is_listed(leaf: StoredLeaf, ledger: Ledger) -> bool:
         return False
     count = math.prod(-(-size // chunk) for size, chunk in zip(array.shape, chunks, strict=True))
     names = names_of(whole_box(array.shape), chunks) if count <= len(ledger) else ['']
-    return all(f'{array.location}/{name}' in ledger for name in names)
+    # Other writers may name them with slashes, which only the .zarray says.
+    return any(
+        all(f'{array.location}/{name.replace(".", separator)}' in ledger for name in names) for separator in ('.', '/')
+    )

@@ -19,7 +19,7 @@ from t5ckpt._commit import AlreadyCommittedError, Workspace, abandon, begin, com
 from t5ckpt._cure import Cure, RepairOptions, cure_of, lost_error
 from t5ckpt._damage import Damage
 from t5ckpt._digest import digest
-from t5ckpt._implied import ArrayFiles, Implied
+from t5ckpt._implied import ArrayFiles, Implied, is_listed
 from t5ckpt._integrity import locate_or_broken, verify_located
 from t5ckpt._layout import (
     DATASET_REMOVED,
@@ -203,7 +203,7 @@ class _Surgery:
             with still_there(self._located):
                 files = self._fill(work)
                 self._check_source()
-                self._check(work, files)
+                self._check(work)
                 self._check_source()
                 if in_place and self._target.is_file(join(self._located.directory, PINNED)):
                     # It may have been pinned meanwhile.
@@ -265,7 +265,7 @@ class _Surgery:
         integrity = encode_ledger(files)
         storage.write(join(work.directory, integrity_file(0)), integrity)
         books = {MANIFEST: cure.manifest, integrity_file(0): integrity}
-        known = cure.sidecar.extra
+        known = cure.sidecar.extra or {'facts': 'unknown'}
         extra = {
             **known,
             'writer': writer_facts(__version__),
@@ -295,19 +295,17 @@ class _Surgery:
         found = next((entry.mtime for entry in entries if entry.name == self._located.manifest), 0.0)
         return round(found or self._clock(), 3)
 
-    def _check(self, work: Workspace, files: Ledger) -> None:
+    def _check(self, work: Workspace) -> None:
         """Decodes the arrays that no list vouched for, as they lie now.
 
         Raises:
           CorruptCheckpointError: one is damaged all the same.
         """
         implied = Implied(work.storage, work.directory)
-        known = {name.rpartition('/')[0] for name in files}
-        known -= {name.rpartition('/')[0] for name in files if name not in self._cure.trusted}
         damages: list[Damage] = []
         chunks: list[tuple[ArrayFiles, tuple[int, ...]]] = []
         for name, leaf in self._cure.leaves.items():
-            if leaf.array.location not in known:
+            if not is_listed(leaf, self._cure.trusted):
                 found = implied.files(name, leaf)
                 damages += found.damages
                 chunks += [(found, cell) for cell in found.cells]

@@ -100,7 +100,9 @@ def _read(
     model = nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in view.table.items()})
     leaves, facts = leaves_of(contents, request.fns, model)
     fallback = {} if request.fallback is None else view_state(request.fallback).table
-    keys = facts.keys if contents.sidecar.extra else None
+    # Where nobody has noted them, or the note is lost, any uint32 array may be keys.
+    known = contents.sidecar.extra and contents.sidecar.extra.get('facts') != 'unknown'
+    keys = facts.keys if known else None
     options = RestoreOptions(request.restore_dtype, fallback, keys, bool(request.fns), request.strict)
     plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
     if plan.notes:

@@ -138,7 +138,12 @@ class Retention:
                 # First: from then on it is no damage that some of them are missing.
                 self._storage.write(join(step_dir(step), DATASET_REMOVED), b'')
                 for name in files[step]:
-                    self._storage.delete_file(join(step_dir(step), name))
+                    key = join(step_dir(step), name)
+                    # Some iterators write directories.
+                    remove = (
+                        self._storage.delete_tree if self._storage.kind(key) == 'dir' else self._storage.delete_file
+                    )
+                    remove(key)
             except T5CkptError as error:
                 _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
 

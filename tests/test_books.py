@@ -1,5 +1,6 @@
 """What is believed of a damaged checkpoint: lists that contradict each other, are foreign, or are gone without a trace."""
 
+import json
 import os
 import random
 import shutil
@@ -7,11 +8,12 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from test_cli import t5ckpt_cli
 from test_integrity import Iterator, flip, save, state_of
-from test_repair import Meanwhile, arrays_of, bytes_of
+from test_repair import Meanwhile, arrays_of, bytes_of, of_two_processes
 
 import t5ckpt
 from t5ckpt import errors
@@ -232,6 +234,70 @@ def test_something_else_in_the_sidecars_place(run_dir, tmp_path, make):
     make(step_dir / 't5ckpt.json')
     assert t5ckpt.repair(step_dir, tmp_path / 'mended').rebuilt == ('t5ckpt.json',)
     assert t5ckpt.verify(tmp_path / 'mended', full=True).ok
+
+
+@pytest.mark.parametrize('separator', ['.', '/'])
+def test_checksums_for_arrays_of_another_writer(run_dir, separator):
+    """zarr-python spells ``.zarray`` otherwise, and may name chunks with slashes."""
+    step_dir = without_checksums(run_dir)
+    values = np.asarray(t5ckpt.load_t5x_checkpoint(step_dir)['params']['w'])
+    metadata = json.loads((step_dir / 'params.w' / '.zarray').read_text()) | {'dimension_separator': separator}
+    for path in (step_dir / 'params.w').iterdir():
+        if path.name != '.zarray' and separator == '/':
+            row, column = path.name.split('.')
+            (path.parent / f'{row}-').mkdir(exist_ok=True)
+            path.rename(path.parent / f'{row}-' / column)
+    for path in list((step_dir / 'params.w').glob('*-')):
+        path.rename(path.with_name(path.name.removesuffix('-')))
+    (step_dir / 'params.w' / '.zarray').write_text(json.dumps(metadata, indent=4))
+    t5ckpt.repair(step_dir, in_place=True, options=t5ckpt.RepairOptions(add_checksums=True))
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir, verify='full')['params']['w'], values)
+    report = t5ckpt.verify(step_dir, full=True)
+    assert (report.ok, report.notes) == (True, ())
+    for name in BOOKS:
+        (step_dir / name).unlink()
+        assert t5ckpt.repair(step_dir, in_place=True).rebuilt == (name,)
+        np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir, verify='full')['params']['w'], values)
+    chunk = next(
+        path for path in sorted((step_dir / 'params.w').rglob('*')) if path.is_file() and path.name != '.zarray'
+    )
+    flip(chunk, random.Random(1))
+    assert not t5ckpt.verify(step_dir, full=True).ok
+
+
+@pytest.mark.parametrize('how', ['add', 'lost', 'rewritten'])
+def test_typed_keys_come_back_where_nobody_noted_them(run_dir, tmp_path, how):
+    step_dir = save(run_dir)
+    (step_dir / 't5ckpt.json').unlink()
+    if how != 'lost':
+        (step_dir / 'integrity.0.json').unlink()
+    if how == 'rewritten':
+        rewrite_checkpoint(step_dir, tmp_path / 'copy', Changes(drop=('bias',)))
+        run_dir = tmp_path / 'copy'
+    else:
+        t5ckpt.repair(step_dir, in_place=True, options=t5ckpt.RepairOptions(add_checksums=how == 'add'))
+    key = state_of(3)['key']
+    with t5ckpt.Checkpointer({'key': key}, checkpoints_dir=str(run_dir)) as ck:
+        found = ck.restore(strict='contains')['key']
+    assert (jax.random.key_data(found) == jax.random.key_data(state_of(0)['key'])).all()
+
+
+def test_a_zarray_of_another_program_is_not_guessed(run_dir, tmp_path):
+    step_dir = without_checksums(run_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    (note,) = t5ckpt.repair(step_dir, tmp_path / 'mended').notes
+    assert 'params.w/.zarray: made as T5X' in note
+    other = step_dir / 'params.edge' / '.zarray'
+    other.write_text(json.dumps(json.loads(other.read_text()) | {'order': 'F'}))
+    with pytest.raises(errors.CorruptCheckpointError, match='of another program'):
+        t5ckpt.repair(step_dir, tmp_path / 'other')
+
+
+def test_a_list_of_several_that_is_proven_leaves_no_note(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    of_two_processes(step_dir)
+    (step_dir / 'integrity.1.json').unlink()
+    assert t5ckpt.repair(step_dir, tmp_path / 'mended').notes == ()
 
 
 # --- in place ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from t5ckpt._dtypes import kind
 from t5ckpt._layout import TRAIN_DS_PREFIX, join
 from t5ckpt._leaves import Empty, LeafTable
 from t5ckpt._open import Contents, read_contents
+from t5ckpt._sidecar import Sidecar
 from t5ckpt._types import Path, check_patterns, leaf_name
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import is_optimizer
@@ -106,7 +107,7 @@ def rewrite_checkpoint(
         {leaf_name(old): leaf_name(new) for old, new in names.items()},
         dropped=tuple(map(leaf_name, dropped)),
         files=_iterator_files(located),
-        extra={name: value for name, value in contents[-1].sidecar.extra.items() if name in ('metrics', 'keep')},
+        extra=_extra(contents[-1].sidecar),
     )
     refuse_within(open_storage(directory), located)
     return finish(found, directory, options)
@@ -265,3 +266,10 @@ def _refuse_unused(patterns: Sequence[str], table: Iterable[Path]) -> None:
         raise TreeMismatchError(
             f'the patterns {list(patterns)} match no leaf; leaves are {shown}, ... Correct or remove them.'
         )
+
+
+def _extra(sidecar: Sidecar) -> dict[str, Any]:
+    """What comes along; of a checkpoint without a sidecar, that nothing is known of typed keys and the like."""
+    if not sidecar.extra:
+        return {'facts': 'unknown'}
+    return {name: value for name, value in sidecar.extra.items() if name in ('facts', 'keep', 'metrics')}

@@ -495,3 +495,24 @@ def test_names_in_notes_do_not_reach_a_terminal(run_dir):
     text = str(t5ckpt.verify(step_dir))
     assert '\x1b' not in text
     assert 'a\\x1b]0;EVIL\\x07\\nb' in text
+
+
+class DirectoryIterator(Iterator):
+    """One whose state is a directory."""
+
+    def save(self, filename):
+        os.mkdir(filename)
+        super().save(f'{filename}/state')
+
+
+def test_iterators_that_save_directories_are_removed_whole(run_dir):
+    state = state_of()
+    with t5ckpt.Checkpointer(
+        state, None, str(run_dir), DirectoryIterator(), keep_dataset_checkpoints=1, inline_bytes=1024
+    ) as ck:
+        for step in (1, 2, 3):
+            ck.save(state, step=step)
+    having = [path.name for path in sorted(run_dir.iterdir()) if list(path.glob('train_ds-*'))]
+    assert having == ['checkpoint_3']
+    for step in (1, 2, 3):
+        assert t5ckpt.verify(run_dir, step, full=True).ok

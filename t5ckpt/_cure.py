@@ -117,13 +117,13 @@ def cure_of(located: Located, options: RepairOptions, report: VerifyReport, more
         guess = zarrays | books.differing(mendable)
         proven = books.proven(guess)
         zarrays = zarrays if proven is None else guess
-    books.check_guesses(zarrays, leaves)
     # Once all files are proven whole, what a damaged list says of others is nothing.
     lost = [damage for damage in damages if damage.file in books.ledger or proven is None]
     lost = [damage for damage in lost if not _is_cured(damage, leaves, zarrays)]
     if proven is None and books.void and not options.trust_files:
         raise _unproven(lost, books.void)
     trusted = {**books.ledger, **(proven or {})}
+    books.check_guesses(zarrays, leaves, trusted)
     loose, loose_files = books.loose(leaves, trusted)
     if not options.trust_files:
         books.check_claims(leaves.values())

@@ -38,7 +38,7 @@ class PendingSave:
     """What ``save_async`` returns."""
 
     def __init__(self, step: int, save: Work | None, *, log_errors: bool = True):
-        """Starts the save in a thread and feeds it from this one; with None there is nothing to do."""
+        """Takes a save that is to be started; with None there is nothing to do."""
         self.step = step
         self._outcome: CommittedCheckpoint | None = None
         self._error: BaseException | None = None
@@ -48,12 +48,31 @@ class PendingSave:
         # Not Thread.join: an interrupt during join leaves a thread that seems to have ended (CPython issue 90010).
         self._ended = threading.Event()
         self._ended.set()
-        if save is not None:
+        # Taken once: by the thread that saves, or by whoever gives the save up before that thread has begun.
+        self._claim = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the save in a thread and feeds it from this one; returns when it needs the caller's arrays no more.
+
+        An interrupt may come at any moment, also between a thread's start and the next line: it ends the save.
+        """
+        work = self._work
+        if work is None:
+            return
+        try:
+            # Only now: what was interrupted before it was started is nothing to wait for.
             self._ended.clear()
-            threading.Thread(target=self._run, name=f't5ckpt-save-{step}', daemon=False).start()
-            self._feed(save)
+            threading.Thread(target=self._run, name=f't5ckpt-save-{self.step}', daemon=False).start()
+            work.feed()
+        except BaseException:
+            # Interrupted, no more threads, or a copy failed: the rest will never be staged, and the caller hears it here.
+            self._seen = True
+            self.cancel()
+            raise
 
     def _run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
         try:
             self._outcome = None if self._work is None else self._work.run()
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
@@ -69,19 +88,16 @@ class PendingSave:
                 work.stop()
             self._ended.set()
 
-    def _feed(self, save: Work) -> None:
-        try:
-            save.feed()
-        except BaseException:
-            # Interrupted, or a copy failed: the rest will never be staged.
-            self.cancel()
-            raise
-
     def cancel(self) -> None:
         """Ends the save as soon as it can, unless it is committed already, and waits for that. Raises nothing."""
         work = self._work
         if work is not None:
             work.stop()
+        if self._claim.acquire(blocking=False):
+            if work is not None:
+                self._error = SaveFailedError(f'the save of step {self.step} was interrupted before it began.')
+                self._work = None
+            self._ended.set()
         self.wait()
 
     def __repr__(self) -> str:

@@ -192,8 +192,9 @@ class Checkpointer(FromTensorFlow):
           UnsupportedLeafError: a leaf cannot be written; nothing was.
           StorageError: the checkpoint did not become visible, and what was written of it is gone.
         """
-        pending = self._start(train_state, state_transformation_fns, concurrent_gb, (step, metrics), False)
+        pending = self._prepared(train_state, state_transformation_fns, concurrent_gb, (step, metrics), False)
         try:
+            pending.start()
             return pending.result()
         except KeyboardInterrupt:
             # The caller's arrays are being written as they are: nothing may go on once they may change.
@@ -214,7 +215,10 @@ class Checkpointer(FromTensorFlow):
         A save that is still under way is waited for first. Arguments as in :meth:`save`. An error in the background
         is raised by ``result()`` of what is returned, or by the next save, ``check_for_errors`` or ``close``.
         """
-        return self._start(train_state, state_transformation_fns, concurrent_gb, (step, metrics), True)
+        pending = self._prepared(train_state, state_transformation_fns, concurrent_gb, (step, metrics), True)
+        self._pending = pending
+        pending.start()
+        return pending
 
     def maybe_save(
         self,
@@ -252,7 +256,7 @@ class Checkpointer(FromTensorFlow):
         """Whether a process of the job was told to end; all processes hear it at the same call of ``maybe_save``."""
         return self._schedule.should_stop
 
-    def _start(
+    def _prepared(
         self, state: Any, fns: Sequence[Any], concurrent_gb: float, named: tuple[int | None, Any], is_async: bool
     ) -> PendingSave:
         step, metrics = named
@@ -285,9 +289,9 @@ class Checkpointer(FromTensorFlow):
         except BaseException as error:
             meeting.fail('plan', error)
             raise
-        pending = PendingSave(request.step, prepared, log_errors=is_async)
-        self._pending = pending if is_async else None
-        return pending
+        # Whose errors were raised above.
+        self._pending = None
+        return PendingSave(request.step, prepared, log_errors=is_async)
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         """Meets all processes of the job: each brings a note, process 0 decides on all of them, and all get its answer.

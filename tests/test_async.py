@@ -1,12 +1,14 @@
 """Asynchronous saves: safe against donation, errors that surface, no leaks, exit, waves."""
 
 import gc
+import itertools
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 
 import jax
@@ -16,6 +18,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import t5ckpt
+import t5ckpt._pending
+import t5ckpt.checkpointer
 from t5ckpt import errors
 
 
@@ -210,6 +214,13 @@ INTERRUPTED = """
         seen.set()
         signal.default_int_handler(*arguments)
 
+    def callers():
+        frame, names = sys._current_frames()[threading.main_thread().ident], set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        return names
+
     # A shell starts what runs in the background with interrupts ignored, and Python keeps that.
     signal.signal(signal.SIGINT, handler)
     state = {f'x{i}': jnp.ones((512, 512)) * i for i in range(8)}
@@ -222,7 +233,9 @@ INTERRUPTED = """
         if done == total // 4 // 2**20 * 2**20:
             os.kill(os.getpid(), signal.SIGINT)
             seen.wait(60)
-            time.sleep(0.3)
+            # Until the caller is where it ends the save, or has left it alone and waits for it.
+            while not {'cancel', 'wait'} <= callers() and 'close' not in callers():
+                time.sleep(0.001)
 
     ck = t5ckpt.Checkpointer(
         state, checkpoints_dir='run', staging='copy' if where == 'feed' else 'view', progress=interrupt, chunk_bytes=2**20
@@ -252,6 +265,51 @@ def test_an_interrupt(tmp_path, where, steps):
     assert lines[0] == 'interrupted', done.stdout + done.stderr
     names = [f'checkpoint_{step}' for step in steps]
     assert lines[1] == f'ended {steps} {names}', done.stdout + done.stderr
+
+
+def save_interrupted(save, number):
+    """Calls it with a Ctrl-C at one line of the checkpointer's own; says whether there are so many."""
+    count = itertools.count()
+    files = {module.__file__ for module in (t5ckpt.checkpointer, t5ckpt._pending)}
+
+    def trace(frame, event, _):
+        if event == 'line' and frame.f_code.co_filename in files and next(count) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        save()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize('method', ['save', 'save_async'])
+def test_an_interrupt_at_every_line(tmp_path, method):
+    """It may come before, between and after any two lines, such as those around the start of the thread."""
+    state = {'x': jnp.ones((8, 512))}
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=lambda *_: time.sleep(0.02), inline_bytes=0)
+
+    def save(number):
+        return save_interrupted(lambda: getattr(ck, method)(state, step=number), number)
+
+    for number in itertools.count():
+        if not save(number):
+            break
+        if method == 'save':
+            # Nothing goes on: the caller may change its arrays now.
+            assert not [thread for thread in threading.enumerate() if thread.name == f't5ckpt-save-{number}'], number
+        ck.wait_until_finished()
+        ck.check_for_errors()
+    ck.close()
+    # Nothing hung, and every line was tried.
+    assert number > 30
+    for step in t5ckpt.all_steps(tmp_path):
+        assert t5ckpt.verify(tmp_path, step, full=True).ok
 
 
 def test_a_failed_save_keeps_nothing_alive(tmp_path):

@@ -16,6 +16,7 @@ from t5ckpt.errors import SaveFailedError
 __all__ = ['PendingSave']
 
 _log = logging.getLogger('t5ckpt')
+_WAIT_SECONDS = 0.5
 
 
 class Work(Protocol):
@@ -114,7 +115,12 @@ class PendingSave:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has ended; says whether it has. Raises nothing."""
-        return self._ended.wait(timeout)
+        if timeout is not None:
+            return self._ended.wait(timeout)
+        # A signal that comes just before a wait begins does not end it: Python looks for signals between two waits.
+        while not self._ended.wait(_WAIT_SECONDS):
+            pass
+        return True
 
     def result(self, timeout: float | None = None) -> CommittedCheckpoint | None:
         """Waits for the save.

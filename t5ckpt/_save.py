@@ -306,6 +306,7 @@ def _write(job: _Job, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[in
         request.progress,
         job.meeting.is_first,
         None if job.meeting.is_alone else started['codecs'],
+        request.private_host,
     )
     report = write_arrays(write_job, job.staging)
     for name, data in job.dataset.items():

@@ -42,6 +42,7 @@ from t5ckpt.lazy import LazyArray
 __all__ = ['STAGING_MODES', 'Source', 'StagedWave', 'Staging']
 
 _Write = TypeVar('_Write', ArrayWrite, InlineWrite)
+_WAIT_SECONDS = 0.5
 STAGING_MODES = ('auto', 'copy', 'pinned_host', 'view')
 
 
@@ -127,7 +128,9 @@ class Staging:
     def feed(self) -> None:
         """Stages the other waves as room is made; returns when the caller's arrays are needed no more."""
         while (self._waves or self._caller_waits) and not self._stopped.is_set():
-            self._written.acquire()
+            # Not for ever at once: a signal that comes just before such a wait is seen after it.
+            while not self._written.acquire(timeout=_WAIT_SECONDS):
+                pass
             self._caller_waits = bool(self._waves) and self._stage_next()
 
     def stop(self) -> None:

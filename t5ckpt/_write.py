@@ -8,6 +8,9 @@ one metadata file. Chunks equal to the fill value are written too: a missing chu
 Every chunk file gets an xxh3-64 digest. Without a codec it is taken from memory, 28 GB/s on one core; with one, the
 file is read back once after the write, which sees the page cache.
 
+Large chunks of a save in the background go past the page cache where the storage has one, which takes far less from the
+training (``storage/_direct_io.py``); a codec's output, chunks at an array's edge and small ones are TensorStore's.
+
 Chunks that the previous checkpoint holds already are linked instead (``_reuse.py``).
 
 Notes: blocks until everything is durable; raises the first error after every started write has ended.
@@ -19,8 +22,10 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -37,6 +42,7 @@ from t5ckpt._reuse import Previous, files_of
 from t5ckpt._specs import StoredArray
 from t5ckpt._stage import Source, StagedWave, Staging
 from t5ckpt._types import Path, Progress, leaf_name
+from t5ckpt._workers import Workers
 from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
 from t5ckpt.storage import Storage, foreign_errors
 
@@ -45,6 +51,8 @@ __all__ = ['WriteJob', 'WriteReport', 'write_arrays', 'zarray_bytes']
 # Chunks that are no range of their shard's bytes are copied to be written; a few of 64 MiB keep a disk busy, and 32, as
 # many as TensorStore writes at once, would be 2 GB.
 _COPIED_BYTES = 256 * 2**20
+# Two keep a disk busy.
+_DIRECT_WRITERS = 4
 _SUB_BYTE = {'float4_e2m1fn', 'int2', 'int4'}
 
 
@@ -85,6 +93,7 @@ class WriteJob:
       progress: called with (bytes done, bytes in all).
       is_first: whether this is process 0, which writes the metadata of every array, also of those that others write.
       codecs: by array directory, where the processes agreed on what the data were to decide.
+      in_background: whether the caller goes on meanwhile.
     """
 
     storage: Storage
@@ -95,6 +104,7 @@ class WriteJob:
     progress: Progress | None = None
     is_first: bool = True
     codecs: Mapping[str, Any] | None = None
+    in_background: bool = False
 
 
 def zarray_bytes(array: StoredArray) -> bytes:
@@ -131,6 +141,8 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
     except BaseException:
         writer.abandon()
         raise
+    finally:
+        writer.close()
     expected = staging.chunk_count + sum(len(write.pieces) for write in job.unchanged)
     if job.is_first:
         expected += staging.array_count + len(job.unchanged)
@@ -155,6 +167,8 @@ class _Writer:
         self._is_interrupted = is_interrupted
         self._storage = job.storage
         self._kvstore = job.storage.open_kvstore(job.directory)
+        self._direct_bytes = job.storage.direct_bytes(in_background=job.in_background)
+        self._direct_writers = Workers(_DIRECT_WRITERS, 't5ckpt-write')
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._copies = ByteBudget(_COPIED_BYTES)
         self._unread: list[str] = []
@@ -222,21 +236,25 @@ class _Writer:
     def write_array(self, write: ArrayWrite, source: Source) -> None:
         """Starts the writes of all chunks of a leaf."""
         store: Any = None
-        for piece in write.pieces:
+        for number, piece in enumerate(write.pieces):
             self.check_interrupt()
             self._admit(write.piece_bytes)
             try:
                 data = _piece_values(source, piece, write)
-                if store is None:
-                    array = self._begin_array(write, data)
-                    store = self._open(array, leaf_name(write.path))
+                if number == 0:
+                    self._begin_array(write, data)
                 key, entry = self._key(self.arrays[write.path], piece), self._digest_of(self.arrays[write.path], data)
                 if entry is not None and self._linked_instead(key, entry):
                     self._job.budget.release(write.piece_bytes)
                     self._count(write.piece_bytes, linked=True)
                     continue
                 copied = self._admit_copy(data)
-                future = store[_slices(piece.box)].write(data, can_reference_source_data_indefinitely=True)
+                if entry is not None and self._direct_bytes is not None and data.nbytes >= self._direct_bytes:
+                    future = self._write_direct(key, data)
+                else:
+                    if store is None:
+                        store = self._open(self.arrays[write.path], leaf_name(write.path))
+                    future = store[_slices(piece.box)].write(data, can_reference_source_data_indefinitely=True)
             except BaseException:
                 self._job.budget.release(write.piece_bytes)
                 raise
@@ -249,7 +267,11 @@ class _Writer:
             # All of its chunks are written by other processes.
             self._begin_array(write, np.empty(0, write.array.dtype))
 
-    def _begin_array(self, write: ArrayWrite, sample: np.ndarray) -> StoredArray:
+    def _write_direct(self, key: str, data: np.ndarray) -> Future[None]:
+        key, words = join(self._job.directory, key), data.reshape(-1).view(np.uint8)
+        return self._direct_writers.submit(functools.partial(self._storage.write_direct, key, words))
+
+    def _begin_array(self, write: ArrayWrite, sample: np.ndarray) -> None:
         """Chooses the codec, where the plan leaves that to the data, and writes the metadata."""
         array = write.array
         if array.metadata['compressor'] == AUTO:
@@ -259,7 +281,6 @@ class _Writer:
         if self._job.is_first:
             self._write_metadata(array, leaf_name(write.path))
         self.arrays[write.path] = array
-        return array
 
     def _linked_instead(self, key: str, entry: tuple[int, str]) -> bool:
         previous = self._job.previous
@@ -358,6 +379,10 @@ class _Writer:
         while self._in_flight:
             with contextlib.suppress(T5CkptError):
                 self._finish(self._in_flight.popleft())
+
+    def close(self) -> None:
+        """Ends the threads, which have nothing more to do."""
+        self._direct_writers.close()
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

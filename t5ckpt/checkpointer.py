@@ -216,7 +216,7 @@ class Checkpointer(FromTensorFlow):
         is raised by ``result()`` of what is returned, or by the next save, ``check_for_errors`` or ``close``.
         """
         pending = self._prepared(train_state, state_transformation_fns, concurrent_gb, (step, metrics), True)
-        self._pending = pending
+        self._pending = pending  # first, so that an interrupt leaves none that nobody waits for
         pending.start()
         return pending
 
@@ -289,8 +289,6 @@ class Checkpointer(FromTensorFlow):
         except BaseException as error:
             meeting.fail('plan', error)
             raise
-        # Whose errors were raised above.
-        self._pending = None
         return PendingSave(request.step, prepared, log_errors=is_async)
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:

@@ -44,8 +44,9 @@ def same(left, right):
     return jax.tree.all(jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), left, right))
 
 
+@pytest.mark.parametrize('direct_bytes', [1, 2**20])
 @pytest.mark.parametrize('staging', ['auto', 'view', 'copy'])
-def test_fifty_donating_steps_with_a_save_on_each(tmp_path, staging):
+def test_fifty_donating_steps_with_a_save_on_each(tmp_path, staging, direct_bytes):
     @jax.jit
     def plain(state):
         return jax.tree.map(lambda x: x * 2 + 1 if x.dtype != jnp.int32 else x + 1, state)
@@ -56,7 +57,8 @@ def test_fifty_donating_steps_with_a_save_on_each(tmp_path, staging):
     for _ in range(steps):
         expected.append(plain(expected[-1]))
     state = big_state()
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, staging=staging, inline_bytes=64) as ck:
+    options = {'staging': staging, 'inline_bytes': 64, 'storage_options': {'direct_bytes': direct_bytes}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options) as ck:
         for step in range(steps):
             ck.save_async(state, step=step)
             state = donating(state)
@@ -159,14 +161,19 @@ def test_interpreter_exit_says_what_was_lost(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hundred_saves_leak_nothing(tmp_path):
+@pytest.mark.parametrize('direct_bytes', [1, 2**20])
+def test_two_hundred_saves_leak_nothing(tmp_path, direct_bytes):
     state = big_state()
+    options = {
+        'keep': 2,
+        'staging': 'copy',
+        'reuse_unchanged': False,
+        'storage_options': {'direct_bytes': direct_bytes},
+    }
 
     def usage_after(steps):
         # Closed, since steps that go are removed in the background.
-        with t5ckpt.Checkpointer(
-            state, checkpoints_dir=tmp_path, keep=2, staging='copy', reuse_unchanged=False
-        ) as checkpointer:
+        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options) as checkpointer:
             for step in steps:
                 checkpointer.save_async(state, step=step)
         gc.collect()
@@ -231,7 +238,8 @@ INTERRUPTED = """
     def interrupt(done, total):
         # From the writer's thread, so at a moment when the save is surely under way.
         if done == total // 4 // 2**20 * 2**20:
-            os.kill(os.getpid(), signal.SIGINT)
+            # To this thread, so that nothing wakes the caller, as when it comes just before the caller begins to wait.
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             seen.wait(60)
             # Until the caller is where it ends the save, or has left it alone and waits for it.
             while not {'cancel', 'wait'} <= callers() and 'close' not in callers():

@@ -13,7 +13,12 @@ from t5ckpt.testing import FakeClock, FaultyStorage, mixed_state
 
 
 def place_of(kind, tmp_path):
-    return str(tmp_path / 'run') if kind == 'file' else f'memory://{uuid.uuid4().hex}/run'
+    return f'memory://{uuid.uuid4().hex}/run' if kind == 'memory' else str(tmp_path / 'run')
+
+
+def open_faulty(place, kind, *arguments, **options):
+    direct = {'direct_io': 'always', 'direct_bytes': 1} if kind == 'direct' else None
+    return FaultyStorage(open_storage(place, direct), *arguments, **options)
 
 
 def save(storage, step, clock, **options):
@@ -34,14 +39,17 @@ def operations(kind, tmp_path, options):
     """How many operations the second save of a run takes."""
     place = place_of(kind, tmp_path / 'count')
     save(place, 1, FakeClock(), **options)
-    faulty = FaultyStorage(open_storage(place))
+    faulty = open_faulty(place, kind)
     save(faulty, 2, FakeClock(), **options)
+    assert any(name == 'write_direct' for name, _ in faulty.operations) == (
+        kind == 'direct' and 'compression' not in options
+    )
     return len(faulty.operations)
 
 
 @pytest.mark.parametrize('sticky', [False, True])
 @pytest.mark.parametrize('options', [{}, {'keep': 1}, {'reuse_unchanged': False, 'compression': 'zstd', 'keep': 1}])
-@pytest.mark.parametrize('kind', ['file', 'memory'])
+@pytest.mark.parametrize('kind', ['file', 'direct', 'memory'])
 def test_a_fault_at_every_operation(tmp_path, kind, options, sticky):
     count = operations(kind, tmp_path, options)
     assert count > 20
@@ -50,7 +58,7 @@ def test_a_fault_at_every_operation(tmp_path, kind, options, sticky):
         place = place_of(kind, tmp_path / str(fail_at))
         clock = FakeClock()
         save(place, 1, clock)
-        faulty = FaultyStorage(open_storage(place), fail_at, sticky=sticky)
+        faulty = open_faulty(place, kind, fail_at, sticky=sticky)
         try:
             done = save(faulty, 2, clock, **options)
         except errors.T5CkptError as error:

@@ -229,6 +229,8 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 import test_stream
+# A shell starts what runs in the background with interrupts ignored, and Python keeps that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 source = test_stream.Source(test_stream.ARRAYS)
 def die(index):
     os.kill(os.getpid(), {signal})

@@ -19,6 +19,7 @@ from t5ckpt.storage._errors import foreign_errors
 
 if TYPE_CHECKING:
     # Listing steps and reading manifests need no TensorStore, whose import is most of what `t5ckpt ls` would wait for.
+    import numpy as np
     import tensorstore as ts
 
 __all__ = ['Entry', 'Storage', 'foreign_errors']
@@ -66,6 +67,22 @@ class Storage(ABC):
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
         """Writes a key durably and whole."""
+
+    def direct_bytes(self, *, in_background: bool) -> int | None:
+        """From how many bytes on a save's chunk files are to be written with ``write_direct``; None for no file."""
+        del in_background
+
+    def write_direct(self, key: str, data: np.ndarray) -> None:
+        """Writes a file of an unfinished checkpoint past the page cache; its directory need not be there.
+
+        Args:
+          key: where.
+          data: uint8 (n,), contiguous.
+
+        Raises:
+          OSError: it is not there.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def kind(self, key: str) -> str | None:

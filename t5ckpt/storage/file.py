@@ -1,8 +1,8 @@
 """POSIX file systems.
 
-Small files go through ``os.open``/``fsync``; chunk files through TensorStore's file driver, which writes to
-``<name>.__lock``, fsyncs and renames. Neither makes directory entries durable, so ``sync_tree`` fsyncs every directory
-from the leaves up, and ``publish`` fsyncs the parent after the rename.
+Small files go through ``os.open``/``fsync``; chunk files past the page cache (``_direct_io.py``), or through TensorStore's
+file driver, which writes to ``<name>.__lock``, fsyncs and renames. None of them makes directory entries durable, so
+``sync_tree`` fsyncs every directory from the leaves up, and ``publish`` fsyncs the parent after the rename.
 
 The owner's lock is ``flock`` on the directory itself: the kernel lets go of it when the process dies, however it dies,
 and it leaves no file behind. Files get the umask's permissions.
@@ -26,6 +26,7 @@ from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.options import FileOptions
 
 if TYPE_CHECKING:
+    import numpy as np
     import tensorstore as ts
 
 __all__ = ['FileStorage']
@@ -122,6 +123,16 @@ class FileStorage(Storage):
             return os.fstat(fd)
         finally:
             os.close(fd)
+
+    def direct_bytes(self, *, in_background: bool) -> int | None:
+        is_direct = {'auto': in_background, 'always': True, 'never': False}[self._options.direct_io]
+        return self._options.direct_bytes if is_direct else None
+
+    def write_direct(self, key: str, data: np.ndarray) -> None:
+        # numpy, which listing steps can do without.
+        from t5ckpt.storage._direct_io import write_direct
+
+        write_direct(self._path(key), data)
 
     def kind(self, key: str) -> str | None:
         with foreign_errors(self.url(key)):

@@ -16,6 +16,7 @@ from t5ckpt.storage._cache import FileCache
 __all__ = ['FileOptions', 'GcsOptions', 'MemoryOptions', 'Retries', 'S3Options', 'parse_options', 'retries_within']
 
 LOCKING = ('os', 'lockfile', 'none')
+DIRECT_IO = ('auto', 'always', 'never')
 _MIN_STALL_SECONDS = 1
 
 
@@ -26,9 +27,14 @@ class FileOptions:
     Attributes:
       locking: how TensorStore locks a chunk file while it writes it: 'os' (POSIX locks), 'lockfile' (a file made with
         O_EXCL, for file systems without them) or 'none'.
+      direct_io: which saves write chunk files past the page cache (O_DIRECT): 'auto', those in the background; 'always' or
+        'never'. Where the file system refuses that, they go through it.
+      direct_bytes: from how many bytes on a chunk file does.
     """
 
     locking: str = 'os'
+    direct_io: str = 'auto'
+    direct_bytes: int = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +127,9 @@ def _check(name: str, value: Any, default: Any) -> None:
     match name:
         case 'locking':
             good, wanted = value in LOCKING, f'one of {list(LOCKING)}'
-        case 'concurrency':
+        case 'direct_io':
+            good, wanted = value in DIRECT_IO, f'one of {list(DIRECT_IO)}'
+        case 'concurrency' | 'direct_bytes':
             good, wanted = isinstance(value, int) and not isinstance(value, bool) and value > 0, 'an integer above 0'
         case 'retry_seconds':
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

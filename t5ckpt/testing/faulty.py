@@ -1,7 +1,7 @@
 """A storage whose n-th operation fails.
 
 It wraps a real storage and passes everything on, so what it leaves behind is what a real failure leaves behind. Array
-chunks are written by TensorStore behind the storage's back; asking for their kvstore is the operation that can fail.
+chunks are mostly written by TensorStore behind the storage's back; asking for their kvstore is the operation that can fail.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
 from t5ckpt.errors import NoSpaceError, StorageError
@@ -66,6 +67,13 @@ class FaultyStorage(Storage):
     def write(self, key: str, data: bytes) -> None:
         self._count('write', key)
         self._inner.write(key, data)
+
+    def direct_bytes(self, *, in_background: bool) -> int | None:
+        return self._inner.direct_bytes(in_background=in_background)
+
+    def write_direct(self, key: str, data: np.ndarray) -> None:
+        self._count('write_direct', key)
+        self._inner.write_direct(key, data)
 
     def kind(self, key: str) -> str | None:
         self._count('kind', key)

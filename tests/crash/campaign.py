@@ -222,6 +222,19 @@ def _with_drivers(go: Callable[[Driver], None], workers: int) -> None:
         raise failures[0]
 
 
+def refuse(name: str, calls: Iterable[int]) -> list[dict[str, Any]]:
+    """What comes of a scenario in which the file system refuses one of these calls (EINVAL)."""
+    with tempfile.TemporaryDirectory(prefix='t5ckpt-shim-') as directory:
+        driver = Driver(faultshim.build(pathlib.Path(directory)))
+        try:
+            return [
+                driver.ask('run', name, at, faultshim.FAIL, errno.EINVAL, faultshim.CREATE | faultshim.WRITE, 0)
+                for at in calls
+            ]
+        finally:
+            driver.close()
+
+
 def cut_power(
     names: Iterable[str], randoms: int, seed: int, workers: int, *, fsync: bool = True
 ) -> dict[str, dict[str, Any]]:

@@ -214,6 +214,9 @@ SCENARIOS = {
     'two saves, linking arrays on devices': Scenario(_saved(1), _save_twice, adds=frozenset({2, 3})),
     'save, zstd': Scenario(_saved(1), lambda t: t.save(2), adds=_TWO, options={'compression': 'zstd'} | _PLAIN),
     'save in the background': Scenario(_saved(1), _save_async, adds=_TWO),
+    'save past the page cache': Scenario(
+        _saved(1), _save_async, adds=_TWO, options={'storage_options': {'direct_bytes': 1}} | _PLAIN
+    ),
     'save with a data iterator': Scenario(
         _saved(1, 2, dataset_iterator=Position),
         lambda t: t.save(3),

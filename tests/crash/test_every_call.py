@@ -45,6 +45,21 @@ def test_faults_are_reported_to_the_caller(report):
         assert total[name] > total.total() / 4
 
 
+def test_a_file_system_that_refuses_direct_writes():
+    """At the creation of the file or at a write: chunks then go through the page cache, and the save is none the worse."""
+    faultshim.require_gcc()
+    name, ends = 'save past the page cache', ('/0.0.__lock', '/1.0.__lock')
+    calls = enumerate(campaign.calls_of([name])[name])
+    chosen = [
+        at for at, (kind, _, path) in calls if kind & (faultshim.CREATE | faultshim.WRITE) and path.endswith(ends)
+    ]
+    answers = campaign.refuse(name, chosen)
+    # Threads take turns as they like, so that some of the faults come to other calls.
+    chunks = [answer for answer in answers if answer.get('path', '').endswith(ends)]
+    assert {answer['call'] for answer in chunks} == {'create', 'pwrite64'}, answers
+    assert {answer['outcome'] for answer in chunks} == {'completed'}, answers
+
+
 def test_every_disk_that_a_power_cut_leaves():
     """Un-fsynced changes lost, torn and reordered, at every moment of every scenario."""
     faultshim.require_gcc()
@@ -64,7 +79,14 @@ def test_a_real_file_system_loses_power():
     """What the model above says, ext4 says, too: its journal is replayed after each cut."""
     faultshim.require_gcc()
     loopfs.require('ext4')
-    names = ['first save', 'save, linking', 'delete', 'convert, overwriting', 'repair in place']
+    names = [
+        'first save',
+        'save, linking',
+        'save past the page cache',
+        'delete',
+        'convert, overwriting',
+        'repair in place',
+    ]
     count, broken = campaign.cut_file_system(names, 'ext4', every=25)
     assert broken == []
     assert count >= 30

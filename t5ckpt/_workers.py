@@ -1,0 +1,54 @@
+"""A few threads that do what another thread gives them.
+
+``concurrent.futures`` takes no more work once the interpreter has begun to exit, and a save that goes on in the background is
+finished then. These threads are daemons: whoever gives them work waits for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+__all__ = ['Workers']
+
+_Task = tuple[Callable[[], None], 'Future[None]']
+
+
+class Workers:
+    """Threads that are started when there is something to do, and end with :meth:`close`."""
+
+    def __init__(self, count: int, name: str):
+        """Starts nothing."""
+        self._room = count
+        self._name = name
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._started = 0
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        """Has it called; the future says when it is done, or raises what it raised."""
+        future: Future[None] = Future()
+        if self._started < self._room:
+            threading.Thread(target=self._work, name=f'{self._name}-{self._started}', daemon=True).start()
+            self._started += 1
+        self._tasks.put((function, future))
+        return future
+
+    def close(self) -> None:
+        """Ends the threads when all that was submitted is done; does not wait for that."""
+        for _ in range(self._started):
+            self._tasks.put(None)
+        self._started = 0
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            function, future = task
+            try:
+                function()
+            except BaseException as error:  # noqa: BLE001 - raised by the future
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            # The next wait must not keep a chunk alive.
+            del task, function, future

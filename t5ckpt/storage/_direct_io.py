@@ -1,0 +1,112 @@
+"""Writing a file past the page cache: ``O_DIRECT``, open(2).
+
+A chunk that is written in the background is not read again soon, and the cache's pages cost the processors more than the
+write itself (``benchmarks/page_cache.py``); they also push out what the training reads. The file system wants addresses,
+offsets and sizes that are multiples of a disk's block, so the bytes go through a small aligned buffer, and what is left at the
+end of the file goes through the cache, like everything where the file system refuses such writes.
+
+A file gets its name when it is whole and durable, as with TensorStore, whose name for an unfinished one is used here, too: what
+a killed conversion left is gone on with by either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import threading
+
+import numpy as np
+
+__all__ = ['write_direct']
+
+# Of any disk's blocks (statx's dio_offset_align is 512 or 4096) and of a page.
+_ALIGN = 4096
+# Larger is not faster from four threads on, and stays in the processor's cache.
+_PIECE = 2 * 2**20
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECT = getattr(os, 'O_DIRECT', 0)
+
+
+class _Scratch(threading.local):
+    """Aligned memory of each thread, which goes when the thread ends."""
+
+    def __init__(self) -> None:
+        self.bytes = np.frombuffer(mmap.mmap(-1, _PIECE), np.uint8)
+
+
+_scratch = _Scratch()
+
+
+def write_direct(path: str, data: np.ndarray) -> None:
+    """Writes a file, durably but for its name; what had that name stays under its other names.
+
+    Args:
+      path: the file's; its directory is made where it is missing.
+      data: uint8 (n,), contiguous.
+
+    Raises:
+      OSError: there is no such file, or the one that was there.
+    """
+    partial = f'{path}.__lock'
+    fd, is_direct = _create(partial)
+    try:
+        try:
+            _write(fd, data, is_direct=is_direct)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def _create(path: str) -> tuple[int, bool]:
+    """A new file, and whether it is written past the cache."""
+    flag = _DIRECT
+    while True:
+        try:
+            return os.open(path, _NEW | flag, 0o666), bool(flag)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        except FileExistsError:
+            # What a killed writer left.
+            os.unlink(path)
+        except OSError as error:
+            if not flag or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            # Not here. The file may have been made before the flag was refused.
+            flag = 0
+
+
+def _write(fd: int, data: np.ndarray, *, is_direct: bool) -> None:
+    offset = 0
+    while offset < data.size:
+        size = min(_PIECE, data.size - offset)
+        if is_direct and (offset % _ALIGN or size < _ALIGN):
+            is_direct = _use_cache(fd)
+        source = data[offset : offset + size]
+        if is_direct:
+            size -= size % _ALIGN
+            source = _scratch.bytes[:size]
+            source[:] = data[offset : offset + size]
+        try:
+            written = os.pwrite(fd, source.data, offset)
+        except OSError as error:
+            if not is_direct or error.errno != errno.EINVAL:
+                raise
+            # This file system takes the flag, and not the write.
+            is_direct = _use_cache(fd)
+            continue
+        if written == 0:
+            raise OSError(errno.EIO, 'nothing more can be written')
+        offset += written
+
+
+def _use_cache(fd: int) -> bool:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
+    return False

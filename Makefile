@@ -25,7 +25,7 @@ demo: $(VENV)/installed-docs
 
 # Tests that start several processes have time-outs, so they come alone; 5 is pytest's "no test chosen".
 PYTEST := $(BIN)/python -m pytest
-ALONG := -n auto --maxprocesses 4 --dist loadfile
+ALONG := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed-test
 	$(PYTEST) $(ALONG) -m 'not multiprocess' $(ARGS) || test $$? -eq 5

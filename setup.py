@@ -41,7 +41,7 @@ EXTRAS = {
         'nbclient>=0.10',
         'pyright[nodejs]>=1.1.400',
         'pytest>=9',
-        'pytest-xdist>=3.5',
+        'pytest-xdist>=3.7',
         'ruff>=0.12',
     ],
 }

@@ -29,6 +29,26 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile('t5ckpt')
 
+# Files in which single tests take longest. They come first, so that several workers end at about the same time.
+_LONGEST = (
+    *('test_newcomer', 'test_examples', 'test_benchmarks', 'test_readme', 'test_store_faults', 'test_hostile'),
+    *(
+        'test_dataset_libraries',
+        'test_notebooks',
+        'test_hf_logits',
+        'test_tf_peer',
+        'test_async',
+        'test_repair',
+        'test_flax_file',
+    ),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts long files first."""
+    ranks = {name: rank for rank, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
 
 @pytest.fixture(scope='session')
 def golden(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:

@@ -29,8 +29,7 @@ from t5ckpt._manifest import Manifest, decode_manifest
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._scan import Scanner, in_threads
 from t5ckpt._sidecar import Sidecar, decode_sidecar
-from t5ckpt._specs import StoredArray
-from t5ckpt._write import zarray_bytes
+from t5ckpt._specs import StoredArray, zarray_bytes
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.steps import Located
 

@@ -24,9 +24,8 @@ from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
 from t5ckpt._reuse import files_of
 from t5ckpt._scan import Scanner
-from t5ckpt._specs import StoredArray
+from t5ckpt._specs import StoredArray, zarray_bytes
 from t5ckpt._types import leaf_name
-from t5ckpt._write import zarray_bytes
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.storage import Storage

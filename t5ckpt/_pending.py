@@ -6,6 +6,7 @@ Notes: the thread is not a daemon, so the interpreter waits for a save that is u
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import traceback
 from typing import Protocol
@@ -49,8 +50,10 @@ class PendingSave:
         # Not Thread.join: an interrupt during join leaves a thread that seems to have ended (CPython issue 90010).
         self._ended = threading.Event()
         self._ended.set()
-        # Taken once: by the thread that saves, or by whoever gives the save up before that thread has begun.
-        self._claim = threading.Lock()
+        # Who has the work: the thread that saves, or the caller, who gave it up before that thread had begun. The first to
+        # write it down, in one atomic operation that may be done again, since an interrupt may come between any two.
+        self._owner: dict[str, str] = {}
+        self._process = os.getpid()
 
     def start(self) -> None:
         """Starts the save in a thread and feeds it from this one; returns when it needs the caller's arrays no more.
@@ -66,20 +69,18 @@ class PendingSave:
             threading.Thread(target=self._run, name=f't5ckpt-save-{self.step}', daemon=False).start()
             work.feed()
         except BaseException:
-            # Interrupted, no more threads, or a copy failed: the rest will never be staged, and the caller hears it here.
-            self._seen = True
+            # Interrupted, no more threads, or a copy failed: the rest will never be staged.
             self.cancel()
             raise
 
     def _run(self) -> None:
-        if not self._claim.acquire(blocking=False):
+        if self._owner.setdefault('is', 'thread') != 'thread':
             return
         try:
             self._outcome = None if self._work is None else self._work.run()
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
-            # The frames hold what was staged: a state's worth of memory, for as long as somebody keeps the error.
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
             # The caller may never ask: a script that ends, for instance.
             if self._log_errors:
                 _log.error('t5ckpt: the save of step %d failed and is lost: %s', self.step, error)
@@ -90,16 +91,28 @@ class PendingSave:
             self._ended.set()
 
     def cancel(self) -> None:
-        """Ends the save as soon as it can, unless it is committed already, and waits for that. Raises nothing."""
+        """Ends the save as soon as it can, unless it is committed already, and waits for that.
+
+        The caller knows that it has ended. Whoever interrupts the wait leaves a save that will not be committed.
+        """
+        try:
+            self._give_up()
+        except BaseException:
+            # Another interrupt: the save has to be told all the same.
+            self._give_up()
+            raise
+        self.wait()
+
+    def _give_up(self) -> None:
+        self._seen = True
         work = self._work
         if work is not None:
             work.stop()
-        if self._claim.acquire(blocking=False):
+        if self._owner.setdefault('is', 'caller') == 'caller':
             if work is not None:
                 self._error = SaveFailedError(f'the save of step {self.step} was interrupted before it began.')
                 self._work = None
             self._ended.set()
-        self.wait()
 
     def __repr__(self) -> str:
         state = 'under way' if not self.done() else 'done' if self._error is None else f'failed: {self._error}'
@@ -114,7 +127,12 @@ class PendingSave:
         return self.done() and self._error is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the save has ended; says whether it has. Raises nothing."""
+        """Waits until the save has ended; says whether it has. Raises nothing.
+
+        In a forked process there is nothing to wait for: the save goes on in the one that began it.
+        """
+        if os.getpid() != self._process:
+            return True
         if timeout is not None:
             return self._ended.wait(timeout)
         # A signal that comes just before a wait begins does not end it: Python looks for signals between two waits.
@@ -149,3 +167,10 @@ class PendingSave:
             raise SaveFailedError(
                 f'the save of step {self.step} in the background failed: {self._error}'
             ) from self._error
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """The frames hold what was staged: a state's worth of memory, for as long as somebody keeps the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -19,11 +19,12 @@ from t5ckpt._chunks import Box, whole_box
 from t5ckpt._leaves import Target
 from t5ckpt._plan_restore import InlineRead
 from t5ckpt._types import leaf_name
-from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 
-__all__ = ['aligned_empty', 'boxes_wanted', 'is_on_cpu', 'place', 'place_value']
+__all__ = ['aligned_empty', 'boxes_wanted', 'check_fit', 'is_on_cpu', 'narrowed', 'place', 'place_value']
 
 _ALIGNMENT = 64
+_NARROW_BYTES = 4
 # Up to this size it costs less to let JAX copy than to make an aligned buffer that it takes over.
 _SMALL_BYTES = 64 * 1024
 
@@ -69,7 +70,34 @@ def is_on_cpu(target: Target) -> bool:
     return target.sharding.memory_kind in (None, device.default_memory().kind)
 
 
-def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+def narrowed(dtype: np.dtype) -> np.dtype:
+    """What JAX makes of a dtype on a device: of 64 bits 32, unless ``jax_enable_x64`` is set."""
+    import jax
+
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def check_fit(values: np.ndarray, name: str) -> None:
+    """Raises where JAX would narrow integers to others without a word.
+
+    Raises:
+      DtypeMismatch: with one of them.
+    """
+    narrow = (
+        narrowed(values.dtype) if values.dtype.kind in 'iu' and values.dtype.itemsize > _NARROW_BYTES else values.dtype
+    )
+    if narrow == values.dtype:
+        return
+    wrong = values[values.astype(narrow) != values]
+    if wrong.size:
+        raise DtypeMismatch(
+            f'{name}: holds {wrong.flat[0]}, and JAX puts {values.dtype.name} on a device as {narrow.name}, which has no such '
+            'number. Set jax_enable_x64, or restore this leaf to numpy: give the model a numpy array there.',
+            (LeafProblem(name, 'dtype', values.dtype.name, narrow.name),),
+        )
+
+
+def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...], dtype: np.dtype, name: str) -> Any:
     """Hands a leaf's buffers to where its target wants them.
 
     Args:
@@ -77,6 +105,10 @@ def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...
       target: of the leaf.
       shape: of the whole leaf.
       dtype: of the result, which a process that holds nothing of it has to know, too.
+      name: the leaf's, for errors.
+
+    Raises:
+      DtypeMismatch: an integer does not fit the dtype that JAX would give it.
     """
     if not target.device:
         whole = hosts[whole_box(shape)]
@@ -85,6 +117,8 @@ def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...
         return whole[()] if target.python is np.generic else target.python(whole[()])
     import jax
 
+    for values in hosts.values():
+        check_fit(values, name)
     if target.sharding is None:
         array = jax.device_put(hosts[whole_box(shape)], may_alias=True)
     elif not hosts:
@@ -108,11 +142,12 @@ def place_value(read: InlineRead) -> Any:
         # The bulk of the leaves where there are very many: each device's part is cut by JAX.
         import jax
 
+        check_fit(value, leaf_name(read.path))
         whole = value.copy()
         return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[(..., *(index or ()))])
     wanted = boxes_wanted(target, value.shape)
     hosts = {box: _own_copy(value[tuple(slice(start, stop) for start, stop in box)]) for box in wanted}
-    return place(hosts, target, value.shape, value.dtype)
+    return place(hosts, target, value.shape, value.dtype, leaf_name(read.path))
 
 
 def _own_copy(values: np.ndarray) -> np.ndarray:

@@ -269,7 +269,9 @@ class _Matcher:
         """Names there that are close and have no partner here; one that has is no leaf that was renamed."""
         if len(self.problems) >= _HINTED:
             return ()
-        return tuple(near_names(name, (leaf_name(other) for other in there if other not in here)))
+        # An empty container is no leaf that could have another name.
+        names = (leaf_name(path) for path, other in there.items() if path not in here and not _is_empty(other))
+        return tuple(near_names(name, names))
 
     def _fits(self, path: Path, target: Target, found: Any, source: str = '') -> bool:
         name, shape, dtype = leaf_name(path), tuple(found.shape), np.dtype(found.dtype)
@@ -292,7 +294,7 @@ class _Matcher:
             hint = "strict='exact' asks for the same; restore_dtype= casts."
             self.problems.append(LeafProblem(name, 'dtype', f'{source}{came.name}', wanted.name, hint))
             return False
-        if dtype != wanted and target.kind == 'array':
+        if dtype != wanted and target.kind == 'array' and not (target.device and _narrows(dtype, wanted)):
             self.notes.append(f'{name}: checkpoint {dtype.name}, model {wanted.name}')
         return True
 
@@ -351,3 +353,14 @@ def _describe(target: Target) -> str:
     if target.kind == 'scalar' and target.python is not None:
         return f'Python {target.python.__name__}'
     return f'{"" if target.dtype is None else target.dtype.name} {target.shape}'.strip()
+
+
+def _is_empty(leaf: Any) -> bool:
+    return isinstance(leaf, Empty) or getattr(leaf, 'kind', '') == 'empty'
+
+
+def _narrows(dtype: np.dtype, wanted: np.dtype) -> bool:
+    """Whether JAX makes the one of the other on a device; who restores says what is lost by that."""
+    import jax
+
+    return jax.dtypes.canonicalize_dtype(dtype) == wanted

@@ -62,7 +62,7 @@ def read_arrays(
         if hosts is None:
             rest.append(read)
         else:
-            values[read.path] = place(hosts, read.target, read.leaf.shape, read.dtype)
+            values[read.path] = place(hosts, read.target, read.leaf.shape, read.dtype, leaf_name(read.path))
     report = _Report(sum(read.leaf.array.nbytes for read in reads), progress)
     report.add(report.total - sum(read.leaf.array.nbytes for read in rest))
     here = [read for read in rest if is_on_cpu(read.target)]
@@ -193,7 +193,7 @@ class _Flight:
                     self._reader.wait(future)
         read = item.read
         hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
-        self._values[read.path] = placed = place(hosts, read.target, read.leaf.shape, read.dtype)
+        self._values[read.path] = placed = place(hosts, read.target, read.leaf.shape, read.dtype, leaf_name(read.path))
         self._reading.popleft()
         self._moving.append((None if is_on_cpu(read.target) else placed, item.size))
         if self._moving[-1][0] is None:

@@ -107,7 +107,7 @@ def _read(
     plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
     if plan.notes:
         more = f' and {len(plan.notes) - 5} more' if len(plan.notes) > 5 else ''
-        text = 't5ckpt: restored as in the checkpoint (restore_dtype casts floating leaves): %s%s'
+        text = 't5ckpt: restored as in the checkpoint (restore_dtype casts floating leaves of params or target): %s%s'
         _log.warning(text, '; '.join(plan.notes[:5]), more)
     if plan.ignored:
         _log.info('t5ckpt: left out, the model has no use for it: %s', ', '.join(map(leaf_name, plan.ignored)))

@@ -7,17 +7,18 @@ would open whatever it names: other files, other hosts.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from t5ckpt._dtypes import dtype_from_name, dtype_from_typestr
+from t5ckpt._dtypes import dtype_from_name, dtype_from_typestr, zarr_typestr
 from t5ckpt._layout import is_inside
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 
-__all__ = ['SpecDict', 'StoredArray', 'is_spec', 'parse_spec', 'shape_of', 'spec_of']
+__all__ = ['SpecDict', 'StoredArray', 'is_spec', 'parse_spec', 'shape_of', 'spec_of', 'zarray_bytes']
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
 _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
@@ -217,3 +218,19 @@ def _check_transform(transform: Any, shape: tuple[int, ...], leaf: str) -> None:
         ] == list(shape)
     if not identity:
         raise UnsupportedFormatError(f'{leaf}: spec has the transform {transform!r:.200}; only the identity is read.')
+
+
+def zarray_bytes(array: StoredArray) -> bytes:
+    """The ``.zarray`` of an array (zarr v2 storage specification)."""
+    contents = {
+        'chunks': list(array.metadata['chunks']),
+        'compressor': array.metadata['compressor'],
+        'dimension_separator': '.',
+        'dtype': zarr_typestr(array.dtype),
+        'fill_value': None,
+        'filters': None,
+        'order': 'C',
+        'shape': list(array.shape),
+        'zarr_format': 2,
+    }
+    return json.dumps(contents, separators=(',', ':'), sort_keys=True).encode()

@@ -6,8 +6,10 @@ finished then. These threads are daemons: whoever gives them work waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -30,10 +32,21 @@ class Workers:
         """Has it called; the future says when it is done, or raises what it raised."""
         future: Future[None] = Future()
         if self._started < self._room:
-            threading.Thread(target=self._work, name=f'{self._name}-{self._started}', daemon=True).start()
-            self._started += 1
-        self._tasks.put((function, future))
+            # Where the system has no more threads, those that there are do the work, or the caller.
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._work, name=f'{self._name}-{self._started}', daemon=True).start()
+                self._started += 1
+        if self._started:
+            self._tasks.put((function, future))
+        else:
+            _do(function, future)
         return future
+
+    def drop(self) -> None:
+        """Cancels what was submitted and not begun."""
+        with contextlib.suppress(queue.Empty):
+            while (task := self._tasks.get_nowait()) is not None:
+                task[1].cancel()
 
     def close(self) -> None:
         """Ends the threads when all that was submitted is done; does not wait for that."""
@@ -43,12 +56,17 @@ class Workers:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            function, future = task
-            try:
-                function()
-            except BaseException as error:  # noqa: BLE001 - raised by the future
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+            _do(*task)
             # The next wait must not keep a chunk alive.
-            del task, function, future
+            del task
+
+
+def _do(function: Callable[[], None], future: Future[None]) -> None:
+    try:
+        function()
+    except BaseException as error:  # noqa: BLE001 - raised by the future
+        # Nor must the error.
+        traceback.clear_frames(error.__traceback__)
+        future.set_exception(error)
+    else:
+        future.set_result(None)

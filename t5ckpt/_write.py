@@ -25,7 +25,7 @@ import errno
 import functools
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import numpy as np
@@ -35,18 +35,18 @@ from t5ckpt._budget import ByteBudget
 from t5ckpt._chunks import Box
 from t5ckpt._compress import AUTO, choose_codec
 from t5ckpt._digest import digest
-from t5ckpt._dtypes import to_stored, zarr_typestr
+from t5ckpt._dtypes import to_stored
 from t5ckpt._layout import join
 from t5ckpt._plan import ArrayWrite, Piece
 from t5ckpt._reuse import Previous, files_of
-from t5ckpt._specs import StoredArray
+from t5ckpt._specs import StoredArray, zarray_bytes
 from t5ckpt._stage import Source, StagedWave, Staging
 from t5ckpt._types import Path, Progress, leaf_name
 from t5ckpt._workers import Workers
 from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['WriteJob', 'WriteReport', 'write_arrays', 'zarray_bytes']
+__all__ = ['WriteJob', 'WriteReport', 'write_arrays']
 
 # Chunks that are no range of their shard's bytes are copied to be written; a few of 64 MiB keep a disk busy, and 32, as
 # many as TensorStore writes at once, would be 2 GB.
@@ -105,22 +105,6 @@ class WriteJob:
     is_first: bool = True
     codecs: Mapping[str, Any] | None = None
     in_background: bool = False
-
-
-def zarray_bytes(array: StoredArray) -> bytes:
-    """The ``.zarray`` of an array (zarr v2 storage specification)."""
-    contents = {
-        'chunks': list(array.metadata['chunks']),
-        'compressor': array.metadata['compressor'],
-        'dimension_separator': '.',
-        'dtype': zarr_typestr(array.dtype),
-        'fill_value': None,
-        'filters': None,
-        'order': 'C',
-        'shape': list(array.shape),
-        'zarr_format': 2,
-    }
-    return json.dumps(contents, separators=(',', ':'), sort_keys=True).encode()
 
 
 def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
@@ -320,7 +304,7 @@ class _Writer:
     def _admit(self, size: int) -> None:
         while not self._job.budget.try_acquire(size):
             if self._in_flight:
-                self._finish(self._in_flight.popleft())
+                self._finish_next()
             else:
                 self._job.budget.acquire(size)
                 return
@@ -329,18 +313,29 @@ class _Writer:
         """Waits until there is room for a chunk that is no part of its shard's memory; its bytes, or 0."""
         copied = data.nbytes if data.base is None else 0
         while copied and not self._copies.try_acquire(copied):
-            self._finish(self._in_flight.popleft())
+            self._finish_next()
         return copied
 
-    def _finish(self, item: _InFlight) -> None:
+    def _finish_next(self) -> None:
+        """Waits for the oldest write."""
+        self._count(self._settle_next())
+
+    def _settle_next(self) -> int:
+        """The same, in silence; returns its bytes. An interrupt leaves it in flight."""
+        item = self._in_flight[0]
         try:
             with foreign_errors(f'{item.leaf} in {self._storage.url(self._job.directory)}', writing=True):
                 self._storage.wait(item.future)
-        finally:
-            if item.size:
-                self._job.budget.release(item.size)
-            self._copies.release(item.copied)
-        self._count(item.size)
+        except Exception:
+            self._release(self._in_flight.popleft())
+            raise
+        self._release(self._in_flight.popleft())
+        return item.size
+
+    def _release(self, item: _InFlight) -> None:
+        if item.size:
+            self._job.budget.release(item.size)
+        self._copies.release(item.copied)
 
     def _count(self, size: int, *, linked: bool = False) -> None:
         self._done += size
@@ -356,7 +351,7 @@ class _Writer:
     def drain(self) -> None:
         """Waits for everything in flight."""
         while self._in_flight:
-            self._finish(self._in_flight.popleft())
+            self._finish_next()
 
     def read_back(self) -> None:
         """Digests of files whose bytes only the codec knew."""
@@ -376,9 +371,10 @@ class _Writer:
 
     def abandon(self) -> None:
         """Waits for what was started, so that nothing is written after the caller has cleaned up."""
+        self._direct_writers.drop()
         while self._in_flight:
-            with contextlib.suppress(T5CkptError):
-                self._finish(self._in_flight.popleft())
+            with contextlib.suppress(T5CkptError, CancelledError):
+                self._settle_next()
 
     def close(self) -> None:
         """Ends the threads, which have nothing more to do."""

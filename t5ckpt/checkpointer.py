@@ -42,7 +42,8 @@ from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import ClosedError
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.save_policies import SavePolicy
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.steps import open_run_storage
+from t5ckpt.storage import Storage
 
 __all__ = ['Checkpointer']
 
@@ -121,7 +122,7 @@ class Checkpointer(FromTensorFlow):
             raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
         if staging not in STAGING_MODES:
             raise ValueError(f'staging is one of {list(STAGING_MODES)}, got {staging!r}.')
-        self._storage = open_storage(checkpoints_dir, storage_options)
+        self._storage = open_run_storage(checkpoints_dir, storage_options)
         self._storage_options = storage_options
         # Absolute, so that a later chdir does not make this another directory.
         self.checkpoints_dir = self._storage.url()
@@ -196,9 +197,8 @@ class Checkpointer(FromTensorFlow):
         try:
             pending.start()
             return pending.result()
-        except KeyboardInterrupt:
-            # The caller's arrays are being written as they are: nothing may go on once they may change.
-            pending.cancel()
+        except BaseException:
+            pending.cancel()  # the caller's arrays are written as they are, and may change now
             raise
 
     def save_async(
@@ -216,7 +216,6 @@ class Checkpointer(FromTensorFlow):
         is raised by ``result()`` of what is returned, or by the next save, ``check_for_errors`` or ``close``.
         """
         pending = self._prepared(train_state, state_transformation_fns, concurrent_gb, (step, metrics), True)
-        self._pending = pending  # first, so that an interrupt leaves none that nobody waits for
         pending.start()
         return pending
 
@@ -289,7 +288,8 @@ class Checkpointer(FromTensorFlow):
         except BaseException as error:
             meeting.fail('plan', error)
             raise
-        return PendingSave(request.step, prepared, log_errors=is_async)
+        self._pending = pending = PendingSave(request.step, prepared, log_errors=is_async)  # known before it is started
+        return pending
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         """Meets all processes of the job: each brings a note, process 0 decides on all of them, and all get its answer.

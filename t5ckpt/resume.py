@@ -177,6 +177,7 @@ def _warm_start(checkpointer: Checkpointer, init_fn: Callable[[], Any], warm: Wa
     held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(open_checkpoint(warm.place)))
     model = view_state(checkpointer.template).table
     found = warm.transform(_names(held), nest({path: _value(leaf) for path, leaf in model.items()}))
+    _check_patterns(warm, [*map(leaf_name, model), *held])
     have = set(flatten_nested(found, is_spec))
     lacking = [path for path in model if path not in have]
     from_init = [path for path in lacking if warm.missing == 'init' or not warm.is_taken(leaf_name(path))]
@@ -195,6 +196,20 @@ def _warm_start(checkpointer: Checkpointer, init_fn: Callable[[], Any], warm: Wa
     )
     _log.info('t5ckpt: started from %s; %d of %d leaves are new', warm.place, len(initial), len(model))
     return state
+
+
+def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
+    """Raises where a pattern means nothing here: the run would start from other weights than was meant, without a word."""
+    # Without an optimizer there is nothing of it to leave.
+    leave = None if warm.leave == OPTIMIZER else warm.leave
+    for field, pattern in (('take', warm.take), ('leave', leave)):
+        if pattern is not None and not any(re.fullmatch(pattern, name) for name in names):
+            near = next((name for name in names if re.match(pattern, name)), None)
+            hint = f'; it begins {near}: {field}={pattern + ".*"!r} names that' if near is not None else ''
+            raise ValueError(
+                f'WarmStart: {field}={pattern!r} names no leaf of the model or of {warm.place}, such as '
+                f'{", ".join(names[:3])}. Patterns are matched with whole names{hint}.'
+            )
 
 
 def _names(held: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from t5ckpt._text import aligned, human_bytes
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_series
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.steps import open_run_storage
+from t5ckpt.storage import Storage
 from t5ckpt.view import CheckpointView, open_checkpoint
 
 __all__ = ['Run', 'Series', 'open_run']
@@ -28,9 +29,9 @@ def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
       storage_options: see docs/storage.md.
 
     Raises:
-      CheckpointNotFoundError: there is no such directory.
+      CheckpointNotFoundError: there is no such directory, or it is that of a step.
     """
-    storage = open_storage(path, storage_options)
+    storage = open_run_storage(path, storage_options)
     if storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{storage.url()}: there is no such directory.')
     return Run(storage, storage_options)

@@ -31,6 +31,7 @@ __all__ = [
     'latest_step',
     'locate',
     'locate_step',
+    'open_run_storage',
     'pin_checkpoint',
     'refuse_within',
     'steps_in',
@@ -62,6 +63,22 @@ class Located:
     def url(self) -> str:
         """The manifest, or the directory in Orbax's case, as a user would write it."""
         return self.storage.url(join(self.directory, self.manifest))
+
+
+def open_run_storage(
+    path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None
+) -> Storage:
+    """Opens a run's directory; it need not exist.
+
+    Raises:
+      CheckpointNotFoundError: it is a step of a run. What would be saved there would lie within a checkpoint.
+    """
+    storage = open_storage(path, storage_options)
+    parent, _, name = storage.url().rstrip('/').rpartition('/')
+    step = parse_step_dir(name)
+    if step is not None and storage.is_file(MANIFEST):
+        raise CheckpointNotFoundError(f'{storage.url()} is step {step} of a run, and no run. Give the run: {parent}')
+    return storage
 
 
 def get_checkpoint_dir(checkpoints_dir: str | os.PathLike[str], step: int) -> str:

@@ -212,5 +212,12 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
         node = root
         for key in parents:
             node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                break
+        if not isinstance(node, dict) or last in node:
+            raise MissingLeaves(
+                f'{name}: another leaf has this name, or one that it begins with, after the assignment map. Give each leaf of '
+                'the model a place of its own.'
+            )
         node[last] = value
     return root

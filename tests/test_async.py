@@ -275,42 +275,44 @@ def test_an_interrupt(tmp_path, where, steps):
     assert lines[1] == f'ended {steps} {names}', done.stdout + done.stderr
 
 
-def save_interrupted(save, number):
-    """Calls it with a Ctrl-C at one line of the checkpointer's own; says whether there are so many."""
+class GivenUpError(Exception):
+    """What a handler of a signal may raise, such as one that bounds the time."""
+
+
+def save_interrupted(save, numbers, error):
+    """Calls it with an interrupt at some lines of the checkpointer's own; says whether there are so many."""
     count = itertools.count()
     files = {module.__file__ for module in (t5ckpt.checkpointer, t5ckpt._pending)}
 
     def trace(frame, event, _):
-        if event == 'line' and frame.f_code.co_filename in files and next(count) == number:
-            raise KeyboardInterrupt
+        if event == 'line' and frame.f_code.co_filename in files and next(count) in numbers:
+            raise error
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         save()
-    except KeyboardInterrupt:
+    except error:
         return True
     finally:
         sys.settrace(before)
     return False
 
 
+@pytest.mark.parametrize('error', [KeyboardInterrupt, GivenUpError])
 @pytest.mark.parametrize('method', ['save', 'save_async'])
-def test_an_interrupt_at_every_line(tmp_path, method):
+def test_an_interrupt_at_every_line(tmp_path, method, error):
     """It may come before, between and after any two lines, such as those around the start of the thread."""
-    state = {'x': jnp.ones((8, 512))}
+    state = {'x': np.ones((8, 512), np.float32)}
     ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=lambda *_: time.sleep(0.02), inline_bytes=0)
-
-    def save(number):
-        return save_interrupted(lambda: getattr(ck, method)(state, step=number), number)
-
     for number in itertools.count():
-        if not save(number):
+        if not save_interrupted(lambda step=number: getattr(ck, method)(state, step=step), {number}, error):
             break
         if method == 'save':
             # Nothing goes on: the caller may change its arrays now.
             assert not [thread for thread in threading.enumerate() if thread.name == f't5ckpt-save-{number}'], number
+            state['x'] += 1
         ck.wait_until_finished()
         ck.check_for_errors()
     ck.close()
@@ -318,6 +320,73 @@ def test_an_interrupt_at_every_line(tmp_path, method):
     assert number > 30
     for step in t5ckpt.all_steps(tmp_path):
         assert t5ckpt.verify(tmp_path, step, full=True).ok
+
+
+@pytest.mark.parametrize('method', ['save', 'save_async'])
+@pytest.mark.parametrize('distance', [1, 2, 3, 5, 8, 13])
+def test_two_interrupts(tmp_path, method, distance):
+    """The second one may come while the first one is dealt with: nothing hangs, and the next save works."""
+    state = {'x': np.ones((8, 512), np.float32)}
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=lambda *_: time.sleep(0.01), inline_bytes=0)
+    number = 0
+    while save_interrupted(
+        lambda step=number: getattr(ck, method)(state, step=step), {number, number + distance}, KeyboardInterrupt
+    ):
+        assert ck._pending is None or ck._pending.wait(20), number
+        number += 1
+    assert number > 30
+    ck.wait_until_finished()
+    ck.check_for_errors()
+    assert ck.save(state, step=10**6) is not None
+    for step in t5ckpt.all_steps(tmp_path):
+        assert t5ckpt.verify(tmp_path, step, full=True).ok
+    assert all(path.name.startswith('checkpoint_') and '.' not in path.name for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('direct_io', ['always', 'never'])
+@pytest.mark.parametrize('method', ['save', 'save_async'])
+def test_progress_that_fails_ends_the_save(tmp_path, method, direct_io):
+    """All writes have ended when the error is there, so that what they wrote is gone."""
+
+    def fail(done, total):
+        raise GivenUpError(done, total)
+
+    state = {'x': np.ones((512, 4096), np.float32)}
+    options = {'chunk_bytes': 2**15, 'storage_options': {'direct_io': direct_io, 'direct_bytes': 1}}
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=fail, **options)
+    with pytest.raises(GivenUpError):
+        ck.save(state, step=1) if method == 'save' else ck.save_async(state, step=1).result()
+    assert list(tmp_path.iterdir()) == []
+    deadline = time.monotonic() + 20
+    while any(thread.name.startswith('t5ckpt-write') for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ck.close()
+    assert t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options).save(state, step=1) is not None
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_save(tmp_path):
+    done = run_python(
+        """
+        import os, signal, threading, warnings
+        import numpy as np, t5ckpt
+        warnings.simplefilter('ignore')
+        state, forked = {'x': np.ones(4_000_000, np.float32)}, threading.Event()
+        ck = t5ckpt.Checkpointer(state, checkpoints_dir='run', progress=lambda *_: forked.wait(60))
+        pending = ck.save_async(state, step=1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            ck.close()
+            os._exit(0 if pending.result() is None else 1)
+        status = os.waitpid(child, 0)[1]
+        forked.set()
+        ck.close()
+        print(status, t5ckpt.all_steps('run'))
+        """,
+        tmp_path,
+    )
+    assert done.stdout.strip() == '0 [1]', done.stdout + done.stderr
 
 
 def test_a_failed_save_keeps_nothing_alive(tmp_path):

@@ -1,18 +1,27 @@
 """Chunk files that are written past the page cache: the same bytes, no trace in the cache, and nothing else changed."""
 
+import contextlib
 import ctypes
 import errno
+import functools
+import gc
 import mmap
 import os
 import pathlib
 import random
+import resource
+import signal
+import threading
+import weakref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt._workers import Workers
 from t5ckpt.storage import open_storage
 from t5ckpt.storage._direct_io import write_direct
 
@@ -150,22 +159,55 @@ def test_it_is_an_option_of_directories(tmp_path):
         open_storage('memory://run', {'direct_io': 'never'})
 
 
-def test_a_full_disk_says_so(tmp_path):
+@contextlib.contextmanager
+def files_of_at_most(size):
     """The limit of a process stands for the disk's: the write that crosses it is cut short, the next one fails."""
-    state = {'x': jnp.arange(2 * _MB, dtype=jnp.float32)}
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, storage_options=_ALL)
-    ck.save(state, step=1)
-    import resource
-    import signal
-
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5 * _MB + 100, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        with pytest.raises(errors.NoSpaceError, match='x'):
-            ck.save({'x': state['x'] + 1}, step=2)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk_says_so(tmp_path):
+    state = {'x': jnp.arange(2 * _MB, dtype=jnp.float32)}
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, storage_options=_ALL)
+    ck.save(state, step=1)
+    with files_of_at_most(5 * _MB + 100), pytest.raises(errors.NoSpaceError, match='x'):
+        ck.save({'x': state['x'] + 1}, step=2)
     assert t5ckpt.all_steps(tmp_path) == [1]
     assert ck.save({'x': state['x'] + 1}, step=2) is not None
+
+
+def test_a_failed_save_keeps_nothing_alive(tmp_path):
+    """Its error is kept for whoever asks, without the frames of the threads that wrote."""
+    leaf = jnp.arange(2 * _MB, dtype=jnp.float32)
+    alive = weakref.ref(leaf)
+    model = {'x': jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)}
+    ck = t5ckpt.Checkpointer(model, checkpoints_dir=tmp_path, staging='view')
+    with files_of_at_most(5 * _MB + 100):
+        pending = ck.save_async({'x': leaf}, step=1)
+        pending.wait()
+    del leaf
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(errors.NoSpaceError):
+        pending.result()
+
+
+def test_where_there_are_no_more_threads_the_caller_writes(tmp_path):
+    """A thread whose stack does not fit into the address space cannot be started."""
+    before = threading.stack_size(2**46)
+    try:
+        workers = Workers(4, 'test')
+        futures = [workers.submit(functools.partial((tmp_path / str(number)).write_text, 'x')) for number in range(3)]
+        with pytest.raises(FileNotFoundError):
+            workers.submit(functools.partial((tmp_path / 'no' / 'x').write_text, 'x')).result()
+        workers.close()
+    finally:
+        threading.stack_size(before)
+    assert all(future.done() for future in futures)
+    assert len(list(tmp_path.iterdir())) == 3

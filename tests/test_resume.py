@@ -215,6 +215,27 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
         WarmStart('x', missing='ignore')
 
 
+@pytest.mark.parametrize(
+    ('field', 'pattern', 'hint'),
+    [
+        ('take', 'prams/.*', 'whole names.'),
+        ('take', 'params', "take='params.*' names that"),
+        ('leave', 'optt/.*', 'whole names.'),
+    ],
+)
+def test_a_pattern_that_names_nothing_is_an_error(tmp_path, field, pattern, hint):
+    """The run would start from other weights than was meant, and say so only in the log."""
+    run_with(tmp_path / 'pretrained', [5])
+    warm = WarmStart(tmp_path / 'pretrained', **{field: pattern})
+    with (
+        Checkpointer(train_state(), checkpoints_dir=tmp_path / 'run') as ck,
+        pytest.raises(ValueError, match='names no leaf') as raised,
+    ):
+        restore_or_init(ck, must_not_run, initial_checkpoint=warm)
+    assert f'{field}={pattern!r} names no leaf of the model' in str(raised.value)
+    assert hint in str(raised.value)
+
+
 def test_averaged_weights_instead_of_the_trained(tmp_path):
     old = {'params': params(1.0), 'ema': params(2.0)}
     with Checkpointer(old, checkpoints_dir=tmp_path / 'pretrained') as ck:

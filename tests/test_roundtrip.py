@@ -1,5 +1,6 @@
 """Arbitrary trees, shapes, dtypes and shardings come back to the bit, onto any other sharding."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,6 +21,7 @@ from support.golden import flatten, nest
 from support.states import JAX_DTYPES, WIDE_DTYPES
 
 import t5ckpt
+from t5ckpt import errors
 
 # ---- strategies ----
 
@@ -404,12 +406,35 @@ def test_a_python_int_that_fits_is_narrowed_in_silence(run_dir):
         ck.save({'n': 2**40}, step=2)
     ck = t5ckpt.Checkpointer(jax.eval_shape(lambda: {'n': 7}), checkpoints_dir=str(run_dir))
     assert ck.restore(step=1)['n'] == 7
-    with pytest.warns(UserWarning, match='int64'):
+    with (
+        pytest.warns(UserWarning, match='int64'),
+        pytest.raises(errors.DtypeMismatch, match=r'^n: holds 1099511627776.*x64'),
+    ):
         ck.restore(step=2)
 
 
+@pytest.mark.parametrize('mmap', [False, True])
+@pytest.mark.parametrize('count', [3, 2**13])
+def test_an_integer_that_does_not_fit_is_an_error(run_dir, count, mmap):
+    """JAX would make another number of it."""
+    tree = {'fits': np.arange(count), 'wide': np.arange(count) + 2**40}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(tree, step=1)
+    for key, leaf in tree.items():
+        template = dict(tree) | {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)}
+        ck = t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), mmap=mmap)
+        # What is stored in the manifest is looked at before anything is said.
+        is_said = key == 'wide' or count > 16
+        expected = pytest.warns(UserWarning, match=f'{key}.*int64') if is_said else contextlib.nullcontext()
+        wrong = pytest.raises(errors.DtypeMismatch, match=f'wide: holds {2**40}.*int64.*int32.*jax_enable_x64')
+        with expected, wrong if key == 'wide' else contextlib.nullcontext() as error:
+            assert_same(ck.restore()[key], leaf.astype(np.int32), key)
+        if key == 'wide':
+            assert [problem.leaf for problem in error.value.problems] == ['wide']
+
+
 def test_64_bits_are_not_narrowed_in_silence(run_dir):
-    tree = {'big': np.arange(2.0**13) / 3, 'small': np.arange(3) + 2**40}
+    tree = {'big': np.arange(2.0**13) / 3, 'small': np.arange(3) / 3}
     with t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir)) as ck:
         ck.save(tree, step=1)
     for key, leaf in tree.items():

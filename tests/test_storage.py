@@ -56,3 +56,21 @@ class TestFaulty(TestFile):
 def test_unknown_schemes_are_refused():
     with pytest.raises(errors.UnsupportedFormatError, match='ftp'):
         t5ckpt.Checkpointer({'x': 1}, checkpoints_dir='ftp://host/run')
+
+
+@pytest.mark.parametrize('url', ['gs:/bucket/run', 's3:/bucket/run', 'memory:/run', 'file:/tmp/run'])
+def test_a_slash_that_was_forgotten_makes_no_directory(url):
+    with pytest.raises(ValueError, match=f'write {url.replace(":/", "://")}'):
+        t5ckpt.Checkpointer({'x': 1}, checkpoints_dir=url)
+
+
+def test_a_step_is_no_run(tmp_path):
+    """What is saved within a checkpoint is found by nobody."""
+    state = {'x': 1}
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path).save(state, step=4)
+    step = tmp_path / 'checkpoint_4'
+    for opened in (lambda: t5ckpt.Checkpointer(state, checkpoints_dir=step), lambda: t5ckpt.open_run(step)):
+        with pytest.raises(errors.CheckpointNotFoundError, match=f'is step 4 of a run.*Give the run: {tmp_path}$'):
+            opened()
+    # Only a name, so far.
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'checkpoint_5').save(state, step=1)

@@ -57,6 +57,13 @@ def test_a_source_that_is_not_there_is_an_error():
     assert isinstance(error.value, ValueError)
 
 
+@pytest.mark.parametrize('held', ['opt/0/count opt/0/mu', 'opt/0/mu opt/0/count'])
+def test_a_leaf_within_a_leaf_is_an_error(held):
+    """An optimizer without a state where the checkpoint's has one, for instance."""
+    with pytest.raises(errors.MissingLeaves, match='another leaf has this name'):
+        mapped(held, 'opt/0', [('opt/0', 'opt/0/count')])
+
+
 def test_nothing_is_renamed_when_a_run_resumes():
     assert mapped('old', 'new', [('new', 'old')], is_resuming=True) == {'old': 'old'}
 

@@ -38,7 +38,7 @@ class _Verbs(click.Group):
 def app() -> None:
     """Looks at, checks, copies and converts checkpoints in T5X's format.
 
-    PATH is always a run's directory, a step's directory or a manifest file.
+    PATH is a run's directory, a step's directory or a manifest file; what looks at all steps (ls, prune) wants the run.
 
     \b
     Exit codes: 0 done; 1 done, and the answer is no (damage, differences);

@@ -15,7 +15,8 @@ from t5ckpt.cli._output import Column, json_option, print_json, print_table
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import StepInfo, policy_of, retention_plan
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.steps import open_run_storage
+from t5ckpt.storage import Storage
 
 __all__ = ['command']
 
@@ -40,7 +41,7 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     Example:
       t5ckpt ls run
     """
-    storage = open_storage(path)
+    storage = open_run_storage(path)
     if storage.renames and storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: there is no such directory.')
     found = [entry for entry in summaries(storage) if entry.complete or show_all]

@@ -14,7 +14,7 @@ from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_t
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import Decision, KeepAny, KeepBest, KeepEvery, KeepEveryHours, KeepLatest, KeepPolicy, KeepSteps
-from t5ckpt.storage import open_storage
+from t5ckpt.steps import open_run_storage
 
 __all__ = ['command']
 
@@ -47,7 +47,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     Example:
       t5ckpt prune run --keep 3 --best eval/accuracy --every 10000 --dry-run
     """
-    storage = open_storage(path)
+    storage = open_run_storage(path)
     if storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: there is no such directory.')
     retention = Retention(storage, _policy(keep), time.time, None, TensorBoardMetrics(storage))

@@ -13,6 +13,8 @@ from t5ckpt.storage.base import Storage
 __all__ = ['is_same_kind', 'open_storage', 'split_path']
 
 _SCHEMES = ('gs', 'memory', 's3')
+# One slash forgotten; who means a directory of that name writes './gs:'.
+_HALF_SCHEME = re.compile(r'(file|gs|memory|s3):/(?!/)(.*)', re.DOTALL)
 _SCHEME = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
 
 
@@ -52,7 +54,7 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
 
     Raises:
       UnsupportedFormatError: for a scheme that this version does not serve.
-      ValueError: an option that this kind of storage does not have, or no bucket.
+      ValueError: an option that this kind of storage does not have, no bucket, or one slash where two belong.
     """
     if isinstance(path, Storage):
         if storage_options:
@@ -60,6 +62,9 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
         return path
     text = os.fspath(path)
     scheme, rest = _scheme(text)
+    half = _HALF_SCHEME.fullmatch(text)
+    if half is not None:
+        raise ValueError(f'{text}: write {half.group(1)}://{half.group(2)}, with two slashes.')
     if scheme == 'file':
         from t5ckpt.storage.file import FileStorage
         from t5ckpt.storage.options import FileOptions, parse_options

@@ -90,7 +90,7 @@ transformers: $(VENV)/transformers-5 $(VENV)/transformers-4
 $(VENV)/transformers-%: constraints/transformers-%.txt | $(BIN)/python
 	@echo 'installing $< into $@'
 	rm -rf $@.tmp $@
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --target $@.tmp -r $<
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-warn-conflicts --target $@.tmp -r $<
 	mv $@.tmp $@
 
 # No hashes and no addresses: the files say which versions were tried, not where they came from. PyTorch is pinned in

@@ -17,6 +17,12 @@ PNG = b'\x89PNG\r\n\x1a\n'
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path):
     env = {**os.environ, 'PYTHONPATH': str(ROOT)}
     env.pop('XLA_FLAGS', None)  # the demo chooses its own number of devices
+    # Its trainers compile the same step.
+    env |= {
+        'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+    }
     command = [sys.executable, str(ROOT / 'examples' / 'demo.py'), str(tmp_path / 'run')]
     options = ['--steps', '24', '--save-every', '4', '--kill-at', '18']
     done = subprocess.run([*command, *options], env=env, capture_output=True, text=True, check=False)

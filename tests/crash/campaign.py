@@ -36,6 +36,7 @@ import loopfs
 from support import faultshim
 from support.faultshim import ANY, CLOSE, CREATE, GETS, LINK, LOCK, PUTS, READ, REMOVE, RENAME, SYNC, WRITE
 
+_PLANNED = 5
 _CHANGES = CREATE | WRITE | SYNC | RENAME | LINK | REMOVE
 
 
@@ -276,11 +277,15 @@ def cut_file_system(names: Iterable[str], kind: str, every: int) -> tuple[int, l
 
 
 def calls_of(names: Iterable[str]) -> dict[str, list[tuple[int, str, str]]]:
-    """The calls that each scenario makes when nothing is broken."""
+    """The calls that each scenario makes when nothing is broken.
+
+    Threads take turns, and some look once more for what another one has just made: of several runs the shortest counts,
+    since what is planned beyond the end of a run is never reached.
+    """
     with tempfile.TemporaryDirectory(prefix='t5ckpt-shim-') as directory:
         driver = Driver(faultshim.build(pathlib.Path(directory)))
         try:
-            answers = {name: driver.ask('calls', name) for name in names}
+            answers = {name: min((driver.ask('calls', name) for _ in range(_PLANNED)), key=len) for name in names}
         finally:
             driver.close()
     for name, answer in answers.items():

@@ -30,6 +30,7 @@ __all__ = [
     'flatten_nested',
     'is_jax_array',
     'lookup',
+    'narrowed',
     'nest',
     'step_of',
     'target_of',
@@ -332,3 +333,10 @@ def _found_step(state: Any, table: LeafTable) -> Any:
         return own
     candidates: Iterable[Path] = (('state', 'step'), ('step',))
     return next((table[path] for path in candidates if path in table), None)
+
+
+def narrowed(dtype: np.dtype) -> np.dtype:
+    """What JAX makes of a dtype on a device: of 64 bits 32, unless ``jax_enable_x64`` is set."""
+    import jax
+
+    return jax.dtypes.canonicalize_dtype(dtype)

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._chunks import Box, whole_box
-from t5ckpt._leaves import Target
+from t5ckpt._leaves import Target, narrowed
 from t5ckpt._plan_restore import InlineRead
 from t5ckpt._types import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 
-__all__ = ['aligned_empty', 'boxes_wanted', 'check_fit', 'is_on_cpu', 'narrowed', 'place', 'place_value']
+__all__ = ['aligned_empty', 'boxes_wanted', 'check_fit', 'is_on_cpu', 'place', 'place_value']
 
 _ALIGNMENT = 64
 _NARROW_BYTES = 4
@@ -68,13 +68,6 @@ def is_on_cpu(target: Target) -> bool:
     if device is None or device.platform != 'cpu':
         return False
     return target.sharding.memory_kind in (None, device.default_memory().kind)
-
-
-def narrowed(dtype: np.dtype) -> np.dtype:
-    """What JAX makes of a dtype on a device: of 64 bits 32, unless ``jax_enable_x64`` is set."""
-    import jax
-
-    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def check_fit(values: np.ndarray, name: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._dtypes import STORED_AS, dtype_from_name, kind, stored_dtype
-from t5ckpt._leaves import Empty, LeafTable, Target, flatten_nested
+from t5ckpt._leaves import Empty, LeafTable, Target, flatten_nested, narrowed
 from t5ckpt._plan import cast_dtype
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray, is_spec, parse_spec
@@ -294,7 +294,7 @@ class _Matcher:
             hint = "strict='exact' asks for the same; restore_dtype= casts."
             self.problems.append(LeafProblem(name, 'dtype', f'{source}{came.name}', wanted.name, hint))
             return False
-        if dtype != wanted and target.kind == 'array' and not (target.device and _narrows(dtype, wanted)):
+        if dtype != wanted and target.kind == 'array' and not (target.device and narrowed(dtype) == wanted):
             self.notes.append(f'{name}: checkpoint {dtype.name}, model {wanted.name}')
         return True
 
@@ -357,10 +357,3 @@ def _describe(target: Target) -> str:
 
 def _is_empty(leaf: Any) -> bool:
     return isinstance(leaf, Empty) or getattr(leaf, 'kind', '') == 'empty'
-
-
-def _narrows(dtype: np.dtype, wanted: np.dtype) -> bool:
-    """Whether JAX makes the one of the other on a device; who restores says what is lost by that."""
-    import jax
-
-    return jax.dtypes.canonicalize_dtype(dtype) == wanted

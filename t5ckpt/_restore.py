@@ -16,7 +16,18 @@ import numpy as np
 from t5ckpt._budget import ByteBudget
 from t5ckpt._cached import reader_of
 from t5ckpt._gather import completed, in_parts
-from t5ckpt._leaves import Empty, LeafTable, StateView, Target, is_jax_array, lookup, nest, target_of, view_state
+from t5ckpt._leaves import (
+    Empty,
+    LeafTable,
+    StateView,
+    Target,
+    is_jax_array,
+    lookup,
+    narrowed,
+    nest,
+    target_of,
+    view_state,
+)
 from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw, still_there
 from t5ckpt._place import place_value
 from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, StoredRead, plan_restore
@@ -226,11 +237,7 @@ def _warn_if_narrowed(plan: RestorePlan) -> None:
     wide = [read for read in (*plan.stored, *plan.inline) if read.target.device and read.dtype.itemsize >= _WIDE_BYTES]
     if not wide:
         return
-    import jax
-
-    names = [
-        f'{leaf_name(r.path)} ({r.dtype.name})' for r in wide if not _fits(r, jax.dtypes.canonicalize_dtype(r.dtype))
-    ]
+    names = [f'{leaf_name(r.path)} ({r.dtype.name})' for r in wide if not _fits(r, narrowed(r.dtype))]
     if names:
         warnings.warn(
             f'{", ".join(names[:5])}{" ..." if len(names) > 5 else ""}: JAX narrows these to 32 bits on a device. Set '

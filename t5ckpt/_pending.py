@@ -9,9 +9,11 @@ import logging
 import os
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Protocol
 
 from t5ckpt._commit import CommittedCheckpoint
+from t5ckpt._flag import Flag
 from t5ckpt.errors import SaveFailedError
 
 __all__ = ['PendingSave']
@@ -23,8 +25,8 @@ _WAIT_SECONDS = 0.5
 class Work(Protocol):
     """A prepared save: ``run`` writes and commits, ``feed`` stages what is left, ``stop`` ends both."""
 
-    def run(self) -> CommittedCheckpoint | None:
-        """Writes and commits; in a thread of its own."""
+    def run(self, ask: Callable[[], None]) -> CommittedCheckpoint | None:
+        """Writes, asks whether to commit, which raises where the answer is no, and commits; in a thread of its own."""
         ...
 
     def feed(self) -> None:
@@ -39,20 +41,28 @@ class Work(Protocol):
 class PendingSave:
     """What ``save_async`` returns."""
 
-    def __init__(self, step: int, save: Work | None, *, log_errors: bool = True):
-        """Takes a save that is to be started; with None there is nothing to do."""
+    def __init__(self, step: int, save: Work | None, *, is_blocking: bool = False):
+        """Takes a save that is to be started; with None there is nothing to do.
+
+        A save that the caller waits for (``is_blocking``) writes the caller's arrays as they are, so it is committed only
+        when the caller, still waiting, says so: whoever was interrupted may have changed them.
+        """
         self.step = step
         self._outcome: CommittedCheckpoint | None = None
         self._error: BaseException | None = None
         self._seen = False
-        self._log_errors = log_errors
+        self._is_blocking = is_blocking
         self._work = save
         # Not Thread.join: an interrupt during join leaves a thread that seems to have ended (CPython issue 90010).
-        self._ended = threading.Event()
-        self._ended.set()
+        self._ended = Flag()
+        self._is_started = False
         # Who has the work: the thread that saves, or the caller, who gave it up before that thread had begun. The first to
         # write it down, in one atomic operation that may be done again, since an interrupt may come between any two.
         self._owner: dict[str, str] = {}
+        # Whether to commit, likewise; the thread waits for the answer.
+        self._verdict: dict[str, bool] = {}
+        self._written, self._answered = Flag(), Flag()
+        self._caller = threading.current_thread()
         self._process = os.getpid()
 
     def start(self) -> None:
@@ -65,30 +75,62 @@ class PendingSave:
             return
         try:
             # Only now: what was interrupted before it was started is nothing to wait for.
-            self._ended.clear()
+            self._is_started = True
             threading.Thread(target=self._run, name=f't5ckpt-save-{self.step}', daemon=False).start()
             work.feed()
+            if not self._is_blocking:
+                self._answer(True)
         except BaseException:
             # Interrupted, no more threads, or a copy failed: the rest will never be staged.
             self.cancel()
             raise
 
+    def complete(self) -> CommittedCheckpoint | None:
+        """Starts a blocking save and waits until it is committed; ends it with whatever comes between.
+
+        Raises:
+          T5CkptError: as ``result``.
+        """
+        try:
+            self.start()
+            while not (self.done() or self._written.wait(_WAIT_SECONDS)):
+                pass
+            self._answer(True)
+            return self.result()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _answer(self, commit: bool) -> None:
+        """The first answer counts."""
+        self._verdict.setdefault('commit', commit)
+        self._answered.set()
+
+    def _ask(self) -> None:
+        """In the thread, when all is written. No answer will come from a caller whose thread has ended."""
+        self._written.set()
+        while 'commit' not in self._verdict and self._caller.is_alive():
+            self._answered.wait(_WAIT_SECONDS)
+        if not self._verdict.setdefault('commit', False):
+            raise SaveFailedError(f'the save of step {self.step} was interrupted; nothing is committed.')
+
     def _run(self) -> None:
         if self._owner.setdefault('is', 'thread') != 'thread':
             return
         try:
-            self._outcome = None if self._work is None else self._work.run()
+            self._outcome = None if self._work is None else self._work.run(self._ask)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
             _clear_frames(error)
             # The caller may never ask: a script that ends, for instance.
-            if self._log_errors:
+            if not self._is_blocking:
                 _log.error('t5ckpt: the save of step %d failed and is lost: %s', self.step, error)
         finally:
             work, self._work = self._work, None
             if work is not None:
                 work.stop()
             self._ended.set()
+            self._written.set()
 
     def cancel(self) -> None:
         """Ends the save as soon as it can, unless it is committed already, and waits for that.
@@ -105,6 +147,7 @@ class PendingSave:
 
     def _give_up(self) -> None:
         self._seen = True
+        self._answer(False)
         work = self._work
         if work is not None:
             work.stop()
@@ -120,7 +163,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
-        return self._ended.is_set()
+        return not self._is_started or self._ended.is_set()
 
     def failed(self) -> bool:
         """Whether it has ended badly."""
@@ -129,10 +172,13 @@ class PendingSave:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has ended; says whether it has. Raises nothing.
 
-        In a forked process there is nothing to wait for: the save goes on in the one that began it.
+        In a forked process there is nothing to wait for: the save goes on in the one that began it. A save that has no answer
+        yet is one that its caller left, by two interrupts, say: it is given up.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self._process or self.done():
             return True
+        if 'commit' not in self._verdict and threading.current_thread() is self._caller:
+            self._give_up()
         if timeout is not None:
             return self._ended.wait(timeout)
         # A signal that comes just before a wait begins does not end it: Python looks for signals between two waits.

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,9 +95,9 @@ class PreparedSave:
 
     job: _Job
 
-    def run(self) -> CommittedCheckpoint | None:
-        """Writes and commits."""
-        return _write_and_commit(self.job)
+    def run(self, ask: Callable[[], None]) -> CommittedCheckpoint | None:
+        """Writes, asks, and commits."""
+        return _write_and_commit(self.job, ask)
 
     def feed(self) -> None:
         """Stages the other waves."""
@@ -213,7 +213,7 @@ def _samples(writes: Sequence[ArrayWrite]) -> dict[str, Any]:
     return samples
 
 
-def _write_and_commit(job: _Job) -> CommittedCheckpoint | None:
+def _write_and_commit(job: _Job, ask: Callable[[], None]) -> CommittedCheckpoint | None:
     request, meeting = job.request, job.meeting
     held: list[Workspace] = []
     try:
@@ -224,6 +224,9 @@ def _write_and_commit(job: _Job) -> CommittedCheckpoint | None:
             return None
         try:
             report, entry = _write(job, started)
+            # All values of the caller's are taken here: after the answer they may change.
+            manifest = _manifest_bytes(job, report) if meeting.is_first else b''
+            ask()
         except BaseException as error:
             meeting.fail('write', error)
             raise
@@ -234,7 +237,7 @@ def _write_and_commit(job: _Job) -> CommittedCheckpoint | None:
             'files': len(report.digests),
             'directories': parents,
         }
-        done = meeting.agree('write', note, lambda notes: _commit(job, notes, held, report))
+        done = meeting.agree('write', note, lambda notes: _commit(job, notes, held, report, manifest))
     except BaseException:
         for work in held:
             abandon(work)
@@ -320,10 +323,11 @@ def _write(job: _Job, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[in
     return report, (len(integrity), digest(integrity))
 
 
-def _commit(job: _Job, notes: Sequence[Any], held: list[Workspace], report: WriteReport) -> dict[str, Any]:
+def _commit(
+    job: _Job, notes: Sequence[Any], held: list[Workspace], report: WriteReport, manifest: bytes
+) -> dict[str, Any]:
     """Process 0's last step: everything is written, by all."""
     request, work = job.request, held[0]
-    manifest = _manifest_bytes(job, report)
     files = {MANIFEST: (len(manifest), digest(manifest))}
     files |= {integrity_file(index): tuple(note['integrity']) for index, note in enumerate(notes)}
     arrays = {key: sum(note[key] for note in notes) for key in ('bytes', 'files')}

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-import threading
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
@@ -109,9 +108,9 @@ class Staging:
         self._limit = max(1, budget_bytes // 2)
         self._waves = _split(plan.writes, self._modes, self._limit)
         self._ready: queue.SimpleQueue[StagedWave | None] = queue.SimpleQueue()
-        self._written = threading.Semaphore(0)
-        self._stopped = threading.Event()
-        self._interrupted = threading.Event()
+        self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._stopped = False
+        self._interrupted = False
         self._inline: dict[Path, Any] = {}
         self._caller_waits = False
 
@@ -127,26 +126,28 @@ class Staging:
 
     def feed(self) -> None:
         """Stages the other waves as room is made; returns when the caller's arrays are needed no more."""
-        while (self._waves or self._caller_waits) and not self._stopped.is_set():
-            # Not for ever at once: a signal that comes just before such a wait is seen after it.
-            while not self._written.acquire(timeout=_WAIT_SECONDS):
-                pass
+        while (self._waves or self._caller_waits) and not self._stopped:
+            try:
+                # Not for ever at once: a signal that comes just before such a wait is seen after it.
+                self._written.get(timeout=_WAIT_SECONDS)
+            except queue.Empty:
+                continue
             self._caller_waits = bool(self._waves) and self._stage_next()
 
     def stop(self) -> None:
         """Makes the writer fail, if it is not through, and the feeder return."""
-        self._interrupted.set()
+        self._interrupted = True
         self._let_go()
 
     @property
     def is_interrupted(self) -> bool:
         """Whether :meth:`stop` was called."""
-        return self._interrupted.is_set()
+        return self._interrupted
 
     def _let_go(self) -> None:
         """Wakes whoever waits for the other side."""
-        self._stopped.set()
-        self._written.release()
+        self._stopped = True
+        self._written.put(None)
         self._ready.put(None)
 
     def _stage_next(self) -> bool:
@@ -166,7 +167,7 @@ class Staging:
             while (wave := self._ready.get()) is not None:
                 yield wave
                 del wave
-                self._written.release()
+                self._written.put(None)
         finally:
             self._let_go()
 

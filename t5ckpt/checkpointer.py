@@ -194,12 +194,7 @@ class Checkpointer(FromTensorFlow):
           StorageError: the checkpoint did not become visible, and what was written of it is gone.
         """
         pending = self._prepared(train_state, state_transformation_fns, concurrent_gb, (step, metrics), False)
-        try:
-            pending.start()
-            return pending.result()
-        except BaseException:
-            pending.cancel()  # the caller's arrays are written as they are, and may change now
-            raise
+        return pending.complete()
 
     def save_async(
         self,
@@ -288,7 +283,9 @@ class Checkpointer(FromTensorFlow):
         except BaseException as error:
             meeting.fail('plan', error)
             raise
-        self._pending = pending = PendingSave(request.step, prepared, log_errors=is_async)  # known before it is started
+        self._pending = pending = PendingSave(
+            request.step, prepared, is_blocking=not is_async
+        )  # known before it is started
         return pending
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:

@@ -28,11 +28,11 @@ class PreemptionNotice:
         """Names the signals; nothing is installed before ``with``."""
         self._signals = tuple(signals)
         self._before: dict[int, Any] = {}
-        self._came = threading.Event()
+        self._came = False
 
     def __call__(self) -> bool:
         """Whether a signal came."""
-        return self._came.is_set()
+        return self._came
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -48,7 +48,7 @@ class PreemptionNotice:
         self._before = {}
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._came.set()
+        self._came = True
         before = self._before.get(number)
         if callable(before):
             before(number, frame)

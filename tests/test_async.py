@@ -1,9 +1,11 @@
 """Asynchronous saves: safe against donation, errors that surface, no leaks, exit, waves."""
 
+import contextlib
 import gc
 import itertools
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import textwrap
@@ -279,25 +281,37 @@ class GivenUpError(Exception):
     """What a handler of a signal may raise, such as one that bounds the time."""
 
 
-def save_interrupted(save, numbers, error):
-    """Calls it with an interrupt at some lines of the checkpointer's own; says whether there are so many."""
-    count = itertools.count()
+def save_interrupted(save, number, error, then=None):
+    """Calls it with an interrupt at one line of the checkpointer's own; says whether there are so many.
+
+    With ``then``, there is another one at a later call of a function of its own. A trace function that has raised is called
+    no more, so that one comes from a profile function.
+    """
+    lines, calls = itertools.count(), itertools.count()
     files = {module.__file__ for module in (t5ckpt.checkpointer, t5ckpt._pending)}
+    came = []
 
     def trace(frame, event, _):
-        if event == 'line' and frame.f_code.co_filename in files and next(count) in numbers:
+        if event == 'line' and frame.f_code.co_filename in files and next(lines) == number:
+            came.append(number)
             raise error
         return trace
 
-    before = sys.gettrace()
+    def profile(frame, event, _):
+        if event == 'call' and came and frame.f_code.co_filename in files and next(calls) == then:
+            raise error
+
+    before = sys.gettrace(), sys.getprofile()
+    sys.setprofile(None if then is None else profile)
     sys.settrace(trace)
     try:
         save()
     except error:
-        return True
+        pass
     finally:
-        sys.settrace(before)
-    return False
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+    return bool(came)
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, GivenUpError])
@@ -307,7 +321,7 @@ def test_an_interrupt_at_every_line(tmp_path, method, error):
     state = {'x': np.ones((8, 512), np.float32)}
     ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=lambda *_: time.sleep(0.02), inline_bytes=0)
     for number in itertools.count():
-        if not save_interrupted(lambda step=number: getattr(ck, method)(state, step=step), {number}, error):
+        if not save_interrupted(lambda step=number: getattr(ck, method)(state, step=step), number, error):
             break
         if method == 'save':
             # Nothing goes on: the caller may change its arrays now.
@@ -322,25 +336,97 @@ def test_an_interrupt_at_every_line(tmp_path, method, error):
         assert t5ckpt.verify(tmp_path, step, full=True).ok
 
 
-@pytest.mark.parametrize('method', ['save', 'save_async'])
-@pytest.mark.parametrize('distance', [1, 2, 3, 5, 8, 13])
-def test_two_interrupts(tmp_path, method, distance):
-    """The second one may come while the first one is dealt with: nothing hangs, and the next save works."""
-    state = {'x': np.ones((8, 512), np.float32)}
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=lambda *_: time.sleep(0.01), inline_bytes=0)
-    number = 0
-    while save_interrupted(
-        lambda step=number: getattr(ck, method)(state, step=step), {number, number + distance}, KeyboardInterrupt
-    ):
-        assert ck._pending is None or ck._pending.wait(20), number
-        number += 1
-    assert number > 30
-    ck.wait_until_finished()
-    ck.check_for_errors()
-    assert ck.save(state, step=10**6) is not None
-    for step in t5ckpt.all_steps(tmp_path):
-        assert t5ckpt.verify(tmp_path, step, full=True).ok
+class Changing:
+    """A state that its owner changes as soon as a save has returned, or was interrupted; at step n all its values are n."""
+
+    def __init__(self):
+        self.state = {'x': np.zeros((8, 512), np.float32), 'inline': np.zeros(2, np.float32)}
+
+    def set(self, step):
+        for leaf in self.state.values():
+            leaf[:] = step
+
+
+@pytest.fixture
+def changing(tmp_path):
+    """The state, and a slow checkpointer of it; whatever it committed must be whole, and what the step had."""
+    owner = Changing()
+    with t5ckpt.Checkpointer(
+        owner.state,
+        checkpoints_dir=tmp_path,
+        progress=lambda *_: time.sleep(0.01),
+        inline_bytes=8,
+        reuse_unchanged=False,
+    ) as ck:
+        # What is imported only now is imported by this one.
+        ck.save(owner.state, step=0)
+        owner.set(1)
+        yield owner, ck
+        ck.wait_until_finished()
+        ck.check_for_errors()
+        owner.set(10**6)
+        assert ck.save(owner.state, step=10**6) is not None
+        for step in ck.all_steps():
+            assert t5ckpt.verify(tmp_path, step, full=True).ok
+            values = {float(value) for leaf in ck.restore(step=step).values() for value in leaf.ravel()}
+            assert values == {step}
     assert all(path.name.startswith('checkpoint_') and '.' not in path.name for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('method', ['save', 'save_async'])
+@pytest.mark.parametrize('then', range(5))
+def test_two_interrupts(changing, method, then):
+    """The second one comes while the first one is dealt with: nothing hangs, nothing that the caller changes then is
+    committed, and the next save works."""
+    owner, ck = changing
+    for step in itertools.count(1):
+        if not save_interrupted(
+            lambda step=step: getattr(ck, method)(owner.state, step=step), step - 1, KeyboardInterrupt, then
+        ):
+            break
+        # At once: a save that went on would see it.
+        owner.set(step + 1)
+        assert ck._pending is None or ck._pending.wait(20), step
+    assert step > 30
+
+
+def twice_interrupted(save, after, then, change):
+    """Calls it with a signal ``after`` seconds and ``then`` one more; ``change`` is called as soon as the caller is back."""
+    more, heard = [then], []
+
+    def ring(*_):
+        if more:
+            signal.setitimer(signal.ITIMER_REAL, more.pop())
+        if not heard:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, ring)
+    # What is raised in a callback of the collector is only printed.
+    gc.disable()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after)
+        # RuntimeError: from the start of a thread, where Python's own lock may be taken or not.
+        with contextlib.suppress(KeyboardInterrupt, RuntimeError):
+            save()
+        heard.append(True)
+        change()
+    except KeyboardInterrupt:
+        heard.append(True)
+        change()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        gc.enable()
+
+
+def test_two_signals(changing):
+    """As above, with real signals, microseconds apart."""
+    owner, ck = changing
+    for step in range(1, 201):
+        twice_interrupted(
+            lambda step=step: ck.save(owner.state, step=step), 0.005, 1e-6 * step, lambda step=step: owner.set(step + 1)
+        )
+        assert ck._pending.wait(20), step
 
 
 @pytest.mark.parametrize('direct_io', ['always', 'never'])

@@ -1,0 +1,39 @@
+"""A flag to wait for, which no interrupt leaves locked.
+
+``threading.Event``, ``Condition`` and ``Semaphore`` are written in Python around a lock. An interrupt (Ctrl-C, or whatever a
+handler of a signal raises) between taking that lock and the ``try`` behind it leaves it taken for ever (CPython issue 74174),
+and the thread that would set the flag waits for it. What is used here is one operation of C each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+
+__all__ = ['Flag']
+
+
+class Flag:
+    """Is set once, by any thread."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Sets it, and wakes whoever waits."""
+        self._is_set = True
+        self._wake.put(None)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until it is set, or for that long; says whether it is set."""
+        if not self._is_set:
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=max(0.0, seconds))
+                # For the next one who waits. An interrupt here costs that one its time-out, since the flag itself is set.
+                self._wake.put(None)
+        return self._is_set

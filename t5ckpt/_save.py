@@ -26,6 +26,7 @@ from t5ckpt._commit import (
 from t5ckpt._compress import AUTO, choose_codec
 from t5ckpt._digest import digest
 from t5ckpt._dtypes import to_stored
+from t5ckpt._gc import paused
 from t5ckpt._layout import MANIFEST, integrity_file, join, step_dir
 from t5ckpt._leaves import LeafTable, is_jax_array, nest
 from t5ckpt._ledger import encode_ledger
@@ -151,7 +152,8 @@ def prepare_save(
     # Without transforms each leaf is its own info.
     infos = parameter_infos(table, state, partitioner) if fns else {}
     leaves, infos = transformed(table, infos, fns)
-    plan = plan_save(leaves, infos, request.options, Owners(processes.index, processes.count))
+    with paused():
+        plan = plan_save(leaves, infos, request.options, Owners(processes.index, processes.count))
     previous = _previous(request, meeting)
     unchanged: tuple[ArrayWrite, ...] = ()
     if previous is not None:
@@ -167,7 +169,8 @@ def prepare_save(
     )
     text = '' if meeting.is_alone else plan_text(plan, _header(request))
     samples = _samples(plan.writes) if meeting.is_first and not meeting.is_alone else {}
-    staging.start()
+    with paused():
+        staging.start()
     known = leaves_of_writes(plan.writes)
     job = _Job(request, meeting, plan.facts, staging, previous, unchanged, known, dataset, text, samples, started)
     return PreparedSave(job)

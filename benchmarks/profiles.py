@@ -19,6 +19,7 @@ import collections
 import gc
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -108,11 +109,14 @@ def main() -> None:
     if '--act' in sys.argv:
         act(case, action, turns, short='--short' in sys.argv)
         return
+    sampler = shutil.which('py-spy', path=os.pathsep.join([os.path.dirname(sys.executable), os.environ['PATH']]))
+    if sampler is None:
+        sys.exit('py-spy is not here: pip install py-spy')
     with tempfile.TemporaryDirectory() as scratch:
         samples = pathlib.Path(scratch, 'samples.txt')
         turns_of = [sys.executable, os.fspath(pathlib.Path(__file__)), *sys.argv[1:], '--act']
         command = [
-            os.fspath(pathlib.Path(sys.executable).with_name('py-spy')),
+            sampler,
             'record',
             '--rate',
             '100',

@@ -121,15 +121,18 @@ def main() -> None:
             '--rate',
             '100',
             '--nonblocking',
+            '--format',
+            'raw',
+            '--output',
+            os.fspath(samples),
         ]
-        command += ['--format', 'raw', '--output', os.fspath(samples), '--']
         environment = os.environ | {
             'JAX_PLATFORMS': 'cpu',
             'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
             'PYTHONPATH': os.pathsep.join([os.fspath(_HERE.parent), os.environ.get('PYTHONPATH', '')]),
         }
         subprocess.run(turns_of, check=True, env=environment)
-        subprocess.run([*command, *turns_of], check=True, env=environment, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, '--', *turns_of], check=True, env=environment, stdout=subprocess.DEVNULL)
         report(samples)
 
 

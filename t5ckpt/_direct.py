@@ -15,13 +15,13 @@ the cache, and copies it to whoever wants some of it and did not get it directly
 So each byte is read once however many devices want parts of its chunk, and the only memory that is touched besides the
 buffers is the scratch.
 
-Notes: one thread per 8 MiB of a file. Files are told to the kernel before they are read (``posix_fadvise``), which
-keeps a disk busy when nothing is cached.
+Notes: one thread per 8 MiB of a file. The kernel is told of a few files ahead of the one that is read (``posix_fadvise``),
+which keeps a disk busy when nothing is cached.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import dataclasses
 import functools
 import itertools
@@ -35,19 +35,21 @@ import xxhash
 
 from t5ckpt._bands import Blocks, Limits
 from t5ckpt._checks import Checks
+from t5ckpt._chunk_file import ChunkFile
 from t5ckpt._chunks import Box
 from t5ckpt._digest import digest
 from t5ckpt._dtypes import from_stored
 from t5ckpt._local import ChunkFiles, Grid, grid_of, has_plain_chunks, range_of
-from t5ckpt._scatter import can_scatter, read_runs, runs_in
+from t5ckpt._scatter import can_scatter, runs_in
 from t5ckpt._specs import StoredArray
-from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.storage import foreign_errors
 
 __all__ = ['DirectReader', 'Limits', 'Wanted']
 
 # Beyond it the list of chunks would itself be large; TensorStore works through such a grid piece by piece.
 _MAX_CELLS = 2**14
+# Files of a task that are open at once, of which the kernel reads those behind the first.
+_AHEAD = 4
 # Elements are moved as words, which numpy copies faster than the dtypes that it does not know itself.
 _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
@@ -236,19 +238,30 @@ class _ArrayRead:
             foreign_errors(f'{leaf} ({os.path.join(root, array.location)})'),
             ChunkFiles(root, array.location, leaf, follow_links=self._reader.follow_links) as files,
         ):
-            for piece in pieces:
-                fd = files.open_chunk(piece.name, self._grid.cell_bytes)
-                try:
-                    file = _File(fd, files.path(piece.name), leaf)
-                    file.announce(self._blocks.offset(piece.start), self._blocks.offset(piece.stop))
-                    if self._checks is None:
-                        self._read(file, piece)
-                    else:
-                        self._read_checked(file, piece, self._checks)
-                finally:
-                    os.close(fd)
+            opened: collections.deque[tuple[ChunkFile, _Piece]] = collections.deque()
+            try:
+                for piece in pieces:
+                    if len(opened) == _AHEAD:
+                        self._read_first(opened)
+                    fd = files.open_chunk(piece.name, self._grid.cell_bytes)
+                    opened.append((ChunkFile(fd, files.path(piece.name), leaf), piece))
+                    opened[-1][0].announce(self._blocks.offset(piece.start), self._blocks.offset(piece.stop))
+                while opened:
+                    self._read_first(opened)
+            finally:
+                for file, _ in opened:
+                    file.close()
 
-    def _read(self, file: _File, piece: _Piece) -> None:
+    def _read_first(self, opened: collections.deque[tuple[ChunkFile, _Piece]]) -> None:
+        file, piece = opened[0]
+        if self._checks is None:
+            self._read(file, piece)
+        else:
+            self._read_checked(file, piece, self._checks)
+        opened.popleft()
+        file.close()
+
+    def _read(self, file: ChunkFile, piece: _Piece) -> None:
         start, stop = self._blocks.offset(piece.start), self._blocks.offset(piece.stop)
         scattered: list[_Part] = []
         for part in piece.parts:
@@ -260,7 +273,7 @@ class _ArrayRead:
         for index in range(piece.start, piece.stop) if scattered else ():
             self._read_block(file, index, scattered)
 
-    def _read_checked(self, file: _File, piece: _Piece, checks: Checks) -> None:
+    def _read_checked(self, file: ChunkFile, piece: _Piece, checks: Checks) -> None:
         """Reads a whole chunk in blocks, each of which is hashed while it is in the processor's cache."""
         state = xxhash.xxh3_64()
         for index in range(piece.start, piece.stop):
@@ -277,7 +290,7 @@ class _ArrayRead:
         name = f'{self._wanted.array.location}/{piece.name}'
         checks.compare(name, self._wanted.leaf, (self._grid.cell_bytes, state.hexdigest()))
 
-    def _read_block(self, file: _File, index: int, parts: Sequence[_Part]) -> None:
+    def _read_block(self, file: ChunkFile, index: int, parts: Sequence[_Part]) -> None:
         found = self._touching(index, parts)
         if found and self._scatters:
             self._scatter(file, found)
@@ -291,7 +304,7 @@ class _ArrayRead:
         box = self._blocks.box(index)
         return [(part, both) for part in parts if (both := _overlap(part.within, box)) is not None]
 
-    def _scatter(self, file: _File, found: Sequence[tuple[_Part, Box]]) -> None:
+    def _scatter(self, file: ChunkFile, found: Sequence[tuple[_Part, Box]]) -> None:
         """Reads runs to where they belong, those that follow one another in the file in one call."""
         itemsize = self._grid.itemsize
         strides = [stride * itemsize for stride in _strides(self._grid.chunks)]
@@ -311,7 +324,7 @@ class _ArrayRead:
         for first, last in itertools.pairwise((0, *breaks.tolist(), len(offset))):
             file.read_runs(int(offset[first]), place[first:last], length[first:last])
 
-    def _copy(self, file: _File, index: int, found: Sequence[tuple[_Part, Box]]) -> None:
+    def _copy(self, file: ChunkFile, index: int, found: Sequence[tuple[_Part, Box]]) -> None:
         """Reads a block into the scratch and copies what is wanted of it."""
         start, stop = self._blocks.offset(index), self._blocks.offset(index + 1)
         scratch = self._reader.scratch()[: stop - start].data
@@ -334,41 +347,6 @@ class _ArrayRead:
             else:
                 word = _WORDS.get(self._dtype.itemsize, self._dtype)
                 np.copyto(target.view(word), source.view(word))
-
-
-@dataclasses.dataclass(frozen=True)
-class _File:
-    """An open chunk file."""
-
-    fd: int
-    path: str
-    leaf: str
-
-    def announce(self, start: int, stop: int) -> None:
-        """Has the kernel begin to read; where it cannot be asked to, it reads when it must."""
-        if hasattr(os, 'posix_fadvise'):
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(self.fd, start, stop - start, os.POSIX_FADV_WILLNEED)
-
-    def read(self, into: memoryview, offset: int) -> None:
-        """Fills a buffer."""
-        while into:
-            count = os.preadv(self.fd, [into], offset)
-            if count == 0:
-                raise self._cut_off()
-            offset, into = offset + count, into[count:]
-
-    def read_runs(self, offset: int, places: np.ndarray, lengths: np.ndarray) -> None:
-        """Fills many places."""
-        try:
-            read_runs(self.fd, offset, places, lengths)
-        except EOFError as error:
-            raise self._cut_off() from error
-
-    def _cut_off(self) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            f'{self.leaf}: {self.path} became shorter while it was read. Restore an older step, or copy the checkpoint again.'
-        )
 
 
 def _cells(grid: Grid, box: Box) -> list[range]:

@@ -121,9 +121,13 @@ class _Flight:
 
     def run(self, reads: Sequence[StoredRead]) -> dict[Path, Any]:
         """Reads and places all."""
-        opening = [self._open(read) for read in reads]
+        # Where each open waits for a store all go at once; from a disk the first arrays are read while others are opened.
+        ahead = len(reads) if self._reader.direct is None else _threads()
+        opening = collections.deque(self._open(read) for read in reads[:ahead])
         try:
-            for read, opened in zip(reads, opening, strict=True):
+            for number, read in enumerate(reads, ahead):
+                opened = opening.popleft()
+                opening.extend(self._open(other) for other in reads[number : number + 1])
                 boxes = boxes_wanted(read.target, read.leaf.shape)
                 size = sum(_box_size(box) for box in boxes) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
                 self._admit(size)

@@ -67,6 +67,7 @@ ROWS = (
         '_bands',
         '_map',
         '_scatter',
+        '_chunk_file',
         '_direct',
         '_reader',
         '_cached',

@@ -1,11 +1,13 @@
 """Chunk files read straight into buffers: the same bits as TensorStore's, each byte once, and clear words for damage."""
 
+import contextlib
 import ctypes
 import dataclasses
 import json
 import math
 import os
 import pathlib
+import resource
 
 import jax
 import ml_dtypes
@@ -19,7 +21,8 @@ from support.bits import assert_same, random_bits
 
 import t5ckpt
 from t5ckpt import errors, steps
-from t5ckpt._direct import DirectReader, Limits, Wanted, _File
+from t5ckpt._chunk_file import ChunkFile
+from t5ckpt._direct import DirectReader, Limits, Wanted
 from t5ckpt._dtypes import zarr_typestr
 from t5ckpt._open import still_there
 from t5ckpt._scatter import read_runs
@@ -170,6 +173,15 @@ def test_each_byte_is_read_once(run):
     assert values.nbytes < bytes_read() - before < 1.05 * values.nbytes
 
 
+def open_below(directory):
+    """The files there which this process has open."""
+    links = []
+    for fd in os.listdir('/proc/self/fd'):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f'/proc/self/fd/{fd}'))
+    return [link for link in links if link.startswith(f'{directory}/')]
+
+
 @pytest.mark.parametrize(
     ('damage', 'words'),
     [
@@ -180,10 +192,25 @@ def test_each_byte_is_read_once(run):
     ],
 )
 def test_damage_is_named(run, damage, words):
+    """Nor does it leave files open, those before it and those that were asked for ahead."""
     directory, values = run
     damage(directory / 'checkpoint_1' / 'target.w' / '2.0')
     with pytest.raises(errors.CorruptCheckpointError, match=words):
         restore(directory, columns(values.shape))
+    assert open_below(directory) == []
+
+
+def test_a_task_of_thousands_of_files_keeps_few_open(tmp_path):
+    values = np.arange(2000, dtype=np.int64).reshape(2000, 1)
+    array, box = store(tmp_path, values, (1, 1)), ((0, 2000), (0, 1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The limit is for the number of a descriptor.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))) + 12, hard))
+    try:
+        assert_same(read(tmp_path, array, [box])[box], values)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_below(tmp_path) == []
 
 
 def test_deleted_while_it_is_read(run):
@@ -229,14 +256,14 @@ def test_a_file_cut_off_while_it_is_read(tmp_path):
     path.write_bytes(bytes(8192))
     fd = os.open(path, os.O_RDONLY)
     os.truncate(path, 4096)
-    file, out = _File(fd, str(path), 'w'), np.empty(8192, np.uint8)
+    file, out = ChunkFile(fd, str(path), 'w'), np.empty(8192, np.uint8)
     for read in (
         lambda: file.read(out.data, 0),
         lambda: file.read_runs(0, out.ctypes.data + np.array([0, 4096]), np.array([4096, 4096])),
     ):
         with pytest.raises(errors.CorruptCheckpointError, match=r'w: .*became shorter while it was read'):
             read()
-    os.close(fd)
+    file.close()
 
 
 def test_a_grid_of_millions_goes_to_tensorstore(tmp_path):

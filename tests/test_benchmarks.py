@@ -62,6 +62,7 @@ def test_only_the_report_is_left(results: pathlib.Path) -> None:
         'events.py 2000 10',
         'integrity.py 1 --short',
         'page_cache.py 32 1',
+        'cold.py 2 --short',
         'profiles.py reshard restore_warm 2 --short --act',
         'profiles.py small save 2 --short --act',
         'scaling.py --hosts 8 --tensor 8 --layers 2 --all',

@@ -15,6 +15,7 @@ of the project that is on its stack, and is printed with what that line had call
 
 from __future__ import annotations
 
+import argparse
 import collections
 import gc
 import os
@@ -104,10 +105,17 @@ def report(samples: pathlib.Path) -> None:
 
 def main() -> None:
     """Samples a child that runs the turns."""
-    words = [word for word in sys.argv[1:] if not word.startswith('--')]
-    case, action, turns = words[0], words[1], int(words[2]) if len(words) > 2 else 20
-    if '--act' in sys.argv:
-        act(case, action, turns, short='--short' in sys.argv)
+    import cases
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('case', choices=[name for name, case in cases.CASES.items() if 'save' in case.actions])
+    parser.add_argument('action', choices=('save', 'restore_warm'))
+    parser.add_argument('turns', nargs='?', type=int, default=20)
+    parser.add_argument('--short', action='store_true', help='tiny states: only shows that it works')
+    parser.add_argument('--act', action='store_true', help='the turns alone, without py-spy')
+    words = parser.parse_args()
+    if words.act:
+        act(words.case, words.action, words.turns, short=words.short)
         return
     sampler = shutil.which('py-spy', path=os.pathsep.join([os.path.dirname(sys.executable), os.environ['PATH']]))
     if sampler is None:

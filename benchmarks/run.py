@@ -1,6 +1,6 @@
 """Compares t5ckpt with other checkpointers.
 
-    python benchmarks/run.py                       everything, more than an hour on two cores
+    python benchmarks/run.py                       everything, two hours and a half on two cores
     python benchmarks/run.py --cases s1 stall      some of it
     python benchmarks/run.py --scale 4             10 GB instead of 0.74 GB in S1, for a GPU
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Generator
 
 __all__ = ['paused']
+
+
+_paused = {'by us': False}
 
 
 @contextlib.contextmanager
@@ -19,8 +23,21 @@ def paused() -> Generator[None]:
     """Has the collector wait, for all threads; only for a moment's work of our own, which leaves no cycles."""
     was_enabled = gc.isenabled()
     try:
-        gc.disable()
+        if was_enabled:
+            _paused['by us'] = True
+            gc.disable()
         yield
     finally:
         if was_enabled:
             gc.enable()
+            _paused['by us'] = False
+
+
+def _in_child() -> None:
+    """The thread that would end the pause is not in a forked process."""
+    if _paused['by us']:
+        gc.enable()
+        _paused['by us'] = False
+
+
+os.register_at_fork(after_in_child=_in_child)

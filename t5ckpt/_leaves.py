@@ -27,6 +27,7 @@ __all__ = [
     'LeafTable',
     'StateView',
     'Target',
+    'check_has_values',
     'flatten_nested',
     'is_jax_array',
     'lookup',
@@ -301,6 +302,21 @@ def _key_target(leaf: Any, sharding: Any) -> Target:
     return Target('key', tuple(data.shape), np.dtype(data.dtype), True, sharding, impl=impl)
 
 
+def check_has_values(name: str, value: Any) -> None:
+    """Before a leaf's values are asked for.
+
+    Raises:
+      UnsupportedLeafError: it is a tracer, or its buffer was donated.
+    """
+    # First, since a tracer answers hardly any question.
+    if 'Tracer' in type(value).__name__:
+        raise UnsupportedLeafError(f'{name}: is a tracer. Save outside of jit, with the arrays that the step returned.')
+    if callable(getattr(value, 'is_deleted', None)) and value.is_deleted():
+        raise UnsupportedLeafError(
+            f'{name}: its buffer is gone, it was donated to a jitted step. Save the state that the step returned.'
+        )
+
+
 def step_of(state: Any, table: LeafTable, step: int | None) -> int:
     """The step that a save is named after.
 
@@ -311,10 +327,12 @@ def step_of(state: Any, table: LeafTable, step: int | None) -> int:
 
     Raises:
       ValueError: no step anywhere, or not a non-negative integer.
+      UnsupportedLeafError: it was donated, or is a tracer.
     """
     value: Any = step if step is not None else _found_step(state, table)
     if value is None:
         raise ValueError('the state names no step (no attribute or leaf "step"): pass step= to save.')
+    check_has_values('step', value)
     if isinstance(value, LazyArray):
         value = value.get()
     if getattr(value, 'is_fully_addressable', True) is False:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Protocol
 
 from t5ckpt._commit import CommittedCheckpoint
@@ -62,7 +65,10 @@ class PendingSave:
         # Whether to commit, likewise; the thread waits for the answer.
         self._verdict: dict[str, bool] = {}
         self._written, self._answered = Flag(), Flag()
-        self._caller = threading.current_thread()
+        self._caller, self._thread = threading.get_ident(), -1
+        # The call that waits, and whether it has nothing to do but to wait.
+        self._frame: FrameType | None = None
+        self._is_fed = False
         self._process = os.getpid()
 
     def start(self) -> None:
@@ -76,8 +82,10 @@ class PendingSave:
         try:
             # Only now: what was interrupted before it was started is nothing to wait for.
             self._is_started = True
+            self._frame = self._frame or sys._getframe()  # noqa: SLF001 - the only way
             threading.Thread(target=self._run, name=f't5ckpt-save-{self.step}', daemon=False).start()
             work.feed()
+            self._is_fed = True
             if not self._is_blocking:
                 self._answer(True)
         except BaseException:
@@ -92,6 +100,7 @@ class PendingSave:
           T5CkptError: as ``result``.
         """
         try:
+            self._frame = sys._getframe()  # noqa: SLF001
             self.start()
             while not (self.done() or self._written.wait(_WAIT_SECONDS)):
                 pass
@@ -105,11 +114,23 @@ class PendingSave:
         """The first answer counts."""
         self._verdict.setdefault('commit', commit)
         self._answered.set()
+        self._frame = None
+
+    def _has_caller(self) -> bool:
+        """Whether the call that is to answer is on its thread's stack.
+
+        Not ``Thread.is_alive``: the main thread counts as ended once the interpreter waits for the others to exit, and handlers
+        of signals and of ``atexit``, which save what there is, run in it after that.
+        """
+        frame, waiting = sys._current_frames().get(self._caller), self._frame  # noqa: SLF001
+        while frame is not None and frame is not waiting:
+            frame = frame.f_back
+        return frame is not None
 
     def _ask(self) -> None:
-        """In the thread, when all is written. No answer will come from a caller whose thread has ended."""
+        """In the thread, when all is written. No answer will come from a call that was left, by two interrupts, say."""
         self._written.set()
-        while 'commit' not in self._verdict and self._caller.is_alive():
+        while 'commit' not in self._verdict and self._has_caller():
             self._answered.wait(_WAIT_SECONDS)
         if not self._verdict.setdefault('commit', False):
             raise SaveFailedError(f'the save of step {self.step} was interrupted; nothing is committed.')
@@ -117,6 +138,7 @@ class PendingSave:
     def _run(self) -> None:
         if self._owner.setdefault('is', 'thread') != 'thread':
             return
+        self._thread = threading.get_ident()
         try:
             self._outcome = None if self._work is None else self._work.run(self._ask)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
@@ -170,21 +192,29 @@ class PendingSave:
         return self.done() and self._error is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the save has ended; says whether it has. Raises nothing.
+        """Waits until the save has ended; says whether it has.
 
         In a forked process there is nothing to wait for: the save goes on in the one that began it. A save that has no answer
-        yet is one that its caller left, by two interrupts, say: it is given up.
+        yet when its own thread comes to wait is one that its caller left, and is given up; or this is a handler of a signal
+        that came while the caller waits, and so waits in its place.
+
+        Raises:
+          SaveFailedError: the save itself waits, in a progress callback, say: it would for ever.
         """
         if os.getpid() != self._process or self.done():
             return True
-        if 'commit' not in self._verdict and threading.current_thread() is self._caller:
-            self._give_up()
-        if timeout is not None:
-            return self._ended.wait(timeout)
-        # A signal that comes just before a wait begins does not end it: Python looks for signals between two waits.
-        while not self._ended.wait(_WAIT_SECONDS):
-            pass
-        return True
+        if threading.get_ident() == self._thread:
+            raise SaveFailedError(
+                f'the save of step {self.step} was asked to wait for itself, by a callback that it called. Save, wait and '
+                'close where the training does.'
+            )
+        end = None if timeout is None else time.monotonic() + timeout
+        if 'commit' not in self._verdict and threading.get_ident() == self._caller:
+            if not (self._is_fed and self._has_caller()):
+                self._give_up()
+            elif _wait_until(self._written, end):
+                self._answer(True)
+        return _wait_until(self._ended, end)
 
     def result(self, timeout: float | None = None) -> CommittedCheckpoint | None:
         """Waits for the save.
@@ -213,6 +243,17 @@ class PendingSave:
             raise SaveFailedError(
                 f'the save of step {self.step} in the background failed: {self._error}'
             ) from self._error
+
+
+def _wait_until(flag: Flag, end: float | None) -> bool:
+    """Waits for a flag until a time of ``time.monotonic``; says whether it is set.
+
+    A signal that comes just before a wait begins does not end it: Python looks for signals between two waits.
+    """
+    while not flag.wait(_WAIT_SECONDS if end is None else min(_WAIT_SECONDS, end - time.monotonic())):
+        if end is not None and time.monotonic() >= end:
+            return flag.is_set()
+    return True
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -21,7 +21,7 @@ from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, whole_box
 from t5ckpt._compress import AUTO
 from t5ckpt._dtypes import dtype_from_name, kind, name_of, stored_dtype
 from t5ckpt._layout import array_dirs
-from t5ckpt._leaves import LeafTable, Target, is_jax_array, target_of
+from t5ckpt._leaves import LeafTable, Target, check_has_values, is_jax_array, target_of
 from t5ckpt._owners import HeldShard, Owners, grid_for
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
@@ -230,9 +230,7 @@ def _spec_lookalikes(table: LeafTable) -> list[tuple[Path, str]]:
 
 def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOptions) -> _Leaf:
     name = leaf_name(path)
-    # First, since a tracer answers hardly any question.
-    if 'Tracer' in type(value).__name__:
-        raise UnsupportedLeafError(f'{name}: is a tracer. Save outside of jit, with the arrays that the step returned.')
+    check_has_values(name, value)
     target = target_of(path, value)
     stem = info.name if info is not None and info.name else name
     _check_path(path, target)
@@ -240,10 +238,6 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
         return _Leaf(path, value, target, None, stem, True)
     if type(value).__name__ == 'ShapeDtypeStruct':
         raise UnsupportedLeafError(f'{name}: a ShapeDtypeStruct has no values to save. Pass the arrays themselves.')
-    if callable(getattr(value, 'is_deleted', None)) and value.is_deleted():
-        raise UnsupportedLeafError(
-            f'{name}: its buffer is gone, it was donated to a jitted step. Save the state that the step returned.'
-        )
     try:
         dtype_from_name(name_of(target.dtype))
     except KeyError:

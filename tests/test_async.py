@@ -442,6 +442,106 @@ def test_two_signals(changing):
         assert ck._pending.wait(20), step
 
 
+@pytest.mark.parametrize('method', ['save', 'save_async', 'wait_until_finished'])
+def test_a_signal_handler_waits_in_the_callers_place(changing, method):
+    """It comes while a blocking save waits, which is ended first, and not given up: nobody raised anything."""
+    owner, ck = changing
+    rings = []
+
+    def handler(*_):
+        if not rings:
+            rings.append(ck._pending.done())
+            state = {'x': np.full_like(owner.state['x'], 2), 'inline': np.full_like(owner.state['inline'], 2)}
+            getattr(ck, method)(*([state] if 'save' in method else []), **({'step': 2} if 'save' in method else {}))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        assert ck.save(owner.state, step=1) is not None
+        ck.wait_until_finished()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rings == [False]
+
+
+@pytest.mark.parametrize(
+    'last',
+    [
+        'atexit.register(save)',
+        'signal.signal(signal.SIGTERM, lambda *_: save()); threading.Thread(target=end).start()',
+    ],
+)
+def test_a_save_while_the_interpreter_ends(tmp_path, last):
+    """The last chance of a preempted job. Python counts the main thread as ended by then."""
+    done = run_python(
+        f"""
+        import atexit, os, signal, threading, time
+        import numpy as np, t5ckpt
+        state = {{'x': np.arange(100_000)}}
+        ck = t5ckpt.Checkpointer(state, checkpoints_dir='run')
+
+        def save():
+            print(threading.main_thread().is_alive(), ck.save(state, step=1).step, ck.save_async(state, step=2).result().step)
+
+        def end():
+            while threading.main_thread().is_alive():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+        {last}
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (0, 'False 1 2\n'), done.stderr
+    assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2]
+
+
+@pytest.mark.parametrize('method', ['save', 'save_async'])
+@pytest.mark.parametrize('inner', ['save', 'save_async', 'wait_until_finished', 'close'])
+def test_a_callback_that_waits_for_its_own_save(tmp_path, method, inner):
+    """An error, where it would hang for ever."""
+    state = {'x': np.ones((64, 512), np.float32)}
+
+    def callback(*_):
+        getattr(ck, inner)(*([state] if 'save' in inner else []), **({'step': 9} if 'save' in inner else {}))
+
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=callback, inline_bytes=0)
+    with pytest.raises(errors.SaveFailedError, match='was asked to wait for itself, by a callback'):
+        ck.save(state, step=1) if method == 'save' else ck.save_async(state, step=1).result()
+    assert t5ckpt.all_steps(tmp_path) == []
+
+
+def test_a_process_forked_during_a_save_collects_garbage(tmp_path):
+    done = run_python(
+        """
+        import gc, os, threading, warnings
+        from t5ckpt._gc import paused
+        warnings.simplefilter('ignore')
+        entered, leave = threading.Event(), threading.Event()
+
+        def plan():
+            with paused():
+                entered.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=plan)
+        thread.start()
+        entered.wait(60)
+        child = os.fork()
+        if child == 0:
+            os._exit(gc.isenabled())
+        print(gc.isenabled(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        leave.set()
+        thread.join()
+        print(gc.isenabled())
+        """,
+        tmp_path,
+    )
+    assert done.stdout.split() == ['False', '1', 'True'], done.stderr
+
+
 @pytest.mark.parametrize('direct_io', ['always', 'never'])
 @pytest.mark.parametrize('method', ['save', 'save_async'])
 def test_progress_that_fails_ends_the_save(tmp_path, method, direct_io):

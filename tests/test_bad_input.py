@@ -13,6 +13,7 @@ import shutil
 import subprocess
 
 import jax
+import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
@@ -673,6 +674,21 @@ def test_a_donated_array(saved):
             with pytest.raises(errors.UnsupportedLeafError) as error:
                 save(bad)
             assert_says(error, 'target/decoder/w', 'donated')
+    assert_unchanged(saved, before)
+
+
+def test_a_donated_step(saved):
+    """Of which the step's number would be asked first: every state that a jitted step counts up."""
+    before = listing(saved)
+    array = jnp.int32(4)
+    array.delete()
+    bad = state_of({'state/step': array})
+    with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(saved)) as ck:
+        for save in (ck.save, ck.save_async):
+            with pytest.raises(errors.UnsupportedLeafError, match=r'step: its buffer is gone, it was donated'):
+                save(bad)
+        with pytest.raises(errors.UnsupportedLeafError, match=r'step: is a tracer'):
+            jax.jit(lambda step: ck.save(state_of({'state/step': step})))(np.int32(4))
     assert_unchanged(saved, before)
 
 

@@ -12,6 +12,7 @@ import random
 import resource
 import signal
 import threading
+import warnings
 import weakref
 
 import jax
@@ -211,3 +212,27 @@ def test_where_there_are_no_more_threads_the_caller_writes(tmp_path):
         threading.stack_size(before)
     assert all(future.done() for future in futures)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_forked_process_has_memory_of_its_own(tmp_path):
+    """Both write at once, after this thread's aligned buffer was made."""
+    write_direct(str(tmp_path / 'first'), np.zeros(2**21, np.uint8))
+    ready, go = os.pipe()
+    with warnings.catch_warnings():
+        # The child calls nothing of JAX's.
+        warnings.simplefilter('ignore')
+        child = os.fork()
+    value = 1 if child else 2
+    data, wrong = np.full(2**22, value, np.uint8), 0
+    try:
+        os.write(go, b'.') if child else os.read(ready, 1)
+        for number in range(20):
+            path = tmp_path / f'{value}.{number}'
+            write_direct(str(path), data)
+            wrong += (np.fromfile(path, np.uint8) != value).any()
+    finally:
+        if not child:
+            os._exit(int(wrong > 0))
+    assert (wrong, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (0, 0)
+    os.close(ready)
+    os.close(go)

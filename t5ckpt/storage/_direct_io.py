@@ -34,7 +34,8 @@ class _Scratch(threading.local):
     """Aligned memory of each thread, which goes when the thread ends."""
 
     def __init__(self) -> None:
-        self.bytes = np.frombuffer(mmap.mmap(-1, _PIECE), np.uint8)
+        # Private: what is mapped shared, as by default, a forked process would write to, too.
+        self.bytes = np.frombuffer(mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 _scratch = _Scratch()

@@ -176,7 +176,7 @@ class KeepBest(KeepPolicy):
         value = info.metrics.get(self.metric)
         held = f'has no {self.metric}' if value is None else f'{self.metric} {value:g}'
         place = 'not among' if is_worse else 'among'
-        return Decision(info.step, not is_worse, f'{held}, {place} the best {self.count}')
+        return Decision(info.step, not is_worse, f'{held}, {place} the best {self.count} ({self.mode})')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,11 +82,11 @@ def test_ls_says_what_the_trainers_policy_says(tmp_path):
     rows = {line.split()[0]: line for line in lines[1:]}
     assert sorted(rows) == ['100', '150', '190']
     assert 'a multiple of 100' in rows['100']
-    assert 'eval/accuracy 0.5, among the best 1' in rows['150']
+    assert 'eval/accuracy 0.5, among the best 1 (max)' in rows['150']
     assert ' 0.5 ' in rows['150']
     assert 'one of the latest 1' in rows['190']
     told = json.loads(t5ckpt_cli('ls', tmp_path, '--json'))
-    assert told[1]['kept'] == 'eval/accuracy 0.5, among the best 1'
+    assert told[1]['kept'] == 'eval/accuracy 0.5, among the best 1 (max)'
     assert told[1]['metrics']['eval/accuracy'] == 0.5
 
 

@@ -102,9 +102,9 @@ def test_reasons_say_why():
     facts = infos([1, 2, 3, 4, 5], {1: 0.5, 2: 0.25, 3: NAN}, pinned=[4])
     plan = retention_plan(KeepBest(1, 'm') | KeepEvery(100), facts)
     assert {decision.step: decision.reason for decision in plan} == {
-        1: 'm 0.5, among the best 1',
-        2: 'm 0.25, not among the best 1; no multiple of 100',
-        3: 'm nan, not among the best 1; no multiple of 100',
+        1: 'm 0.5, among the best 1 (max)',
+        2: 'm 0.25, not among the best 1 (max); no multiple of 100',
+        3: 'm nan, not among the best 1 (max); no multiple of 100',
         4: 'pinned',
         5: 'the latest',
     }

@@ -42,16 +42,6 @@ _RAW = 'raw'
 _RESAMPLINGS = 2000
 
 
-def _disk_ticks(directory: pathlib.Path) -> float:
-    """Seconds that the disk of a directory has been busy since the boot; NaN for what is no disk."""
-    device = directory.stat().st_dev
-    try:
-        text = pathlib.Path(f'/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat').read_text()
-    except OSError:
-        return float('nan')
-    return int(text.split()[9]) / 1000
-
-
 def _cold(read: Callable[[], object], directory: pathlib.Path, nbytes: int) -> tuple[float, float]:
     """Seconds of a read, and those of them in which the disk had nothing to do."""
     gc.collect()
@@ -60,10 +50,10 @@ def _cold(read: Callable[[], object], directory: pathlib.Path, nbytes: int) -> t
         probe.empty_page_cache()
         probe.touch_memory(2 * nbytes)
     probe.cool_cache(directory)
-    busy, clock = _disk_ticks(directory), time.perf_counter()
+    busy, clock = probe.disk_busy_seconds(directory), time.perf_counter()
     restored = jax.block_until_ready(read())
     seconds = time.perf_counter() - clock
-    idle = seconds - (_disk_ticks(directory) - busy)
+    idle = seconds - (probe.disk_busy_seconds(directory) - busy)
     # What frees a restored state is not part of restoring it.
     del restored
     return seconds, idle

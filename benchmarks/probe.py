@@ -97,6 +97,17 @@ def disk_bytes(directory: pathlib.Path) -> int:
     return 512 * sum(blocks.values())
 
 
+def disk_busy_seconds(directory: pathlib.Path) -> float:
+    """For how long the disk of a directory has had something to do since the boot; NaN for what is no disk."""
+    device = directory.stat().st_dev
+    try:
+        text = pathlib.Path(f'/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat').read_text()
+    except OSError:
+        return float('nan')
+    # Milliseconds: io_ticks of Documentation/block/stat.rst.
+    return int(text.split()[9]) / 1000
+
+
 class Clock:
     """Runs from when it is made."""
 

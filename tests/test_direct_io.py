@@ -223,16 +223,17 @@ def test_a_forked_process_has_memory_of_its_own(tmp_path):
         warnings.simplefilter('ignore')
         child = os.fork()
     value = 1 if child else 2
-    data, wrong = np.full(2**22, value, np.uint8), 0
+    data, wrong, is_done = np.full(2**22, value, np.uint8), 0, False
     try:
         os.write(go, b'.') if child else os.read(ready, 1)
         for number in range(20):
             path = tmp_path / f'{value}.{number}'
             write_direct(str(path), data)
             wrong += (np.fromfile(path, np.uint8) != value).any()
+        is_done = True
     finally:
         if not child:
-            os._exit(int(wrong > 0))
+            os._exit(int(wrong > 0 or not is_done))
     assert (wrong, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (0, 0)
     os.close(ready)
     os.close(go)

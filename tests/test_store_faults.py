@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import socket
+import threading
 import time
 
 import numpy as np
@@ -17,6 +18,7 @@ from support.proxy import FAULTS
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.cli._app import run
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock
 
@@ -243,3 +245,96 @@ def test_a_silent_server_is_given_up(bucket):
                 assert time.monotonic() - started < 20
             for one in held:
                 one.close()
+
+
+def test_the_first_save_after_an_outage_is_committed(bucket):
+    """A server that was silent is asked again by every operation, the first one after its return included."""
+    url, over = bucket.url(), threading.Event()
+    ck = checkpointer(url, FakeClock(), storage_options={'retry_seconds': 2})
+    ck.save(state(1), step=1)
+    bucket.proxy.choose = lambda kind, key: over.wait(30) and None
+    started = time.monotonic()
+    with pytest.raises(errors.StorageError, match='has not answered for'):
+        ck.save(state(2), step=2)
+    for _ in range(2):
+        with pytest.raises(errors.StorageError, match=r'has not answered for \d+ s'):
+            ck.all_steps()
+    # Only the first of many requests waits for the whole time.
+    assert time.monotonic() - started < 10
+    bucket.proxy.choose = lambda kind, key: None
+    over.set()
+    assert ck.save(state(3), step=3) is not None
+    check(url, must=(1, 3), may=(2,))
+
+
+def every_way_in(url):
+    """The calls with which a run is opened, by name."""
+    ck = checkpointer(url, FakeClock(), storage_options={'retry_seconds': 2})
+    return {
+        'all_steps': lambda: t5ckpt.all_steps(url),
+        'latest_step': ck.latest_step,
+        'save': lambda: ck.save(state(1), step=1),
+        'restore': ck.restore,
+        'restore_or_init': lambda: t5ckpt.restore_or_init(ck, lambda: state(0)),
+        'open_checkpoint': lambda: t5ckpt.open_checkpoint(url),
+        'open_checkpoint of a step': lambda: t5ckpt.open_checkpoint(f'{url}/checkpoint_5'),
+        'open_run': lambda: t5ckpt.open_run(url).steps,
+        'reindex_steps': lambda: t5ckpt.reindex_steps(url),
+    }
+
+
+def refusals(url, ways):
+    """The texts of the errors, all of which are the storage's."""
+    texts = []
+    for name, call in ways.items():
+        with pytest.raises(errors.StorageError) as caught:
+            call()
+        assert type(caught.value) is errors.StorageError, name
+        assert url.split('/')[2] in str(caught.value), name
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_bucket_that_is_not_there_is_not_a_new_run(bucket, capsys):
+    bucket.proxy.clear()
+    url = f'{bucket.scheme}://no-such-bucket/run'
+    for text in refusals(url, every_way_in(url)):
+        assert 'does not exist' in text
+        assert '404' in text
+        assert "check the bucket's name" in text
+    assert not [request for request in bucket.proxy.clear() if request.kind == 'write']
+    with pytest.raises(SystemExit) as ended:
+        run(['ls', url])
+    assert ended.value.code == 4
+    assert 'does not exist' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['Not_Valid!', 'a'])
+def test_the_name_of_a_bucket_that_cannot_be(bucket, name):
+    url = f'{bucket.scheme}://{name}/run'
+    for text in refusals(url, every_way_in(url)):
+        assert 'bucket name' in text
+        assert "check the bucket's name" in text
+
+
+def test_a_page_in_the_place_of_an_answer(bucket):
+    """Of a portal or a proxy: no checkpoint is called damaged for it, and none is new."""
+    url = bucket.url()
+    checkpointer(url, FakeClock()).save(state(1), step=1)
+    ways = every_way_in(url)
+    bucket.proxy.choose = lambda kind, key: 'html'
+    for text in refusals(url, ways):
+        assert "check the bucket's name, the endpoint and the network" in text
+    bucket.proxy.choose = lambda kind, key: None
+    check(url, must=(1,))
+
+
+def test_a_new_run_in_a_bucket_costs_one_question_for_the_bucket(gs):
+    """Google's driver says of a bucket that is not there that it is empty; on S3 the listing itself tells."""
+    url = gs.url()
+    ck = checkpointer(url, FakeClock())
+    gs.proxy.clear()
+    assert ck.all_steps() == []
+    assert ck.all_steps() == []
+    ck.save(state(1), step=1)
+    assert [request.kind for request in gs.proxy.clear()].count('bucket') == 1

@@ -24,7 +24,7 @@ from t5ckpt.errors import (
 
 _DAMAGED = {'DATA_LOSS', 'FAILED_PRECONDITION', 'INVALID_ARGUMENT', 'NOT_FOUND', 'OUT_OF_RANGE'}
 
-__all__ = ['foreign_errors', 'map_os_error', 'map_tensorstore_error']
+__all__ = ['bucket_errors', 'foreign_errors', 'map_bucket_error', 'map_os_error', 'map_tensorstore_error']
 
 _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
 _REFUSED = 'Check the credentials, and what they may do in this bucket.'
@@ -33,6 +33,8 @@ _SPEC = re.compile(r" \[(tensorstore_spec|http_response_body)='(?:[^'\\]|\\.)*'\
 _REFUSALS = ('PERMISSION_DENIED', 'UNAUTHENTICATED')
 _DENIED = 'Check the permissions and the mount; nothing that was there was changed.'
 _NOT_HERE = 'Nothing can be created there: give a directory on a disk that is mounted and writable.'
+_RETRIED = 'retry attempts failed'
+_NO_BUCKET = "The server's answer is not that of a bucket: check the bucket's name, the endpoint and the network."
 _OTHER = 'The disk or the file system failed (see dmesg); try again, or use another directory.'
 
 
@@ -74,6 +76,30 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
             f'{where}: {text}. A part of the checkpoint is missing or damaged; restore an older step, or copy it again.'
         )
     return StorageError(errno.EIO, f'{where}: {text}')
+
+
+def map_bucket_error(error: Exception, where: str) -> T5CkptError:
+    """Our error for an error of TensorStore while it listed, read, wrote or deleted keys of a bucket.
+
+    Bytes are not interpreted there, so no answer of a server says that a checkpoint is damaged.
+    """
+    mapped = map_tensorstore_error(error, where, writing=True)
+    if type(mapped) is not StorageError or _RETRIED in str(error):
+        return mapped
+    return StorageError(errno.EIO, f'{mapped.strerror}. {_NO_BUCKET}')
+
+
+@contextlib.contextmanager
+def bucket_errors(where: str) -> Generator[None]:
+    """Maps what TensorStore raises inside the block for requests to a bucket."""
+    try:
+        yield
+    except T5CkptError:
+        raise
+    except OSError as error:
+        raise map_os_error(error, where, writing=True) from error
+    except ValueError as error:
+        raise map_bucket_error(error, where) from error
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ single key is there costs one HEAD.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
@@ -24,7 +25,7 @@ import tensorstore as ts
 from t5ckpt._layout import join
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage._cache import CachedFile, FileCache
-from t5ckpt.storage._errors import foreign_errors
+from t5ckpt.storage._errors import bucket_errors, map_bucket_error
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.options import retries_within, stall_environment
 
@@ -33,6 +34,7 @@ __all__ = ['BucketStorage']
 _NOTHING = slice(0, 0)
 # A key that is never written: asking for it shows whether the server answers, and whether it lets us in.
 _PROBE = '.t5ckpt/probe'
+_FIRST_PROBE_SECONDS = 1.0
 
 _claims: set[str] = set()
 _guard = threading.Lock()
@@ -51,6 +53,21 @@ class _Claim:
             _claims.discard(self._url)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Outage:
+    """A server that does not answer: ``since`` when (monotonic), and for how many ``seconds`` the next question waits."""
+
+    since: float
+    seconds: float
+
+    @classmethod
+    def after(cls, before: _Outage | None, since: float, patience: float) -> _Outage:
+        """The outage when one more question had no answer."""
+        if before is None:
+            return cls(since, min(_FIRST_PROBE_SECONDS, patience / 2))
+        return cls(min(before.since, since), min(2 * before.seconds, patience / 2))
+
+
 class BucketStorage(Storage):
     """A prefix of a bucket."""
 
@@ -66,7 +83,9 @@ class BucketStorage(Storage):
         self._context: ts.Context | None = None
         self._kv: Any = None
         self._probe_kv: Any = None
-        self._silent_since: float | None = None
+        self._outage: _Outage | None = None
+        # Whether the bucket is known to be there.
+        self._is_found = False
 
     @abstractmethod
     def _base_spec(self) -> dict[str, Any]:
@@ -93,7 +112,7 @@ class BucketStorage(Storage):
         context = self.context()
         with self._lock:
             if self._kv is None:
-                with foreign_errors(self.url()):
+                with bucket_errors(self.url()):
                     self._kv = ts.KvStore.open(self._base_spec(), context=context).result()
             return self._kv
 
@@ -107,25 +126,34 @@ class BucketStorage(Storage):
     def _keys(self, key: str, beginning: str = '') -> list[str]:
         """What lies below ``key`` and begins with some text, relative to it, in order."""
         below = self._below(key)
-        with foreign_errors(self.url(key)):
+        with bucket_errors(self.url(key)):
             found = self._list(_range(below + beginning))
         # A key that ends with a slash is what consoles make to show a directory.
         return sorted(name for raw in found if (name := raw.decode()[len(below) :]) and not name.endswith('/'))
 
     def _list(self, keys: Any) -> list[bytes]:
-        refused: ValueError | None = None
-        found: list[bytes] = []
         try:
             found = self.wait(self._kvstore().list(keys))
-        except ValueError as error:
-            refused = error
-        if not found:
-            # A listing that was refused comes as an empty one from Google's driver, as one that cannot be parsed from
-            # S3's. To ask for a key that is not there needs the same permission, and says the reason.
-            self.wait(self._kvstore().read(self._key(_PROBE), byte_range=_NOTHING))
-        if refused is not None:
-            raise refused
+        except ValueError:
+            # S3's driver parses an answer that is no listing, and does not say why the server refused.
+            self._explain()
+            raise
+        if found:
+            self._is_found = True
+        else:
+            self._check_nothing()
         return found
+
+    def _explain(self) -> None:
+        """Asks for a key that is not there, which needs the same permission as a listing, and says the reason."""
+        try:
+            self.wait(self._kvstore().read(self._key(_PROBE), byte_range=_NOTHING))
+        except ValueError as error:
+            if isinstance(map_bucket_error(error, self.url()), AccessDeniedError):
+                raise
+
+    def _check_nothing(self) -> None:
+        """Raises where an empty listing does not say that there is nothing."""
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +162,9 @@ class BucketStorage(Storage):
 
         TensorStore gives up a request that fails or stalls in bounded time, but neither one that cannot connect nor
         one that queues behind such. So when nothing came for half of the patience, the server is asked for something
-        small, beside the queue: if it answers in the other half, the wait goes on.
+        small, beside the queue: if it answers in the other half, the wait goes on. Once it was silent, every wait begins
+        with that question, with a short time for the answer that grows from one failure to the next: nothing is refused
+        without a request, and the many requests of one operation do not each wait for all of the patience.
 
         Raises:
           StorageError: the server is silent; the future is left alone.
@@ -142,39 +172,49 @@ class BucketStorage(Storage):
         if self._patience is None:
             return future.result()
         while True:
-            is_silent = self._silent_since is not None and time.monotonic() - self._silent_since < self._patience
+            started = time.monotonic()
+            outage = self._outage
+            if outage is not None and not future.done() and not self._answers(outage.seconds, outage.since):
+                raise self._silence()
             try:
-                return future.result(timeout=0 if is_silent else self._patience / 2)
+                return future.result(timeout=self._patience / 2)
             except TimeoutError:
-                if is_silent or not self._answers(self._patience / 2):
+                if not self._answers(self._patience / 2, started):
                     raise self._silence() from None
 
-    def _answers(self, seconds: float) -> bool:
+    def _answers(self, seconds: float, since: float) -> bool:
+        """Asks the server for something small; ``since`` is when it was last waited for in vain."""
         with self._lock:
             if self._probe_kv is None:
                 self._probe_kv = ts.KvStore.open(self._base_spec(), context=self._new_context()).result()
+            probe = self._probe_kv
         try:
-            self._probe_kv.read(self._key(_PROBE), byte_range=_NOTHING).result(timeout=seconds)
+            probe.read(self._key(_PROBE), byte_range=_NOTHING).result(timeout=seconds)
         except TimeoutError:
-            self._silent_since = time.monotonic()
+            with self._lock:
+                self._outage = _Outage.after(self._outage, since, self._patience or 0)
+                # Requests that cannot connect keep their places in the queues for minutes: the next ones get new queues.
+                self._context = self._kv = self._probe_kv = None
             return False
         except ValueError:
             # An answer, if not a friendly one.
             pass
-        self._silent_since = None
+        self._outage = None
         return True
 
     def _silence(self) -> StorageError:
+        outage = self._outage
+        seconds = self._patience if outage is None else time.monotonic() - outage.since
         return StorageError(
             errno.ETIMEDOUT,
-            f'{self.url()}: the server has not answered for {self._patience:g} s. Check the endpoint and the network; '
+            f'{self.url()}: the server has not answered for {seconds:.0f} s. Check the endpoint and the network; '
             "storage_options={'retry_seconds': ...} sets the wait.",
         )
 
     # --- the interface ---------------------------------------------------------------------------------------------
 
     def read(self, key: str) -> bytes:
-        with foreign_errors(self.url(key)):
+        with bucket_errors(self.url(key)):
             found = self.wait(self._kvstore().read(self._key(key)))
         if found.state != 'value':
             raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
@@ -194,7 +234,7 @@ class BucketStorage(Storage):
         if held is not None and is_good is not None and is_good(held.data):
             return held.data
         known = held.generation if held is not None and is_good is None else None
-        with foreign_errors(self.url(key)):
+        with bucket_errors(self.url(key)):
             found = self.wait(self._kvstore().read(self._key(key), if_not_equal=known))
         if held is not None and known is not None and found.state == 'unspecified':
             return held.data
@@ -206,7 +246,7 @@ class BucketStorage(Storage):
 
     def write(self, key: str, data: bytes) -> None:
         try:
-            with foreign_errors(self.url(key), writing=True):
+            with bucket_errors(self.url(key)):
                 self.wait(self._kvstore().write(self._key(key), data))
         except AccessDeniedError:
             raise
@@ -227,7 +267,7 @@ class BucketStorage(Storage):
         futures = [self._kvstore().read(self._key(key), byte_range=_NOTHING) for key in keys]
         found: list[bool] = []
         for key, future in zip(keys, futures, strict=True):
-            with foreign_errors(self.url(key)):
+            with bucket_errors(self.url(key)):
                 found.append(self.wait(future).state == 'value')
         return found
 
@@ -260,7 +300,7 @@ class BucketStorage(Storage):
             return sorted(found.difference(without))
         below = self._below(key)
         ranges = _gaps(below + beginning, [f'{below}{name}/' for name in without if name.startswith(beginning)])
-        with foreign_errors(self.url(key)):
+        with bucket_errors(self.url(key)):
             futures = [self._kvstore().list(ts.KvStore.KeyRange(*ends)) for ends in ranges]
             keys = [raw.decode()[len(below) :] for future in futures for raw in self.wait(future)]
         return sorted({name.partition('/')[0] for name in keys})
@@ -287,11 +327,11 @@ class BucketStorage(Storage):
         raise NotImplementedError(f'{self.url()} cannot rename {source} to {target}; write in place')
 
     def delete_file(self, key: str) -> None:
-        with foreign_errors(self.url(key), writing=True):
+        with bucket_errors(self.url(key)):
             self.wait(self._kvstore().write(self._key(key), None))
 
     def delete_tree(self, key: str) -> None:
-        with foreign_errors(self.url(key), writing=True):
+        with bucket_errors(self.url(key)):
             self.wait(self._kvstore().delete_range(_range(self._below(key))))
         # Google's driver takes a listing that was refused for an empty one, here, too.
         left = self._keys(key)
@@ -303,6 +343,10 @@ class BucketStorage(Storage):
             if self._context is None:
                 self._context = self._new_context()
             return self._context
+
+    def open_kvstore(self, key: str) -> ts.KvStore:
+        with bucket_errors(self.url(key)):
+            return super().open_kvstore(key)
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
         return {**self._base_spec(), 'path': self._below(key)}

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import tensorstore as ts
+
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.options import GcsOptions, S3Options, file_cache, retries_within, retry_context
 from t5ckpt.storage.s3 import S3Storage
@@ -37,6 +39,26 @@ class GcsStorage(BucketStorage):
 
     def _base_spec(self) -> dict[str, Any]:
         return {'driver': 'gcs', 'bucket': self._bucket}
+
+    def _check_nothing(self) -> None:
+        # TensorStore takes every listing that Google refuses for an empty one: where it may not, and where there is no
+        # bucket. Reading a key needs the same permission, but does not tell a bucket that is not there from an empty one.
+        self._explain()
+        if not self._is_found and self._is_missing():
+            raise ValueError(f"NOT_FOUND: the bucket {self._bucket!r} does not exist [http_response_code='404']")
+        self._is_found = True
+
+    def _is_missing(self) -> bool:
+        """Asks for the bucket's own description, without credentials; a bucket that is there is shown or refused."""
+        base = os.environ.get(_ENDPOINT) or _PUBLIC
+        retries = retries_within(self._options.retry_seconds)
+        resources = {'cache_pool': {'total_bytes_limit': 0}, 'http_request_retries': retry_context(retries)}
+        spec = {'driver': 'http', 'base_url': base, 'path': f'/storage/v1/b/{self._bucket}'}
+        try:
+            found = ts.KvStore.open(spec, context=ts.Context(resources)).result().read('')
+            return self.wait(found).state == 'missing'
+        except ValueError:
+            return False
 
     def _resources(self) -> dict[str, Any]:
         project = self._options.user_project

@@ -22,12 +22,14 @@ FAULTS = (*STATUSES, 'dropped', 'lost', 'truncated', 'slow')
 _SLOW_SECONDS = 0.2
 # As Google says it; nothing in it is a listing.
 _REPLY = b'{"error": {"message": "injected"}}'
+# What stands between a machine and the network in hotels and on trains.
+_PORTAL = b'<html><body>Sign in to the network</body></html>'
 _HOP = {'connection', 'content-length', 'keep-alive', 'transfer-encoding'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What passed: ``kind`` is 'read', 'head', 'write', 'delete' or 'list'; ``sent`` and ``received`` are bytes of bodies."""
+    """What passed: ``kind`` is 'read', 'head', 'write', 'delete', 'list' or 'bucket'; ``sent`` and ``received`` are bytes."""
 
     kind: str
     key: str
@@ -121,6 +123,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if fault in STATUSES:
             self._note(kind, key, STATUSES[fault], len(body), 0, fault)
             return self._reply(STATUSES[fault], [], _REPLY)
+        if fault == 'html':
+            self._note(kind, key, 200, len(body), len(_PORTAL), fault)
+            return self._reply(200, [('Content-Type', 'text/html')], _PORTAL)
         if fault == 'slow':
             time.sleep(_SLOW_SECONDS)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
@@ -177,7 +182,9 @@ def describe(command: str, path: str) -> tuple[str, str]:
     if names.startswith('/upload/storage/'):
         return 'write', query.get('name', [''])[0]
     if names.startswith('/storage/v1/b/'):
-        _, slash, key = names.removeprefix('/storage/v1/b/').partition('/o/')
+        bucket, slash, key = names.removeprefix('/storage/v1/b/').partition('/o/')
+        if '/' not in f'{bucket}{slash}':
+            return 'bucket', ''
         if not slash:
             return 'list', query.get('startOffset', [''])[0]
         return {'GET': 'read', 'DELETE': 'delete'}.get(command, command), key

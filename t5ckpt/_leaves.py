@@ -217,9 +217,10 @@ class Target:
     """What a model wants at one leaf.
 
     Attributes:
-      kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none' or 'empty'.
+      kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none', 'empty' or 'skip' (``...``, a
+        leaf that a restore leaves out).
       shape: of the array; of the key data for keys.
-      dtype: numpy dtype; uint32 for keys. None for text, none and empty.
+      dtype: numpy dtype; uint32 for keys. None for text, none, empty and skip.
       device: whether the result is a jax.Array.
       sharding: where it goes; None with ``device`` leaves the place to JAX (uncommitted).
       python: the scalar's type, for 'scalar'; ``np.generic`` where an array leaf is a numpy scalar.
@@ -255,8 +256,8 @@ def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -
         # First, because most leaves are such: none of the other questions needs to be asked.
         place = _own_sharding(leaf) if sharding is None else sharding
         return Target('array', leaf.shape, leaf.dtype, not host, None if host else place)
-    if leaf is None:
-        return Target('none')
+    if leaf is None or leaf is ...:
+        return Target('none' if leaf is None else 'skip')
     if isinstance(leaf, (Empty, str)):
         return Target('text' if isinstance(leaf, str) else 'empty', example=leaf)
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):

@@ -234,6 +234,10 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
     target = target_of(path, value)
     stem = info.name if info is not None and info.name else name
     _check_path(path, target)
+    if target.kind == 'skip':
+        raise UnsupportedLeafError(
+            f'{name}: is ..., which stands for a leaf that a restore left out. Put its value there before you save.'
+        )
     if target.dtype is None:
         return _Leaf(path, value, target, None, stem, True)
     if type(value).__name__ == 'ShapeDtypeStruct':

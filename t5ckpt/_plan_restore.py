@@ -7,13 +7,15 @@ Rules, where T5X is silent or surprising:
 - The result has the checkpoint's dtype, as in T5X, unless ``restore_dtype`` casts it; a difference within a kind
   (float32 against bfloat16) is logged, a difference of kind is an error.
 - Inline leaves are checked like stored ones (T5X takes any shape there).
-- Where the model has None, whatever the checkpoint holds below is left out, as in T5X's MultiOptimizer.
+- None, an empty container and no leaf at all are the same: the model has no place there. What the checkpoint holds there
+  or below is a leaf too many.
+- ``...`` as a leaf of the model leaves out what the checkpoint holds there or below: nothing of it is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray, is_spec, parse_spec
 from t5ckpt._types import Path, leaf_name
 from t5ckpt.errors import CorruptCheckpointError, LeafProblem, UnsupportedLeafError, mismatch_error, near_names
+from t5ckpt.planning.sharding_check import ShardingCheck
 
 __all__ = [
     'STRICTNESS',
@@ -40,6 +43,8 @@ __all__ = [
 # How alike the two must be: 'exact' also in every dtype, 'up_to_dtype' but for float32 against bfloat16 and the like,
 # 'contains' may hold more than the model.
 STRICTNESS = ('exact', 'up_to_dtype', 'contains')
+# What a model has where it has no leaf.
+_NO_PLACE = ('none', 'empty', 'skip')
 # Close names are looked for this many times: it takes milliseconds each, and nobody reads more of them.
 _HINTED = 20
 
@@ -88,6 +93,7 @@ class RestoreOptions:
         any uint32 array may be keys.
       lenient_keys: an array that is not in ``keys`` may be keys too, because a transform may have made it.
       strict: one of STRICTNESS.
+      places: whether leaves go to devices; a lazy restore leaves them where they are, so no sharding matters.
     """
 
     restore_dtype: np.dtype | None = None
@@ -95,6 +101,7 @@ class RestoreOptions:
     keys: Mapping[Path, str] | None = None
     lenient_keys: bool = False
     strict: str = 'up_to_dtype'
+    places: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +111,10 @@ class RestorePlan:
     Attributes:
       stored: arrays to read from storage.
       inline: leaves whose values are at hand.
-      kept: leaves that come from the model itself: None, empty containers, text.
+      kept: leaves that come from the model itself: None, ``...``, empty containers, text.
       fallback: paths that are taken from ``fallback_state``.
       ignored: leaves of the checkpoint that the model has no use for.
+      skipped: leaves of the checkpoint where the model has ``...``, or below.
       notes: differences of dtype within a kind, for the log.
     """
 
@@ -115,6 +123,7 @@ class RestorePlan:
     kept: LeafTable
     fallback: tuple[Path, ...]
     ignored: tuple[Path, ...]
+    skipped: tuple[Path, ...]
     notes: tuple[str, ...]
 
 
@@ -196,6 +205,7 @@ def plan_restore(
         matcher.kept,
         tuple(matcher.taken),
         tuple(matcher.ignored),
+        tuple(matcher.skipped),
         tuple(matcher.notes),
     )
 
@@ -211,18 +221,24 @@ class _Matcher:
         self._keys = options.keys
         self._lenient_keys = options.lenient_keys
         self._strict = options.strict
+        self._shardings = ShardingCheck() if options.places else None
         self.stored: list[StoredRead] = []
         self.inline: list[InlineRead] = []
         self.kept: LeafTable = {}
         self.taken: list[Path] = []
         self.ignored: list[Path] = []
+        self.skipped: list[Path] = []
         self.notes: list[str] = []
         self.problems: list[LeafProblem] = []
 
     def match(self, path: Path, target: Target) -> None:
         found = _as_leaf(path, self._leaves.get(path))
-        if target.kind == 'none':
-            self.kept[path] = None
+        if target.sharding is not None and self._shardings is not None:
+            wrong = self._shardings.problem(target)
+            if wrong:
+                self.problems.append(LeafProblem(leaf_name(path), 'sharding', '', wrong))
+        if target.kind in ('none', 'skip'):
+            self.kept[path] = None if target.kind == 'none' else ...
         elif target.kind in ('empty', 'text'):
             self._keep(path, target, found)
         elif found is None or isinstance(found, (Empty, str)):
@@ -236,9 +252,8 @@ class _Matcher:
 
     def _keep(self, path: Path, target: Target, found: Any) -> None:
         """An empty container or text of the model, which holds no array."""
-        if hasattr(found, 'dtype') or (target.kind == 'empty' and isinstance(found, str)):
-            model = 'an empty container' if target.kind == 'empty' else 'text'
-            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', _held(found), model))
+        if hasattr(found, 'dtype') and target.kind == 'text':
+            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', _held(found), 'text'))
         elif target.kind == 'text' and not isinstance(found, str):
             self.notes.append(f"{leaf_name(path)}: no text in the checkpoint, the model's stays")
         self.kept[path] = found if isinstance(found, str) and target.kind == 'text' else target.example
@@ -299,19 +314,37 @@ class _Matcher:
         return True
 
     def leftovers(self) -> None:
-        """Leaves of the checkpoint that the model does not name."""
-        nones = {path for path, target in self._targets.items() if target.kind == 'none'}
+        """Leaves of the checkpoint that the model has no place for."""
+        places = {path: target.kind for path, target in self._targets.items() if target.kind in _NO_PLACE}
+        skips = {path for path, kind in places.items() if kind == 'skip'}
+        used = set[Path]()
         for path, found in self._leaves.items():
-            if path in self._targets or found is None or isinstance(found, Empty):
+            if (path in self._targets and path not in places) or found is None or isinstance(found, Empty):
                 continue
-            if isinstance(found, str):
+            above = _first_in(path, skips) if skips else None
+            if above is not None:
+                used.add(above)
+                self.skipped.append(path)
+            elif isinstance(found, str):
                 self.notes.append(f'{leaf_name(path)}: text in the checkpoint, not in the model')
-                continue
-            if self._strict == 'contains' or any(path[:length] in nones for length in range(1, len(path))):
+            elif self._strict == 'contains':
                 self.ignored.append(path)
-                continue
-            near = self._near(leaf_name(path), self._targets, self._leaves)
-            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', _held(found), '', near=near))
+            else:
+                self._excess(path, found, places)
+        self.notes += [f'{leaf_name(path)}: ... in the model, and nothing in the checkpoint' for path in skips - used]
+
+    def _excess(self, path: Path, found: Any, places: Mapping[Path, str]) -> None:
+        name, above = leaf_name(path), _first_in(path, places)
+        near = self._near(name, self._targets, self._leaves)
+        what = '' if above is None else 'None' if places[above] == 'none' else 'an empty container'
+        where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
+        hint = f'The model has {what} {where}.' if what else ''
+        self.problems.append(LeafProblem(name, 'unexpected', _held(found), what, hint, near))
+
+
+def _first_in(path: Path, places: Collection[Path]) -> Path | None:
+    """The path itself or the nearest to the root of what is above it, if it is one of these."""
+    return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in places), None)
 
 
 def _as_leaf(path: Path, found: Any) -> Any:

@@ -114,14 +114,16 @@ def _read(
     # Where nobody has noted them, or the note is lost, any uint32 array may be keys.
     known = contents.sidecar.extra and contents.sidecar.extra.get('facts') != 'unknown'
     keys = facts.keys if known else None
-    options = RestoreOptions(request.restore_dtype, fallback, keys, bool(request.fns), request.strict)
+    options = RestoreOptions(request.restore_dtype, fallback, keys, bool(request.fns), request.strict, not request.lazy)
     plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
     if plan.notes:
         more = f' and {len(plan.notes) - 5} more' if len(plan.notes) > 5 else ''
         text = 't5ckpt: restored as in the checkpoint (restore_dtype casts floating leaves of params or target): %s%s'
         _log.warning(text, '; '.join(plan.notes[:5]), more)
     if plan.ignored:
-        _log.info('t5ckpt: left out, the model has no use for it: %s', ', '.join(map(leaf_name, plan.ignored)))
+        _log.info('t5ckpt: left out, the model has no use for it: %s', _listed(plan.ignored))
+    if plan.skipped:
+        _log.info('t5ckpt: left out, the model has ... there: %s', _listed(plan.skipped))
     _warn_if_narrowed(plan)
     if not request.meeting.is_alone and not request.lazy:
         _warn_if_local(plan)
@@ -135,6 +137,12 @@ def _read(
     if not request.leaves_iterator:
         _move_iterator(request, reader, located, dataset)
     return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    """Names of leaves for the log, which is one line whatever the size of the model."""
+    more = f' and {len(paths) - 20} more' if len(paths) > 20 else ''
+    return ', '.join(map(leaf_name, paths[:20])) + more
 
 
 def _free(template: LeafTable, kept: Sequence[Any]) -> None:

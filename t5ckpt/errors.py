@@ -11,7 +11,8 @@
     │   ├── ShapeMismatch
     │   ├── DtypeMismatch
     │   ├── MissingLeaves
-    │   └── UnexpectedLeaves
+    │   ├── UnexpectedLeaves
+    │   └── ShardingMismatch                                      a dimension of the template does not divide over its mesh
     ├── UnsupportedLeafError      TypeError, ValueError           a leaf that no checkpoint can hold
     ├── DatasetStateError         RuntimeError                    a data iterator's position cannot be saved or taken back
     ├── StorageError              OSError                         the backend said no
@@ -60,6 +61,7 @@ __all__ = [
     'RemoteError',
     'SaveFailedError',
     'ShapeMismatch',
+    'ShardingMismatch',
     'StorageError',
     'T5CkptError',
     'TreeMismatchError',
@@ -187,7 +189,7 @@ class LeafProblem:
 
     Attributes:
       leaf: the leaf's name, ``'target/decoder/w'``.
-      kind: ``'shape'``, ``'dtype'``, ``'missing'`` or ``'unexpected'``.
+      kind: ``'shape'``, ``'dtype'``, ``'missing'``, ``'unexpected'`` or ``'sharding'``.
       checkpoint: what the checkpoint holds, as text; empty when it holds nothing.
       model: what the model expects, as text; empty when it expects nothing.
       hint: what else helps.
@@ -209,6 +211,8 @@ class LeafProblem:
                 return f'{self.leaf}: not in the checkpoint, model {self.model}.{tail}'
             case 'unexpected':
                 return f'{self.leaf}: checkpoint {self.checkpoint}, not in the model.{tail}'
+            case 'sharding':
+                return f'{self.leaf}: {self.model}.{tail}'
             case _:
                 held = (
                     self.checkpoint if self.checkpoint.startswith('fallback_state') else f'checkpoint {self.checkpoint}'
@@ -240,17 +244,25 @@ class UnexpectedLeaves(TreeMismatchError):  # noqa: N818
     """The checkpoint has leaves that the model lacks, and nothing else differs."""
 
 
+class ShardingMismatch(TreeMismatchError):  # noqa: N818
+    """The template asks for shardings that its own shapes do not have, and nothing else differs."""
+
+
 _CURES = {
     'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the model.',
     'missing': 'To start leaves that are new from values of yours: fallback_state=, nested dicts like the model.',
     'shape': 'Change the model, or put an array of the right shape in the place of the leaf in a state_transformation_fn; to '
     'start it anew, leave it out there, and pass fallback_state=.',
-    'unexpected': 'To leave out what the model has no place for: state_transformation_fns=[t5ckpt.intersect_state]',
+    'sharding': 'Leave such a dimension whole, with None in its place in the PartitionSpec (by the rules of a partitioner), or '
+    'use a mesh whose axis divides it.',
+    'unexpected': 'To leave out what the model has no place for: state_transformation_fns=[t5ckpt.intersect_state], or ... as '
+    'the leaf of the model.',
 }
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,
     'dtype': DtypeMismatch,
     'missing': MissingLeaves,
+    'sharding': ShardingMismatch,
     'unexpected': UnexpectedLeaves,
 }
 _SHOWN = 20

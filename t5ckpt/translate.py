@@ -157,11 +157,17 @@ def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping
       The leaves of the checkpoint whose names the model has, too.
     """
     held, model = _flatten(state_dict, ''), _flatten(intersect_state_dict, '')
-    dropped = [name for name in held if name not in model]
+    # None and empty containers are not a place for an array, as everywhere in a restore.
+    places = {name for name, leaf in model.items() if not _is_nothing(leaf) or _is_nothing(held.get(name))}
+    dropped = [name for name in held if name not in places]
     if dropped:
         more = f' and {len(dropped) - 20} more' if len(dropped) > 20 else ''
         _log.warning('t5ckpt: not in the model, so left out: %s%s', ', '.join(dropped[:20]), more)
-    return _nest({name: value for name, value in held.items() if name in model})
+    return _nest({name: value for name, value in held.items() if name in places})
+
+
+def _is_nothing(leaf: Any) -> bool:
+    return leaf is None or (isinstance(leaf, (Mapping, list, tuple)) and not leaf)
 
 
 def _apply_rules(

@@ -44,6 +44,7 @@ ROWS = (
         '_index',
         'steps',
         '_summaries',
+        'planning',
         '_plan',
         '_plan_text',
         '_plan_restore',

@@ -1,0 +1,1 @@
+"""Parts of the plans of saves and restores; pure."""

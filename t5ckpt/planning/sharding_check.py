@@ -1,0 +1,56 @@
+"""Template shardings that the shapes of their leaves do not allow.
+
+JAX raises ``IndivisibleError`` for the first such array, without its name. A restore collects all of them before it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from t5ckpt._leaves import Target
+
+__all__ = ['ShardingCheck']
+
+
+class ShardingCheck:
+    """Whether arrays of a shape can be sharded as a target asks; each pair of shape and sharding is checked once."""
+
+    def __init__(self) -> None:
+        # A sharding is as long there as the target that holds it.
+        self._known: dict[tuple[int, tuple[int, ...]], str] = {}
+
+    def problem(self, target: Target) -> str:
+        """Why they cannot, for a message; empty where they can."""
+        key = (id(target.sharding), target.shape)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = _division_problem(target.sharding, target.shape)
+        return found
+
+
+def _division_problem(sharding: Any, shape: tuple[int, ...]) -> str:
+    spec = getattr(sharding, 'spec', None)
+    if spec is not None and len(spec) > len(shape):
+        return f'{spec} has {len(spec)} entries, the leaf has {len(shape)} dimensions {shape}'
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        mesh = getattr(sharding, 'mesh', None)
+        if spec is None or mesh is None:
+            return f'{shape} cannot be sharded as {sharding} ({error!s:.200})'
+        parts = [
+            f'dimension {axis} of {shape} does not divide by the {count} devices of mesh axis {_axes_text(names)}'
+            for axis, names in enumerate(spec)
+            if (count := math.prod(mesh.shape[name] for name in _axes_of(names))) and shape[axis] % count
+        ]
+        return f'{"; ".join(parts) or str(error)[:200]} in {spec}'
+    return ''
+
+
+def _axes_of(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names) if isinstance(names, tuple) else ()
+
+
+def _axes_text(names: Any) -> str:
+    return ' and '.join(repr(name) for name in _axes_of(names))

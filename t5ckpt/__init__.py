@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         SaveOnImprovement,
         SaveOnPreemption,
         SavePolicy,
+        SaveWhenIdle,
         YoungDaly,
     )
     from t5ckpt.steps import (
@@ -131,6 +132,7 @@ __all__ = [
     'SaveOnPreemption',
     'SavePolicy',
     'SaveStateTransformationFn',
+    'SaveWhenIdle',
     'Series',
     'StepInfo',
     'TensorBoardMetrics',
@@ -222,6 +224,7 @@ _MODULES = {
     'SaveOnPreemption': 'save_policies',
     'SavePolicy': 'save_policies',
     'SaveStateTransformationFn': '_types',
+    'SaveWhenIdle': 'save_policies',
     'Series': 'runs',
     'StepInfo': 'policies',
     'TensorBoardMetrics': 'metrics',

@@ -10,17 +10,16 @@ every release wakes all waiters.
 
 from __future__ import annotations
 
-import math
 import threading
+
+from t5ckpt._types import number
 
 __all__ = ['ByteBudget', 'bytes_of_gb']
 
 
 def bytes_of_gb(concurrent_gb: float) -> int:
     """The bytes of a budget that a user gives in gigabytes of 10^9 bytes."""
-    if not 0 < concurrent_gb < math.inf:
-        raise ValueError(f'concurrent_gb must be a finite number above 0, got {concurrent_gb}.')
-    return max(1, int(concurrent_gb * 10**9))
+    return max(1, int(number('concurrent_gb', concurrent_gb) * 10**9))
 
 
 class ByteBudget:

@@ -25,7 +25,7 @@ from t5ckpt._leaves import LeafTable, Target, check_has_values, is_jax_array, ta
 from t5ckpt._owners import HeldShard, Owners, grid_for
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
-from t5ckpt._types import Path, leaf_name
+from t5ckpt._types import Path, integer, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 
 __all__ = [
@@ -90,12 +90,10 @@ class SaveOptions:
     inline_total_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
-        if self.codec not in CODECS:
-            raise ValueError(f'compression is one of {list(CODECS)}, got {self.codec!r}.')
-        if self.chunk_bytes < 1 or self.inline_bytes < 0:
-            raise ValueError(
-                f'chunk_bytes={self.chunk_bytes}, inline_bytes={self.inline_bytes}: neither may be negative.'
-            )
+        if self.codec not in tuple(CODECS):
+            raise ValueError(f'compression is one of {list(CODECS)}, got {self.codec!r:.80}.')
+        integer('chunk_bytes', self.chunk_bytes, 1)
+        integer('inline_bytes', self.inline_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

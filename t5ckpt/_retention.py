@@ -39,9 +39,9 @@ class Retention:
     ):
         """See ``Checkpointer`` for the parameters."""
         self.policy = policy
+        self.keep_datasets = keep_datasets
         self._storage = storage
         self._clock = clock
-        self._keep_datasets = keep_datasets
         self._source = source
         # Of a complete checkpoint they never change.
         self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
@@ -125,14 +125,14 @@ class Retention:
                 _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
 
     def _remove_old_datasets(self, just_saved: int | None) -> None:
-        """Removes the data-iterator files of all but the latest steps that have some; arrays stay (T5X)."""
-        keep = self._keep_datasets
-        if keep is None or keep < 1:
+        """Removes the data-iterator files of all but the latest steps that have some; arrays stay, and pinned steps (T5X)."""
+        keep = self.keep_datasets
+        if keep is None:
             return
         files = {step: _dataset_files(self._storage, step) for step in steps_in(self._storage)}
         having = [step for step, names in files.items() if names]
         for step in having[:-keep]:
-            if step == just_saved:
+            if step == just_saved or self._storage.is_file(join(step_dir(step), PINNED)):
                 continue
             try:
                 # First: from then on it is no damage that some of them are missing.

@@ -23,7 +23,7 @@ from t5ckpt._meetings import Meetings
 from t5ckpt._pending import PendingSave
 from t5ckpt._process import Channel
 from t5ckpt._retention import Retention
-from t5ckpt._types import Clock
+from t5ckpt._types import Clock, check_kind
 from t5ckpt.errors import DisagreementError, RemoteError
 from t5ckpt.save_policies import Moment, SavePolicy
 
@@ -261,10 +261,16 @@ def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     Raises:
       ValueError: something else.
     """
+    check_kind('metrics', metrics, Mapping, "{'loss': 0.5}")
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
+        check_kind('the name of a metric', name, str, "'loss'")
         try:
-            numbers[str(name)] = float(value)
+            numbers[name] = float(value)
         except (TypeError, ValueError) as error:
             raise ValueError(f'metrics: {name!r} is {value!r:.80}, which is no number ({error}).') from error
+        except OverflowError as error:
+            raise ValueError(
+                f'metrics: {name!r} is an integer too large for a float. Save its logarithm, or float("inf").'
+            ) from error
     return numbers

@@ -37,6 +37,11 @@ from t5ckpt._types import (
     Progress,
     RestoreStateTransformationFn,
     SaveStateTransformationFn,
+    check_callables,
+    check_flags,
+    check_kind,
+    integer,
+    number,
 )
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import ClosedError
@@ -120,27 +125,37 @@ class Checkpointer(FromTensorFlow):
             raise ValueError(f'checkpoints_dir is empty: pass checkpoints_dir=, the directory of the run{given}.')
         if keep is not None and keep_policy is not None:
             raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
+        check_kind('keep_policy', keep_policy, KeepPolicy, 'KeepLatest(3)')
+        check_kind('save_policy', save_policy, SavePolicy, 'SaveEvery(1000)')
+        check_kind('metric_source', metric_source, MetricSource, 'TensorBoardMetrics(directory)')
+        check_callables(preempted=preempted, progress=progress, clock=clock)
+        check_flags(
+            reuse_unchanged=reuse_unchanged, mmap=mmap, share_replicated=share_replicated, follow_links=follow_links
+        )
         if staging not in STAGING_MODES:
-            raise ValueError(f'staging is one of {list(STAGING_MODES)}, got {staging!r}.')
+            raise ValueError(f'staging is one of {list(STAGING_MODES)}, got {staging!r:.80}.')
         self._storage = open_run_storage(checkpoints_dir, storage_options)
         self._storage_options = storage_options
         # Absolute, so that a later chdir does not make this another directory.
         self.checkpoints_dir = self._storage.url()
-        self.keep = keep
-        self.keep_dataset_checkpoints = keep_dataset_checkpoints
         self.restore_dtype = floating_dtype(restore_dtype, 'restore_dtype')
         self._train_state = train_state
         self._partitioner = partitioner
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
         self._options = SaveOptions(floating_dtype(save_dtype, 'save_dtype'), compression, chunk_bytes, inline_bytes)
-        policy = keep_policy if keep_policy is not None else KeepAll() if keep is None else KeepLatest(keep)
-        self._retention = Retention(self._storage, policy, clock, keep_dataset_checkpoints, metric_source)
+        policy = _latest(keep) if keep_policy is None else keep_policy
+        self._retention = Retention(
+            self._storage, policy, clock, _dataset_count(keep_dataset_checkpoints), metric_source
+        )
+        self._keep = keep
+        # Makes a policy of keep; None where the caller gave the policy.
+        self._policy_of_keep = _latest if keep_policy is None else None
         self._staging = staging
         self._reuse = Reuse() if reuse_unchanged and self._storage.links else None
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated)
         self._progress = progress
         self._clock = clock
-        self._meetings = Meetings(self._storage, processes, process_timeout)
+        self._meetings = Meetings(self._storage, processes, number('process_timeout', process_timeout))
         self._schedule = SaveSchedule(save_policy, self._meetings, self._retention, clock, preempted)
         self._pending: PendingSave | None = None
         self._is_closed = False
@@ -165,6 +180,30 @@ class Checkpointer(FromTensorFlow):
 
     def __repr__(self) -> str:
         return f'Checkpointer({self.checkpoints_dir!r}, latest_step={self.latest_step()})'
+
+    @property
+    def keep(self) -> int | None:
+        """How many checkpoints stay; may be set, and counts from the next save on."""
+        return self._keep
+
+    @keep.setter
+    def keep(self, keep: int | None) -> None:
+        if self._policy_of_keep is None:
+            raise ValueError(
+                f'keep cannot be set to {keep!r}: the checkpointer was made with keep_policy={self._retention.policy}, which '
+                'decides what stays. Make a checkpointer with keep= instead.'
+            )
+        self._retention.policy = self._policy_of_keep(keep)
+        self._keep = keep
+
+    @property
+    def keep_dataset_checkpoints(self) -> int | None:
+        """How many checkpoints keep their iterator state; may be set, and counts from the next save on."""
+        return self._retention.keep_datasets
+
+    @keep_dataset_checkpoints.setter
+    def keep_dataset_checkpoints(self, keep: int | None) -> None:
+        self._retention.keep_datasets = _dataset_count(keep)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -395,3 +434,11 @@ class Checkpointer(FromTensorFlow):
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps that hold data-iterator state, ascending."""
         return steps.dataset_steps_in(self._storage)
+
+
+def _latest(keep: int | None) -> KeepPolicy:
+    return KeepAll() if keep is None else KeepLatest(keep)
+
+
+def _dataset_count(keep: int | None) -> int | None:
+    return None if keep is None else integer('keep_dataset_checkpoints', keep, 1, 'None keeps all.')

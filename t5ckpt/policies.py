@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from t5ckpt._types import check_policies, given_steps, integer, number, set_fields
+
 __all__ = [
     'Decision',
     'KeepAll',
@@ -25,6 +27,7 @@ __all__ = [
     'KeepSteps',
     'StepInfo',
     'check_metric_mode',
+    'check_metric_name',
     'fields_of',
     'policy_of',
     'retention_plan',
@@ -94,8 +97,7 @@ class KeepLatest(KeepPolicy):
     count: int
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f'keep must be at least 1 checkpoint, got {self.count}; None keeps all.')
+        set_fields(self, count=integer('keep', self.count, 1, 'None keeps all.'))
 
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step."""
@@ -118,21 +120,22 @@ class KeepBest(KeepPolicy):
       count: how many.
       metric: its name, ``'eval/accuracy'``.
       mode: ``'max'`` or ``'min'``.
-      keep_without_metric: steps without the metric stay, and take no slot; otherwise they go first.
+      keep_without_metric: True: steps without the metric stay, and take no slot. False: they go first. None: as True where
+        this policy decides alone, which is T5X's rule; as False where it is joined with others, which then decide on them.
       period: steps that it divides stay, and take no slot.
     """
 
     count: int
     metric: str
     mode: str = 'max'
-    keep_without_metric: bool = True
+    keep_without_metric: bool | None = None
     period: int | None = None
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f'keep must be at least 1 checkpoint, got {self.count}; None keeps all.')
-        if self.period is not None and self.period < 1:
-            raise ValueError(f'the period must be at least 1 step, got {self.period}.')
+        set_fields(self, count=integer('keep', self.count, 1, 'None keeps all.'))
+        if self.period is not None:
+            set_fields(self, period=integer('the period', self.period, 1))
+        check_metric_name(self.metric)
         check_metric_mode(self.mode)
 
     @property
@@ -159,7 +162,7 @@ class KeepBest(KeepPolicy):
             return 'the latest'
         if self.period is not None and info.step % self.period == 0:
             return f'a multiple of {self.period}'
-        if self.keep_without_metric and self.metric not in info.metrics:
+        if self.keep_without_metric is not False and self.metric not in info.metrics:
             return f'has no {self.metric}'
         return None
 
@@ -186,8 +189,7 @@ class KeepEvery(KeepPolicy):
     steps: int
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f'the period must be at least 1 step, got {self.steps}.')
+        set_fields(self, steps=integer('the period', self.steps, 1))
 
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step."""
@@ -209,8 +211,7 @@ class KeepEveryHours(KeepPolicy):
     hours: float
 
     def __post_init__(self) -> None:
-        if not self.hours > 0:
-            raise ValueError(f'hours must be above 0, got {self.hours}.')
+        set_fields(self, hours=number('hours', self.hours))
 
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step."""
@@ -236,6 +237,9 @@ class KeepSteps(KeepPolicy):
 
     steps: Collection[int]
 
+    def __post_init__(self) -> None:
+        set_fields(self, steps=given_steps(self.steps))
+
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step."""
         return [
@@ -255,6 +259,7 @@ class KeepAny(KeepPolicy):
     def __post_init__(self) -> None:
         if not self.policies:
             raise ValueError('KeepAny needs at least one policy: none keeps anything.')
+        check_policies(self.policies, KeepPolicy, 'KeepAny')
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -264,16 +269,29 @@ class KeepAny(KeepPolicy):
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step, with the reasons of all that decided so."""
         said: dict[int, list[Decision]] = {info.step: [] for info in infos}
-        for policy in self.policies:
+        for policy in map(_as_part, self.policies) if len(self.policies) > 1 else self.policies:
             for decision in policy.choose(infos):
                 said.setdefault(decision.step, []).append(decision)
         return [_joined(info.step, said[info.step]) for info in infos]
+
+
+def _as_part(policy: KeepPolicy) -> KeepPolicy:
+    """A policy as it counts among others: a step that KeepBest cannot judge stays only if another policy keeps it."""
+    if isinstance(policy, KeepBest) and policy.keep_without_metric is None:
+        return dataclasses.replace(policy, keep_without_metric=False)
+    return policy
 
 
 def _joined(step: int, decisions: Sequence[Decision]) -> Decision:
     keep = any(decision.keep for decision in decisions)
     reasons = dict.fromkeys(decision.reason for decision in decisions if decision.keep == keep)
     return Decision(step, keep, '; '.join(reasons))
+
+
+def check_metric_name(name: Any) -> None:
+    """Raises ValueError unless it is the name of a metric."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"metric must be a name such as 'eval/accuracy', got {name!r:.80}.")
 
 
 def check_metric_mode(mode: str) -> None:
@@ -360,6 +378,6 @@ def _is_of_its_type(kind: type[Any], name: str, value: Any) -> bool:
         case 'hours':
             return type(value) in (int, float) and 0 < value < 10**9
         case 'keep_without_metric':
-            return isinstance(value, bool)
+            return value is None or isinstance(value, bool)
         case _:
             return type(value) is int or (name == 'period' and value is None)

@@ -8,7 +8,7 @@ from typing import Any
 from t5ckpt._types import Partitioner
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import KeepAll, KeepBest, check_metric_mode
+from t5ckpt.policies import KeepAll, KeepBest, KeepPolicy, check_metric_mode, check_metric_name
 from t5ckpt.storage import Storage
 
 __all__ = ['SaveBestCheckpointer']
@@ -47,21 +47,24 @@ class SaveBestCheckpointer(Checkpointer):
         force_keep_period: int | None = None,
         **options: Any,
     ):
+        check_metric_name(metric_name_to_monitor)
         check_metric_mode(metric_mode)
         # T5X takes a period of 0 for none.
         period = None if force_keep_period == 0 else force_keep_period
-        policy = (
-            KeepAll()
-            if keep is None
-            else KeepBest(keep, metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics, period)
-        )
+
+        def policy_of(count: int | None) -> KeepPolicy:
+            if count is None:
+                return KeepAll()
+            return KeepBest(count, metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics, period)
+
         super().__init__(
             train_state,
             partitioner,
             checkpoints_dir,
             dataset_iterator,
-            keep_policy=policy,
+            keep_policy=policy_of(keep),
             metric_source=TensorBoardMetrics(checkpoints_dir),
             **options,
         )
-        self.keep = keep
+        self._policy_of_keep = policy_of
+        self._keep = keep

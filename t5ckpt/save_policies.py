@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from t5ckpt.policies import check_metric_mode
+from t5ckpt._types import check_policies, given_steps, integer, number, set_fields
+from t5ckpt.policies import check_metric_mode, check_metric_name
 
 __all__ = [
     'Moment',
@@ -30,7 +31,9 @@ __all__ = [
     'SaveOnImprovement',
     'SaveOnPreemption',
     'SavePolicy',
+    'SaveWhenIdle',
     'YoungDaly',
+    'parts_of',
 ]
 
 
@@ -48,6 +51,7 @@ class Moment:
       best: by metric, the smallest and the largest value among the saved steps, NaN left out.
       blocked_seconds: how long the latest save stopped the loop; None before the first.
       write_seconds: how long it took until it was on storage; None before the first.
+      saving: whether a save of this checkpointer is under way.
     """
 
     step: int
@@ -59,6 +63,7 @@ class Moment:
     best: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
     blocked_seconds: float | None = None
     write_seconds: float | None = None
+    saving: bool = False
 
 
 class SavePolicy(ABC):
@@ -80,21 +85,33 @@ class SavePolicy(ABC):
         return SaveAll((self, other))
 
 
+def parts_of(policy: SavePolicy | None) -> Iterator[SavePolicy]:
+    """The policies that a policy is joined of, or the policy itself."""
+    if isinstance(policy, (SaveAny, SaveAll)):
+        for part in policy.policies:
+            yield from parts_of(part)
+    elif policy is not None:
+        yield policy
+
+
 @dataclasses.dataclass(frozen=True)
 class SaveEvery(SavePolicy):
     """Saves the steps that ``steps`` divides, 0 included.
 
-    Where a loop does not call at every step, the first call after such a step saves.
+    Where a loop does not call at every step, the first call after such a step saves. No step below ``min_step`` is
+    saved: with 1, step 0 is not.
     """
 
     steps: int
+    min_step: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f'the period must be at least 1 step, got {self.steps}.')
+        set_fields(self, steps=integer('the period', self.steps, 1), min_step=integer('min_step', self.min_step))
 
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
+        if moment.step < self.min_step:
+            return None
         before = moment.step - 1 if moment.previous_step is None else moment.previous_step
         return f'every {self.steps} steps' if moment.step // self.steps > before // self.steps else None
 
@@ -105,6 +122,9 @@ class SaveAt(SavePolicy):
 
     steps: Collection[int]
 
+    def __post_init__(self) -> None:
+        set_fields(self, steps=given_steps(self.steps))
+
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
         return 'one of the given steps' if moment.step in self.steps else None
@@ -112,16 +132,18 @@ class SaveAt(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class SaveEverySeconds(SavePolicy):
-    """Saves when so many seconds have passed since the save before, by the clock of process 0."""
+    """Saves when so many seconds have passed since the save before, by the clock of process 0; from ``min_step`` on."""
 
     seconds: float
+    min_step: int = 0
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f'seconds must be above 0, got {self.seconds}.')
+        set_fields(self, seconds=number('seconds', self.seconds), min_step=integer('min_step', self.min_step))
 
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
+        if moment.step < self.min_step:
+            return None
         return f'every {self.seconds:g} s' if moment.seconds_since_save >= self.seconds else None
 
 
@@ -141,10 +163,30 @@ class SaveLast(SavePolicy):
 
     step: int
 
+    def __post_init__(self) -> None:
+        set_fields(self, step=integer('step', self.step))
+
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
         is_new = moment.previous_step is None or moment.previous_step < self.step
         return 'the last of the run' if moment.step >= self.step and is_new else None
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveWhenIdle(SavePolicy):
+    """Saves whenever no save is under way, so that as little work as possible is lost; from ``min_step`` on.
+
+    In a job of several processes, process 0's save counts, as of about a second ago.
+    """
+
+    min_step: int = 0
+
+    def __post_init__(self) -> None:
+        set_fields(self, min_step=integer('min_step', self.min_step))
+
+    def reason(self, moment: Moment) -> str | None:
+        """Why to save now."""
+        return None if moment.saving or moment.step < self.min_step else 'no save is under way'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,14 +206,18 @@ class SaveOnImprovement(SavePolicy):
       metric: its name among the metrics given to ``maybe_save``.
       mode: ``'max'`` or ``'min'``.
       least: by how much it must be better.
+      min_step: no step below it is saved.
     """
 
     metric: str
     mode: str = 'max'
     least: float = 0.0
+    min_step: int = 0
 
     def __post_init__(self) -> None:
+        check_metric_name(self.metric)
         check_metric_mode(self.mode)
+        set_fields(self, least=number('least', self.least, least=0), min_step=integer('min_step', self.min_step))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -181,7 +227,7 @@ class SaveOnImprovement(SavePolicy):
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
         value = moment.metrics.get(self.metric)
-        if value is None or math.isnan(value):
+        if value is None or math.isnan(value) or moment.step < self.min_step:
             return None
         if self.metric not in moment.best:
             return f'{self.metric} {value:g} is the first'
@@ -202,16 +248,16 @@ class YoungDaly(SavePolicy):
     Attributes:
       mtbf_seconds: mean time between failures of the job: that of one machine divided by their number.
       first_cost_seconds: what a save is taken to cost before one was measured.
+      min_step: no step below it is saved.
     """
 
     mtbf_seconds: float
     first_cost_seconds: float = 10.0
+    min_step: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.mtbf_seconds > 0 and self.first_cost_seconds > 0):
-            raise ValueError(
-                f'both must be above 0: mtbf_seconds={self.mtbf_seconds}, first_cost_seconds={self.first_cost_seconds}.'
-            )
+        seconds = {name: number(name, getattr(self, name)) for name in ('mtbf_seconds', 'first_cost_seconds')}
+        set_fields(self, **seconds, min_step=integer('min_step', self.min_step))
 
     def interval(self, cost_seconds: float | None, write_seconds: float | None) -> float:
         """Seconds from one save to the next."""
@@ -220,6 +266,8 @@ class YoungDaly(SavePolicy):
 
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
+        if moment.step < self.min_step:
+            return None
         interval = self.interval(moment.blocked_seconds, moment.write_seconds)
         return f'every {interval:.3g} s (Young, Daly)' if moment.seconds_since_save >= interval else None
 
@@ -229,6 +277,9 @@ class SaveAny(SavePolicy):
     """Saves when any of the policies does."""
 
     policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        check_policies(self.policies, SavePolicy, 'SaveAny')
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -246,6 +297,9 @@ class SaveAll(SavePolicy):
     """Saves when all of the policies do."""
 
     policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        check_policies(self.policies, SavePolicy, 'SaveAll')
 
     @property
     def metric_names(self) -> tuple[str, ...]:

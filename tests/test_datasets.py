@@ -367,3 +367,15 @@ def test_positions_are_kept_for_the_latest_steps_only(run_dir):
         assert ck.all_steps() == [0, 1, 2]
         assert ck.all_dataset_checkpoint_steps() == [2]
     assert open_storage(run_dir).kind('checkpoint_1/train_ds-000-of-001.msgpack') is None
+
+
+def test_a_pinned_step_keeps_its_position(run_dir):
+    """T5X's rule (checkpoint_utils.remove_dataset_checkpoint): it counts among the latest, and its files stay."""
+    with checkpointer(run_dir, GetSet()) as ck:
+        for step in range(3):
+            ck.save(STATE, step=step)
+        t5ckpt.pin_checkpoint(run_dir / 'checkpoint_1')
+        ck.keep_dataset_checkpoints = 1
+        ck.save(STATE, step=3)
+        assert ck.all_steps() == [0, 1, 2, 3]
+        assert ck.all_dataset_checkpoint_steps() == [1, 3]

@@ -83,6 +83,14 @@ def kept(policy, facts, just_saved=None):
         (KeepEveryHours(2), infos([1, 2, 3, 4], hours={1: 0, 2: 1.9, 3: 2, 4: 3}), [1, 3, 4]),
         (KeepEveryHours(2), infos([1, 2, 3], hours={1: 0, 3: 1}), [1, 2, 3]),
         (KeepLatest(1) | KeepEvery(10), infos([0, 5, 10, 15]), [0, 10, 15]),
+        # What KeepBest cannot judge the others decide on; asked to, it keeps that for ever.
+        (KeepLatest(2) | KeepBest(1, 'm'), infos([1, 2, 3, 4, 5], {1: 9.0}), [1, 4, 5]),
+        (KeepLatest(2) | KeepBest(2, 'm'), infos([1, 2, 3, 4, 5, 6]), [4, 5, 6]),
+        (
+            KeepLatest(2) | KeepBest(1, 'm', keep_without_metric=True),
+            infos([1, 2, 3, 4, 5], {1: 9.0}),
+            [1, 2, 3, 4, 5],
+        ),
         (KeepLatest(1) | KeepBest(1, 'm') | KeepSteps({1}), infos([1, 2, 3, 4], {1: 1, 2: 3, 3: 2}), [1, 2, 4]),
         # Rules that no policy can break.
         (KeepSteps(()), infos([1, 2, 3]), [3]),

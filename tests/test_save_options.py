@@ -1,0 +1,160 @@
+"""Options of the save side: of the wrong type or out of range they are errors at once, and set later they count."""
+
+import math
+
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt import (
+    Checkpointer,
+    KeepBest,
+    KeepEvery,
+    KeepEveryHours,
+    KeepLatest,
+    KeepSteps,
+    SaveAny,
+    SaveAt,
+    SaveBestCheckpointer,
+    SaveEvery,
+    SaveEverySeconds,
+    SaveLast,
+    SaveOnImprovement,
+    SaveWhenIdle,
+    YoungDaly,
+)
+
+STATE = {'params': {'w': np.zeros((4, 4), np.float32)}}
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        *[{'keep': bad} for bad in ('3', 1.5, 0, -1, True, [3], math.nan)],
+        *[{'keep_dataset_checkpoints': bad} for bad in ('3', 1.5, 0, True)],
+        *[{'chunk_bytes': bad} for bad in ('64MB', 0, 1e6, None, True)],
+        *[{'inline_bytes': bad} for bad in ('16K', -1, 0.5, None)],
+        *[{'process_timeout': bad} for bad in ('60', 0, -1, math.inf, math.nan, None, True)],
+        *[{'keep_policy': bad} for bad in (3, 'latest', KeepLatest)],
+        *[{'save_policy': bad} for bad in (100, SaveEvery)],
+        *[{'compression': bad} for bad in ('zip', 1, ['zstd'])],
+        *[{'staging': bad} for bad in ('fast', 1, None)],
+        *[{'metric_source': bad} for bad in ('run', 1)],
+        *[{name: 1} for name in ('preempted', 'progress', 'clock')],
+        *[{name: 'no'} for name in ('reuse_unchanged', 'mmap', 'share_replicated', 'follow_links')],
+    ],
+    ids=str,
+)
+def test_constructor_options(options, tmp_path):
+    (name, value), *_ = options.items()
+    with pytest.raises(ValueError, match=rf'{name}.*got') as caught:
+        Checkpointer(STATE, checkpoints_dir=tmp_path, **options)
+    assert repr(value)[:80] in str(caught.value)
+
+
+@pytest.mark.parametrize('bad', ['1', 0, -1, math.inf, math.nan, None, True, 10**400], ids=lambda bad: repr(bad)[:9])
+def test_concurrent_gb(bad, tmp_path):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path) as ck:
+        for save in (ck.save, ck.save_async):
+            with pytest.raises(ValueError, match='concurrent_gb must be a finite number above 0, got'):
+                save(STATE, step=1, concurrent_gb=bad)
+        assert ck.all_steps() == []
+
+
+@pytest.mark.parametrize(
+    ('metrics', 'text'),
+    [
+        ({'a': 10**400}, "'a' is an integer too large"),
+        ({1: 0.5}, 'the name of a metric must be a str'),
+        ([('a', 1.0)], 'must be a Mapping'),
+        (0.5, 'must be a Mapping'),
+    ],
+    ids=['huge', 'name', 'pairs', 'number'],
+)
+def test_metrics(metrics, text, tmp_path):
+    policy = SaveEvery(1)
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=policy) as ck:
+        for save in (lambda: ck.save(STATE, step=1, metrics=metrics), lambda: ck.maybe_save(1, STATE, metrics=metrics)):
+            with pytest.raises(ValueError, match=text):
+                save()
+        assert ck.all_steps() == []
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: KeepLatest(1.5),
+        lambda: KeepLatest('3'),
+        lambda: KeepBest('3', 'a'),
+        lambda: KeepBest(3, None),
+        lambda: KeepBest(3, 'a', 'largest'),
+        lambda: KeepBest(3, 'a', period='1'),
+        lambda: KeepEvery(1.5),
+        lambda: KeepEveryHours('2'),
+        lambda: KeepEveryHours(math.inf),
+        lambda: KeepSteps(5),
+        lambda: KeepSteps(['5']),
+        lambda: KeepSteps('567'),
+        lambda: KeepLatest(1) | 3,
+        lambda: SaveEvery('10'),
+        lambda: SaveEvery(10, min_step=1.5),
+        lambda: SaveAt(10),
+        lambda: SaveAt([1.5]),
+        lambda: SaveEverySeconds('60'),
+        lambda: SaveLast('9'),
+        lambda: SaveOnImprovement(['a']),
+        lambda: SaveOnImprovement('a', least='1'),
+        lambda: SaveWhenIdle(-1),
+        lambda: YoungDaly('60'),
+        lambda: SaveAny((SaveEvery(1), 3)),
+    ],
+)
+def test_policies(make):
+    with pytest.raises(ValueError, match='got'):
+        make()
+
+
+def test_integers_of_numpy_count(tmp_path):
+    """And what a policy was given can be written to a sidecar."""
+    policy = KeepLatest(np.int64(1)) | KeepSteps(np.array([0])) | KeepBest(np.int32(1), 'm', period=np.int64(100))
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, keep_policy=policy, chunk_bytes=np.int64(64)) as ck:
+        for step in range(3):
+            ck.save(STATE, step=np.int64(step), metrics={'m': np.float32(step)})
+        assert ck.all_steps() == [0, 1, 2]
+    assert t5ckpt.verify(tmp_path).ok
+
+
+def test_keep_may_be_set_later(tmp_path):
+    """As in T5X, where both are attributes that are read at each save."""
+    with Checkpointer(STATE, checkpoints_dir=tmp_path) as ck:
+        for step in range(3):
+            ck.save(STATE, step=step)
+        ck.keep = 1
+        assert ck.keep == 1
+        ck.save(STATE, step=3)
+        assert ck.all_steps() == [3]
+        ck.keep = None
+        ck.save(STATE, step=4)
+        assert ck.all_steps() == [3, 4]
+        with pytest.raises(ValueError, match='keep must be'):
+            ck.keep = '2'
+        with pytest.raises(ValueError, match='keep_dataset_checkpoints must be'):
+            ck.keep_dataset_checkpoints = 0
+        assert ck.keep is None
+
+
+def test_keep_beside_a_policy_is_refused(tmp_path):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, keep_policy=KeepEvery(10)) as ck:
+        assert ck.keep is None
+        with pytest.raises(ValueError, match=r'keep cannot be set to 1: .*KeepEvery\(steps=10\)'):
+            ck.keep = 1
+
+
+def test_keep_of_the_best_may_be_set_later(tmp_path):
+    with SaveBestCheckpointer(STATE, None, tmp_path, metric_name_to_monitor='m', metric_mode='min') as ck:
+        for step in range(4):
+            ck.save(STATE, step=step, metrics={'m': step})
+        assert ck.all_steps() == [0, 1, 2, 3]
+        ck.keep = 1
+        ck.save(STATE, step=4, metrics={'m': 4})
+        assert ck.all_steps() == [0, 4]

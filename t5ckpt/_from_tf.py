@@ -15,7 +15,7 @@ from t5ckpt._plan import SaveOptions
 from t5ckpt._process import Round
 from t5ckpt._stream import StreamRequest
 from t5ckpt._types import Clock, Partitioner, Progress, SaveStateTransformationFn
-from t5ckpt.storage import Storage
+from t5ckpt.storage import Storage, require_directory
 from t5ckpt.translate import CheckpointTranslator
 
 __all__ = ['FromTensorFlow']
@@ -84,6 +84,7 @@ class FromTensorFlow(ABC):
         """
         from t5ckpt.convert.tf_model import convert_tf_to_model
 
+        require_directory(self._storage)
         budget = bytes_of_gb(concurrent_gb)
         request = StreamRequest(self._storage, 0, self._options, budget, progress=self._progress, clock=self._clock)
         done: list[CommittedCheckpoint | None] = []

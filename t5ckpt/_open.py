@@ -17,8 +17,8 @@ from t5ckpt._orbax import has_placeholders, read_orbax, resolve_placeholders
 from t5ckpt._plan_restore import checkpoint_leaves, with_facts
 from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar
-from t5ckpt._specs import is_spec
-from t5ckpt._types import Path, RestoreStateTransformationFn
+from t5ckpt._specs import is_spec, typed_by_zarray, untyped_specs
+from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.steps import Located
 
@@ -97,7 +97,17 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
     if has_placeholders(manifest.state):
         resolved = resolve_placeholders(storage, directory, manifest.state, follow_links=located.follow_links)
         return Contents(located, dataclasses.replace(manifest, state=resolved), Sidecar())
+    _type_specs(located, manifest)
     return Contents(located, manifest, sidecar, _ledger(raw, known, where))
+
+
+def _type_specs(located: Located, manifest: Manifest) -> None:
+    """Gives the specs that name no dtype that of their ``.zarray``; hardly any manifest has such specs."""
+    files: Scanner | None = None
+    for path, spec in untyped_specs(manifest.state):
+        files = files or Scanner(located.storage, located.directory, follow_links=located.follow_links)
+        with contextlib.suppress(CheckpointNotFoundError):
+            typed_by_zarray(spec, leaf_name(path), files.read)
 
 
 def _compare(data: bytes, recorded: tuple[int, str], where: str) -> None:

@@ -9,16 +9,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from t5ckpt._dtypes import dtype_from_name, dtype_from_typestr, zarr_typestr
 from t5ckpt._layout import is_inside
+from t5ckpt._types import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 
-__all__ = ['SpecDict', 'StoredArray', 'is_spec', 'parse_spec', 'shape_of', 'spec_of', 'zarray_bytes']
+__all__ = [
+    'SpecDict',
+    'StoredArray',
+    'is_spec',
+    'parse_spec',
+    'shape_of',
+    'spec_of',
+    'typed_by_zarray',
+    'untyped_specs',
+    'zarray_bytes',
+]
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
 _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
@@ -141,6 +152,34 @@ def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
     return StoredArray(location, shape, dtype, bits_of, kept)
 
 
+def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, SpecDict]]:
+    """The specs of a decoded manifest that name no dtype, neither at the top nor in their metadata.
+
+    TensorStore takes the dtype from the array's ``.zarray`` then, and so has a reader to do.
+    """
+    for key, value in state.items():
+        if isinstance(value, SpecDict):
+            metadata = value['metadata']
+            if 'dtype' not in value and not (isinstance(metadata, Mapping) and 'dtype' in metadata):
+                yield (*path, key), value
+        elif isinstance(value, dict):
+            yield from untyped_specs(value, (*path, key))
+
+
+def typed_by_zarray(spec: SpecDict, leaf: str, read: Callable[[str], bytes]) -> None:
+    """Adds the dtype that the array's ``.zarray`` has to a spec without one; ``read`` takes the file's name.
+
+    A ``.zarray`` that has none leaves the spec as it is: ``parse_spec`` says what is wrong then.
+    """
+    text = read(f'{_location(spec, leaf)}/.zarray')
+    try:
+        typestr = json.loads(text).get('dtype')
+    except (ValueError, AttributeError, RecursionError):
+        return
+    if isinstance(typestr, str) and isinstance(spec['metadata'], Mapping):
+        spec['metadata'] = {**spec['metadata'], 'dtype': typestr}
+
+
 def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], leaf: str) -> None:
     """Checks what stands in for a ``.zarray`` that is missing; TensorStore sees nothing that is not in here."""
     chunks = metadata.get('chunks', [1] * len(shape))
@@ -199,7 +238,10 @@ def _spec_dtype(name: Any, typestr: Any, leaf: str) -> np.dtype:
             raise CorruptCheckpointError(f'{leaf}: spec has unknown dtype {name!r:.60}.') from None
     dtype = dtype_from_typestr(typestr) if isinstance(typestr, str) else None
     if dtype is None:
-        raise CorruptCheckpointError(f'{leaf}: spec has no dtype that a reader knows ({name!r:.40}, {typestr!r:.40}).')
+        raise CorruptCheckpointError(
+            f'{leaf}: the spec and the .zarray name no dtype that is known ({name!r:.40}, {typestr!r:.40}). '
+            'Restore an older step, or copy the checkpoint again.'
+        )
     return dtype
 
 

@@ -45,7 +45,7 @@ def native_dtype(dtype: Any) -> np.dtype:
     return plain.newbyteorder('=') if plain.byteorder in '<>' else plain
 
 
-def check_patterns(patterns: Iterable[str], what: str) -> None:
+def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None:
     """Refuses what is no regular expression.
 
     Raises:

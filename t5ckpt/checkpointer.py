@@ -48,7 +48,7 @@ from t5ckpt.errors import ClosedError
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.steps import open_run_storage
-from t5ckpt.storage import Storage
+from t5ckpt.storage import AbsentStorage, Storage, require_directory
 
 __all__ = ['Checkpointer']
 
@@ -60,7 +60,8 @@ class Checkpointer(FromTensorFlow):
       train_state: the structure, shapes, dtypes and shardings to restore to: an object with T5X's protocol, a
         Flax TrainState or any pytree; leaves may be jax.ShapeDtypeStruct.
       partitioner: T5X's; gives the mesh and the axes to restore to. Without one the leaves' own shardings count.
-      checkpoints_dir: the run's directory: a path, a URL of a storage that is served, or a Storage.
+      checkpoints_dir: the run's directory: a path, a URL of a storage that is served, or a Storage. With the empty path,
+        which T5X's restorers pass, ``restore(path=...)`` works and everything that needs the directory raises ValueError.
       dataset_iterator: whose position is saved, too: tf.data's, Grain's, torch's; see docs/data-iterators.md.
       keep: how many of the latest checkpoints stay; at least 1; None keeps all.
       save_dtype: floating leaves of ``target`` or ``params`` are cast to it on save; None casts nothing.
@@ -120,9 +121,10 @@ class Checkpointer(FromTensorFlow):
         verify: str = 'auto',
         follow_links: bool = False,
     ):
-        if not isinstance(checkpoints_dir, Storage) and not os.fspath(checkpoints_dir):
-            given = f', got partitioner={partitioner!r:.80}' if isinstance(partitioner, (str, os.PathLike)) else ''
-            raise ValueError(f'checkpoints_dir is empty: pass checkpoints_dir=, the directory of the run{given}.')
+        if isinstance(partitioner, (str, os.PathLike, Storage)):
+            raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError
+                f'partitioner is {partitioner!r:.80}, which looks like a directory. Pass it as checkpoints_dir=.'
+            )
         if keep is not None and keep_policy is not None:
             raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
         check_kind('keep_policy', keep_policy, KeepPolicy, 'KeepLatest(3)')
@@ -179,7 +181,8 @@ class Checkpointer(FromTensorFlow):
         return self._train_state
 
     def __repr__(self) -> str:
-        return f'Checkpointer({self.checkpoints_dir!r}, latest_step={self.latest_step()})'
+        latest = None if isinstance(self._storage, AbsentStorage) else self.latest_step()
+        return f'{type(self).__name__}({self.checkpoints_dir!r}, latest_step={latest})'
 
     @property
     def keep(self) -> int | None:
@@ -292,6 +295,7 @@ class Checkpointer(FromTensorFlow):
     def _prepared(
         self, state: Any, fns: Sequence[Any], concurrent_gb: float, named: tuple[int | None, Any], is_async: bool
     ) -> PendingSave:
+        require_directory(self._storage)
         step, metrics = named
         budget = bytes_of_gb(concurrent_gb)
         if self._is_closed:
@@ -406,7 +410,8 @@ class Checkpointer(FromTensorFlow):
         request = RestoreRequest(
             storage=self._storage,
             step=step,
-            path=path,
+            # T5X's programs pass the empty path where they have none.
+            path=None if path == '' else path,
             storage_options=self._storage_options,
             meeting=self._meeting('a restore'),
             fns=state_transformation_fns,

@@ -52,13 +52,15 @@ class WarmStart:
         in the checkpoint. Averaged weights instead of the trained ones: ``((r'params/(.*)', r'ema/\1'),)``.
       missing: 'error', or 'init': a leaf that ``take`` names and the checkpoint lacks comes from ``init_fn``.
       strict: as in ``Checkpointer.restore``, for what is taken.
+
+    A pattern is text or compiled.
     """
 
     path: str | os.PathLike[str]
     step: int | None = None
-    take: str = '.*'
-    leave: str | None = None
-    rename: Sequence[tuple[str, str | None]] = ()
+    take: str | re.Pattern[str] = '.*'
+    leave: str | re.Pattern[str] | None = None
+    rename: Sequence[tuple[str | re.Pattern[str], str | None]] = ()
     missing: str = 'error'
     strict: str = 'up_to_dtype'
 
@@ -205,7 +207,11 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
     for field, pattern in (('take', warm.take), ('leave', leave)):
         if pattern is not None and not any(re.fullmatch(pattern, name) for name in names):
             near = next((name for name in names if re.match(pattern, name)), None)
-            hint = f'; it begins {near}: {field}={pattern + ".*"!r} names that' if near is not None else ''
+            hint = (
+                f'; it begins {near}: {field}={re.compile(pattern).pattern + ".*"!r} names that'
+                if near is not None
+                else ''
+            )
             raise ValueError(
                 f'WarmStart: {field}={pattern!r} names no leaf of the model or of {warm.place}, such as '
                 f'{", ".join(names[:3])}. Patterns are matched with whole names{hint}.'

@@ -9,6 +9,7 @@ from t5ckpt._types import Partitioner
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import KeepAll, KeepBest, KeepPolicy, check_metric_mode, check_metric_name
+from t5ckpt.steps import open_run_storage
 from t5ckpt.storage import Storage
 
 __all__ = ['SaveBestCheckpointer']
@@ -63,7 +64,7 @@ class SaveBestCheckpointer(Checkpointer):
             checkpoints_dir,
             dataset_iterator,
             keep_policy=policy_of(keep),
-            metric_source=TensorBoardMetrics(checkpoints_dir),
+            metric_source=TensorBoardMetrics(open_run_storage(checkpoints_dir, options.get('storage_options'))),
             **options,
         )
         self._policy_of_keep = policy_of

@@ -17,7 +17,7 @@ from t5ckpt._foreign import foreign_layout
 from t5ckpt._index import has_whole_manifest, indexed_steps
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
 from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.storage import Storage, open_storage, split_path
+from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 __all__ = [
     'Located',
@@ -68,11 +68,13 @@ class Located:
 def open_run_storage(
     path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None
 ) -> Storage:
-    """Opens a run's directory; it need not exist.
+    """Opens a run's directory; it need not exist. An empty path gives a storage that raises when it is used.
 
     Raises:
       CheckpointNotFoundError: it is a step of a run. What would be saved there would lie within a checkpoint.
     """
+    if not isinstance(path, Storage) and not os.fspath(path):
+        return AbsentStorage()
     storage = open_storage(path, storage_options)
     parent, _, name = storage.url().rstrip('/').rpartition('/')
     step = parse_step_dir(name)

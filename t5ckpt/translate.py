@@ -104,7 +104,7 @@ def _more(names: Sequence[str]) -> str:
 def apply_assignment_map(
     ckpt_optimizer_state: Mapping[str, Any],
     optimizer_state: Mapping[str, Any],
-    assignment_map: Sequence[tuple[str, str | None]],
+    assignment_map: Sequence[tuple[str | re.Pattern[str], str | None]],
     require_all_rules_match: bool = True,
     *,
     is_resuming: bool = False,
@@ -118,7 +118,7 @@ def apply_assignment_map(
     Args:
       ckpt_optimizer_state: the checkpoint's state, nested dicts; spec dicts are leaves.
       optimizer_state: the model's state.
-      assignment_map: (pattern, replacement or None), in order.
+      assignment_map: (pattern, replacement or None), in order. A pattern is text or compiled.
       require_all_rules_match: whether a pattern that matches nothing is an error.
       is_resuming: True returns the state as it is, for the restart of a run that has been mapped before.
 
@@ -171,13 +171,14 @@ def _is_nothing(leaf: Any) -> bool:
 
 
 def _apply_rules(
-    held: Mapping[str, Any], model: Mapping[str, Any], rules: Sequence[tuple[str, str | None]]
+    held: Mapping[str, Any], model: Mapping[str, Any], rules: Sequence[tuple[str | re.Pattern[str], str | None]]
 ) -> tuple[dict[str, str | None], list[str]]:
     """For each leaf of the model its source, None where a rule drops it; and the patterns that matched nothing."""
-    unused = {pattern for pattern, _ in rules}
+    compiled = [(re.compile(pattern), replacement) for pattern, replacement in rules]
+    unused = {pattern for pattern, _ in compiled}
     source: dict[str, str | None] = {}
     for name in model:
-        rule = next(((match, repl) for pattern, repl in rules if (match := re.fullmatch(pattern, name))), None)
+        rule = next(((match, repl) for pattern, repl in compiled if (match := pattern.fullmatch(name))), None)
         if rule is None:
             if name in held:
                 source[name] = name
@@ -185,7 +186,7 @@ def _apply_rules(
                 _log.warning('t5ckpt: %s is in no rule of the assignment map and not in the checkpoint', name)
             continue
         match, replacement = rule
-        unused.discard(match.re.pattern)
+        unused.discard(match.re)
         source[name] = None if replacement is None else match.expand(replacement)
         old = source[name]
         if old is not None and old not in held:
@@ -194,7 +195,7 @@ def _apply_rules(
                 f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. '
                 + (f'Near: {", ".join(near)}.' if near else f'It has {_some(held)}.')
             )
-    return source, [pattern for pattern, _ in rules if pattern in unused]
+    return source, [pattern.pattern for pattern, _ in compiled if pattern in unused]
 
 
 def _some(names: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Coming back: damaged checkpoints, warm starts, strictness, memory."""
 
 import os
+import re
 import shutil
 
 import jax
@@ -221,6 +222,7 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
         ('take', 'prams/.*', 'whole names.'),
         ('take', 'params', "take='params.*' names that"),
         ('leave', 'optt/.*', 'whole names.'),
+        ('take', re.compile('params'), "take='params.*' names that"),
     ],
 )
 def test_a_pattern_that_names_nothing_is_an_error(tmp_path, field, pattern, hint):

@@ -147,7 +147,7 @@ def test_arguments_are_t5xs(tmp_path):
     with pytest.raises(ValueError, match='metric_mode'):
         SaveBestCheckpointer({'w': np.ones(3)}, None, tmp_path, keep=1, metric_mode='best')
     with pytest.raises(ValueError, match='checkpoints_dir is empty'):
-        SaveBestCheckpointer({'w': np.ones(3)})
+        SaveBestCheckpointer({'w': np.ones(3)}).save({'w': np.ones(3)}, step=1)
     ck = SaveBestCheckpointer({'w': np.ones(3)}, None, str(tmp_path), None, keep=2, save_dtype=np.float32)
     assert ck.keep == 2
 

@@ -1,6 +1,7 @@
 """Renaming through an assignment map: T5X's rules."""
 
 import functools
+import re
 
 import pytest
 from support.golden import flatten, nest
@@ -62,6 +63,16 @@ def test_a_leaf_within_a_leaf_is_an_error(held):
     """An optimizer without a state where the checkpoint's has one, for instance."""
     with pytest.raises(errors.MissingLeaves, match='another leaf has this name'):
         mapped(held, 'opt/0', [('opt/0', 'opt/0/count')])
+
+
+def test_patterns_may_be_compiled():
+    rules = [(re.compile(r'b(\d)/(.*)'), r'l\1/\2'), (re.compile('B', re.IGNORECASE), 'a')]
+    assert mapped('l0/w a', 'b0/w b', rules) == {'b0/w': 'l0/w', 'b': 'a'}
+    with pytest.raises(ValueError, match=r"\['typo'\]"):
+        mapped('a', 'a', [(re.compile('typo'), 'a'), (re.compile('a'), 'a')])
+    # The same text with other flags is another rule.
+    with pytest.raises(ValueError, match=r"\['A'\]"):
+        mapped('a', 'a', [(re.compile('A'), 'a'), (re.compile('A', re.IGNORECASE), 'a')])
 
 
 def test_nothing_is_renamed_when_a_run_resumes():

@@ -46,8 +46,8 @@ class Changes:
     """
 
     ema: str | None = None
-    drop: Sequence[str] = ()
-    rename: Sequence[tuple[str, str]] = ()
+    drop: Sequence[str | re.Pattern[str]] = ()
+    rename: Sequence[tuple[str | re.Pattern[str], str]] = ()
 
     def __post_init__(self) -> None:
         check_patterns(self.drop, 'drop')
@@ -98,7 +98,7 @@ def rewrite_checkpoint(
         'format': 't5x',
         'paths': [each.located.url for each in contents],
         'stamps': [_stamp(each.located) for each in contents],
-        'changes': dataclasses.asdict(changes),
+        'changes': _recorded(changes),
     }
     found = Found(
         {names[path]: leaf for path, leaf in kept.items()},
@@ -216,33 +216,49 @@ def _with_ema(table: LeafTable, scope: str) -> LeafTable:
     return {path: table[taken.get(path, path)] for path in table if path not in gone}
 
 
-def _dropped(table: LeafTable, patterns: Sequence[str], optimizer: bool) -> tuple[LeafTable, list[Path]]:
+def _recorded(changes: Changes) -> dict[str, Any]:
+    """The changes of JSON's types; a compiled pattern as its text and its flags."""
+
+    def plain(pattern: str | re.Pattern[str]) -> Any:
+        return pattern if isinstance(pattern, str) else [pattern.pattern, pattern.flags]
+
+    return {
+        'ema': changes.ema,
+        'drop': [plain(pattern) for pattern in changes.drop],
+        'rename': [[plain(pattern), new] for pattern, new in changes.rename],
+    }
+
+
+def _dropped(table: LeafTable, given: Sequence[str | re.Pattern[str]], optimizer: bool) -> tuple[LeafTable, list[Path]]:
+    patterns = [re.compile(pattern) for pattern in given]
     unused = set(patterns)
     dropped: list[Path] = []
     for path in table:
-        hits = {pattern for pattern in patterns if re.fullmatch(pattern, leaf_name(path))}
+        hits = {pattern for pattern in patterns if pattern.fullmatch(leaf_name(path))}
         unused -= hits
         if hits or (not optimizer and is_optimizer(path)):
             dropped.append(path)
-    _refuse_unused([pattern for pattern in patterns if pattern in unused], table)
-    kept = {path: leaf for path, leaf in table.items() if path not in set(dropped)}
+    _refuse_unused([pattern.pattern for pattern in patterns if pattern in unused], table)
+    gone = set(dropped)
+    kept = {path: leaf for path, leaf in table.items() if path not in gone}
     if not any(not isinstance(leaf, Empty) for leaf in kept.values()):
         raise TreeMismatchError('nothing would be left of the checkpoint. Drop less.')
     return kept, dropped
 
 
-def _renamed(table: LeafTable, rules: Sequence[tuple[str, str]]) -> dict[Path, Path]:
+def _renamed(table: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]]) -> dict[Path, Path]:
     """From each path to its new one."""
+    rules = [(re.compile(pattern), new) for pattern, new in given]
     unused = {pattern for pattern, _ in rules}
     names: dict[Path, Path] = {}
     owners: dict[Path, Path] = {}
     clashes: list[str] = []
     for path in table:
         name = leaf_name(path)
-        found = next(((match, new) for pattern, new in rules if (match := re.fullmatch(pattern, name))), None)
+        found = next(((match, new) for pattern, new in rules if (match := pattern.fullmatch(name))), None)
         new = path
         if found is not None:
-            unused.discard(found[0].re.pattern)
+            unused.discard(found[0].re)
             new = tuple(key for key in found[0].expand(found[1]).split('/') if key)
         if new in owners or not new:
             other = f'{leaf_name(owners[new])} and ' if new in owners else ''
@@ -255,7 +271,7 @@ def _renamed(table: LeafTable, rules: Sequence[tuple[str, str]]) -> dict[Path, P
             clashes.append(f'{leaf_name(old)} would become {leaf_name(new)!r}, below what {leaf_name(above)} becomes')
     if clashes:
         raise TreeMismatchError('the leaves cannot be renamed so:\n  ' + '\n  '.join(clashes[:20]))
-    _refuse_unused([pattern for pattern, _ in rules if pattern in unused], table)
+    _refuse_unused([pattern.pattern for pattern, _ in rules if pattern in unused], table)
     return names
 
 

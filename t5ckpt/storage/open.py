@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.errors import UnsupportedFormatError
+from t5ckpt.storage.absent import AbsentStorage
 from t5ckpt.storage.base import Storage
 
 __all__ = ['is_same_kind', 'open_storage', 'split_path']
@@ -40,8 +41,8 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def is_same_kind(path: str, storage: Storage) -> bool:
-    """Whether a path or URL is on the same kind of storage."""
-    return _scheme(path)[0] == _scheme(storage.url())[0]
+    """Whether a path or URL is on the same kind of storage; where no directory was given, any is."""
+    return isinstance(storage, AbsentStorage) or _scheme(path)[0] == _scheme(storage.url())[0]
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:

@@ -42,11 +42,14 @@ from t5ckpt._layout import (
     tmp_dir,
 )
 from t5ckpt._manifest import decode_manifest
+from t5ckpt._open import check_opens
 from t5ckpt._sidecar import Sidecar, encode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.errors import (
     AccessDeniedError,
     CorruptCheckpointError,
+    FormatError,
+    SaveFailedError,
     StorageError,
     T5CkptError,
     UnsupportedFormatError,
@@ -195,9 +198,16 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories:
       The directory's name.
 
     Raises:
+      SaveFailedError: a reader would refuse it; nothing became visible.
       StorageError: nothing became visible; call :func:`abandon`.
     """
     storage, final = work.storage, step_dir(work.step)
+    try:
+        check_opens(storage, work.directory, manifest, sidecar)
+    except FormatError as error:
+        raise SaveFailedError(
+            f'{storage.url(final)}: nothing is committed, because it could not be opened again: {error}'
+        ) from error
     if sidecar is None:
         storage.delete_file(join(work.directory, SIDECAR))
     else:

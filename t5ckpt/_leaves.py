@@ -27,6 +27,8 @@ __all__ = [
     'LeafTable',
     'StateView',
     'Target',
+    'as_instance',
+    'base_number',
     'check_has_values',
     'flatten_nested',
     'is_jax_array',
@@ -183,15 +185,25 @@ def nest(table: Mapping[Path, Any]) -> dict[str, Any]:
 def flatten_nested(tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool], prefix: Path = ()) -> LeafTable:
     """A table from nested dicts; what is empty becomes ``Empty``, and ``is_leaf`` maps stay whole."""
     table: LeafTable = {}
+    _flatten_into(table, tree, is_leaf, prefix)
+    return table
+
+
+def _flatten_into(table: LeafTable, tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool], prefix: Path) -> None:
     for key, value in tree.items():
         path = (*prefix, str(key))
-        if isinstance(value, Mapping) and not is_leaf(value):
-            table |= flatten_nested(value, is_leaf, path) if value else {path: Empty('dict')}
+        if isinstance(value, np.ndarray):
+            # First: most leaves are arrays, and to ask whether it is a Mapping takes ten times as long.
+            table[path] = value
+        elif isinstance(value, Mapping) and not is_leaf(value):
+            if value:
+                _flatten_into(table, value, is_leaf, path)
+            else:
+                table[path] = Empty('dict')
         elif isinstance(value, (list, tuple)) and not value:
             table[path] = Empty('list' if isinstance(value, list) else 'tuple')
         else:
             table[path] = value
-    return table
 
 
 def lookup(tree: Any, path: Path) -> Any:
@@ -223,7 +235,8 @@ class Target:
       dtype: numpy dtype; uint32 for keys. None for text, none, empty and skip.
       device: whether the result is a jax.Array.
       sharding: where it goes; None with ``device`` leaves the place to JAX (uncommitted).
-      python: the scalar's type, for 'scalar'; ``np.generic`` where an array leaf is a numpy scalar.
+      python: the scalar's type, for 'scalar', which may be a subclass such as an IntEnum; ``np.generic`` where an array leaf
+        is a numpy scalar.
       impl: the name of the PRNG implementation, for 'key'.
       example: the leaf itself for 'none', 'empty' and 'text', which come back as they are.
     """
@@ -261,7 +274,7 @@ def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -
     if isinstance(leaf, (Empty, str)):
         return Target('text' if isinstance(leaf, str) else 'empty', example=leaf)
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
-        return Target('scalar', (), np.asarray(leaf).dtype, python=type(leaf))
+        return Target('scalar', (), np.asarray(base_number(type(leaf))(leaf)).dtype, python=type(leaf))
     if isinstance(leaf, np.ma.MaskedArray) or not (hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')):
         raise UnsupportedLeafError(
             f'{leaf_name(path)}: {type(leaf).__name__} is neither an array nor a number. Give it as an array, or mark '
@@ -280,6 +293,23 @@ def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -
         *place,
         np.generic if isinstance(leaf, np.generic) else None,
     )
+
+
+def base_number(python: type) -> type:
+    """The Python number that a subclass of it (IntEnum, IntFlag, a float with a unit) is saved as."""
+    return next(base for base in (bool, int, float, complex) if issubclass(python, base))
+
+
+def as_instance(python: type, value: Any) -> Any:
+    """A number or text as the template's subclass, if that holds exactly this value; else as it is."""
+    if type(value) is python:
+        return value
+    try:
+        made = python(value)
+        is_same = bool(made == value or (np.isnan(made) and np.isnan(value)))
+    except Exception:  # noqa: BLE001 - a class of the user's: an enum may have lost this member
+        return value
+    return made if is_same else value
 
 
 def _own_sharding(leaf: Any) -> Any:

@@ -14,6 +14,7 @@ list, and a spec is parsed against an allow-list (``_specs.py``).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -151,7 +152,10 @@ def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any
             raise CorruptCheckpointError(
                 f'{where}: {"/".join((*path, key))} is there twice, as a text and as a number.'
             )
-        if is_spec(value):
+        if isinstance(value, np.ndarray):
+            # First: most leaves are arrays, and the other questions take longer than all else here.
+            result[key] = value
+        elif is_spec(value):
             result[key] = SpecDict(value)
         elif isinstance(value, Mapping) and _CHUNKED in value:
             result[key] = _join_chunked(value, where, (*path, key))
@@ -210,9 +214,19 @@ def decode_ext(code: int, data: bytes) -> Any:
 
 
 def _decode_array(data: bytes) -> np.ndarray:
-    shape, name, raw = msgpack.unpackb(data, raw=True, max_array_len=_MAX_RANK)
-    dims, dtype = array_header(shape, name, len(raw))
-    return np.frombuffer(raw, dtype).reshape(dims)
+    shape, name, raw = msgpack.unpackb(data, raw=True, use_list=False, max_array_len=_MAX_RANK)
+    try:
+        dims, dtype = _known_header(shape, name, len(raw))
+    except TypeError:
+        # Something that cannot be a key.
+        dims, dtype = array_header(shape, name, len(raw))
+    return np.ndarray(dims, dtype, raw)
+
+
+@functools.lru_cache(1024)
+def _known_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], np.dtype]:
+    """The same for the next array like it: most of ten thousand leaves have one of a few shapes."""
+    return array_header(shape, name, nbytes)
 
 
 def array_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], np.dtype]:
@@ -226,7 +240,7 @@ def array_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], n
         dtype = dtype_from_name(name)
     except KeyError:
         raise CorruptCheckpointError(f'array of unknown dtype {name!r}') from None
-    if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+    if not isinstance(shape, (list, tuple)) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise CorruptCheckpointError(f'array with shape {shape!r:.80}')
     if math.prod(shape) * dtype.itemsize != nbytes:
         raise CorruptCheckpointError(f'array of shape {tuple(shape)} and dtype {name} with {nbytes} bytes of data')

@@ -9,7 +9,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt._digest import digest
-from t5ckpt._layout import SIDECAR, is_integrity_file, join
+from t5ckpt._gc import paused
+from t5ckpt._layout import MANIFEST, SIDECAR, is_integrity_file, join
 from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest
 from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
 from t5ckpt._manifest import Manifest, decode_manifest
@@ -21,8 +22,19 @@ from t5ckpt._specs import is_spec, typed_by_zarray, untyped_specs
 from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.steps import Located
+from t5ckpt.storage import Storage
 
-__all__ = ['Contents', 'RawFiles', 'check_step', 'leaves_of', 'ledger_of', 'read_contents', 'read_raw', 'still_there']
+__all__ = [
+    'Contents',
+    'RawFiles',
+    'check_opens',
+    'check_step',
+    'leaves_of',
+    'ledger_of',
+    'read_contents',
+    'read_raw',
+    'still_there',
+]
 
 _log = logging.getLogger('t5ckpt')
 
@@ -108,6 +120,22 @@ def _type_specs(located: Located, manifest: Manifest) -> None:
         files = files or Scanner(located.storage, located.directory, follow_links=located.follow_links)
         with contextlib.suppress(CheckpointNotFoundError):
             typed_by_zarray(spec, leaf_name(path), files.read)
+
+
+def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: bytes | None) -> None:
+    """Decodes what is about to be committed exactly as a reader will: specs, facts and the manifest's checksum.
+
+    Args:
+      storage: of the run.
+      directory: where it lies so far; in a copy of an Orbax checkpoint the arrays are looked up there.
+      manifest: the file's bytes.
+      sidecar: likewise, if there is to be one.
+
+    Raises:
+      FormatError: it would not open.
+    """
+    with paused():
+        leaves_of(_decoded(Located(storage, directory, MANIFEST, None), RawFiles(manifest, sidecar)), (), {})
 
 
 def _compare(data: bytes, recorded: tuple[int, str], where: str) -> None:

@@ -96,7 +96,7 @@ def has_placeholders(state: Mapping[str, Any]) -> bool:
     """Whether any leaf stands for an array of Orbax's older layout."""
     return any(
         has_placeholders(value)
-        if isinstance(value, Mapping)
+        if isinstance(value, dict)
         else isinstance(value, str) and value.startswith(_PLACEHOLDER)
         for value in state.values()
     )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._chunks import Box, whole_box
-from t5ckpt._leaves import Target, narrowed
+from t5ckpt._leaves import Target, as_instance, base_number, narrowed
 from t5ckpt._plan_restore import InlineRead
 from t5ckpt._types import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
@@ -107,7 +107,9 @@ def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...
         whole = hosts[whole_box(shape)]
         if target.python is None:
             return whole
-        return whole[()] if target.python is np.generic else target.python(whole[()])
+        if target.python is np.generic:
+            return whole[()]
+        return as_instance(target.python, base_number(target.python)(whole[()]))
     import jax
 
     for values in hosts.values():

@@ -21,7 +21,7 @@ from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, whole_box
 from t5ckpt._compress import AUTO
 from t5ckpt._dtypes import dtype_from_name, kind, name_of, stored_dtype
 from t5ckpt._layout import array_dirs
-from t5ckpt._leaves import LeafTable, Target, check_has_values, is_jax_array, target_of
+from t5ckpt._leaves import LeafTable, Target, base_number, check_has_values, is_jax_array, target_of
 from t5ckpt._owners import HeldShard, Owners, grid_for
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
@@ -249,6 +249,8 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
         ) from None
     if target.kind == 'key':
         value = _key_data(value)
+    elif target.kind == 'scalar':
+        value = base_number(type(value))(value)
     whole = getattr(value, 'is_fully_addressable', True) or getattr(value, 'is_fully_replicated', False)
     return _Leaf(path, value, target, cast_dtype(path, target.dtype, options.save_dtype), stem, whole)
 
@@ -369,10 +371,10 @@ def _facts(leaves: Sequence[_Leaf], writes: Sequence[ArrayWrite]) -> TreeFacts:
         empty={leaf.path: leaf.target.example.kind for leaf in leaves if leaf.target.kind == 'empty'},
         python={leaf.path: _python_name(leaf) for leaf in leaves if leaf.target.kind == 'scalar'},
         keys={leaf.path: leaf.target.impl for leaf in leaves if leaf.target.kind == 'key'},
-        text={leaf.path: leaf.target.example for leaf in leaves if leaf.target.kind == 'text'},
+        text={leaf.path: str.__str__(leaf.target.example) for leaf in leaves if leaf.target.kind == 'text'},
         stored={write.array.location: write.dtype.name for write in writes if write.dtype != write.array.dtype},
     )
 
 
 def _python_name(leaf: _Leaf) -> str:
-    return '' if leaf.target.python is None else leaf.target.python.__name__
+    return '' if leaf.target.python is None else base_number(leaf.target.python).__name__

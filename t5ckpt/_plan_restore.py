@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._dtypes import STORED_AS, dtype_from_name, kind, stored_dtype
-from t5ckpt._leaves import Empty, LeafTable, Target, flatten_nested, narrowed
+from t5ckpt._leaves import Empty, LeafTable, Target, as_instance, base_number, flatten_nested, narrowed
 from t5ckpt._plan import cast_dtype
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray, is_spec, parse_spec
@@ -141,16 +141,19 @@ def checkpoint_leaves(state: Mapping[str, Any], version: int, facts: TreeFacts) 
     Raises:
       FormatError: a spec that is not accepted, see ``parse_spec``.
     """
-    table: LeafTable = {}
-    for path, value in flatten_nested(state, is_spec).items():
-        table[path] = stored_leaf(value, version, facts, path) if is_spec(value) else value
+    table = flatten_nested(state, is_spec)
+    for path, value in table.items():
+        if not isinstance(value, np.ndarray) and is_spec(value):
+            table[path] = stored_leaf(value, version, facts, path)
     return with_facts(table, facts)
 
 
 def with_facts(table: LeafTable, facts: TreeFacts) -> LeafTable:
     """The table with the text and the empty containers that the sidecar knows of."""
-    full: LeafTable = {**facts.text, **table}
-    occupied = {path[:length] for path in full for length in range(1, len(path) + 1)} if facts.empty else set[Path]()
+    full: LeafTable = {**facts.text, **table} if facts.text else table
+    if not facts.empty:
+        return full
+    occupied = {path[:length] for path in full for length in range(1, len(path) + 1)}
     empties = {path: Empty(kind) for path, kind in facts.empty.items() if path not in occupied}
     return full | empties
 
@@ -256,7 +259,8 @@ class _Matcher:
             self.problems.append(LeafProblem(leaf_name(path), 'unexpected', _held(found), 'text'))
         elif target.kind == 'text' and not isinstance(found, str):
             self.notes.append(f"{leaf_name(path)}: no text in the checkpoint, the model's stays")
-        self.kept[path] = found if isinstance(found, str) and target.kind == 'text' else target.example
+        is_text = isinstance(found, str) and target.kind == 'text'
+        self.kept[path] = as_instance(type(target.example), found) if is_text else target.example
 
     def _fall_back(self, path: Path, target: Target, value: Any) -> bool:
         """Takes a leaf from ``fallback_state``, held to the same rules as the checkpoint's."""
@@ -366,7 +370,8 @@ def _as_leaf(path: Path, found: Any) -> Any:
 
 def _both_python_ints(dtype: np.dtype, target: Target) -> bool:
     """A Python int from 2^63 on is stored as uint64, and is a Python int again."""
-    return target.python is int and kind(dtype) in ('int', 'uint')
+    is_int = target.kind == 'scalar' and target.python is not None and base_number(target.python) is int
+    return is_int and kind(dtype) in ('int', 'uint')
 
 
 def _held(found: Any) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from t5ckpt.convert.huggingface import export_hf, import_hf
     from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
+    from t5ckpt.errors import NoEffectWarning, T5CkptWarning
     from t5ckpt.export import export_weights
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
@@ -112,6 +113,7 @@ __all__ = [
     'LeafDiff',
     'LeafStats',
     'Moment',
+    'NoEffectWarning',
     'ParameterInfo',
     'PendingSave',
     'PreemptionNotice',
@@ -135,6 +137,7 @@ __all__ = [
     'SaveWhenIdle',
     'Series',
     'StepInfo',
+    'T5CkptWarning',
     'TensorBoardMetrics',
     'VerifyReport',
     'WarmStart',
@@ -204,6 +207,7 @@ _MODULES = {
     'LeafDiff': '_diff',
     'LeafStats': '_stats',
     'Moment': 'save_policies',
+    'NoEffectWarning': 'errors',
     'ParameterInfo': '_plan',
     'PendingSave': '_pending',
     'PreemptionNotice': 'preemption',
@@ -227,6 +231,7 @@ _MODULES = {
     'SaveWhenIdle': 'save_policies',
     'Series': 'runs',
     'StepInfo': 'policies',
+    'T5CkptWarning': 'errors',
     'TensorBoardMetrics': 'metrics',
     'VerifyReport': '_damage',
     'WarmStart': 'resume',

@@ -8,14 +8,24 @@ were: integers by value (T5X then reads the right numbers), float8_e4m3 by its b
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from t5ckpt._types import Path, check_patterns, leaf_name, root_names
+from t5ckpt.errors import UnmatchedPattern
+
 __all__ = [
     'STORED_AS',
+    'Cast',
+    'array_dtype',
+    'cast_dtype',
+    'check_cast',
     'dtype_from_name',
     'dtype_from_typestr',
     'floating_dtype',
@@ -109,6 +119,86 @@ def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
             f'{option} must be a floating dtype, got {wanted.name}: only floating leaves are cast. Pass jnp.bfloat16, say.'
         )
     return wanted
+
+
+_CAST_ROOTS = ('target', 'params')
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """A cast of floating leaves that an option asks for.
+
+    Attributes:
+      dtype: the dtype after the cast.
+      leaves: a pattern, matched with the whole names of leaves; None stands for the leaves under ``target`` and ``params``.
+      option: the option that asks for the cast, for messages.
+    """
+
+    dtype: np.dtype
+    leaves: str | re.Pattern[str] | None = None
+    option: str = 'save_dtype'
+
+    @classmethod
+    def of(cls, dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast | None:
+        """Parses the two options of a cast; None where neither is given.
+
+        Raises:
+          ValueError: the dtype is not floating, the pattern is not a regular expression, or it comes without a dtype.
+        """
+        wanted = floating_dtype(dtype, option)
+        if leaves is not None:
+            check_patterns([leaves], 'cast_leaves')
+        if wanted is None and leaves is not None:
+            raise ValueError(f'cast_leaves={leaves!r} has no effect without {option}. Pass the dtype, too, or neither.')
+        return None if wanted is None else cls(wanted, leaves, option)
+
+    def touches(self, path: Path) -> bool:
+        """Whether the cast is meant for the leaf, if it is floating."""
+        if self.leaves is None:
+            return path[0] in _CAST_ROOTS
+        return re.fullmatch(self.leaves, leaf_name(path)) is not None
+
+
+def array_dtype(leaf: Any) -> np.dtype | None:
+    """The dtype of an array, None of whatever else a leaf may be (typed PRNG keys among them)."""
+    dtype = getattr(leaf, 'dtype', None)
+    return dtype if isinstance(dtype, np.dtype) else None
+
+
+def check_cast(cast: Cast | None, dtypes: Mapping[Path, np.dtype | None]) -> None:
+    """Refuses a cast that is meant for none of the floating leaves.
+
+    Args:
+      cast: the cast, if there is one.
+      dtypes: of all leaves; None where a leaf is not an array.
+
+    Raises:
+      UnmatchedPattern: naming the roots of the tree and the option that selects the leaves.
+    """
+    if cast is None:
+        return
+    floating = [path for path, dtype in dtypes.items() if dtype is not None and kind(dtype) == 'float']
+    if any(cast.touches(path) for path in floating):
+        return
+    asked = f'{cast.option}={cast.dtype.name}'
+    if not floating:
+        raise UnmatchedPattern(f'{asked} casts floating leaves, and there are none. Leave {cast.option} out.')
+    roots = root_names(floating)
+    shown = ', '.join(roots[:8]) + (', ...' if len(roots) > 8 else '')
+    which = "under 'target' and 'params'" if cast.leaves is None else f'that match cast_leaves={cast.leaves!r}'
+    example = re.escape(roots[0]).replace('\\-', '-') + '.*' if roots[0].endswith('/') else '.*'
+    raise UnmatchedPattern(
+        f'{asked} would cast nothing: it casts floating leaves {which}, and the floating leaves are {shown}. Pass a pattern for '
+        f'the whole names of the leaves to cast: cast_leaves={example!r} (in the command line --cast-leaves).'
+    )
+
+
+def cast_dtype(path: Path, dtype: np.dtype, cast: Cast | None) -> np.dtype:
+    """The dtype of a leaf after a cast, which touches only floating leaves.
+
+    T5X casts every leaf of ``target``, integers too, which is how step counters inside models get lost.
+    """
+    return cast.dtype if cast is not None and kind(dtype) == 'float' and cast.touches(path) else dtype
 
 
 @functools.cache

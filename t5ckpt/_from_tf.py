@@ -7,10 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from t5ckpt._budget import bytes_of_gb
 from t5ckpt._commit import CommittedCheckpoint
+from t5ckpt._dtypes import Cast
 from t5ckpt._plan import SaveOptions
 from t5ckpt._process import Round
 from t5ckpt._stream import StreamRequest
@@ -24,7 +23,6 @@ __all__ = ['FromTensorFlow']
 class FromTensorFlow(ABC):
     """Restores and converts checkpoints of Mesh-TensorFlow's T5, with the model, storage and options of a checkpointer."""
 
-    restore_dtype: np.dtype | None
     _train_state: Any
     _partitioner: Partitioner | None
     _storage: Storage
@@ -34,6 +32,9 @@ class FromTensorFlow(ABC):
 
     @abstractmethod
     def _meeting(self, action: str) -> Round: ...
+
+    @abstractmethod
+    def _restore_cast(self) -> Cast | None: ...
 
     def restore_from_tf_checkpoint(
         self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: CheckpointTranslator | None = None
@@ -53,7 +54,7 @@ class FromTensorFlow(ABC):
         meeting = self._meeting('a restore')
         try:
             restored = restore_tf(
-                (path_or_dir, strict, translator), self.restore_dtype, self._train_state, self._partitioner
+                (path_or_dir, strict, translator), self._restore_cast(), self._train_state, self._partitioner
             )
         except BaseException as error:
             meeting.fail('restore', error)

@@ -19,7 +19,7 @@ import numpy as np
 
 from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, whole_box
 from t5ckpt._compress import AUTO
-from t5ckpt._dtypes import dtype_from_name, kind, name_of, stored_dtype
+from t5ckpt._dtypes import Cast, cast_dtype, check_cast, dtype_from_name, name_of, stored_dtype
 from t5ckpt._layout import array_dirs
 from t5ckpt._leaves import LeafTable, Target, base_number, check_has_values, is_jax_array, target_of
 from t5ckpt._owners import HeldShard, Owners, grid_for
@@ -36,7 +36,6 @@ __all__ = [
     'Piece',
     'SaveOptions',
     'SavePlan',
-    'cast_dtype',
     'plan_save',
 ]
 
@@ -51,7 +50,6 @@ CODECS: Mapping[str | None, dict[str, Any] | None] = {
 
 _MAX_DEPTH = 200
 _MAX_RANK = 32
-_CAST_ROOTS = ('target', 'params')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +74,14 @@ class SaveOptions:
     """Options of a save.
 
     Attributes:
-      save_dtype: floating leaves of ``target`` or ``params`` are cast to it; None casts nothing.
+      cast: of floating leaves; None casts nothing.
       codec: a key of ``CODECS``.
       chunk_bytes: the wish for the largest chunk.
       inline_bytes: leaves up to this many bytes go into the manifest.
       inline_total_bytes: as long as the manifest's arrays stay below this together.
     """
 
-    save_dtype: np.dtype | None = None
+    cast: Cast | None = None
     codec: str | None = None
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     inline_bytes: int = 16 * 1024
@@ -161,16 +159,6 @@ class _Leaf:
         return 0 if self.dtype is None else math.prod(self.target.shape) * self.dtype.itemsize
 
 
-def cast_dtype(path: Path, dtype: np.dtype, wanted: np.dtype | None) -> np.dtype:
-    """The dtype after a cast to ``wanted``, which touches only floating leaves of ``target`` or ``params``.
-
-    T5X casts every leaf of ``target``, integers too, which is how step counters inside models get lost.
-    """
-    if wanted is None or path[0] not in _CAST_ROOTS or kind(dtype) != 'float':
-        return dtype
-    return wanted
-
-
 def plan_save(
     table: LeafTable, infos: Mapping[Path, ParameterInfo], options: SaveOptions, owners: Owners | None = None
 ) -> SavePlan:
@@ -184,9 +172,12 @@ def plan_save(
 
     Raises:
       UnsupportedLeafError: naming every leaf that cannot be written.
+      UnmatchedPattern: the cast is meant for no leaf.
     """
     owners = Owners() if owners is None else owners
     leaves = _examine_all(table, infos, options)
+    if options.cast is not None:
+        check_cast(options.cast, {leaf.path: leaf.target.dtype for leaf in leaves})
     if owners.count > 1:
         _refuse_local(leaves, owners.count)
         # Chunks are dealt out leaf after leaf, so the order must be the same everywhere; that of a dict need not be.
@@ -252,7 +243,7 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
     elif target.kind == 'scalar':
         value = base_number(type(value))(value)
     whole = getattr(value, 'is_fully_addressable', True) or getattr(value, 'is_fully_replicated', False)
-    return _Leaf(path, value, target, cast_dtype(path, target.dtype, options.save_dtype), stem, whole)
+    return _Leaf(path, value, target, cast_dtype(path, target.dtype, options.cast), stem, whole)
 
 
 def _check_path(path: Path, target: Target) -> None:

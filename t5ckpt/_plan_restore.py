@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._dtypes import STORED_AS, dtype_from_name, kind, stored_dtype
+from t5ckpt._dtypes import STORED_AS, Cast, cast_dtype, check_cast, dtype_from_name, kind, stored_dtype
 from t5ckpt._leaves import Empty, LeafTable, Target, as_instance, base_number, flatten_nested, narrowed
-from t5ckpt._plan import cast_dtype
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray, is_spec, parse_spec
 from t5ckpt._types import Path, leaf_name
@@ -87,7 +86,7 @@ class RestoreOptions:
     """Options of a restore.
 
     Attributes:
-      restore_dtype: floating leaves of ``target`` or ``params`` are cast to it.
+      cast: of floating leaves; None casts nothing.
       fallback: values for leaves that the checkpoint lacks; without one a missing leaf is an error.
       keys: the implementation of typed PRNG keys, by path, from the sidecar; None for checkpoints of others, where
         any uint32 array may be keys.
@@ -96,7 +95,7 @@ class RestoreOptions:
       places: whether leaves go to devices; a lazy restore leaves them where they are, so no sharding matters.
     """
 
-    restore_dtype: np.dtype | None = None
+    cast: Cast | None = None
     fallback: Mapping[Path, Any] = dataclasses.field(default_factory=dict[Path, Any])
     keys: Mapping[Path, str] | None = None
     lenient_keys: bool = False
@@ -195,7 +194,9 @@ def plan_restore(
     Raises:
       TreeMismatchError: or the subclass of the only kind of difference there is.
       UnsupportedLeafError: a transform put something there that is no leaf.
+      UnmatchedPattern: the cast is meant for no leaf of the model.
     """
+    check_cast(options.cast, {path: target.dtype for path, target in targets.items()})
     matcher = _Matcher(leaves, targets, options)
     for path, target in targets.items():
         matcher.match(path, target)
@@ -220,7 +221,7 @@ class _Matcher:
         self._leaves = leaves
         self._targets = targets
         self._fallback = options.fallback
-        self._restore_dtype = options.restore_dtype
+        self._cast = options.cast
         self._keys = options.keys
         self._lenient_keys = options.lenient_keys
         self._strict = options.strict
@@ -247,7 +248,7 @@ class _Matcher:
         elif found is None or isinstance(found, (Empty, str)):
             self._absent(path, target, found)
         elif self._fits(path, target, found):
-            dtype = cast_dtype(path, np.dtype(found.dtype), self._restore_dtype)
+            dtype = cast_dtype(path, np.dtype(found.dtype), self._cast)
             if isinstance(found, StoredLeaf):
                 self.stored.append(StoredRead(path, found, target, dtype))
             else:
@@ -308,7 +309,7 @@ class _Matcher:
         if dtype != wanted and kind(dtype) != kind(wanted) and not _both_python_ints(dtype, target):
             self.problems.append(LeafProblem(name, 'dtype', f'{source}{dtype.name}', wanted.name))
             return False
-        came = cast_dtype(path, dtype, self._restore_dtype) if source == '' else dtype
+        came = cast_dtype(path, dtype, self._cast) if source == '' else dtype
         if self._strict == 'exact' and came != wanted and target.kind == 'array':
             hint = "strict='exact' asks for the same; restore_dtype= casts."
             self.problems.append(LeafProblem(name, 'dtype', f'{source}{came.name}', wanted.name, hint))

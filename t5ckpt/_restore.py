@@ -15,6 +15,7 @@ import numpy as np
 
 from t5ckpt._budget import ByteBudget
 from t5ckpt._cached import reader_of
+from t5ckpt._dtypes import Cast
 from t5ckpt._gather import completed, in_parts
 from t5ckpt._leaves import (
     Empty,
@@ -62,7 +63,7 @@ class RestoreRequest:
     fns: Sequence[Any]
     fallback: Mapping[str, Any] | None
     lazy: bool
-    restore_dtype: np.dtype | None
+    cast: Cast | None
     progress: Progress | None
     strict: str = 'up_to_dtype'
     donate: bool = False
@@ -114,11 +115,11 @@ def _read(
     # Where nobody has noted them, or the note is lost, any uint32 array may be keys.
     known = contents.sidecar.extra and contents.sidecar.extra.get('facts') != 'unknown'
     keys = facts.keys if known else None
-    options = RestoreOptions(request.restore_dtype, fallback, keys, bool(request.fns), request.strict, not request.lazy)
+    options = RestoreOptions(request.cast, fallback, keys, bool(request.fns), request.strict, not request.lazy)
     plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
     if plan.notes:
         more = f' and {len(plan.notes) - 5} more' if len(plan.notes) > 5 else ''
-        text = 't5ckpt: restored as in the checkpoint (restore_dtype casts floating leaves of params or target): %s%s'
+        text = 't5ckpt: restored as in the checkpoint (restore_dtype casts): %s%s'
         _log.warning(text, '; '.join(plan.notes[:5]), more)
     if plan.ignored:
         _log.info('t5ckpt: left out, the model has no use for it: %s', _listed(plan.ignored))
@@ -165,14 +166,14 @@ def _move_iterator(
 
 
 def fit_leaves(
-    leaves: LeafTable, where: str, state: Any, partitioner: Partitioner | None, restore_dtype: np.dtype | None = None
+    leaves: LeafTable, where: str, state: Any, partitioner: Partitioner | None, cast: Cast | None = None
 ) -> RestorePlan:
     """Matches leaves that come from elsewhere than a checkpoint, LazyArrays among them, with a model.
 
     Raises:
       TreeMismatchError: with every difference.
     """
-    return plan_restore(leaves, _targets(view_state(state), state, partitioner), RestoreOptions(restore_dtype), where)
+    return plan_restore(leaves, _targets(view_state(state), state, partitioner), RestoreOptions(cast), where)
 
 
 def place_leaves(plan: RestorePlan, state: Any) -> Any:

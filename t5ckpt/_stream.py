@@ -55,7 +55,7 @@ from t5ckpt._write import WriteJob, WriteReport, write_arrays
 from t5ckpt.errors import CheckpointExistsError, FormatError
 from t5ckpt.storage import Storage
 
-__all__ = ['STREAM_BYTES', 'BorrowedArray', 'StreamRequest', 'resume_text', 'unfinished', 'write_stream']
+__all__ = ['STREAM_BYTES', 'BorrowedArray', 'StreamRequest', 'rehearse', 'resume_text', 'unfinished', 'write_stream']
 
 STREAM_BYTES = 512 * 10**6
 """Bytes in flight by default: enough for a few chunks of 64 MiB on their way to the disk."""
@@ -123,6 +123,12 @@ def check_room(request: StreamRequest) -> None:
         raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')
     if not storage.renames:
         raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
+
+
+def rehearse(table: LeafTable, request: StreamRequest) -> None:
+    """Raises what :func:`write_stream` would before it reads or writes anything; for dry runs."""
+    check_room(request)
+    plan_save(table, {}, request.options)
 
 
 def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoint:

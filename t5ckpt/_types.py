@@ -31,6 +31,7 @@ __all__ = [
     'leaf_name',
     'native_dtype',
     'number',
+    'root_names',
     'set_fields',
 ]
 
@@ -54,7 +55,7 @@ def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise ValueError(f'{what}: {pattern!r} is no regular expression: {error}.') from error
 
 
@@ -150,6 +151,16 @@ def leaf_name(path: Path) -> str:
     if name.count('/') == len(path) - 1:
         return name
     return '/'.join(key.replace('/', '\\/') for key in path)
+
+
+# Roots that are rarely meant when somebody speaks of the weights.
+_STATE_ROOT = re.compile(r'opt|state|step|ema', re.IGNORECASE)
+
+
+def root_names(paths: Iterable[Path]) -> list[str]:
+    """The roots of a tree for a message, ``'model/'`` or the name of a leaf; those of optimizers and steps come last."""
+    roots = {leaf_name(path[:1]) + ('/' if len(path) > 1 else '') for path in paths}
+    return sorted(roots, key=lambda name: (_STATE_ROOT.match(name) is not None, name))
 
 
 @runtime_checkable

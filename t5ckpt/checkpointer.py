@@ -9,6 +9,7 @@ A blocking save is an asynchronous one that is waited for.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -16,7 +17,7 @@ from typing import Any, Self
 from t5ckpt import steps
 from t5ckpt._budget import bytes_of_gb
 from t5ckpt._commit import CommittedCheckpoint
-from t5ckpt._dtypes import floating_dtype
+from t5ckpt._dtypes import Cast, floating_dtype
 from t5ckpt._from_tf import FromTensorFlow
 from t5ckpt._leaves import step_of, view_state
 from t5ckpt._meetings import Meetings
@@ -64,8 +65,9 @@ class Checkpointer(FromTensorFlow):
         which T5X's restorers pass, ``restore(path=...)`` works and everything that needs the directory raises ValueError.
       dataset_iterator: whose position is saved, too: tf.data's, Grain's, torch's; see docs/data-iterators.md.
       keep: how many of the latest checkpoints stay; at least 1; None keeps all.
-      save_dtype: floating leaves of ``target`` or ``params`` are cast to it on save; None casts nothing.
+      save_dtype: floating leaves of ``target`` and ``params`` are cast to it on save; None casts nothing.
       restore_dtype: the same on restore.
+      cast_leaves: a pattern for the whole names of the leaves that both cast instead, such as ``'model/.*'``.
       keep_dataset_checkpoints: how many of the latest checkpoints keep their iterator state; None keeps all.
       keep_policy: decides instead of ``keep``, see ``policies.py``.
       metric_source: where a keep policy finds metrics that were not given to save, such as TensorBoardMetrics.
@@ -101,6 +103,7 @@ class Checkpointer(FromTensorFlow):
         keep: int | None = None,
         save_dtype: Any = None,
         restore_dtype: Any = None,
+        cast_leaves: str | re.Pattern[str] | None = None,
         keep_dataset_checkpoints: int | None = None,
         keep_policy: KeepPolicy | None = None,
         metric_source: MetricSource | None = None,
@@ -140,11 +143,16 @@ class Checkpointer(FromTensorFlow):
         self._storage_options = storage_options
         # Absolute, so that a later chdir does not make this another directory.
         self.checkpoints_dir = self._storage.url()
+        if save_dtype is None and restore_dtype is None:
+            Cast.of(None, cast_leaves, 'save_dtype or restore_dtype')
+        cast = _cast(save_dtype, cast_leaves, 'save_dtype')
         self.restore_dtype = floating_dtype(restore_dtype, 'restore_dtype')
+        self._cast_leaves = cast_leaves
+        self._restore_cast()
         self._train_state = train_state
         self._partitioner = partitioner
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
-        self._options = SaveOptions(floating_dtype(save_dtype, 'save_dtype'), compression, chunk_bytes, inline_bytes)
+        self._options = SaveOptions(cast, compression, chunk_bytes, inline_bytes)
         policy = _latest(keep) if keep_policy is None else keep_policy
         self._retention = Retention(
             self._storage, policy, clock, _dataset_count(keep_dataset_checkpoints), metric_source
@@ -417,7 +425,7 @@ class Checkpointer(FromTensorFlow):
             fns=state_transformation_fns,
             fallback=fallback_state,
             lazy=lazy_parameters,
-            restore_dtype=floating_dtype(self.restore_dtype, 'restore_dtype'),
+            cast=self._restore_cast(),
             progress=self._progress,
             strict=strict,
             donate=donate,
@@ -425,6 +433,10 @@ class Checkpointer(FromTensorFlow):
             leaves_iterator=not restore_iterator,
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
+
+    def _restore_cast(self) -> Cast | None:
+        # ``restore_dtype`` may have been set since, as in T5X.
+        return _cast(self.restore_dtype, self._cast_leaves, 'restore_dtype')
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -439,6 +451,10 @@ class Checkpointer(FromTensorFlow):
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps that hold data-iterator state, ascending."""
         return steps.dataset_steps_in(self._storage)
+
+
+def _cast(dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast | None:
+    return None if dtype is None else Cast.of(dtype, leaves, option)
 
 
 def _latest(keep: int | None) -> KeepPolicy:

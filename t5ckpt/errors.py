@@ -12,7 +12,8 @@
     │   ├── DtypeMismatch
     │   ├── MissingLeaves
     │   ├── UnexpectedLeaves
-    │   └── ShardingMismatch                                      a dimension of the template does not divide over its mesh
+    │   ├── ShardingMismatch                                      a dimension of the template does not divide over its mesh
+    │   └── UnmatchedPattern                                     a pattern or a cast that is meant for no leaf there is
     ├── UnsupportedLeafError      TypeError, ValueError           a leaf that no checkpoint can hold
     ├── DatasetStateError         RuntimeError                    a data iterator's position cannot be saved or taken back
     ├── StorageError              OSError                         the backend said no
@@ -28,6 +29,9 @@
     ├── UnsupportedTopologyError  RuntimeError                    processes or devices this version cannot serve
     ├── NotEnoughMemoryError      MemoryError                     an array is larger than this machine's memory
     └── MissingDependencyError    ImportError                     an optional extra is not installed
+
+    T5CkptWarning                 UserWarning
+    └── NoEffectWarning                                           an option that does nothing here
 
 Each is also the builtin that callers of T5X already catch. ``TreeMismatchError`` carries its differences as data in
 ``problems``, so that a program need not parse the text.
@@ -53,6 +57,7 @@ __all__ = [
     'LeafProblem',
     'MissingDependencyError',
     'MissingLeaves',
+    'NoEffectWarning',
     'NoSpaceError',
     'NotADirectoryStorageError',
     'NotEnoughMemoryError',
@@ -64,8 +69,10 @@ __all__ = [
     'ShardingMismatch',
     'StorageError',
     'T5CkptError',
+    'T5CkptWarning',
     'TreeMismatchError',
     'UnexpectedLeaves',
+    'UnmatchedPattern',
     'UnsafeSpecError',
     'UnsupportedFormatError',
     'UnsupportedLeafError',
@@ -77,6 +84,14 @@ __all__ = [
 
 class T5CkptError(Exception):
     """Root of the tree."""
+
+
+class T5CkptWarning(UserWarning):
+    """Root of all warnings; ``warnings.simplefilter('error', t5ckpt.T5CkptWarning)`` makes them errors."""
+
+
+class NoEffectWarning(T5CkptWarning):
+    """An option was given and does nothing here, for the reason that the message names."""
 
 
 class CheckpointNotFoundError(T5CkptError, FileNotFoundError, ValueError):
@@ -246,6 +261,10 @@ class UnexpectedLeaves(TreeMismatchError):  # noqa: N818
 
 class ShardingMismatch(TreeMismatchError):  # noqa: N818
     """The template asks for shardings that its own shapes do not have, and nothing else differs."""
+
+
+class UnmatchedPattern(TreeMismatchError):  # noqa: N818
+    """A pattern, or a cast, that is meant for no leaf; what it was to do would be left undone."""
 
 
 _CURES = {

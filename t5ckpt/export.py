@@ -33,7 +33,7 @@ def export_weights(
     Args:
       train_state: as for ``Checkpointer.save``.
       directory: not the run's own.
-      dtype: floating weights are cast to it; None casts nothing.
+      dtype: what is taken is cast to it where it is floating; None casts nothing.
       step: the step to save as; without it the state's own.
       take: a pattern for the names of the leaves that are written.
       partitioner: T5X's.
@@ -58,5 +58,7 @@ def export_weights(
         infos = flatten_nested(parameter_infos, lambda _: False)
         return nest(kept), nest({path: infos[path] for path in kept if path in infos and infos[path] is not None})
 
-    with Checkpointer(train_state, partitioner, directory, save_dtype=dtype, reuse_unchanged=False) as checkpointer:
+    # Whatever is taken counts as weights.
+    casting: dict[str, Any] = {} if dtype is None else {'save_dtype': dtype, 'cast_leaves': take}
+    with Checkpointer(train_state, partitioner, directory, reuse_unchanged=False, **casting) as checkpointer:
         return checkpointer.save(train_state, (weights,), step=step)

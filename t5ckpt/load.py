@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,9 @@ import numpy as np
 
 from t5ckpt._budget import ByteBudget
 from t5ckpt._cached import CachedReader, reader_of
-from t5ckpt._dtypes import floating_dtype
+from t5ckpt._dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt._leaves import Empty, LeafTable, Target, nest
 from t5ckpt._open import leaves_of, read_contents, read_raw, still_there
-from t5ckpt._plan import cast_dtype
 from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader, ReadOptions
@@ -43,6 +43,7 @@ def load_t5x_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     verify: str = 'auto',
     follow_links: bool = False,
+    cast_leaves: str | re.Pattern[str] | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint as it lies on disk, for analysis. The signature is T5X's, plus ``mmap`` and what follows.
 
@@ -51,7 +52,7 @@ def load_t5x_checkpoint(
       step: which step, where ``path`` is a run's directory; None takes the latest.
       state_transformation_fns: called in order with (state, {}) before anything is read; stored arrays are spec dicts.
       remap: False leaves the transformations out, as in T5X.
-      restore_dtype: floating leaves of ``target`` (or ``params``) are cast to it.
+      restore_dtype: floating leaves of ``target`` and ``params`` are cast to it.
       lazy_parameters: arrays come as LazyArray, read when ``get`` is called.
       mmap: arrays of a local checkpoint are mapped where their files allow it, and then read when they are touched;
         they are writable, and writes stay in memory. False reads everything now.
@@ -59,6 +60,8 @@ def load_t5x_checkpoint(
       verify: 'full' compares the checksum of every file that is read, 'quick' looks at presence and sizes, 'auto' is
         'full' where everything is read now and 'quick' where arrays are mapped or lazy.
       follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
+      cast_leaves: a pattern for the whole names of the leaves that ``restore_dtype`` casts instead, such as
+        ``'model/.*'``.
 
     Returns:
       Nested dicts; leaves are numpy arrays or numpy scalars, LazyArrays, None, or empty containers. Python numbers
@@ -66,9 +69,11 @@ def load_t5x_checkpoint(
 
     Raises:
       CheckpointNotFoundError: no such checkpoint.
+      UnmatchedPattern: the cast is meant for no leaf.
       FormatError: it is damaged, or of something else.
       StorageError: it cannot be read.
     """
+    cast = Cast.of(restore_dtype, cast_leaves, 'restore_dtype')
     located = dataclasses.replace(locate(path, step, storage_options), follow_links=follow_links)
     reading = ReadOptions(mmap, verify)
     ledgers = reading.checks_all(located.storage, lazy=lazy_parameters)
@@ -76,25 +81,25 @@ def load_t5x_checkpoint(
     fns = state_transformation_fns if remap else ()
     leaves, facts = leaves_of(contents, fns, {})
     reader = reader_of(contents, reading)
-    wanted = floating_dtype(restore_dtype, 'restore_dtype')
+    check_cast(cast, {path: array_dtype(leaf) for path, leaf in leaves.items()})
     if lazy_parameters:
-        table = {path: _lazy(reader, (path, leaf), wanted, facts) for path, leaf in leaves.items()}
+        table = {path: _lazy(reader, (path, leaf), cast, facts) for path, leaf in leaves.items()}
     else:
         with still_there(contents.located):
-            table = _read_all(reader, leaves, wanted, facts)
+            table = _read_all(reader, leaves, cast, facts)
     return nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 
 
-def _lazy(reader: ArrayReader, item: tuple[Path, Any], wanted: np.dtype | None, facts: TreeFacts) -> Any:
+def _lazy(reader: ArrayReader, item: tuple[Path, Any], cast: Cast | None, facts: TreeFacts) -> Any:
     path, leaf = item
     if not hasattr(leaf, 'dtype') or path in facts.python:
-        return _inline(path, leaf, wanted, facts)
-    return lazy_leaf(reader, leaf, leaf_name(path), cast_dtype(path, np.dtype(leaf.dtype), wanted))
+        return _inline(path, leaf, cast, facts)
+    return lazy_leaf(reader, leaf, leaf_name(path), cast_dtype(path, np.dtype(leaf.dtype), cast))
 
 
-def _read_all(reader: ArrayReader, leaves: LeafTable, wanted: np.dtype | None, facts: TreeFacts) -> LeafTable:
+def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: TreeFacts) -> LeafTable:
     reads = [
-        StoredRead(path, leaf, Target('array', leaf.shape, leaf.dtype), cast_dtype(path, leaf.dtype, wanted))
+        StoredRead(path, leaf, Target('array', leaf.shape, leaf.dtype), cast_dtype(path, leaf.dtype, cast))
         for path, leaf in leaves.items()
         if isinstance(leaf, StoredLeaf)
     ]
@@ -104,22 +109,20 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, wanted: np.dtype | None, f
             read.path: reader.read(read.leaf, leaf_name(read.path)).astype(read.dtype, copy=False) for read in reads
         }
         return {
-            path: whole[path] if path in whole else _inline(path, leaf, wanted, facts) for path, leaf in leaves.items()
+            path: whole[path] if path in whole else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()
         }
     # The reads wait in C++ threads; a thread of ours keeps an event loop of the caller out of the way.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()
-    return {
-        path: values[path] if path in values else _inline(path, leaf, wanted, facts) for path, leaf in leaves.items()
-    }
+    return {path: values[path] if path in values else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()}
 
 
-def _inline(path: Path, leaf: Any, wanted: np.dtype | None, facts: TreeFacts) -> Any:
+def _inline(path: Path, leaf: Any, cast: Cast | None, facts: TreeFacts) -> Any:
     if not isinstance(leaf, (np.ndarray, np.generic)):
         return leaf
     python = _PYTHON.get(facts.python.get(path, ''))
     if python is not None and np.ndim(leaf) == 0:
         return python(np.asarray(leaf)[()])
-    dtype = cast_dtype(path, leaf.dtype, wanted)
+    dtype = cast_dtype(path, leaf.dtype, cast)
     # A copy, since the decoded array is a read-only part of the manifest's bytes.
     return leaf.astype(dtype, copy=True) if isinstance(leaf, np.ndarray) else leaf.astype(dtype)

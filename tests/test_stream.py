@@ -19,6 +19,7 @@ from support.bits import assert_same, random_bits
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt._borrow import borrow
+from t5ckpt._dtypes import Cast
 from t5ckpt._open import read_contents
 from t5ckpt._plan import SaveOptions
 from t5ckpt._stream import BorrowedArray, StreamRequest, write_stream
@@ -121,7 +122,7 @@ def test_values_in_flight_are_bounded(tmp_path):
 
 
 def test_a_cast_touches_floats_of_target_alone(tmp_path):
-    options = dataclasses.replace(SMALL_CHUNKS, save_dtype=np.dtype(np.float16))
+    options = dataclasses.replace(SMALL_CHUNKS, cast=Cast(np.dtype(np.float16)))
     arrays = {('target', 'w'): np.ones((50, 60), np.float32), ('state', 'v'): np.ones((50, 60), np.float32)}
     write_stream(Source(arrays).table, request_for(tmp_path, options=options))
     loaded = t5ckpt.load_t5x_checkpoint(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import click
@@ -50,6 +51,7 @@ def app() -> None:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Runs the verb that the arguments, or ``sys.argv``, name, and exits with its code."""
+    warnings.showwarning = _say_warning
     try:
         code = app.main(arguments, prog_name='t5ckpt', standalone_mode=False)
         sys.stdout.flush()
@@ -65,6 +67,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except T5CkptError as error:
         _fail(str(error), _code_of(error))
+
+
+def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Shows a warning of the library as the program's own words, without a line of source."""
+    click.echo(printable(f't5ckpt: warning: {message}', also='\n'), err=True)
 
 
 def _code_of(error: T5CkptError) -> int:

@@ -28,6 +28,7 @@ _TO_ORBAX = 'to-orbax'
 @click.argument('directory', metavar='DST')
 @click.option('--step', type=click.IntRange(min=0), help="Write as this step; without it the source's own.")
 @click.option('--save-dtype', metavar='DTYPE', help='Cast floating parameters, for instance to bfloat16.')
+@click.option('--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*')
 @click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
 @click.option('--compression', type=click.Choice(CODEC_NAMES), help='By default nothing is compressed.')
 @click.option('--rules', metavar='FILE.py', help='For tf: Python that defines `translator`. It is run.')

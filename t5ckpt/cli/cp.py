@@ -14,7 +14,18 @@ from t5ckpt.cli._reports import words as words_of
 
 __all__ = ['command']
 
-_CHANGES = ('save_dtype', 'no_optimizer', 'drop', 'rename', 'ema', 'average', 'compression', 'as_step')
+_CHANGES = (
+    'save_dtype',
+    'no_optimizer',
+    'drop',
+    'rename',
+    'ema',
+    'average',
+    'compression',
+    'as_step',
+    'cast_leaves',
+    'parameters',
+)
 
 
 @click.command('cp')
@@ -23,11 +34,13 @@ _CHANGES = ('save_dtype', 'no_optimizer', 'drop', 'rename', 'ema', 'average', 'c
 @step_option
 @click.option('--workers', default=16, show_default=True, help='How many files are under way at once.')
 @click.option('--save-dtype', metavar='DTYPE', help='Cast floating parameters, for instance to bfloat16.')
+@click.option('--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*')
 @click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
 @click.option('--drop', multiple=True, metavar='REGEX', help='Leave out the leaves of this name; repeatable.')
 @click.option('--rename', multiple=True, nargs=2, metavar='REGEX NEW', help=r'NEW may have \1 for a group; repeatable.')
 @click.option('--ema', metavar='SCOPE', help='Moving averages, such as opt_state/ema, in place of the parameters.')
 @click.option('--average', multiple=True, metavar='OTHER', help='Average the parameters with these; repeatable.')
+@click.option('--parameters', metavar='REGEX', help='For --ema and --average; by default target/.* and params/.*')
 @click.option('--compression', metavar='CODEC', help='Write with this codec, or auto.')
 @click.option('--as-step', type=click.IntRange(0), metavar='STEP', help="Write as this step instead of the source's.")
 @click.option('--follow-links', is_flag=True, help='Symbolic links may lead out of the checkpoint.')
@@ -77,17 +90,19 @@ def _with_changes(source: str, target: str, step: int | None, as_json: bool, wor
     if words['follow_links']:
         raise click.UsageError('--follow-links goes with a copy without changes.')
     with progress('copying') as report, words_of():
-        changes = Changes(words['ema'], words['drop'], words['rename'])
+        changes = Changes(words['ema'], words['drop'], words['rename'], words['parameters'])
         options = ConvertOptions(
             step=words['as_step'],
             save_dtype=words['save_dtype'],
+            cast_leaves=words['cast_leaves'],
             compression=words['compression'],
             optimizer=not words['no_optimizer'],
             overwrite=words['force'],
             dry_run=words['dry_run'],
             progress=report,
         )
-        sources = [*words['average'], find_checkpoint(source, step)]
+        found = find_checkpoint(source, step)
+        sources = [*words['average'], found] if words['average'] else found
         done = rewrite_checkpoint(sources, target, changes, options)
     if as_json:
         print_json({**dataclasses.asdict(done), 'written': not options.dry_run})

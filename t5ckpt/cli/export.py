@@ -80,12 +80,19 @@ def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_j
         print_report(export_hf(path, out, config, chosen), as_json)
 
 
-_select = click.option('--select', help='Only arrays whose name this regular expression is found in.')
+def _names(function: _F) -> _F:
+    """The options of the formats that have the checkpoint's names."""
+    for option in (
+        click.option('--cast-leaves', metavar='REGEX', help='What --dtype casts; by default target/.* and params/.*'),
+        click.option('--select', help='Only arrays whose name this regular expression is found in.'),
+    ):
+        function = option(function)
+    return function
 
 
 @command.command('safetensors')
 @_common
-@_select
+@_names
 def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> None:
     """Writes arrays as the file OUT under their own names, for safetensors.safe_open.
 
@@ -101,7 +108,7 @@ def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
 
 @command.command('npz')
 @_common
-@_select
+@_names
 def export_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
     """Writes arrays as the file OUT under their own names, for numpy.load.
 

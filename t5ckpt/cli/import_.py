@@ -22,6 +22,7 @@ def _common(function: _F) -> _F:
         json_option,
         click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
         click.option('--force', is_flag=True, help='Replace a checkpoint of that step.'),
+        click.option('--cast-leaves', metavar='REGEX', help='What --dtype casts; by default target/.* and params/.*'),
         click.option('--dtype', help='Cast the floating arrays of the parameters: bfloat16, float32, ...'),
         click.option('--step', type=click.IntRange(0), help='To save as; else what the input says, or 0.'),
         click.argument('out'),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt._budget import bytes_of_gb
-from t5ckpt._dtypes import floating_dtype
+from t5ckpt._dtypes import Cast
 from t5ckpt._layout import parse_step_dir, step_dir
 from t5ckpt._leaves import MAX_STEP, LeafTable
 from t5ckpt._plan import CODECS, SaveOptions
-from t5ckpt._stream import STREAM_BYTES, StreamRequest, check_room, write_stream
+from t5ckpt._stream import STREAM_BYTES, StreamRequest, rehearse, write_stream
 from t5ckpt._types import Progress
 from t5ckpt.storage import Storage, open_storage, split_path
 
@@ -25,7 +26,8 @@ class ConvertOptions:
 
     Attributes:
       step: to write as; None takes the source's own.
-      save_dtype: floating leaves of ``target`` or ``params`` are cast to it; None casts nothing.
+      save_dtype: floating leaves of ``target`` and ``params`` are cast to it; None casts nothing.
+      cast_leaves: a pattern for the whole names, in what is written, of the leaves that are cast instead.
       compression: as in ``Checkpointer``.
       optimizer: False leaves the optimizer's state out.
       concurrent_gb: gigabytes (10^9 bytes) of values in flight.
@@ -42,14 +44,20 @@ class ConvertOptions:
     overwrite: bool = False
     dry_run: bool = False
     progress: Progress | None = None
+    cast_leaves: str | re.Pattern[str] | None = None
 
     def __post_init__(self) -> None:
-        floating_dtype(self.save_dtype, 'save_dtype')
+        _ = self.cast
         if self.compression not in CODECS:
             raise ValueError(f'compression is one of {list(CODECS)}, got {self.compression!r}.')
         bytes_of_gb(self.concurrent_gb)
         if self.step is not None and not 0 <= self.step < MAX_STEP:
             raise ValueError(f'step must be at least 0 and below 10^18, got {self.step}.')
+
+    @property
+    def cast(self) -> Cast | None:
+        """The cast, checked."""
+        return Cast.of(self.save_dtype, self.cast_leaves, 'save_dtype')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +124,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
     request = StreamRequest(
         storage,
         step,
-        SaveOptions(floating_dtype(options.save_dtype, 'save_dtype'), options.compression),
+        SaveOptions(options.cast, options.compression),
         bytes_of_gb(options.concurrent_gb),
         options.overwrite,
         found.source,
@@ -126,7 +134,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
     )
     facts = (dict(found.mapped), found.added, found.dropped)
     if options.dry_run:
-        check_room(request)
+        rehearse(found.table, request)
         return Conversion(step, storage.url(step_dir(step)), 0, 0.0, *facts)
     done = write_stream(found.table, request)
     return Conversion(step, done.path, done.nbytes, done.seconds, *facts)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import Any
 
-import numpy as np
-
-from t5ckpt._dtypes import floating_dtype
+from t5ckpt._dtypes import Cast
 from t5ckpt._types import Progress
 from t5ckpt.errors import OutputExistsError
 from t5ckpt.storage import foreign_errors
@@ -25,7 +24,8 @@ class ExportOptions:
 
     Attributes:
       step: which step, where the path is a run's directory; None takes the latest.
-      dtype: floating arrays of ``target`` or ``params`` are cast to it; None casts nothing.
+      dtype: floating arrays of ``target`` and ``params``, or all of a Hugging Face model, are cast to it; None casts nothing.
+      cast_leaves: a pattern for the whole names of the arrays that are cast instead. Not for Hugging Face models.
       select: a regular expression; only arrays whose name it is found in are exported. Not for Hugging Face models.
       max_shard_bytes: of a Hugging Face model's files; a larger tensor has a file of its own.
       force: replaces what an earlier export wrote.
@@ -42,11 +42,15 @@ class ExportOptions:
     dry_run: bool = False
     piece_bytes: int = 128 * 2**20
     progress: Progress | None = None
+    cast_leaves: str | re.Pattern[str] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.cast
 
     @property
-    def wanted(self) -> np.dtype | None:
-        """The dtype, checked."""
-        return floating_dtype(self.dtype, 'dtype')
+    def cast(self) -> Cast | None:
+        """The cast, checked."""
+        return Cast.of(self.dtype, self.cast_leaves, 'dtype')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,8 @@ class ImportOptions:
 
     Attributes:
       step: to save as; None takes the step that an export wrote down, or 0.
-      dtype: floating arrays of ``target`` or ``params`` are cast to it; None casts nothing.
+      dtype: floating arrays of ``target`` and ``params`` are cast to it; None casts nothing.
+      cast_leaves: a pattern for the whole names, in the checkpoint, of the arrays that are cast instead.
       scanned: all layers in one array, as scalable_t5 has them; None: as before an export, else only for UMT5.
       split_heads: an axis for heads; None: as for ``scanned``.
       force: replaces a complete checkpoint of that step.
@@ -70,6 +75,15 @@ class ImportOptions:
     force: bool = False
     dry_run: bool = False
     progress: Progress | None = None
+    cast_leaves: str | re.Pattern[str] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.cast
+
+    @property
+    def cast(self) -> Cast | None:
+        """The cast, checked."""
+        return Cast.of(self.dtype, self.cast_leaves, 'dtype')
 
 
 @dataclasses.dataclass(frozen=True)

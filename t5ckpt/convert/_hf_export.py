@@ -148,7 +148,7 @@ def _plan(sources: Sources, given: Mapping[str, Any], options: ExportOptions) ->
     pairs = pairs_of(model, layout)
     check_leaves(pairs, shapes, layout.prefix, sources.located.url)
     config = config_of(model, given)
-    wanted = options.wanted
+    wanted = None if options.cast is None else options.cast.dtype
     dtypes = {pair.leaf: wanted or sources.arrays[pair.leaf].dtype for pair in pairs}
     for leaf, dtype in dtypes.items():
         check_dtype(leaf, dtype)

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._dtypes import floating_dtype
 from t5ckpt._leaves import LeafTable
 from t5ckpt._plan import SaveOptions
-from t5ckpt._stream import StreamRequest, check_room, write_stream
+from t5ckpt._stream import StreamRequest, rehearse, write_stream
 from t5ckpt.convert._exports import LAYOUT_KEY, ExportReport, ImportOptions, stamp
 from t5ckpt.convert._safetensors import TensorReader, lazy_copy
 from t5ckpt.convert._t5_config import attention_of, check_config, logits_are_tied, read_config
@@ -85,12 +84,12 @@ def import_hf(
     request = StreamRequest(
         open_storage(checkpoints_dir),
         step,
-        SaveOptions(save_dtype=floating_dtype(options.dtype, 'dtype')),
+        SaveOptions(options.cast),
         overwrite=options.force,
         source={'format': 'huggingface', 'files': [stamp(os.path.join(root, name)) for name in found.readers]},
         progress=options.progress,
     )
-    check_room(request)
+    rehearse(table, request)
     url = request.storage.url(f'checkpoint_{step}')
     if not options.dry_run:
         url = write_stream(table, request).path

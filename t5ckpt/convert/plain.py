@@ -22,11 +22,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from t5ckpt._dtypes import dtype_from_name, floating_dtype
+from t5ckpt._dtypes import cast_dtype, check_cast, dtype_from_name
 from t5ckpt._leaves import LeafTable, nest
 from t5ckpt._open import still_there
-from t5ckpt._plan import SaveOptions, cast_dtype
-from t5ckpt._stream import StreamRequest, check_room, write_stream
+from t5ckpt._plan import SaveOptions
+from t5ckpt._stream import StreamRequest, rehearse, write_stream
 from t5ckpt._types import Path, native_dtype
 from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions, refuse_inside, stamp
 from t5ckpt.convert._outputs import check_output, local_output, output
@@ -95,15 +95,16 @@ def _export(
     write: Callable[[str, list[_Item]], None],
 ) -> ExportReport:
     started = time.monotonic()
-    target, wanted = local_output(file), options.wanted
+    target, casting = local_output(file), options.cast
     check_output(target, options.force)
     sources = open_sources(checkpoint, options.step)
     refuse_inside(target, sources.located.storage.local_path(sources.located.directory))
     chosen = sources.select(options.select)
+    check_cast(casting, {source.path: source.dtype for source in chosen.values()})
     kind = 'npz' if write is _write_npz else 'safetensors'
     specs: dict[str, TensorSpec] = {}
     for name, source in chosen.items():
-        dtype = cast_dtype(source.path, source.dtype, wanted)
+        dtype = cast_dtype(source.path, source.dtype, casting)
         bits = f'{name}::{dtype.name}' if kind == 'npz' and _is_extended(dtype) else name
         specs[name] = TensorSpec(bits, dtype, source.shape)
     total = sum(spec.nbytes for spec in specs.values())
@@ -243,12 +244,12 @@ def _import(
     request = StreamRequest(
         open_storage(checkpoints_dir),
         step,
-        SaveOptions(save_dtype=floating_dtype(options.dtype, 'dtype')),
+        SaveOptions(options.cast),
         overwrite=options.force,
         source={'format': os.path.splitext(path)[1], 'files': [stamp(path)]},
         progress=options.progress,
     )
-    check_room(request)
+    rehearse(table, request)
     url = request.storage.url(f'checkpoint_{step}')
     if not options.dry_run:
         url = write_stream(table, request).path

@@ -20,10 +20,10 @@ from t5ckpt._layout import TRAIN_DS_PREFIX, join
 from t5ckpt._leaves import Empty, LeafTable
 from t5ckpt._open import Contents, read_contents
 from t5ckpt._sidecar import Sidecar
-from t5ckpt._types import Path, check_patterns, leaf_name
+from t5ckpt._types import Path, check_patterns, leaf_name, root_names
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
-from t5ckpt.convert.trees import is_optimizer
-from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, mismatch_error, near_names
+from t5ckpt.convert.trees import optimizer_leaves
+from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.steps import Located, locate, refuse_within
 from t5ckpt.storage import Storage, open_storage
@@ -43,13 +43,17 @@ class Changes:
       drop: patterns; leaves whose whole name one of them matches are left out.
       rename: (pattern, replacement); the first pattern that matches a leaf's whole name gives its new one, with ``\1`` for
         groups.
+      parameters: a pattern for the whole names of the leaves that are averaged, or replaced by their moving averages; None
+        stands for the leaves under ``target`` and ``params``.
     """
 
     ema: str | None = None
     drop: Sequence[str | re.Pattern[str]] = ()
     rename: Sequence[tuple[str | re.Pattern[str], str]] = ()
+    parameters: str | re.Pattern[str] | None = None
 
     def __post_init__(self) -> None:
+        check_patterns([] if self.parameters is None else [self.parameters], 'parameters')
         check_patterns(self.drop, 'drop')
         check_patterns([pattern for pattern, _ in self.rename], 'rename')
         for pattern, new in self.rename:
@@ -68,8 +72,8 @@ def rewrite_checkpoint(
     """Writes a changed copy of a checkpoint, or the average of several.
 
     Args:
-      sources: a checkpoint, or several whose floating parameters (``target`` or ``params``) are averaged, summed in float64;
-        all else is the last one's. Each is a run's directory (its latest step), a step's, or a manifest file.
+      sources: a checkpoint, or several whose floating parameters (``Changes.parameters``) are averaged, summed in float64; all
+        else is the last one's. Each is a run's directory (its latest step), a step's, or a manifest file.
       directory: the run's to write to; ``checkpoint_<step>`` is made in it, with the step of the last source.
       changes: what is to be different.
       options: ``save_dtype`` casts, ``optimizer=False`` drops; see :class:`ConvertOptions`.
@@ -79,19 +83,26 @@ def rewrite_checkpoint(
 
     Raises:
       CheckpointExistsError: the step is there already.
-      TreeMismatchError: a pattern matches nothing, two leaves become one, or the checkpoints to be averaged differ.
+      UnmatchedPattern: a pattern matches nothing, or the cast is meant for no leaf.
+      TreeMismatchError: two leaves become one, or the checkpoints to be averaged differ.
       MissingLeaves: no moving average for a parameter.
+      ValueError: ``parameters`` without anything to average.
     """
     changes = Changes() if changes is None else changes
     options = ConvertOptions() if options is None else options
+    if changes.parameters is not None and changes.ema is None and isinstance(sources, (str, os.PathLike)):
+        raise ValueError(
+            f'parameters={changes.parameters!r} has no effect: it names what is averaged or replaced by moving averages. Pass '
+            'several checkpoints or ema=, or leave it out; for a cast, pass cast_leaves=.'
+        )
     several = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     if not several:
         raise ValueError('no checkpoint to copy: pass at least one.')
     contents = [read_contents(locate(source)) for source in several]
     located = contents[-1].located
-    table = _averaged(contents)
+    table = _averaged(contents, changes.parameters)
     if changes.ema is not None:
-        table = _with_ema(table, changes.ema)
+        table = _with_ema(table, changes.ema, changes.parameters)
     kept, dropped = _dropped(table, changes.drop, options.optimizer)
     names = _renamed(kept, changes.rename)
     identity = {
@@ -137,33 +148,48 @@ def _is_floating(leaf: Any) -> bool:
 # --- several into one ------------------------------------------------------------------------------------------------
 
 
-def _averaged(contents: Sequence[Contents]) -> LeafTable:
+def _averaged(contents: Sequence[Contents], parameters: str | re.Pattern[str] | None) -> LeafTable:
     tables = [borrow(each) for each in contents]
     last = tables[-1]
     problems: list[LeafProblem] = []
     for each, table in zip(contents[:-1], tables[:-1], strict=True):
-        problems += _differences(table, last, each.located.url)
+        problems += _differences(table, last, each.located.url, parameters)
     if problems:
         raise mismatch_error(
             problems, f'{contents[0].located.url} and others, to be averaged as {contents[-1].located.url},'
         )
     if len(tables) == 1:
         return last
-    mean = {path: _mean([table[path] for table in tables]) for path, leaf in last.items() if _is_averaged(path, leaf)}
+    averaged = [path for path, leaf in last.items() if _is_averaged(path, leaf, parameters)]
+    if not averaged:
+        raise UnmatchedPattern(_no_parameters(last, parameters, 'nothing would be averaged'))
+    mean = {path: _mean([table[path] for table in tables]) for path in averaged}
     return last | mean
 
 
-def _is_averaged(path: Path, leaf: Any) -> bool:
-    return path[0] in _PARAMETERS and _is_floating(leaf)
+def _is_averaged(path: Path, leaf: Any, parameters: str | re.Pattern[str] | None) -> bool:
+    named = path[0] in _PARAMETERS if parameters is None else re.fullmatch(parameters, leaf_name(path)) is not None
+    return named and _is_floating(leaf)
 
 
-def _differences(table: LeafTable, last: LeafTable, where: str) -> list[LeafProblem]:
+def _no_parameters(table: LeafTable, parameters: str | re.Pattern[str] | None, what: str) -> str:
+    roots = ', '.join(root_names(path for path, leaf in table.items() if _is_floating(leaf))[:8])
+    which = "is under 'target' or 'params'" if parameters is None else f'matches parameters={parameters!r}'
+    return (
+        f'{what}: no floating leaf {which}; they are under {roots or "nothing"}. Pass a pattern for the whole names of the '
+        'parameters: parameters= (in the command line --parameters).'
+    )
+
+
+def _differences(
+    table: LeafTable, last: LeafTable, where: str, parameters: str | re.Pattern[str] | None
+) -> list[LeafProblem]:
     """What keeps the parameters of two checkpoints from being averaged."""
     held, wanted = (
         {
             leaf_name(path): f'{leaf.dtype.name} {tuple(leaf.shape)}'
             for path, leaf in each.items()
-            if _is_averaged(path, leaf)
+            if _is_averaged(path, leaf, parameters)
         }
         for each in (table, last)
     )
@@ -191,14 +217,14 @@ def _mean(leaves: Sequence[Any]) -> LazyArray:
 # --- one into another ------------------------------------------------------------------------------------------------
 
 
-def _with_ema(table: LeafTable, scope: str) -> LeafTable:
+def _with_ema(table: LeafTable, scope: str, parameters: str | re.Pattern[str] | None) -> LeafTable:
     """The moving averages in the parameters' places, and nowhere else."""
     pattern = scope if '{}' in scope else f'{scope.rstrip("/")}/{{}}'
     by_name = {leaf_name(path): path for path in table}
     taken: dict[Path, Path] = {}
     missing: list[str] = []
     for path, leaf in table.items():
-        if not _is_averaged(path, leaf):
+        if not _is_averaged(path, leaf, parameters):
             continue
         source = pattern.replace('{}', leaf_name(path[1:]))
         found = by_name.get(source)
@@ -208,9 +234,11 @@ def _with_ema(table: LeafTable, scope: str) -> LeafTable:
             missing.append(f'{leaf_name(path)}: {source} {held}. {f"Near: {near}." if near else ""}'.rstrip())
         else:
             taken[path] = found
-    if missing or not taken:
+    if not missing and not taken:
+        raise MissingLeaves(_no_parameters(table, parameters, 'no moving average would be taken'))
+    if missing:
         more = f'\n  and {len(missing) - 20} more' if len(missing) > 20 else ''
-        text = '\n  '.join(missing[:20]) or 'no floating parameters in target or params.'
+        text = '\n  '.join(missing[:20])
         raise MissingLeaves(f'no moving average of every parameter at {pattern!r}:\n  {text}{more}')
     gone = set(taken.values())
     return {path: table[taken.get(path, path)] for path in table if path not in gone}
@@ -226,6 +254,7 @@ def _recorded(changes: Changes) -> dict[str, Any]:
         'ema': changes.ema,
         'drop': [plain(pattern) for pattern in changes.drop],
         'rename': [[plain(pattern), new] for pattern, new in changes.rename],
+        'parameters': None if changes.parameters is None else plain(changes.parameters),
     }
 
 
@@ -233,10 +262,11 @@ def _dropped(table: LeafTable, given: Sequence[str | re.Pattern[str]], optimizer
     patterns = [re.compile(pattern) for pattern in given]
     unused = set(patterns)
     dropped: list[Path] = []
+    of_optimizer = set[Path]() if optimizer else optimizer_leaves(table)
     for path in table:
         hits = {pattern for pattern in patterns if pattern.fullmatch(leaf_name(path))}
         unused -= hits
-        if hits or (not optimizer and is_optimizer(path)):
+        if hits or path in of_optimizer:
             dropped.append(path)
     _refuse_unused([pattern.pattern for pattern in patterns if pattern in unused], table)
     gone = set(dropped)
@@ -279,7 +309,7 @@ def _refuse_unused(patterns: Sequence[str], table: Iterable[Path]) -> None:
     if patterns:
         names = [leaf_name(path) for path in table]
         shown = ', '.join(near_names(patterns[0], names) or names[:3])
-        raise TreeMismatchError(
+        raise UnmatchedPattern(
             f'the patterns {list(patterns)} match no leaf; leaves are {shown}, ... Correct or remove them.'
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from t5ckpt._commit import CommittedCheckpoint
+from t5ckpt._dtypes import Cast
 from t5ckpt._leaves import LeafTable, view_state
 from t5ckpt._restore import fit_leaves, place_leaves
 from t5ckpt._stream import StreamRequest, write_stream
@@ -27,10 +28,10 @@ Asked: TypeAlias = tuple[str | os.PathLike[str], bool, CheckpointTranslator | No
 """Path or directory, whether what the model lacks is an error, and the rules."""
 
 
-def restore_tf(asked: Asked, restore_dtype: Any, state: Any, partitioner: Partitioner | None) -> Any:
+def restore_tf(asked: Asked, cast: Cast | None, state: Any, partitioner: Partitioner | None) -> Any:
     """A state of the structure of ``state``; each tensor is read whole, put where it belongs, and let go of."""
     found = _found(asked, state)
-    return place_leaves(fit_leaves(found.table, _where(found), state, partitioner, restore_dtype), state)
+    return place_leaves(fit_leaves(found.table, _where(found), state, partitioner, cast), state)
 
 
 def convert_tf_to_model(

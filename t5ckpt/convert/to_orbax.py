@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._borrow import borrow
-from t5ckpt._dtypes import floating_dtype
+from t5ckpt._dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt._leaves import Empty, nest
 from t5ckpt._open import read_contents, still_there
-from t5ckpt._plan import cast_dtype
 from t5ckpt._types import Path, leaf_name
 from t5ckpt.convert._conversion import Conversion, ConvertOptions
 from t5ckpt.convert._outputs import check_output, local_output, output
-from t5ckpt.convert.trees import is_optimizer
+from t5ckpt.convert.trees import optimizer_leaves
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.progress import Meter
@@ -55,8 +54,8 @@ def convert_to_orbax(
     Args:
       source: a run's directory (``options.step``, or the latest), a step's, or a manifest file.
       directory: Orbax's, such as ``run/12``, on a local file system.
-      options: ``step`` says which to read; ``save_dtype``, ``optimizer``, ``overwrite``, ``dry_run`` and ``progress``
-        count as for the other conversions.
+      options: ``step`` says which to read; ``save_dtype``, ``cast_leaves``, ``optimizer``, ``overwrite``, ``dry_run`` and
+        ``progress`` count as for the other conversions.
 
     Raises:
       OutputExistsError: the directory is there, and replacing it was not asked for.
@@ -67,9 +66,10 @@ def convert_to_orbax(
     target = local_output(directory)
     check_output(target, options.overwrite, _is_ours)
     table = borrow(contents)
-    dropped = {path for path in table if not options.optimizer and is_optimizer(path)}
-    wanted = floating_dtype(options.save_dtype, 'save_dtype')
-    leaves = {path: _orbax_leaf(path, leaf, wanted) for path, leaf in table.items() if path not in dropped}
+    dropped = set[Path]() if options.optimizer else optimizer_leaves(table)
+    kept = {path: leaf for path, leaf in table.items() if path not in dropped}
+    check_cast(options.cast, {path: array_dtype(leaf) for path, leaf in kept.items()})
+    leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in kept.items()}
     names = {leaf_name(path): leaf_name(path) for path in leaves}
     found = (names, (), tuple(sorted(map(leaf_name, dropped))))
     step = contents.located.step or 0
@@ -83,7 +83,7 @@ def convert_to_orbax(
     return Conversion(step, target, nbytes, time.monotonic() - started, *found)
 
 
-def _orbax_leaf(path: Path, leaf: Any, wanted: np.dtype | None) -> Any:
+def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
     if isinstance(leaf, Empty):
         return leaf.build()
     if leaf is None or isinstance(leaf, (str, bool, int, float)):
@@ -94,7 +94,7 @@ def _orbax_leaf(path: Path, leaf: Any, wanted: np.dtype | None) -> Any:
         )
     if 0 in leaf.shape:
         raise UnsupportedLeafError(f'{leaf_name(path)}: Orbax cannot hold an array of shape {tuple(leaf.shape)}.')
-    dtype = cast_dtype(path, np.dtype(leaf.dtype), wanted)
+    dtype = cast_dtype(path, np.dtype(leaf.dtype), cast)
     if isinstance(leaf, LazyArray):
         return leaf.astype(dtype)
     values = np.asarray(leaf).astype(dtype)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from t5ckpt._borrow import borrow
@@ -20,7 +21,7 @@ from t5ckpt._open import Contents, read_contents
 from t5ckpt._orbax import array_leaves
 from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar
-from t5ckpt._types import Path, leaf_name
+from t5ckpt._types import Path, leaf_name, root_names
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert._flax_file import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
@@ -28,13 +29,14 @@ from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingDependencyError,
+    NoEffectWarning,
     UnsupportedFormatError,
 )
 from t5ckpt.lazy import LazyArray
 from t5ckpt.steps import Located, is_orbax, locate
 from t5ckpt.storage import Storage, open_storage, split_path
 
-__all__ = ['TREE_FORMATS', 'convert_tree', 'is_optimizer', 'open_tree']
+__all__ = ['TREE_FORMATS', 'convert_tree', 'open_tree', 'optimizer_leaves']
 
 TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax')
 _OPTIMIZER_SCOPES = {'opt_state', 'param_states'}
@@ -42,9 +44,22 @@ _JAX_TREE = 'pytreedef.json'
 _JAX_ARRAYS = 'array_store'
 
 
-def is_optimizer(path: Path) -> bool:
-    """Whether a leaf is state of an optimizer: T5X's ``param_states``, Flax's ``opt_state``."""
-    return not _OPTIMIZER_SCOPES.isdisjoint(path)
+def optimizer_leaves(table: Iterable[Path]) -> set[Path]:
+    """The leaves that are state of an optimizer: T5X's ``param_states``, Flax's ``opt_state``.
+
+    Warns where there is none, since a program may keep its optimizer's state under another name.
+    """
+    paths = list(table)
+    found = {path for path in paths if not _OPTIMIZER_SCOPES.isdisjoint(path)}
+    if not found:
+        roots = ', '.join(root_names(paths)[:8])
+        warnings.warn(
+            f"optimizer=False (--no-optimizer) leaves nothing out: no leaf is under 'opt_state' or 'param_states'; the tree has "
+            f'{roots}. Name other leaves with drop (t5ckpt cp --drop).',
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    return found
 
 
 def convert_tree(
@@ -90,7 +105,7 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
 
 
 def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], optimizer: bool) -> Found:
-    dropped = {path for path in table if not optimizer and is_optimizer(path)}
+    dropped = set[Path]() if optimizer else optimizer_leaves(table)
     kept = {path: leaf for path, leaf in table.items() if path not in dropped}
     names = {leaf_name(path): leaf_name(path) for path in kept}
     return Found(kept, step, identity, names, dropped=tuple(sorted(map(leaf_name, dropped))))

@@ -1,0 +1,245 @@
+"""What a user asks for is done, or refused, or warned of: no option has no effect in silence."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import serialization
+
+import t5ckpt
+from t5ckpt import Changes, ConvertOptions, ExportOptions, ImportOptions, NoEffectWarning
+from t5ckpt.convert.to_orbax import convert_to_orbax
+from t5ckpt.errors import MissingLeaves, UnmatchedPattern
+
+ROOT = Path(__file__).resolve().parents[1]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+KERNEL = np.arange(48, dtype=np.float32).reshape(6, 8)
+
+
+def nnx_state(step=1):
+    """A state whose weights are where Flax NNX and axlearn have them."""
+    return {
+        'model': {'dense': {'kernel': KERNEL * step}, 'ids': np.arange(3)},
+        'optimizer': {'mu': KERNEL, 'count': np.int32(step)},
+        'step': np.int32(step),
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Steps 1 and 2."""
+    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=tmp_path / 'run', inline_bytes=0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(nnx_state(step))
+    return tmp_path / 'run'
+
+
+def cli(*words, code=0):
+    """Runs a verb in a process of its own; returns standard output and standard error."""
+    command = [sys.executable, '-m', 't5ckpt', *map(str, words)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, 'PYTHONPATH': str(ROOT)}
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+# --- casts -------------------------------------------------------------------------------------------------------------
+
+
+def saved(save):
+    def call(run, out, dtype, **leaves):
+        with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=out, save_dtype=dtype, **leaves) as checkpointer:
+            save(checkpointer, nnx_state(2))
+        return t5ckpt.load_t5x_checkpoint(out)
+
+    return call
+
+
+def restored(run, out, dtype, **leaves):
+    options = {'lazy_parameters': leaves.pop('lazy', False)}
+    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=run, restore_dtype=dtype, **leaves) as checkpointer:
+        return checkpointer.restore(**options)
+
+
+def exported(export, load):
+    def call(run, out, dtype, dry_run=False, **leaves):
+        export(run, out, ExportOptions(dtype=dtype, dry_run=dry_run, **leaves))
+        return load(out)
+
+    return call
+
+
+def imported(export, import_):
+    def call(run, out, dtype, **leaves):
+        export(run, f'{out}.file', ExportOptions(force=True))
+        import_(f'{out}.file', out, ImportOptions(dtype=dtype, step=2, **leaves))
+        return t5ckpt.load_t5x_checkpoint(out)
+
+    return call
+
+
+def load_safetensors(path):
+    with open(path, 'rb') as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), 'little')))
+    kinds = {'F32': np.dtype(np.float32), 'BF16': BF16, 'I64': np.dtype(np.int64), 'I32': np.dtype(np.int32)}
+    return {name: np.zeros(0, kinds[entry['dtype']]) for name, entry in header.items() if name != '__metadata__'}
+
+
+def load_npz(path):
+    with np.load(path) as file:
+        return {name.partition('::')[0]: file[name].view(BF16) if '::' in name else file[name] for name in file.files}
+
+
+def rewritten(run, out, dtype, dry_run=False, **leaves):
+    options = ConvertOptions(save_dtype=dtype, dry_run=dry_run, **leaves)
+    t5ckpt.rewrite_checkpoint(run, out, options=options)
+    return t5ckpt.load_t5x_checkpoint(out)
+
+
+def converted(run, out, dtype, **leaves):
+    Path(f'{out}.flax').write_bytes(serialization.to_bytes(nnx_state(2)))
+    t5ckpt.convert_checkpoint('flax', f'{out}.flax', out, ConvertOptions(step=2, save_dtype=dtype, **leaves))
+    return t5ckpt.load_t5x_checkpoint(out)
+
+
+def converted_to_orbax(run, out, dtype, **leaves):
+    convert_to_orbax(run, out, ConvertOptions(save_dtype=dtype, **leaves))
+    return t5ckpt.load_t5x_checkpoint(out)
+
+
+CASTS = {
+    'save': saved(lambda checkpointer, state: checkpointer.save(state)),
+    'save_async': saved(lambda checkpointer, state: checkpointer.save_async(state).result()),
+    'restore': restored,
+    'restore lazily': lambda *args, **leaves: restored(*args, **leaves, lazy=True),
+    'load': lambda run, out, dtype, **leaves: t5ckpt.load_t5x_checkpoint(run, restore_dtype=dtype, **leaves),
+    'load lazily': lambda run, out, dtype, **leaves: t5ckpt.load_t5x_checkpoint(
+        run, restore_dtype=dtype, lazy_parameters=True, **leaves
+    ),
+    'rewrite': rewritten,
+    'convert': converted,
+    'to orbax': converted_to_orbax,
+    'export safetensors': exported(t5ckpt.export_safetensors, load_safetensors),
+    'export npz': exported(t5ckpt.export_npz, load_npz),
+    'import safetensors': imported(t5ckpt.export_safetensors, t5ckpt.import_safetensors),
+    'import npz': imported(t5ckpt.export_npz, t5ckpt.import_npz),
+}
+
+
+def flat(tree, prefix=''):
+    if not isinstance(tree, dict):
+        return {prefix[:-1]: tree}
+    return {name: leaf for key, below in tree.items() for name, leaf in flat(below, f'{prefix}{key}/').items()}
+
+
+@pytest.mark.parametrize('name', CASTS)
+def test_a_cast_that_is_meant_for_no_leaf_is_an_error_that_names_the_roots_and_the_option(name, run, tmp_path):
+    with pytest.raises(UnmatchedPattern, match=r"model/, optimizer/.* cast_leaves='model/\.\*'"):
+        CASTS[name](run, tmp_path / 'out', 'bfloat16')
+    with pytest.raises(UnmatchedPattern, match=r"cast_leaves='modell/\.\*'.*cast_leaves='model/\.\*'"):
+        CASTS[name](run, tmp_path / 'out', 'bfloat16', cast_leaves='modell/.*')
+
+
+@pytest.mark.parametrize('name', CASTS)
+def test_cast_leaves_names_what_is_cast(name, run, tmp_path):
+    leaves = flat(CASTS[name](run, tmp_path / 'out', 'bfloat16', cast_leaves='model/.*'))
+    dtypes = {leaf: np.dtype(value.dtype) for leaf, value in leaves.items()}
+    assert dtypes['model/dense/kernel'] == BF16
+    assert dtypes['optimizer/mu'] == np.float32
+    assert dtypes['model/ids'].kind == dtypes['step'].kind == 'i'
+    # Done already is done.
+    again = CASTS[name](run, tmp_path / 'again', 'float32', cast_leaves='optimizer/mu')
+    assert np.dtype(flat(again)['optimizer/mu'].dtype) == np.float32
+
+
+@pytest.mark.parametrize('name', ['rewrite', 'export safetensors', 'export npz'])
+def test_a_dry_run_says_so_too(name, run, tmp_path):
+    with pytest.raises(UnmatchedPattern, match='cast_leaves'):
+        CASTS[name](run, tmp_path / 'out', 'bfloat16', dry_run=True)
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        lambda: t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='run', cast_leaves='model/.*'),
+        lambda: t5ckpt.load_t5x_checkpoint('run', cast_leaves='model/.*'),
+        lambda: ConvertOptions(cast_leaves='model/.*'),
+        lambda: ExportOptions(cast_leaves='model/.*'),
+        lambda: ImportOptions(cast_leaves='model/.*'),
+    ],
+)
+def test_cast_leaves_without_a_dtype_is_an_error(options):
+    with pytest.raises(ValueError, match=r"cast_leaves='model/\.\*' has no effect without (save_|restore_|)dtype"):
+        options()
+
+
+def test_a_cast_of_the_model_alone_takes_whatever_is_exported(tmp_path):
+    t5ckpt.export_weights(nnx_state(), tmp_path, dtype='bfloat16', take='model/.*')
+    leaves = flat(t5ckpt.load_t5x_checkpoint(tmp_path))
+    assert {name: leaf.dtype.name for name, leaf in leaves.items()} == {
+        'model/dense/kernel': 'bfloat16',
+        'model/ids': 'int64',
+    }
+
+
+def test_a_restore_casts_what_the_template_has_although_none_of_it_is_in_the_checkpoint(tmp_path):
+    with t5ckpt.Checkpointer({'opt': KERNEL}, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save({'opt': KERNEL}, step=1)
+    template = {'params': KERNEL, 'opt': KERNEL}
+    with t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path, restore_dtype='bfloat16') as checkpointer:
+        assert checkpointer.restore(fallback_state={'params': KERNEL})['opt'].dtype == np.float32
+
+
+def test_restore_dtype_may_be_set_later_as_in_t5x(run):
+    checkpointer = t5ckpt.Checkpointer(
+        nnx_state(), checkpoints_dir=run, restore_dtype='float16', cast_leaves='model/.*'
+    )
+    checkpointer.restore_dtype = jnp.bfloat16
+    assert checkpointer.restore()['model']['dense']['kernel'].dtype == BF16
+    checkpointer.restore_dtype = None
+    assert checkpointer.restore()['model']['dense']['kernel'].dtype == np.float32
+
+
+def test_an_average_of_nothing_and_moving_averages_of_nothing_are_errors(run, tmp_path):
+    steps = [run / 'checkpoint_1', run / 'checkpoint_2']
+    with pytest.raises(UnmatchedPattern, match=r'nothing would be averaged.*model/, optimizer/.*parameters='):
+        t5ckpt.rewrite_checkpoint(steps, tmp_path / 'mean')
+    t5ckpt.rewrite_checkpoint(steps, tmp_path / 'mean', Changes(parameters='model/.*'))
+    mean = t5ckpt.load_t5x_checkpoint(tmp_path / 'mean')
+    np.testing.assert_array_equal(mean['model']['dense']['kernel'], KERNEL * 1.5)
+    with pytest.raises(MissingLeaves, match='parameters='):
+        t5ckpt.rewrite_checkpoint(run, tmp_path / 'ema', Changes(ema='optimizer'))
+    with pytest.raises(ValueError, match=r"parameters='model/\.\*' has no effect"):
+        t5ckpt.rewrite_checkpoint(run, tmp_path / 'ema', Changes(parameters='model/.*'))
+    rule = Changes(ema='optimizer/mu{}'.replace('{}', ''), parameters='model/dense/kernel')
+    with pytest.raises(MissingLeaves, match='optimizer/mu/dense/kernel'):
+        t5ckpt.rewrite_checkpoint(run, tmp_path / 'ema', rule)
+
+
+def test_an_optimizer_that_is_not_found_is_warned_of(run, tmp_path):
+    with pytest.warns(NoEffectWarning, match=r'optimizer=False .* the tree has model/, optimizer/, step.*drop'):
+        t5ckpt.rewrite_checkpoint(run, tmp_path / 'out', options=ConvertOptions(optimizer=False))
+
+
+def test_the_command_line_casts_what_it_is_told_to(run, tmp_path):
+    _, error = cli('cp', run, tmp_path / 'a', '--save-dtype', 'bfloat16', code=1)
+    assert "cast_leaves='model/.*' (in the command line --cast-leaves)" in error
+    _, error = cli('cp', run, tmp_path / 'a', '--save-dtype=bfloat16', '--cast-leaves=model/.*', '--no-optimizer')
+    assert error.startswith('t5ckpt: warning: optimizer=False (--no-optimizer) leaves nothing out')
+    assert t5ckpt.load_t5x_checkpoint(tmp_path / 'a')['model']['dense']['kernel'].dtype == BF16
+    _, error = cli('export', 'npz', run, tmp_path / 'x.npz', '--cast-leaves=model/.*', code=2)
+    assert 'has no effect without dtype' in error
+
+
+@pytest.mark.parametrize('pattern', ['(', 7])
+def test_cast_leaves_is_a_regular_expression(pattern):
+    with pytest.raises(ValueError, match=r'cast_leaves: .* is no regular expression'):
+        t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='run', restore_dtype='bfloat16', cast_leaves=pattern)

@@ -2,6 +2,7 @@
 
     T5CkptError
     ├── CheckpointNotFoundError   FileNotFoundError, ValueError   no such step, directory or run
+    ├── InvalidPathError          ValueError                      a path or URL that names no place
     ├── CheckpointExistsError     FileExistsError                 a complete checkpoint stands where one is to be written
     ├── FormatError               ValueError                      what lies there is not what a reader accepts
     │   ├── CorruptCheckpointError                                it was a checkpoint once: truncated, chunk missing, ...
@@ -54,6 +55,7 @@ __all__ = [
     'DisagreementError',
     'DtypeMismatch',
     'FormatError',
+    'InvalidPathError',
     'LeafProblem',
     'MissingDependencyError',
     'MissingLeaves',
@@ -96,6 +98,10 @@ class NoEffectWarning(T5CkptWarning):
 
 class CheckpointNotFoundError(T5CkptError, FileNotFoundError, ValueError):
     """No complete checkpoint where one was asked for."""
+
+
+class InvalidPathError(T5CkptError, ValueError):
+    """A path or URL that names nothing, or not for certain; nothing was asked or created."""
 
 
 class CheckpointExistsError(T5CkptError, FileExistsError):

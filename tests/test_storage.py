@@ -1,6 +1,8 @@
 """Every backend passes the conformance suite, looked at from outside."""
 
+import os
 import pathlib
+import urllib.parse
 import uuid
 
 import pytest
@@ -58,10 +60,106 @@ def test_unknown_schemes_are_refused():
         t5ckpt.Checkpointer({'x': 1}, checkpoints_dir='ftp://host/run')
 
 
-@pytest.mark.parametrize('url', ['gs:/bucket/run', 's3:/bucket/run', 'memory:/run', 'file:/tmp/run'])
-def test_a_slash_that_was_forgotten_makes_no_directory(url):
-    with pytest.raises(ValueError, match=f'write {url.replace(":/", "://")}'):
-        t5ckpt.Checkpointer({'x': 1}, checkpoints_dir=url)
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A current directory and a home, in which nothing may appear."""
+    home = tmp_path / 'home'
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.setenv('HOME', str(home))
+    return home
+
+
+PATHS = {
+    'gs:/bucket/run': 'write gs://bucket/run',
+    's3:/bucket/run': 'write s3://bucket/run',
+    'S3:bucket/run': 'write S3://bucket/run',
+    'memory:/run': 'write memory://run',
+    'gs:///run': 'no bucket in it',
+    's3://b/a/../c': 'Write s3://b/c$',
+    's3://b/./c/': 'Write s3://b/c$',
+    'gs://b//x': 'Write gs://b/x$',
+    'gs://b/a//x': 'Write gs://b/a/x$',
+    's3://../x': "no '.', '..' or empty",
+    'memory://a/../b': 'Write memory://a/b$',
+    'file://server/share/run': "'server' is another host",
+    'file:run': 'absolute path',
+    'file://run': 'absolute path',
+    'file:': 'absolute path',
+    'file:///tmp/100%/run': 'Write %25',
+    'file:///tmp/run?x=1': 'Write %3F',
+    'file:///tmp/run#1': 'Write %23',
+    'file:///tmp/a%00b': 'NUL',
+    'file:///tmp/a%FFb': 'not UTF-8',
+    'run\0': 'NUL',
+    'a/b\0/c': 'NUL',
+    b'run\0': 'NUL',
+    b'run-\xff': 'not UTF-8',
+    'run-\udcff': 'not UTF-8',
+    's3://bucket/\udcff': 'not UTF-8',
+    '~no-such-user/run': 'no home directory for ~no-such-user. Write ./~no-such-user/run',
+}
+
+
+@pytest.mark.parametrize(('path', 'words'), PATHS.items())
+def test_a_path_that_names_no_place_makes_nothing(elsewhere, path, words):
+    state = {'x': 1}
+    ways = [
+        lambda: t5ckpt.Checkpointer(state, checkpoints_dir=path),
+        lambda: t5ckpt.all_steps(path),
+        lambda: t5ckpt.open_checkpoint(path),
+        lambda: t5ckpt.open_run(path),
+        lambda: t5ckpt.verify(path),
+        lambda: t5ckpt.copy_checkpoint(path, elsewhere / 'copy'),
+        lambda: t5ckpt.pin_checkpoint(path),
+    ]
+    for way in ways:
+        with pytest.raises(errors.InvalidPathError, match=words):
+            way()
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_an_empty_path_is_not_the_current_directory(elsewhere):
+    for way in (t5ckpt.all_steps, t5ckpt.open_checkpoint, t5ckpt.open_run, t5ckpt.latest_step):
+        with pytest.raises(errors.InvalidPathError, match=r"Write '\.'"):
+            way('')
+
+
+def test_file_urls_are_those_of_rfc_8089(elsewhere, tmp_path):
+    root = tmp_path / 'a b' / 'r%n#?'
+    quoted = urllib.parse.quote(str(root))
+    state = {'x': 1}
+    t5ckpt.Checkpointer(state, checkpoints_dir=root).save(state, step=0)
+    for number, url in enumerate(
+        [
+            f'file:{quoted}',
+            f'file://{quoted}',
+            f'file://localhost{quoted}',
+            f'FILE://LocalHost{quoted}/',
+            str(root).encode(),
+            os.path.relpath(root),
+            pathlib.Path(f'file://{quoted}'),
+        ],
+        start=1,
+    ):
+        with t5ckpt.Checkpointer(state, checkpoints_dir=url) as ck:
+            assert ck.checkpoints_dir == str(root)
+            ck.save(state, step=number)
+        assert t5ckpt.all_steps(url) == list(range(number + 1))
+        assert t5ckpt.find_checkpoint(url, number) == f'{root}/checkpoint_{number}/checkpoint'
+    assert t5ckpt.find_checkpoint(f'file://localhost{quoted}/checkpoint_2') == f'{root}/checkpoint_2/checkpoint'
+    assert t5ckpt.find_checkpoint(f'file:{quoted}/checkpoint_2/checkpoint') == f'{root}/checkpoint_2/checkpoint'
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_tilde_is_the_home_directory_in_paths_alone(elsewhere):
+    state = {'x': 1}
+    t5ckpt.Checkpointer(state, checkpoints_dir='~/run').save(state, step=1)
+    assert t5ckpt.all_steps(pathlib.Path('~/run')) == [1]
+    assert t5ckpt.all_steps(elsewhere / 'run') == [1]
+    t5ckpt.Checkpointer(state, checkpoints_dir='./~').save(state, step=2)
+    assert t5ckpt.all_steps(elsewhere / '~') == [2]
+    assert t5ckpt.all_steps(f'file://{elsewhere}/~') == [2]
 
 
 def test_a_step_is_no_run(tmp_path):

@@ -13,11 +13,11 @@ import click
 from t5ckpt._text import printable
 from t5ckpt._version import __version__
 from t5ckpt.cli import VERBS
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, InvalidPathError, StorageError, T5CkptError
 
 __all__ = ['app', 'run']
 
-_UNREADABLE, _REFUSED, _INTERRUPTED = 3, 4, 130
+_USAGE, _UNREADABLE, _REFUSED, _INTERRUPTED = 2, 3, 4, 130
 
 
 class _Verbs(click.Group):
@@ -75,6 +75,8 @@ def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _code_of(error: T5CkptError) -> int:
+    if isinstance(error, InvalidPathError):
+        return _USAGE
     if isinstance(error, (CheckpointNotFoundError, FormatError)):
         return _UNREADABLE
     return _REFUSED if isinstance(error, StorageError) else 1

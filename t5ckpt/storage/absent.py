@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from t5ckpt.errors import InvalidPathError
 from t5ckpt.storage.base import Entry, Storage
 
 __all__ = ['AbsentStorage', 'require_directory']
 
 
 def require_directory(storage: Storage) -> None:
-    """Raises ValueError where no directory was given."""
+    """Raises InvalidPathError where no directory was given."""
     if isinstance(storage, AbsentStorage):
         storage.refuse()
 
@@ -28,7 +29,7 @@ class AbsentStorage(Storage):
 
     def refuse(self) -> NoReturn:
         """Raises the error of every operation."""
-        raise ValueError(
+        raise InvalidPathError(
             'checkpoints_dir is empty: this checkpointer can only restore(path=...). To save, to list steps and to '
             'restore a step, pass checkpoints_dir=, the directory of the run.'
         )

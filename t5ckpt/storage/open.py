@@ -2,26 +2,125 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.errors import UnsupportedFormatError
+from t5ckpt.errors import InvalidPathError, UnsupportedFormatError
 from t5ckpt.storage.absent import AbsentStorage
 from t5ckpt.storage.base import Storage
 
 __all__ = ['is_same_kind', 'open_storage', 'split_path']
 
-_SCHEMES = ('gs', 'memory', 's3')
-# One slash forgotten; who means a directory of that name writes './gs:'.
-_HALF_SCHEME = re.compile(r'(file|gs|memory|s3):/(?!/)(.*)', re.DOTALL)
-_SCHEME = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
+_BUCKETS = ('gs', 'memory', 's3')
+_URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
+# 'gs:x' and 'gs:/x': a slash was forgotten, or pathlib took one. A directory of that name is './gs:x'.
+_HALF_URL = re.compile(r'(gs|memory|s3):(?!//)/*(.*)', re.DOTALL | re.IGNORECASE)
+_FILE_URL = re.compile(r'file:(//(?P<host>[^/]*))?(?P<path>/.*)?', re.DOTALL | re.IGNORECASE)
+_BAD_ESCAPE = re.compile('%(?![0-9A-Fa-f]{2})')
 
 
-def _scheme(path: str) -> tuple[str, str]:
-    match = _SCHEME.fullmatch(path)
-    return ('file', path) if match is None else (match.group(1).lower(), match.group(2))
+@dataclasses.dataclass(frozen=True)
+class _Location:
+    """What a path or URL names.
+
+    Attributes:
+      scheme: 'file' for a path, a URL's in lower case.
+      bucket: the first component after it; '' for 'file'.
+      path: absolute for 'file', else the prefix in the bucket, without slashes around it.
+    """
+
+    scheme: str
+    bucket: str
+    path: str
+
+
+def _parse(path: str | bytes | os.PathLike[str]) -> _Location:
+    """What a path or URL names. Nothing is created and nothing asked.
+
+    Raises:
+      InvalidPathError: it names nothing, or not for certain.
+    """
+    given = os.fspath(path)
+    text = os.fsdecode(given) if isinstance(given, bytes) else given
+    _check_text(text)
+    if text.lower().startswith('file:'):
+        return _Location('file', '', _path_of_url(text))
+    half = _HALF_URL.fullmatch(text)
+    if half is not None:
+        raise InvalidPathError(f'{text}: write {half.group(1)}://{half.group(2)}, with two slashes.')
+    match = _URL.fullmatch(text)
+    if match is None:
+        return _Location('file', '', os.path.abspath(_with_home(text)))
+    scheme, rest = match.group(1).lower(), match.group(2)
+    bucket, _, prefix = rest.partition('/')
+    if scheme in _BUCKETS:
+        _check_key(text, scheme, bucket, prefix.rstrip('/'))
+    return _Location(scheme, bucket, prefix.strip('/'))
+
+
+def _check_text(text: str) -> None:
+    if not text:
+        raise InvalidPathError("The path is empty. Write '.' for the current directory.")
+    if '\0' in text:
+        raise InvalidPathError(f'{text!a}: a path has no NUL character in it. Remove it.')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidPathError(
+            f'{text!a}: the path is not UTF-8, and TensorStore accepts no other. Rename the directory, or make a '
+            'symbolic link to it.'
+        ) from None
+
+
+def _path_of_url(text: str) -> str:
+    """The path that a ``file:`` URL names, by RFC 8089."""
+    match = _FILE_URL.fullmatch(text)
+    path = None if match is None else match.group('path')
+    if match is None or path is None:
+        raise InvalidPathError(f'{text}: a file: URL has an absolute path. Write file:///directory, or the path alone.')
+    host = match.group('host')
+    if host and host.lower() != 'localhost':
+        raise InvalidPathError(
+            f'{text}: {host!r} is another host, and its files are not here. Write file:///{path.lstrip("/")} for a directory '
+            'of this machine.'
+        )
+    for character, code in (('?', '%3F'), ('#', '%23')):
+        if character in path:
+            raise InvalidPathError(
+                f'{text}: {character!r} ends the path of a URL. Write {code}, or the path without file:.'
+            )
+    if _BAD_ESCAPE.search(path):
+        raise InvalidPathError(f"{text}: '%' begins an escape such as %20. Write %25, or the path without file:.")
+    decoded = os.fsdecode(urllib.parse.unquote_to_bytes(path))
+    _check_text(decoded)
+    return os.path.abspath(decoded)
+
+
+def _with_home(text: str) -> str:
+    """The path with ``~`` and ``~user`` at its beginning replaced, as a shell does it."""
+    expanded = os.path.expanduser(text)
+    if expanded.startswith('~'):
+        name = expanded.partition('/')[0]
+        raise InvalidPathError(
+            f'{text}: there is no home directory for {name}. Write ./{text} for a directory of that name.'
+        )
+    return expanded
+
+
+def _check_key(text: str, scheme: str, bucket: str, prefix: str) -> None:
+    """Keys are no paths: no store resolves '..', and 'a//b' is another directory than 'a/b'."""
+    if not bucket:
+        raise InvalidPathError(f'{text}: no bucket in it; write {scheme}://bucket/directory.')
+    parts = prefix.split('/') if prefix else []
+    if bucket in ('.', '..') or not {'', '.', '..'}.isdisjoint(parts):
+        clean = os.path.normpath('/' + '/'.join(parts)).strip('/')
+        raise InvalidPathError(
+            f"{text}: a bucket has no '.', '..' or empty components. Write {scheme}://{'/'.join(filter(None, (bucket, clean)))}"
+        )
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -29,52 +128,43 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 
     A bucket has no parent: it comes back with the component ''.
     """
-    text = os.fspath(path).rstrip('/')
-    scheme, rest = _scheme(text)
-    if scheme == 'file' and '://' not in text:
-        parent, name = os.path.split(os.path.abspath(os.path.expanduser(text)))
-        return parent, name
-    if scheme != 'file' and '/' not in rest:
-        return text, ''
-    parent, _, name = rest.rpartition('/')
-    return f'{scheme}://{parent}', name
+    found = _parse(path)
+    if found.scheme == 'file':
+        return os.path.split(found.path)
+    root = f'{found.scheme}://{found.bucket}'
+    parent, _, name = found.path.rpartition('/')
+    return f'{root}/{parent}'.rstrip('/'), name
 
 
 def is_same_kind(path: str, storage: Storage) -> bool:
     """Whether a path or URL is on the same kind of storage; where no directory was given, any is."""
-    return isinstance(storage, AbsentStorage) or _scheme(path)[0] == _scheme(storage.url())[0]
+    return isinstance(storage, AbsentStorage) or _parse(path).scheme == _parse(storage.url()).scheme
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Opens the storage whose root is ``path``; nothing is created and nobody is asked.
 
     Args:
-      path: a directory, ``file://`` with an absolute path, ``gs://bucket/prefix``, ``s3://bucket/prefix`` or
-        ``memory://name/...``; a Storage is itself.
+      path: a directory, a ``file:`` URL, ``gs://bucket/prefix``, ``s3://bucket/prefix`` or ``memory://name/...``; a
+        Storage is itself.
       storage_options: see docs/storage.md; not with a Storage, which has its own.
 
     Raises:
+      InvalidPathError: the path or URL names nothing, or not for certain.
       UnsupportedFormatError: for a scheme that this version does not serve.
-      ValueError: an option that this kind of storage does not have, no bucket, or one slash where two belong.
+      ValueError: an option that this kind of storage does not have.
     """
     if isinstance(path, Storage):
         if storage_options:
             raise ValueError('storage_options: a Storage was opened with its own.')
         return path
-    text = os.fspath(path)
-    scheme, rest = _scheme(text)
-    half = _HALF_SCHEME.fullmatch(text)
-    if half is not None:
-        raise ValueError(f'{text}: write {half.group(1)}://{half.group(2)}, with two slashes.')
-    if scheme == 'file':
-        from t5ckpt.storage.file import FileStorage
-        from t5ckpt.storage.options import FileOptions, parse_options
+    found = _parse(path)
+    if found.scheme != 'file':
+        return _open_bucket(found.scheme, found.bucket, found.path, storage_options)
+    from t5ckpt.storage.file import FileStorage
+    from t5ckpt.storage.options import FileOptions, parse_options
 
-        return FileStorage(rest, parse_options(FileOptions, storage_options, text))
-    bucket, _, prefix = rest.strip('/').partition('/')
-    if scheme in _SCHEMES and not bucket:
-        raise ValueError(f'{text}: no bucket in it; write {scheme}://bucket/directory.')
-    return _open_bucket(scheme, bucket, prefix, storage_options)
+    return FileStorage(found.path, parse_options(FileOptions, storage_options, found.path))
 
 
 def _open_bucket(scheme: str, bucket: str, prefix: str, given: Mapping[str, Any] | None) -> Storage:
@@ -97,5 +187,5 @@ def _open_bucket(scheme: str, bucket: str, prefix: str, given: Mapping[str, Any]
             return MemoryStorage(bucket, prefix)
         case _:
             raise UnsupportedFormatError(
-                f'{path}: {scheme!r} is not served, only {sorted(["file", *_SCHEMES])}. Copy the checkpoint to a disk first.'
+                f'{path}: {scheme!r} is not served, only {sorted(["file", *_BUCKETS])}. Copy the checkpoint to a disk first.'
             )

@@ -347,6 +347,10 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock) -> str | None:
 
     Returns:
       The directory that is to be removed; None when a reader holds the step.
+
+    Raises:
+      CheckpointNotFoundError: it is gone; another process has deleted it.
+      StorageError: it could not be made invisible, and is there whole.
     """
     if step in held_steps(storage, clock):
         return None

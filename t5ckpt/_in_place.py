@@ -30,6 +30,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,7 @@ __all__ = [
 
 TAKE_OVER_SECONDS = 600.0
 _BEAT_SECONDS = 60.0
+_RIVAL_SECONDS, _RIVAL_POLL_SECONDS = 5.0, 0.1
 _log = logging.getLogger('t5ckpt')
 
 
@@ -223,12 +225,19 @@ def hide_in_place(storage: Storage, step: int, clock: Clock, is_wanted: Callable
       The directory that is to be removed, or None where it came back.
 
     Raises:
+      CheckpointNotFoundError: it is gone; another process has deleted it.
       StorageError: it is being written by somebody, or the store refused, and it is there whole.
     """
-    hold = _taken_for_removal(storage, step, clock)
     key = join(step_dir(step), MANIFEST)
+    hold = _taken_to_hide(storage, step, clock, key)
     try:
-        manifest = storage.read(key)
+        try:
+            manifest = storage.read(key)
+        except CheckpointNotFoundError:
+            # Its deleter may have been killed over it, so it is removed here, too.
+            remove_step(storage, step)
+            hold.release()
+            raise
         _delete_manifest(storage, key)
         comes_back = is_wanted()
         if comes_back:
@@ -251,7 +260,11 @@ def remove_in_place(storage: Storage, directory: str, clock: Clock) -> None:
     step = parse_step_dir(directory)
     if step is None or storage.is_file(join(directory, MANIFEST)):
         return
-    hold = _taken_for_removal(storage, step, clock)
+    try:
+        hold = take(storage, step, clock)
+    except AlreadyCommittedError:
+        # Another deleter or a sweep removes it.
+        return
     try:
         if not storage.is_file(join(directory, MANIFEST)):
             remove_step(storage, step)
@@ -261,11 +274,18 @@ def remove_in_place(storage: Storage, directory: str, clock: Clock) -> None:
     hold.release()
 
 
-def _taken_for_removal(storage: Storage, step: int, clock: Clock) -> Hold:
-    try:
-        return take(storage, step, clock)
-    except AlreadyCommittedError as error:
-        raise StorageError(errno.EBUSY, str(error)) from error
+def _taken_to_hide(storage: Storage, step: int, clock: Clock, key: str) -> Hold:
+    """The step, taken. Another deleter that has it is waited for, since it needs few requests to hide it."""
+    deadline = time.monotonic() + _RIVAL_SECONDS
+    while True:
+        try:
+            return take(storage, step, clock)
+        except AlreadyCommittedError as error:
+            if not storage.is_file(key):
+                raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
+            if time.monotonic() > deadline:
+                raise StorageError(errno.EBUSY, str(error)) from error
+            time.sleep(_RIVAL_POLL_SECONDS)
 
 
 def sweep_in_place(storage: Storage, clock: Clock, stale_after: float) -> list[str]:

@@ -16,7 +16,7 @@ from t5ckpt._commit import held_steps, hide_checkpoint, remove_hidden
 from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, step_dir
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
-from t5ckpt.errors import FormatError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
 from t5ckpt.policies import Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import Storage
@@ -96,6 +96,10 @@ class Retention:
                 continue
             try:
                 directory = hide_checkpoint(self._storage, decision.step, self._clock)
+            except CheckpointNotFoundError:
+                # Another process has deleted it: it is gone, as was wanted.
+                done.append(decision)
+                continue
             except T5CkptError as error:
                 _log.warning('t5ckpt: could not delete step %d: %s', decision.step, error)
                 continue

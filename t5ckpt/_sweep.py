@@ -14,7 +14,7 @@ from t5ckpt._in_place import sweep_in_place
 from t5ckpt._layout import SIDECAR, Leftover, deleted_dir, join, parse_leftover
 from t5ckpt._sidecar import decode_sidecar
 from t5ckpt._types import Clock
-from t5ckpt.errors import FormatError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.storage import Storage
 
 __all__ = ['STALE_AFTER_SECONDS', 'sweep']
@@ -39,6 +39,9 @@ def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECON
         try:
             if _sweep_one(storage, entry.name, leftover, clock() - stale_after):
                 removed.append(entry.name)
+        except CheckpointNotFoundError:
+            # Another sweep has removed it.
+            continue
         except T5CkptError as error:
             _log.warning('t5ckpt: could not sweep %s: %s', storage.url(entry.name), error)
     if removed:

@@ -116,6 +116,59 @@ def test_a_hold_that_comes_at_the_last_moment_brings_the_step_back(tmp_path):
     assert hide_checkpoint(storage, 0, time.time) is not None
 
 
+# --- two deleters ---------------------------------------------------------------------------------------------------
+
+
+def many_steps(place, count):
+    """A run of so many steps, copied from one."""
+    save(place, [0])
+    storage = open_storage(place)
+    files = [(key, storage.read(key)) for key, _ in storage.walk('checkpoint_0')]
+    # A manifest goes last.
+    files.sort(key=lambda file: file[0].endswith('/checkpoint'))
+    for step in range(1, count):
+        for key, data in files:
+            name = key.replace('checkpoint_0/', f'checkpoint_{step}/', 1)
+            storage.make_dir(name.rpartition('/')[0])
+            storage.write(name, data)
+    if not storage.renames:
+        t5ckpt.reindex_steps(place)
+
+
+@pytest.mark.parametrize('kind', ['file', 'gs', 's3'])
+def test_what_another_deleter_has_deleted_is_deleted(tmp_path, kind, request, caplog):
+    place, count = (tmp_path / 'run', 60) if kind == 'file' else (request.getfixturevalue(kind).url(), 12)
+    many_steps(place, count)
+    start = threading.Barrier(3)
+
+    def trainer():
+        retention = Retention(open_storage(place), KeepLatest(1), time.time)
+        start.wait()
+        retention.carry_out()
+        retention.wait()
+
+    threads = [threading.Thread(target=trainer) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert t5ckpt.all_steps(place) == [count - 1]
+    assert [record.getMessage() for record in caplog.records if record.levelname == 'WARNING'] == []
+    left = {key.partition('/')[0] for key, _ in open_storage(place).walk('')} - {'.t5ckpt'}
+    assert left == {f'checkpoint_{count - 1}'}
+
+
+@pytest.mark.multiprocess
+def test_two_prunes_at_once_both_succeed(tmp_path):
+    many_steps(tmp_path / 'run', 150)
+    words = [sys.executable, '-m', 't5ckpt', 'prune', tmp_path / 'run', '--keep', '1', '--yes']
+    running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in running:
+        output, complaints = process.communicate(timeout=60)
+        assert (process.returncode, complaints) == (0, ''), output
+    assert [path.name for path in (tmp_path / 'run').iterdir()] == ['checkpoint_149']
+
+
 # --- the evaluator ----------------------------------------------------------------------------------------------------
 
 

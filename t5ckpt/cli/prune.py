@@ -62,7 +62,8 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
         confirm(f'Delete {len(doomed)} of {len(plan)} steps?', yes)
         deleted = retention.carry_out()
         retention.wait()
-    failed = [] if dry_run else sorted(set(doomed) - {decision.step for decision in deleted})
+    # What another process has deleted meanwhile is gone, as was wanted.
+    failed = [] if dry_run or not doomed else sorted(set(doomed) & set(retention.steps()))
     if as_json:
         print_json(
             {

@@ -33,6 +33,8 @@ __all__ = ['FileStorage']
 
 # As many open files as TensorStore may hold; 32 keeps a disk busy and stays far from ulimit -n.
 _IO_CONCURRENCY = 32
+# Each attempt ends when the other process has removed something.
+_RIVAL_ATTEMPTS = 1000
 _VISIBLE = 'the rename is visible, but may be gone after a power cut'
 
 
@@ -65,6 +67,18 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
     return Entry(item.name, is_dir, 0 if is_dir else info.st_size, info.st_mtime)
 
 
+def _remove_tree(path: str) -> None:
+    """Removes a directory. What another process removes at the same time is gone, which is no failure."""
+    for left in range(_RIVAL_ATTEMPTS, -1, -1):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            if left == 0:
+                raise
+        if not os.path.lexists(path):
+            return
+
+
 class FileStorage(Storage):
     """A directory of a POSIX file system."""
 
@@ -75,7 +89,7 @@ class FileStorage(Storage):
     def __init__(self, root: str, options: FileOptions = FileOptions()):  # noqa: B008 - frozen
         """Takes any path; it need not exist."""
         self._options = options
-        self._root = os.path.abspath(os.path.expanduser(root))
+        self._root = os.path.abspath(root)
         self._context: ts.Context | None = None
 
     def _path(self, key: str) -> str:
@@ -305,8 +319,8 @@ class FileStorage(Storage):
         with foreign_errors(self.url(key)):
             if os.path.islink(path):
                 os.unlink(path)
-            elif os.path.lexists(path):
-                shutil.rmtree(path)
+            else:
+                _remove_tree(path)
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
         return {'driver': 'file', 'path': self._path(key).rstrip('/') + '/'}

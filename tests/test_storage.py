@@ -121,7 +121,7 @@ def test_a_path_that_names_no_place_makes_nothing(elsewhere, path, words):
 
 def test_an_empty_path_is_not_the_current_directory(elsewhere):
     for way in (t5ckpt.all_steps, t5ckpt.open_checkpoint, t5ckpt.open_run, t5ckpt.latest_step):
-        with pytest.raises(errors.InvalidPathError, match=r"Write '\.'"):
+        with pytest.raises(errors.InvalidPathError, match='is empty'):
             way('')
 
 

@@ -17,9 +17,9 @@ from t5ckpt._types import number
 __all__ = ['ByteBudget', 'bytes_of_gb']
 
 
-def bytes_of_gb(concurrent_gb: float) -> int:
+def bytes_of_gb(concurrent_gb: float, option: str = 'concurrent_gb') -> int:
     """The bytes of a budget that a user gives in gigabytes of 10^9 bytes."""
-    return max(1, int(number('concurrent_gb', concurrent_gb) * 10**9))
+    return max(1, int(number(option, concurrent_gb) * 10**9))
 
 
 class ByteBudget:

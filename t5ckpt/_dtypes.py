@@ -129,12 +129,13 @@ class Cast:
     """A cast of floating leaves that an option asks for.
 
     Attributes:
-      dtype: the dtype after the cast.
-      leaves: a pattern, matched with the whole names of leaves; None stands for the leaves under ``target`` and ``params``.
+      dtype: the dtype after the cast; None for that of the template.
+      leaves: a pattern, matched with the whole names of leaves; None stands for the leaves under ``target`` and ``params``, or
+        for all leaves where the dtype is the template's.
       option: the option that asks for the cast, for messages.
     """
 
-    dtype: np.dtype
+    dtype: np.dtype | None
     leaves: str | re.Pattern[str] | None = None
     option: str = 'save_dtype'
 
@@ -152,10 +153,20 @@ class Cast:
             raise ValueError(f'cast_leaves={leaves!r} has no effect without {option}. Pass the dtype, too, or neither.')
         return None if wanted is None else cls(wanted, leaves, option)
 
+    @classmethod
+    def to_template(cls, leaves: str | re.Pattern[str] | None, option: str) -> Cast:
+        """A cast to the dtypes of the template.
+
+        Raises:
+          ValueError: the pattern is not a regular expression.
+        """
+        check_patterns([] if leaves is None else [leaves], 'cast_leaves')
+        return cls(None, leaves, option)
+
     def touches(self, path: Path) -> bool:
         """Whether the cast is meant for the leaf, if it is floating."""
         if self.leaves is None:
-            return path[0] in _CAST_ROOTS
+            return self.dtype is None or path[0] in _CAST_ROOTS
         return re.fullmatch(self.leaves, leaf_name(path)) is not None
 
 
@@ -175,12 +186,12 @@ def check_cast(cast: Cast | None, dtypes: Mapping[Path, np.dtype | None]) -> Non
     Raises:
       UnmatchedPattern: naming the roots of the tree and the option that selects the leaves.
     """
-    if cast is None:
+    if cast is None or (cast.dtype is None and cast.leaves is None):
         return
     floating = [path for path, dtype in dtypes.items() if dtype is not None and kind(dtype) == 'float']
     if any(cast.touches(path) for path in floating):
         return
-    asked = f'{cast.option}={cast.dtype.name}'
+    asked = f'{cast.option}={"template" if cast.dtype is None else cast.dtype.name}'
     if not floating:
         raise UnmatchedPattern(f'{asked} casts floating leaves, and there are none. Leave {cast.option} out.')
     roots = root_names(floating)
@@ -193,12 +204,15 @@ def check_cast(cast: Cast | None, dtypes: Mapping[Path, np.dtype | None]) -> Non
     )
 
 
-def cast_dtype(path: Path, dtype: np.dtype, cast: Cast | None) -> np.dtype:
-    """The dtype of a leaf after a cast, which touches only floating leaves.
+def cast_dtype(path: Path, dtype: np.dtype, cast: Cast | None, template: np.dtype | None = None) -> np.dtype:
+    """The dtype of a leaf after a cast, which touches only floating leaves; ``template`` is the dtype of the leaf there.
 
     T5X casts every leaf of ``target``, integers too, which is how step counters inside models get lost.
     """
-    return cast.dtype if cast is not None and kind(dtype) == 'float' and cast.touches(path) else dtype
+    if cast is None or kind(dtype) != 'float' or not cast.touches(path):
+        return dtype
+    wanted = template if cast.dtype is None else cast.dtype
+    return dtype if wanted is None else wanted
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def in_parts(reads: Sequence[StoredRead], processes: int) -> tuple[list[StoredRe
 
 
 def _sharding_in_parts(read: StoredRead) -> Any:
-    sharding, shape = read.target.sharding, read.leaf.shape
+    sharding, shape = read.target.sharding, read.target.shape
     mesh = getattr(sharding, 'mesh', None)
     if mesh is None or read.target.kind != 'array' or read.leaf.array.nbytes < _MIN_BYTES:
         return None

@@ -20,6 +20,7 @@ from t5ckpt._leaves import Target, as_instance, base_number, narrowed
 from t5ckpt._plan_restore import InlineRead
 from t5ckpt._types import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
+from t5ckpt.planning.resizing import resized
 
 __all__ = ['aligned_empty', 'boxes_wanted', 'check_fit', 'is_on_cpu', 'place', 'place_value']
 
@@ -128,6 +129,8 @@ def place_value(read: InlineRead) -> Any:
     value = np.asarray(read.value)
     if value.dtype != read.dtype:
         value = value.astype(read.dtype)
+    if read.resizes:
+        value = resized(value, read.target.shape)
     if value.shape != read.target.shape:
         raise CorruptCheckpointError(f'{leaf_name(read.path)}: holds {value.shape}, says {read.target.shape}.')
     target = read.target

@@ -15,17 +15,19 @@ Rules, where T5X is silent or surprising:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from t5ckpt._dtypes import STORED_AS, Cast, cast_dtype, check_cast, dtype_from_name, kind, stored_dtype
-from t5ckpt._leaves import Empty, LeafTable, Target, as_instance, base_number, flatten_nested, narrowed
+from t5ckpt._leaves import Empty, LeafTable, Target, as_instance, flatten_nested, narrowed
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray, is_spec, parse_spec
 from t5ckpt._types import Path, leaf_name
-from t5ckpt.errors import CorruptCheckpointError, LeafProblem, UnsupportedLeafError, mismatch_error, near_names
+from t5ckpt.errors import CorruptCheckpointError, LeafProblem, mismatch_error, near_names
+from t5ckpt.planning.leaves import as_leaf, both_python_ints, describe, first_in, held, is_empty
+from t5ckpt.planning.resizing import Resize
 from t5ckpt.planning.sharding_check import ShardingCheck
 
 __all__ = [
@@ -63,22 +65,31 @@ class StoredLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class StoredRead:
-    """One array to read: ``dtype`` after the cast."""
+    """One array to read: ``dtype`` after the cast. The target's shape is another than the leaf's where it is resized."""
 
     path: Path
     leaf: StoredLeaf
     target: Target
     dtype: np.dtype
 
+    @property
+    def resizes(self) -> bool:
+        """Whether the values are padded or truncated."""
+        return self.target.shape != self.leaf.shape
+
 
 @dataclasses.dataclass(frozen=True)
 class InlineRead:
-    """One leaf that the manifest holds, or any array that a restore transform put there."""
+    """One leaf that the manifest holds, or any array that a restore transform put there.
+
+    ``resizes`` allows a value of another shape than the target's.
+    """
 
     path: Path
     value: Any
     target: Target
     dtype: np.dtype
+    resizes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +103,7 @@ class RestoreOptions:
         any uint32 array may be keys.
       lenient_keys: an array that is not in ``keys`` may be keys too, because a transform may have made it.
       strict: one of STRICTNESS.
+      resize: leaves that may be padded or truncated to the template's shape.
       places: whether leaves go to devices; a lazy restore leaves them where they are, so no sharding matters.
     """
 
@@ -101,6 +113,7 @@ class RestoreOptions:
     lenient_keys: bool = False
     strict: str = 'up_to_dtype'
     places: bool = True
+    resize: Resize = dataclasses.field(default_factory=lambda: Resize(None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +128,7 @@ class RestorePlan:
       ignored: leaves of the checkpoint that the model has no use for.
       skipped: leaves of the checkpoint where the model has ``...``, or below.
       notes: differences of dtype within a kind, for the log.
+      resized: leaves that are padded or truncated, with both shapes, for the log.
     """
 
     stored: tuple[StoredRead, ...]
@@ -124,6 +138,7 @@ class RestorePlan:
     ignored: tuple[Path, ...]
     skipped: tuple[Path, ...]
     notes: tuple[str, ...]
+    resized: tuple[str, ...]
 
 
 def checkpoint_leaves(state: Mapping[str, Any], version: int, facts: TreeFacts) -> LeafTable:
@@ -197,6 +212,7 @@ def plan_restore(
       UnmatchedPattern: the cast is meant for no leaf of the model.
     """
     check_cast(options.cast, {path: target.dtype for path, target in targets.items()})
+    options.resize.check(targets)
     matcher = _Matcher(leaves, targets, options)
     for path, target in targets.items():
         matcher.match(path, target)
@@ -211,6 +227,7 @@ def plan_restore(
         tuple(matcher.ignored),
         tuple(matcher.skipped),
         tuple(matcher.notes),
+        tuple(matcher.resized),
     )
 
 
@@ -225,6 +242,7 @@ class _Matcher:
         self._keys = options.keys
         self._lenient_keys = options.lenient_keys
         self._strict = options.strict
+        self._resize = options.resize
         self._shardings = ShardingCheck() if options.places else None
         self.stored: list[StoredRead] = []
         self.inline: list[InlineRead] = []
@@ -233,10 +251,11 @@ class _Matcher:
         self.ignored: list[Path] = []
         self.skipped: list[Path] = []
         self.notes: list[str] = []
+        self.resized: list[str] = []
         self.problems: list[LeafProblem] = []
 
     def match(self, path: Path, target: Target) -> None:
-        found = _as_leaf(path, self._leaves.get(path))
+        found = as_leaf(path, self._leaves.get(path))
         if target.sharding is not None and self._shardings is not None:
             wrong = self._shardings.problem(target)
             if wrong:
@@ -248,16 +267,27 @@ class _Matcher:
         elif found is None or isinstance(found, (Empty, str)):
             self._absent(path, target, found)
         elif self._fits(path, target, found):
-            dtype = cast_dtype(path, np.dtype(found.dtype), self._cast)
+            dtype = cast_dtype(path, np.dtype(found.dtype), self._cast, target.dtype)
             if isinstance(found, StoredLeaf):
                 self.stored.append(StoredRead(path, found, target, dtype))
             else:
-                self.inline.append(InlineRead(path, found, target, dtype))
+                self.inline.append(InlineRead(path, found, target, dtype, tuple(found.shape) != target.shape))
+
+    def _casts_from(self, source: str) -> bool:
+        """Whether leaves of a source are cast: those of ``fallback_state`` only to the template's dtypes."""
+        return self._cast is not None and (source == '' or self._cast.dtype is None)
+
+    def _resizes(self, name: str, shape: tuple[int, ...], target: Target) -> bool:
+        can = bool(self._resize) and target.kind == 'array' and len(shape) == len(target.shape)
+        if not can or not self._resize.covers(name):
+            return False
+        self.resized.append(f'{name}: {shape} to {target.shape}')
+        return True
 
     def _keep(self, path: Path, target: Target, found: Any) -> None:
         """An empty container or text of the model, which holds no array."""
         if hasattr(found, 'dtype') and target.kind == 'text':
-            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', _held(found), 'text'))
+            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', held(found), 'text'))
         elif target.kind == 'text' and not isinstance(found, str):
             self.notes.append(f"{leaf_name(path)}: no text in the checkpoint, the model's stays")
         is_text = isinstance(found, str) and target.kind == 'text'
@@ -279,18 +309,18 @@ class _Matcher:
         if self._fall_back(path, target, self._fallback.get(path)):
             return
         if path in self._leaves:
-            hint = f'The checkpoint holds {_held(found)} there.'
-            self.problems.append(LeafProblem(name, 'missing', '', _describe(target), hint))
+            hint = f'The checkpoint holds {held(found)} there.'
+            self.problems.append(LeafProblem(name, 'missing', '', describe(target), hint))
             return
         near = self._near(name, self._leaves, self._targets)
-        self.problems.append(LeafProblem(name, 'missing', '', _describe(target), near=near))
+        self.problems.append(LeafProblem(name, 'missing', '', describe(target), near=near))
 
     def _near(self, name: str, there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
         """Names there that are close and have no partner here; one that has is no leaf that was renamed."""
         if len(self.problems) >= _HINTED:
             return ()
         # An empty container is no leaf that could have another name.
-        names = (leaf_name(path) for path, other in there.items() if path not in here and not _is_empty(other))
+        names = (leaf_name(path) for path, other in there.items() if path not in here and not is_empty(other))
         return tuple(near_names(name, names))
 
     def _fits(self, path: Path, target: Target, found: Any, source: str = '') -> bool:
@@ -303,18 +333,18 @@ class _Matcher:
             model = f'PRNG keys of {target.impl}' if target.impl else wanted.name
             self.problems.append(LeafProblem(name, 'dtype', held, model))
             return False
-        if shape != target.shape:
+        if shape != target.shape and (source or not self._resizes(name, shape, target)):
             self.problems.append(LeafProblem(name, 'shape', f'{source}{shape}', str(target.shape)))
             return False
-        if dtype != wanted and kind(dtype) != kind(wanted) and not _both_python_ints(dtype, target):
+        if dtype != wanted and kind(dtype) != kind(wanted) and not both_python_ints(dtype, target):
             self.problems.append(LeafProblem(name, 'dtype', f'{source}{dtype.name}', wanted.name))
             return False
-        came = cast_dtype(path, dtype, self._cast) if source == '' else dtype
+        came = cast_dtype(path, dtype, self._cast, wanted) if self._casts_from(source) else dtype
         if self._strict == 'exact' and came != wanted and target.kind == 'array':
-            hint = "strict='exact' asks for the same; restore_dtype= casts."
+            hint = "strict='exact' asks for the same; restore_dtype='template' casts."
             self.problems.append(LeafProblem(name, 'dtype', f'{source}{came.name}', wanted.name, hint))
             return False
-        if dtype != wanted and target.kind == 'array' and not (target.device and narrowed(dtype) == wanted):
+        if came != wanted and target.kind == 'array' and not (target.device and narrowed(came) == wanted):
             self.notes.append(f'{name}: checkpoint {dtype.name}, model {wanted.name}')
         return True
 
@@ -326,7 +356,7 @@ class _Matcher:
         for path, found in self._leaves.items():
             if (path in self._targets and path not in places) or found is None or isinstance(found, Empty):
                 continue
-            above = _first_in(path, skips) if skips else None
+            above = first_in(path, skips) if skips else None
             if above is not None:
                 used.add(above)
                 self.skipped.append(path)
@@ -339,60 +369,9 @@ class _Matcher:
         self.notes += [f'{leaf_name(path)}: ... in the model, and nothing in the checkpoint' for path in skips - used]
 
     def _excess(self, path: Path, found: Any, places: Mapping[Path, str]) -> None:
-        name, above = leaf_name(path), _first_in(path, places)
+        name, above = leaf_name(path), first_in(path, places)
         near = self._near(name, self._targets, self._leaves)
         what = '' if above is None else 'None' if places[above] == 'none' else 'an empty container'
         where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
         hint = f'The model has {what} {where}.' if what else ''
-        self.problems.append(LeafProblem(name, 'unexpected', _held(found), what, hint, near))
-
-
-def _first_in(path: Path, places: Collection[Path]) -> Path | None:
-    """The path itself or the nearest to the root of what is above it, if it is one of these."""
-    return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in places), None)
-
-
-def _as_leaf(path: Path, found: Any) -> Any:
-    """A leaf of the checkpoint; a number that a transform put there as numpy.
-
-    Raises:
-      UnsupportedLeafError: a transform put something else there.
-    """
-    if found is None or isinstance(found, (Empty, str)) or (hasattr(found, 'shape') and hasattr(found, 'dtype')):
-        return found
-    if isinstance(found, (bool, int, float, complex)):
-        return np.asarray(found)
-    if found in ((), []):
-        return Empty(type(found).__name__)
-    raise UnsupportedLeafError(
-        f'{leaf_name(path)}: a state transformation put a {type(found).__name__} there. Give an array or a number.'
-    )
-
-
-def _both_python_ints(dtype: np.dtype, target: Target) -> bool:
-    """A Python int from 2^63 on is stored as uint64, and is a Python int again."""
-    is_int = target.kind == 'scalar' and target.python is not None and base_number(target.python) is int
-    return is_int and kind(dtype) in ('int', 'uint')
-
-
-def _held(found: Any) -> str:
-    """What the checkpoint holds at a leaf, for a message."""
-    if found is None or isinstance(found, Empty):
-        return 'None' if found is None else 'an empty container'
-    return (
-        f'{np.dtype(found.dtype).name} {tuple(found.shape)}'
-        if hasattr(found, 'dtype')
-        else 'text'
-        if isinstance(found, str)
-        else type(found).__name__
-    )
-
-
-def _describe(target: Target) -> str:
-    if target.kind == 'scalar' and target.python is not None:
-        return f'Python {target.python.__name__}'
-    return f'{"" if target.dtype is None else target.dtype.name} {target.shape}'.strip()
-
-
-def _is_empty(leaf: Any) -> bool:
-    return isinstance(leaf, Empty) or getattr(leaf, 'kind', '') == 'empty'
+        self.problems.append(LeafProblem(name, 'unexpected', held(found), what, hint, near))

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from t5ckpt._plan_restore import StoredRead
 from t5ckpt._reader import ArrayReader, start_read
 from t5ckpt._types import Path, Progress, leaf_name
 from t5ckpt.errors import T5CkptError
+from t5ckpt.planning.resizing import clipped
 from t5ckpt.storage import foreign_errors
 
 __all__ = ['read_arrays']
@@ -62,7 +63,7 @@ def read_arrays(
         if hosts is None:
             rest.append(read)
         else:
-            values[read.path] = place(hosts, read.target, read.leaf.shape, read.dtype, leaf_name(read.path))
+            values[read.path] = place(hosts, read.target, read.target.shape, read.dtype, leaf_name(read.path))
     report = _Report(sum(read.leaf.array.nbytes for read in reads), progress)
     report.add(report.total - sum(read.leaf.array.nbytes for read in rest))
     here = [read for read in rest if is_on_cpu(read.target)]
@@ -128,8 +129,8 @@ class _Flight:
             for number, read in enumerate(reads, ahead):
                 opened = opening.popleft()
                 opening.extend(self._open(other) for other in reads[number : number + 1])
-                boxes = boxes_wanted(read.target, read.leaf.shape)
-                size = sum(_box_size(box) for box in boxes) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
+                boxes = _source_boxes(read)
+                size = _bytes_in_flight(read, boxes)
                 self._admit(size)
                 try:
                     self._reading.append(self._start(read, opened, boxes, size))
@@ -197,7 +198,11 @@ class _Flight:
                     self._reader.wait(future)
         read = item.read
         hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
-        self._values[read.path] = placed = place(hosts, read.target, read.leaf.shape, read.dtype, leaf_name(read.path))
+        if read.resizes:
+            hosts = _padded(read, hosts)
+        self._values[read.path] = placed = place(
+            hosts, read.target, read.target.shape, read.dtype, leaf_name(read.path)
+        )
         self._reading.popleft()
         self._moving.append((None if is_on_cpu(read.target) else placed, item.size))
         if self._moving[-1][0] is None:
@@ -213,7 +218,35 @@ class _Flight:
 
 def _bytes_wanted(read: StoredRead) -> int:
     """What this process takes of a leaf."""
-    return sum(map(_box_size, boxes_wanted(read.target, read.leaf.shape))) * read.leaf.array.dtype.itemsize
+    return sum(map(_box_size, boxes_wanted(read.target, read.target.shape))) * read.leaf.array.dtype.itemsize
+
+
+def _source_boxes(read: StoredRead) -> list[Box]:
+    """The boxes of the stored array that this process needs."""
+    boxes = boxes_wanted(read.target, read.target.shape)
+    if not read.resizes:
+        return boxes
+    return [part for box in boxes if (part := clipped(box, read.leaf.shape)) is not None]
+
+
+def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
+    size = sum(map(_box_size, boxes)) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
+    return size + _bytes_wanted(read) if read.resizes else size
+
+
+def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.ndarray]:
+    """The buffers that the target wants, from those of the boxes that the stored array has."""
+    padded: dict[Box, np.ndarray] = {}
+    for box in boxes_wanted(read.target, read.target.shape):
+        part = clipped(box, read.leaf.shape)
+        if part == box:
+            padded[box] = hosts[box]
+            continue
+        padded[box] = _buffer(box, read.dtype)
+        padded[box][...] = 0
+        if part is not None:
+            padded[box][tuple(slice(0, stop - start) for start, stop in part)] = hosts[part]
+    return padded
 
 
 def _converts(read: StoredRead) -> bool:

@@ -218,7 +218,7 @@ class ArrayReader:
         array = read.leaf.array
         stored = array.dtype if array.bits_of is None else array.bits_of
         same_bits = read.dtype == read.leaf.dtype == stored
-        if self._mapper is None or not same_bits or not is_on_cpu(read.target):
+        if self._mapper is None or read.resizes or not same_bits or not is_on_cpu(read.target):
             return None
         boxes = boxes_wanted(read.target, read.leaf.shape)
         views = self._mapper.map_boxes(array, leaf_name(read.path), boxes)
@@ -239,6 +239,7 @@ class ReadOptions:
     verify: str = 'auto'
     follow_links: bool = False
     share_replicated: bool = False
+    budget_bytes: int = 4 * 10**9
 
     def __post_init__(self) -> None:
         if self.verify not in VERIFY_LEVELS:

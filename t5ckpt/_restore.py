@@ -15,7 +15,7 @@ import numpy as np
 
 from t5ckpt._budget import ByteBudget
 from t5ckpt._cached import reader_of
-from t5ckpt._dtypes import Cast
+from t5ckpt._dtypes import Cast, cast_dtype
 from t5ckpt._gather import completed, in_parts
 from t5ckpt._leaves import (
     Empty,
@@ -39,7 +39,8 @@ from t5ckpt._transform import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
 from t5ckpt.datasets import DatasetState, warn_of_unused
 from t5ckpt.errors import DisagreementError, RemoteError
-from t5ckpt.lazy import LazyArray
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.resizing import Resize, resized
 from t5ckpt.steps import Located, locate, locate_step
 from t5ckpt.storage import Storage, is_same_kind
 from t5ckpt.view import lazy_leaf
@@ -48,7 +49,6 @@ __all__ = ['RestoreRequest', 'fit_leaves', 'place_leaves', 'run_restore']
 
 _log = logging.getLogger('t5ckpt')
 _WIDE_BYTES = 8
-_IN_FLIGHT_BYTES = 4 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,7 @@ class RestoreRequest:
     fallback: Mapping[str, Any] | None
     lazy: bool
     cast: Cast | None
+    resize: Resize
     progress: Progress | None
     strict: str = 'up_to_dtype'
     donate: bool = False
@@ -115,16 +116,17 @@ def _read(
     # Where nobody has noted them, or the note is lost, any uint32 array may be keys.
     known = contents.sidecar.extra and contents.sidecar.extra.get('facts') != 'unknown'
     keys = facts.keys if known else None
-    options = RestoreOptions(request.cast, fallback, keys, bool(request.fns), request.strict, not request.lazy)
+    options = RestoreOptions(
+        request.cast,
+        fallback,
+        keys,
+        lenient_keys=bool(request.fns),
+        strict=request.strict,
+        places=not request.lazy,
+        resize=request.resize,
+    )
     plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
-    if plan.notes:
-        more = f' and {len(plan.notes) - 5} more' if len(plan.notes) > 5 else ''
-        text = 't5ckpt: restored as in the checkpoint (restore_dtype casts): %s%s'
-        _log.warning(text, '; '.join(plan.notes[:5]), more)
-    if plan.ignored:
-        _log.info('t5ckpt: left out, the model has no use for it: %s', _listed(plan.ignored))
-    if plan.skipped:
-        _log.info('t5ckpt: left out, the model has ... there: %s', _listed(plan.skipped))
+    _log_plan(plan, request)
     _warn_if_narrowed(plan)
     if not request.meeting.is_alone and not request.lazy:
         _warn_if_local(plan)
@@ -134,10 +136,29 @@ def _read(
         _free(view.table, [fallback[path] for path in plan.fallback])
     with still_there(located):
         values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, wanted)
-    values |= {path: _fallback_value(path, fallback[path], view, state, partitioner) for path in plan.fallback}
+    values |= {
+        path: _fallback_value(request, path, fallback[path], (view, state, partitioner)) for path in plan.fallback
+    }
     if not request.leaves_iterator:
         _move_iterator(request, reader, located, dataset)
     return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
+
+
+def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
+    """Says what comes back otherwise than it was saved, and what does not come back."""
+    if plan.notes:
+        more = f' and {len(plan.notes) - 5} more' if len(plan.notes) > 5 else ''
+        text = 't5ckpt: restored as in the checkpoint (restore_dtype casts): %s%s'
+        _log.warning(text, '; '.join(plan.notes[:5]), more)
+    if plan.resized:
+        more = f' and {len(plan.resized) - 20} more' if len(plan.resized) > 20 else ''
+        _log.warning('t5ckpt: padded with zeros or truncated: %s%s', '; '.join(plan.resized[:20]), more)
+    elif request.resize:
+        _log.info('t5ckpt: resize=%r: every leaf has the shape of the model', request.resize.patterns)
+    if plan.ignored:
+        _log.info('t5ckpt: left out, the model has no use for it: %s', _listed(plan.ignored))
+    if plan.skipped:
+        _log.info('t5ckpt: left out, the model has ... there: %s', _listed(plan.skipped))
 
 
 def _listed(paths: Sequence[Path]) -> str:
@@ -302,23 +323,36 @@ def _values(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest, wan
     values: LeafTable = {read.path: place_value(read) for read in plan.inline}
     reads, split = in_parts(plan.stored, request.meeting.processes.count if request.reading.share_replicated else 1)
     wanted |= split
-    return values | read_arrays(reader, reads, ByteBudget(_IN_FLIGHT_BYTES), request.progress)
+    budget = ByteBudget(request.reading.budget_bytes)
+    values |= read_arrays(reader, reads, budget, request.progress)
+    _log.info('t5ckpt: read %d arrays, at most %d bytes of them in flight at once', len(reads), budget.peak)
+    return values
 
 
 def _lazy_values(reader: ArrayReader, plan: RestorePlan) -> LeafTable:
     values: LeafTable = {
-        read.path: place_value(read)
-        if read.target.kind == 'scalar'
-        else lazy_leaf(reader, read.value, leaf_name(read.path), read.dtype)
+        read.path: place_value(read) if read.target.kind == 'scalar' else _lazy(reader, read, read.value)
         for read in plan.inline
     }
-    return values | {read.path: lazy_leaf(reader, read.leaf, leaf_name(read.path), read.dtype) for read in plan.stored}
+    return values | {read.path: _lazy(reader, read, read.leaf) for read in plan.stored}
 
 
-def _fallback_value(path: Path, value: Any, view: StateView, state: Any, partitioner: Partitioner | None) -> Any:
+def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> LazyArray:
+    found = lazy_leaf(reader, leaf, leaf_name(read.path), read.dtype)
+    shape = read.target.shape
+    return LazyThreadPoolArray(shape, read.dtype, lambda: resized(found.get(), shape)) if read.resizes else found
+
+
+def _fallback_value(
+    request: RestoreRequest, path: Path, value: Any, model: tuple[StateView, Any, Partitioner | None]
+) -> Any:
     """A fallback value where the model wants it; jax.Arrays stay where they are."""
-    if is_jax_array(value):
-        return value
+    view, state, partitioner = model
     target = _targets(StateView({path: view.table[path]}, view.rebuild), state, partitioner)[path]
-    array = np.asarray(value.get() if isinstance(value, LazyArray) else value)
-    return place_value(InlineRead(path, array, target, array.dtype))
+    to_template = request.cast is not None and request.cast.dtype is None
+    array = value if is_jax_array(value) else np.asarray(value.get() if isinstance(value, LazyArray) else value)
+    casts = to_template and isinstance(array.dtype, np.dtype)
+    dtype = cast_dtype(path, array.dtype, request.cast, target.dtype) if casts else array.dtype
+    if is_jax_array(array):
+        return array if array.dtype == dtype else array.astype(dtype)
+    return place_value(InlineRead(path, array, target, dtype))

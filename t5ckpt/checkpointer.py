@@ -46,6 +46,7 @@ from t5ckpt._types import (
 )
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import ClosedError
+from t5ckpt.planning.resizing import Resize
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.steps import open_run_storage
@@ -66,8 +67,10 @@ class Checkpointer(FromTensorFlow):
       dataset_iterator: whose position is saved, too: tf.data's, Grain's, torch's; see docs/data-iterators.md.
       keep: how many of the latest checkpoints stay; at least 1; None keeps all.
       save_dtype: floating leaves of ``target`` and ``params`` are cast to it on save; None casts nothing.
-      restore_dtype: the same on restore.
+      restore_dtype: the same on restore; 'template' gives every floating leaf the dtype that it has in ``train_state``.
       cast_leaves: a pattern for the whole names of the leaves that both cast instead, such as ``'model/.*'``.
+      restore_concurrent_gb: gigabytes (10^9 bytes) of host memory that a restore reads into before it reaches the devices; a
+        larger leaf is read alone.
       keep_dataset_checkpoints: how many of the latest checkpoints keep their iterator state; None keeps all.
       keep_policy: decides instead of ``keep``, see ``policies.py``.
       metric_source: where a keep policy finds metrics that were not given to save, such as TensorBoardMetrics.
@@ -104,6 +107,7 @@ class Checkpointer(FromTensorFlow):
         save_dtype: Any = None,
         restore_dtype: Any = None,
         cast_leaves: str | re.Pattern[str] | None = None,
+        restore_concurrent_gb: float = 4,
         keep_dataset_checkpoints: int | None = None,
         keep_policy: KeepPolicy | None = None,
         metric_source: MetricSource | None = None,
@@ -146,7 +150,9 @@ class Checkpointer(FromTensorFlow):
         if save_dtype is None and restore_dtype is None:
             Cast.of(None, cast_leaves, 'save_dtype or restore_dtype')
         cast = _cast(save_dtype, cast_leaves, 'save_dtype')
-        self.restore_dtype = floating_dtype(restore_dtype, 'restore_dtype')
+        self.restore_dtype = (
+            restore_dtype if _is_template(restore_dtype) else floating_dtype(restore_dtype, 'restore_dtype')
+        )
         self._cast_leaves = cast_leaves
         self._restore_cast()
         self._train_state = train_state
@@ -162,7 +168,9 @@ class Checkpointer(FromTensorFlow):
         self._policy_of_keep = _latest if keep_policy is None else None
         self._staging = staging
         self._reuse = Reuse() if reuse_unchanged and self._storage.links else None
-        self._reading = ReadOptions(mmap, verify, follow_links, share_replicated)
+        self._reading = ReadOptions(
+            mmap, verify, follow_links, share_replicated, bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
+        )
         self._progress = progress
         self._clock = clock
         self._meetings = Meetings(self._storage, processes, number('process_timeout', process_timeout))
@@ -385,6 +393,7 @@ class Checkpointer(FromTensorFlow):
         strict: str = 'up_to_dtype',
         donate: bool = False,
         restore_iterator: bool = True,
+        resize: str | Sequence[str] | None = None,
     ) -> Any:
         """Restores a train state of the constructor's structure.
 
@@ -400,6 +409,9 @@ class Checkpointer(FromTensorFlow):
           donate: frees the arrays of the constructor's state before reading, so that memory need not hold two states.
             Only when the checkpoint fits, but an error while reading leaves them freed.
           restore_iterator: whether the data iterator, if there is one, takes its position from the checkpoint.
+          resize: patterns for whole names of leaves. Where the shape of such a leaf is not that of the model, the values keep
+            their indices: a larger dimension of the model is padded with zeros, a smaller one is truncated. The log names
+            each leaf.
 
         Returns:
           A new state; the constructor's is untouched, unless ``donate``.
@@ -426,6 +438,7 @@ class Checkpointer(FromTensorFlow):
             fallback=fallback_state,
             lazy=lazy_parameters,
             cast=self._restore_cast(),
+            resize=Resize(resize),
             progress=self._progress,
             strict=strict,
             donate=donate,
@@ -436,6 +449,8 @@ class Checkpointer(FromTensorFlow):
 
     def _restore_cast(self) -> Cast | None:
         # ``restore_dtype`` may have been set since, as in T5X.
+        if _is_template(self.restore_dtype):
+            return Cast.to_template(self._cast_leaves, 'restore_dtype')
         return _cast(self.restore_dtype, self._cast_leaves, 'restore_dtype')
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -463,3 +478,7 @@ def _latest(keep: int | None) -> KeepPolicy:
 
 def _dataset_count(keep: int | None) -> int | None:
     return None if keep is None else integer('keep_dataset_checkpoints', keep, 1, 'None keeps all.')
+
+
+def _is_template(restore_dtype: Any) -> bool:
+    return isinstance(restore_dtype, str) and restore_dtype == 'template'

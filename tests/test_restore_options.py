@@ -129,3 +129,144 @@ def test_an_ellipsis_for_what_is_not_there_is_logged(tmp_path, caplog):
 def test_an_ellipsis_is_not_saved(tmp_path):
     with pytest.raises(UnsupportedLeafError, match=r'b: is \.\.\., which stands for a leaf that a restore left out'):
         save(tmp_path, {'a': 1, 'b': ...})
+
+
+# --- dtypes of the template -------------------------------------------------------------------------------------------
+
+
+def test_floating_leaves_in_the_dtype_of_the_template(tmp_path, caplog):
+    state = {
+        'model': {'w': jnp.arange(4096.0), 'b': jnp.arange(3.0), 'n': jnp.arange(3)},
+        'mu': jnp.ones(2, jnp.bfloat16),
+        'lr': 0.5,
+    }
+    save(tmp_path, state, inline_bytes=64)
+    template = {
+        'model': {
+            'w': sharded((4096,), 'x', dtype=jnp.bfloat16),
+            'b': np.zeros(3, np.float16),
+            'n': jnp.zeros(3, jnp.int32),
+        },
+        'mu': jnp.ones(2),
+        'lr': 0.0,
+        'new': jnp.zeros(2, jnp.bfloat16),
+        'host': np.zeros(2, np.float16),
+    }
+    options = {'restore_dtype': 'template'}
+    fallback = {'new': jnp.ones(2), 'host': np.ones(2, np.float32)}
+    for lazy in (False, True):
+        restored = restore(
+            tmp_path, template, options=options, fallback_state=fallback, lazy_parameters=lazy, strict='exact'
+        )
+        dtypes = jax.tree.map(lambda leaf: str(leaf.dtype) if hasattr(leaf, 'dtype') else type(leaf), restored)
+        assert dtypes == {
+            'model': {'w': 'bfloat16', 'b': 'float16', 'n': 'int32'},
+            'mu': 'float32',
+            'lr': float,
+            'new': 'bfloat16',
+            'host': 'float16',
+        }
+        np.testing.assert_array_equal(np.asarray(restored['model']['w']), np.arange(4096.0, dtype=jnp.bfloat16))
+    assert 'restored as in the checkpoint' not in caplog.text
+
+
+def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path):
+    save(tmp_path, {'w': jnp.ones(4)})
+    with Checkpointer({'w': jnp.ones(4, jnp.bfloat16)}, checkpoints_dir=tmp_path) as checkpointer:
+        assert checkpointer.restore()['w'].dtype == jnp.float32
+        checkpointer.restore_dtype = 'template'
+        assert checkpointer.restore()['w'].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match='restore_dtype'):
+        Checkpointer({'w': jnp.ones(4)}, checkpoints_dir=tmp_path, restore_dtype='model')
+
+
+# --- host memory in flight --------------------------------------------------------------------------------------------
+
+
+def peak(caplog):
+    record = next(record for record in reversed(caplog.records) if 'in flight at once' in record.msg)
+    return record.args[1]
+
+
+@pytest.mark.parametrize('compression', [None, 'zstd'])
+def test_a_restore_keeps_within_its_bytes(tmp_path, caplog, compression):
+    caplog.set_level(logging.INFO, 't5ckpt')
+    state = {f'w{i}': np.full(50_000, i, np.float32) for i in range(20)}
+    save(tmp_path, state, compression=compression)
+    template = {name: sharded((50_000,), 'x') for name in state}
+    restore(tmp_path, template)
+    assert peak(caplog) == 20 * 200_000
+    restored = restore(tmp_path, template, options={'restore_concurrent_gb': 0.0005})
+    assert peak(caplog) == 2 * 200_000
+    # A leaf that is larger than all of it is read alone.
+    restore(tmp_path, template, options={'restore_concurrent_gb': 0.0001})
+    assert peak(caplog) == 200_000
+    assert all((restored[name] == state[name]).all() for name in state)
+    with pytest.raises(ValueError, match='restore_concurrent_gb'):
+        Checkpointer(template, checkpoints_dir=tmp_path, restore_concurrent_gb=0)
+
+
+# --- other sizes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'options', [{'inline_bytes': 0}, {}, {'compression': 'zstd', 'inline_bytes': 0}, {'chunk_bytes': 60}]
+)
+@pytest.mark.parametrize('shape', [(8, 12), (4, 4), (12, 3), (20, 20)])
+def test_padded_and_truncated_as_jax_does(tmp_path, options, shape, caplog):
+    values = np.arange(10 * 8, dtype=np.float32).reshape(10, 8) + 1
+    save(tmp_path, {'emb': values, 'w': np.ones(3)}, **options)
+    expected = np.zeros(shape, np.float32)
+    rows, columns = min(10, shape[0]), min(8, shape[1])
+    expected[:rows, :columns] = values[:rows, :columns]
+    w = np.zeros(3)
+    for leaf in (np.zeros(shape, np.float32), sharded(shape, 'x'), jnp.zeros(shape)):
+        for lazy in (False, True):
+            restored = restore(tmp_path, {'emb': leaf, 'w': w}, resize='em.', lazy_parameters=lazy)
+            assert restored['emb'].shape == shape
+            np.testing.assert_array_equal(np.asarray(restored['emb']), expected)
+    assert f'padded with zeros or truncated: emb: (10, 8) to {shape}' in caplog.text
+
+
+def test_a_resize_with_a_cast_and_a_map(tmp_path):
+    save(tmp_path, {'emb': np.arange(40, dtype=np.float32).reshape(10, 4)}, inline_bytes=0)
+    options = {'restore_dtype': 'template', 'mmap': True}
+    restored = restore(tmp_path, {'emb': sharded((12, 4), 'x', dtype=jnp.bfloat16)}, resize=['emb'], options=options)[
+        'emb'
+    ]
+    assert restored.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(restored[:10], np.float32), np.arange(40).reshape(10, 4))
+    assert not restored[10:].any()
+
+
+def test_nothing_is_resized_unasked(tmp_path, caplog):
+    save(tmp_path, {'a': np.ones((4, 4)), 'b': np.ones((4, 4))})
+    template = {'a': np.ones((5, 4)), 'b': np.ones((5, 4))}
+    with pytest.raises(t5ckpt.errors.ShapeMismatch) as caught:
+        restore(tmp_path, template, resize='a')
+    assert [problem.leaf for problem in caught.value.problems] == ['b']
+    with pytest.raises(t5ckpt.errors.ShapeMismatch):
+        restore(tmp_path, {'a': np.ones((4, 4, 1)), 'b': np.ones((4, 4))}, resize='a')
+    with pytest.raises(ValueError, match="resize='c' names no leaf of the model, which has a, b"):
+        restore(tmp_path, template, resize=['a', 'c'])
+    caplog.set_level(logging.INFO, 't5ckpt')
+    restore(tmp_path, {'a': np.ones((4, 4)), 'b': np.ones((4, 4))}, resize='a')
+    assert 'every leaf has the shape of the model' in caplog.text
+
+
+def test_only_what_is_in_both_is_read(tmp_path):
+    """Rows that the template lacks may be gone, and rows that the checkpoint lacks are asked of nobody."""
+    save(tmp_path, {'w': np.arange(64, dtype=np.float32).reshape(16, 4)}, inline_bytes=0, chunk_bytes=4 * 4 * 4)
+    for chunk in ('2.0', '3.0'):
+        (tmp_path / 'checkpoint_1' / 'w' / chunk).unlink()
+    restored = restore(tmp_path, {'w': sharded((8, 4), 'x')}, resize='w')
+    np.testing.assert_array_equal(restored['w'], np.arange(32.0).reshape(8, 4))
+
+
+def test_a_pattern_for_the_dtypes_of_the_template(tmp_path):
+    save(tmp_path, {'a': jnp.ones(4), 'b': jnp.ones(4)})
+    template = {'a': jnp.ones(4, jnp.bfloat16), 'b': jnp.ones(4, jnp.bfloat16)}
+    restored = restore(tmp_path, template, options={'restore_dtype': 'template', 'cast_leaves': 'a'})
+    assert (restored['a'].dtype, restored['b'].dtype) == (jnp.bfloat16, jnp.float32)
+    with pytest.raises(ValueError, match='restore_dtype=template would cast nothing'):
+        restore(tmp_path, template, options={'restore_dtype': 'template', 'cast_leaves': 'c'})

@@ -1,0 +1,68 @@
+"""Leaves of a checkpoint and of a template, compared and described for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._dtypes import kind
+from t5ckpt._leaves import Empty, Target, base_number
+from t5ckpt._types import Path, leaf_name
+from t5ckpt.errors import UnsupportedLeafError
+
+__all__ = ['as_leaf', 'both_python_ints', 'describe', 'first_in', 'held', 'is_empty']
+
+
+def as_leaf(path: Path, found: Any) -> Any:
+    """A leaf of the checkpoint; a number that a transform put there as numpy.
+
+    Raises:
+      UnsupportedLeafError: a transform put something else there.
+    """
+    if found is None or isinstance(found, (Empty, str)) or (hasattr(found, 'shape') and hasattr(found, 'dtype')):
+        return found
+    if isinstance(found, (bool, int, float, complex)):
+        return np.asarray(found)
+    if found in ((), []):
+        return Empty(type(found).__name__)
+    raise UnsupportedLeafError(
+        f'{leaf_name(path)}: a state transformation put a {type(found).__name__} there. Give an array or a number.'
+    )
+
+
+def both_python_ints(dtype: np.dtype, target: Target) -> bool:
+    """A Python int from 2^63 on is stored as uint64, and is a Python int again."""
+    is_int = target.kind == 'scalar' and target.python is not None and base_number(target.python) is int
+    return is_int and kind(dtype) in ('int', 'uint')
+
+
+def held(found: Any) -> str:
+    """What the checkpoint holds at a leaf, for a message."""
+    if found is None or isinstance(found, Empty):
+        return 'None' if found is None else 'an empty container'
+    return (
+        f'{np.dtype(found.dtype).name} {tuple(found.shape)}'
+        if hasattr(found, 'dtype')
+        else 'text'
+        if isinstance(found, str)
+        else type(found).__name__
+    )
+
+
+def describe(target: Target) -> str:
+    """What the template has at a leaf, for a message."""
+    if target.kind == 'scalar' and target.python is not None:
+        return f'Python {target.python.__name__}'
+    return f'{"" if target.dtype is None else target.dtype.name} {target.shape}'.strip()
+
+
+def is_empty(leaf: Any) -> bool:
+    """Whether a leaf of a checkpoint or of a template is an empty container."""
+    return isinstance(leaf, Empty) or getattr(leaf, 'kind', '') == 'empty'
+
+
+def first_in(path: Path, places: Collection[Path]) -> Path | None:
+    """The path itself or the nearest to the root of what is above it, if it is one of these."""
+    return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in places), None)

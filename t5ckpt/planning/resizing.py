@@ -1,0 +1,67 @@
+"""Leaves that are padded with zeros or truncated to the shape of the template, because the caller asked for it.
+
+As in JAX and Orbax, the values keep their indices: what both shapes have in common is copied, the rest of a larger template is
+zero, and the rest of a larger checkpoint is not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from t5ckpt._chunks import Box
+from t5ckpt._types import Path, check_patterns, leaf_name
+
+__all__ = ['Resize', 'clipped', 'resized']
+
+
+class Resize:
+    """Which leaves may be resized."""
+
+    def __init__(self, patterns: str | Sequence[str] | None):
+        """Takes regular expressions for the whole names of leaves.
+
+        Raises:
+          ValueError: one of them is not a regular expression.
+        """
+        self.patterns = () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        check_patterns(self.patterns, 'resize')
+
+    def __bool__(self) -> bool:
+        return bool(self.patterns)
+
+    def covers(self, name: str) -> bool:
+        """Whether a leaf of this name may be resized."""
+        return any(re.fullmatch(pattern, name) for pattern in self.patterns)
+
+    def check(self, paths: Iterable[Path]) -> None:
+        """Raises for a pattern that names no leaf.
+
+        Raises:
+          ValueError: with the pattern and some of the names.
+        """
+        names = [leaf_name(path) for path in paths] if self else []
+        for pattern in self.patterns:
+            if not any(re.fullmatch(pattern, name) for name in names):
+                raise ValueError(
+                    f'resize={pattern!r} names no leaf of the model, which has {", ".join(names[:3])}, ... Patterns are matched '
+                    'with whole names.'
+                )
+
+
+def clipped(box: Box, shape: Sequence[int]) -> Box | None:
+    """The part of a box that lies inside an array of this shape; None where nothing does."""
+    part = tuple((start, min(stop, size)) for (start, stop), size in zip(box, shape, strict=True))
+    if part == box:
+        return box
+    return None if any(start >= stop for start, stop in part) else part
+
+
+def resized(values: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """An array of another shape with the same values at the indices that both have, and zeros elsewhere."""
+    out = np.zeros(shape, values.dtype)
+    common = tuple(slice(0, min(a, b)) for a, b in zip(values.shape, shape, strict=True))
+    out[common] = values[common]
+    return out

@@ -18,7 +18,7 @@ from t5ckpt._chunks import boxes_of_grid, whole_box
 from t5ckpt._digest import digest
 from t5ckpt._layout import join
 from t5ckpt._leaves import LeafTable
-from t5ckpt._open import Contents, leaves_of, ledger_of
+from t5ckpt._open import Contents, Identity, leaves_of, ledger_of
 from t5ckpt._plan import ArrayWrite, Piece
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
@@ -44,6 +44,7 @@ class Lender:
     reader: ArrayReader
     scanner: Scanner
     digests: Mapping[str, tuple[int, str]]
+    identity: Identity
 
     @classmethod
     def open(cls, contents: Contents) -> Lender:
@@ -51,10 +52,9 @@ class Lender:
         located = contents.located
         ledger = ledger_of(located) if contents.ledger is None else contents.ledger
         # What is read to be cast or averaged is compared, too.
-        reader = ArrayReader(located.storage, located.directory, ledger=ledger)
-        return cls(
-            located.storage, located.directory, reader, Scanner(located.storage, located.directory), ledger or {}
-        )
+        reader = ArrayReader(located, ledger=ledger, identity=contents.identity)
+        scanner = Scanner(located.storage, located.directory)
+        return cls(located.storage, located.directory, reader, scanner, ledger or {}, contents.identity)
 
 
 class BorrowedArray(LazyThreadPoolArray):
@@ -140,27 +140,31 @@ def take_files(leaf: BorrowedArray, write: ArrayWrite, storage: Storage, directo
     """Links or copies the files of an array into ``directory``; returns their sizes and digests.
 
     Raises:
+      CheckpointNotFoundError: the checkpoint was deleted or saved anew meanwhile.
       CorruptCheckpointError: a file is gone, or not what was once written.
       UnsafeSpecError: it is a symbolic link that leads out of the checkpoint.
     """
     lender, held = leaf.lender, leaf.leaf.array.location
     entries: dict[str, tuple[int, str]] = {}
-    for name in files_of(write, True):
-        old = join(held, name.rpartition('/')[2])
-        source, target = join(lender.directory, old), join(directory, name)
-        try:
-            data = lender.scanner.read(old)
-        except UnsafeSpecError:
-            raise
-        except T5CkptError as error:
-            raise _damaged(leaf, write, old, 'cannot be read') from error
-        entry = len(data), digest(data)
-        if lender.digests.get(old, entry) != entry:
-            raise _damaged(leaf, write, old, 'is not what its checksum says')
-        if not storage.link_from(lender.storage, source, target):
-            storage.make_dir(join(directory, write.array.location))
-            storage.write(target, data)
-        entries[name] = entry
+    # What is compared with a checksum needs no other look.
+    identity = lender.identity
+    with identity.told() if lender.digests else identity.reading():
+        for name in files_of(write, True):
+            old = join(held, name.rpartition('/')[2])
+            source, target = join(lender.directory, old), join(directory, name)
+            try:
+                data = lender.scanner.read(old)
+            except UnsafeSpecError:
+                raise
+            except T5CkptError as error:
+                raise _damaged(leaf, write, old, 'cannot be read') from error
+            entry = len(data), digest(data)
+            if lender.digests.get(old, entry) != entry:
+                raise _damaged(leaf, write, old, 'is not what its checksum says')
+            if not storage.link_from(lender.storage, source, target):
+                storage.make_dir(join(directory, write.array.location))
+                storage.write(target, data)
+            entries[name] = entry
     return entries
 
 

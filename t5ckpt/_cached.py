@@ -42,25 +42,27 @@ _Part = tuple[int, slice, slice]
 class CachedReader(ArrayReader):
     """An ArrayReader that keeps what it fetched. Safe from any thread."""
 
-    def __init__(self, storage: BucketStorage, directory: str, ledger: Ledger | None, *, checks: bool):
-        """Takes the checkpoint's directory and what it lists, if anything; with ``checks`` nothing else is accepted."""
-        super().__init__(storage, directory, ledger=ledger if checks else None)
+    def __init__(self, contents: Contents, storage: BucketStorage, *, checks: bool):
+        """Takes a checkpoint in this storage; with ``checks`` nothing but what it lists is accepted."""
+        super().__init__(contents.located, ledger=contents.ledger if checks else None, identity=contents.identity)
         self._bucket = storage
-        self._base = directory
-        self._ledger = ledger or {}
+        self._base = contents.located.directory
+        self._ledger: Ledger = contents.ledger or {}
         self._memory = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
 
-    def read(self, leaf: StoredLeaf, name: str, index: Any = ...) -> np.ndarray:
-        """See ``ArrayReader.read``."""
+    def _compares_all(self) -> bool:
+        return bool(self._ledger)
+
+    def _read(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:
         basic = basic_index(index, leaf.shape)
         if basic is None:
-            return self.read(leaf, name)[index]
+            return self._read(leaf, name, ...)[index]
         if leaf.array.container != 'dir' or leaf.array.driver != 'zarr':
-            return super().read(leaf, name, index)
+            return super()._read(leaf, name, index)
         try:
             zarray = self._file(f'{leaf.array.location}/.zarray')
         except CheckpointNotFoundError:
-            return super().read(leaf, name, index)
+            return super()._read(leaf, name, index)
         slices, after = basic
         where = f'{name} ({self.url(leaf.array)})'
         with foreign_errors(where):
@@ -165,12 +167,6 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
     located = contents.located
     check_step(contents, strictly=reading.verify == 'full')
     if isinstance(located.storage, BucketStorage) and located.storage.cache is not None:
-        return CachedReader(located.storage, located.directory, contents.ledger, checks=reading.verify == 'full')
-    return ArrayReader(
-        located.storage,
-        located.directory,
-        reading.mmap,
-        ledger=contents.ledger,
-        in_passing=reading.verify == 'auto',
-        follow_links=located.follow_links,
-    )
+        return CachedReader(contents, located.storage, checks=reading.verify == 'full')
+    in_passing = reading.verify == 'auto'
+    return ArrayReader(located, reading.mmap, ledger=contents.ledger, in_passing=in_passing, identity=contents.identity)

@@ -37,6 +37,7 @@ from t5ckpt._layout import (
     step_dir,
 )
 from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
+from t5ckpt._open import Identity
 from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt._stream import StreamRequest, check_room, resume_text, unfinished
@@ -136,8 +137,10 @@ def copy_checkpoint(
     storage = open_storage(target, options.target_options)
     refuse_within(storage, located)
     check_room(StreamRequest(storage, number, overwrite=options.overwrite))
+    source_now = Identity.now(located)
     try:
-        return _Copy(located, storage, number, progress, options).run(started)
+        with source_now.told('copied'):
+            return _Copy(source_now, storage, number, progress, options).run(started)
     except AlreadyCommittedError as error:
         raise CheckpointExistsError(f'{error}. Copy to another run, or try again.') from error
 
@@ -176,7 +179,9 @@ def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) 
 class _Copy:
     """One copy under way."""
 
-    def __init__(self, located: Located, storage: Storage, step: int, progress: Progress | None, options: CopyOptions):
+    def __init__(self, source: Identity, storage: Storage, step: int, progress: Progress | None, options: CopyOptions):
+        located = source.located
+        self._source = source
         self._from = located.storage
         self._base = located.directory
         self._manifest_name = located.manifest
@@ -215,7 +220,8 @@ class _Copy:
             total = sum(self._size(name, sizes, ledger) for name in names)
             self._report(sum(self._size(name, sizes, ledger) for name in kept), total)
             waiting = {name: self._size(name, sizes, ledger) for name in names if name not in kept}
-            moved = self._copy_all(work, waiting, total, ledger)
+            with self._source.reading('copied'):
+                moved = self._copy_all(work, waiting, total, ledger)
             parents = sorted({name.rpartition('/')[0] for name in names} - {''})
             commit(work, manifest, sidecar, parents, clock)
         except BaseException:

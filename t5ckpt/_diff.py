@@ -167,7 +167,8 @@ def diff(
     open_ones = [mine[name] for name, found in by_facts.items() if found is None or found.what == 'dtype']
     sums: dict[str, _Sums] = {}
     if values:
-        sums = _compare_values(first, second, [info for info in open_ones if info.dtype], progress)
+        with first.in_one() as one, second.in_one() as other:
+            sums = _compare_values(one, other, [info for info in open_ones if info.dtype], progress)
     found = [_conclude(name, by_facts[name], sums.get(name), mine.get(name), theirs.get(name)) for name in names]
     differing = tuple(leaf for leaf in found if leaf is not None)
     return CheckpointDiff(first.path, second.path, differing, len(names) - len(differing))

@@ -23,6 +23,7 @@ from t5ckpt._local import grid_of, has_plain_chunks
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
 from t5ckpt._scan import Scanner
+from t5ckpt.steps import Located
 from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['ArrayFiles', 'Implied', 'is_listed', 'placed']
@@ -111,7 +112,7 @@ class Implied:
         """Takes the checkpoint's directory."""
         self._storage = storage
         self._directory = directory
-        self._reader = ArrayReader(storage, directory, follow_links=follow_links)
+        self._reader = ArrayReader(Located(storage, directory, '', None, follow_links))
         self._scanner = Scanner(storage, directory, follow_links=follow_links)
         self._budget = ByteBudget(_DECODED_BYTES)
 

@@ -32,7 +32,7 @@ from t5ckpt._layout import (
     step_dir,
 )
 from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
-from t5ckpt._open import Contents, RawFiles, leaves_of, read_contents
+from t5ckpt._open import Contents, Identity, RawFiles, leaves_of, read_contents
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._scan import Scanner, in_threads
 from t5ckpt._sidecar import Sidecar, decode_sidecar
@@ -88,12 +88,14 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
     """The same for a directory that may not be a step yet."""
     started = time.monotonic()
     check = _Check(located, Scanner(located.storage, located.directory, follow_links=located.follow_links))
+    identity = Identity.now(located)
     check.books()
     check.arrays(located.follow_links)
     check.presence()
     if full:
         check.contents(progress)
-    check.still_there()
+    if check.damages:
+        identity.check('verified')
     return VerifyReport(
         path=located.url,
         step=located.step,
@@ -382,16 +384,3 @@ class _Check:
                 name, leaf = self.leaves[location]
                 return placed(damage, name, leaf, '/'.join(parts[length:]))
         return damage
-
-    def still_there(self) -> None:
-        """Tells damage from a deletion by somebody else.
-
-        Raises:
-          CheckpointNotFoundError: the manifest was there, and is gone; or the whole directory is.
-        """
-        storage, directory, manifest = self.located.storage, self.located.directory, self.located.manifest
-        was_there = not manifest or self.raw.manifest is not None
-        # A deletion begins by renaming the directory, which may come before the manifest is read.
-        looked_for = join(directory, manifest) if was_there else directory
-        if self.damages and storage.kind(looked_for) is None:
-            raise CheckpointNotFoundError(f'{self.located.url} was deleted while it was being verified.')

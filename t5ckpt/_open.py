@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -20,12 +21,19 @@ from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar
 from t5ckpt._specs import is_spec, typed_by_zarray, untyped_specs
 from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    T5CkptError,
+    UnsupportedFormatError,
+)
 from t5ckpt.steps import Located
 from t5ckpt.storage import Storage
 
 __all__ = [
     'Contents',
+    'Identity',
     'RawFiles',
     'check_opens',
     'check_step',
@@ -33,7 +41,6 @@ __all__ = [
     'ledger_of',
     'read_contents',
     'read_raw',
-    'still_there',
 ]
 
 _log = logging.getLogger('t5ckpt')
@@ -47,21 +54,126 @@ class RawFiles:
       manifest: the file ``checkpoint``.
       sidecar: ``t5ckpt.json``, if there is one.
       ledgers: the lists of files by name, if checksums are to be compared.
+      versions: of the manifest and of the sidecar, by name, see ``Storage.version``.
     """
 
     manifest: bytes | None = None
     sidecar: bytes | None = None
     ledgers: Mapping[str, bytes] | None = None
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+class ChangedMeanwhileError(CheckpointNotFoundError):
+    """The checkpoint that was opened is not there anymore; a caller catches it as CheckpointNotFoundError."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """Which checkpoint was opened.
+
+    A step may be deleted by retention, or saved anew, while a reader has it open. Its chunk files are then missing, or
+    those of other values: neither is damage. Everything that reads an opened checkpoint reads in :meth:`reading`.
+
+    Attributes:
+      located: where the checkpoint was found.
+      versions: of its manifest and of its sidecar, as ``Storage.version`` gave them when it was opened. Empty for an
+        Orbax directory, of which only the deletion is noticed.
+    """
+
+    located: Located
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @classmethod
+    def now(cls, located: Located) -> Identity:
+        """The identity of what is there now, for who reads without ``read_contents``."""
+        names = (located.manifest, SIDECAR) if located.manifest else ()
+        found = {name: located.storage.version(join(located.directory, name)) for name in names}
+        return cls(located, {name: version for name, version in found.items() if version is not None})
+
+    @contextlib.contextmanager
+    def told(self, doing: str = 'read') -> Generator[None]:
+        """Tells a deletion and an overwrite from damage. Costs nothing where nothing fails.
+
+        Args:
+          doing: what is done with the checkpoint, for the message.
+
+        Raises:
+          CheckpointNotFoundError: the checkpoint was deleted or saved anew meanwhile.
+        """
+        try:
+            yield
+        except ChangedMeanwhileError:
+            raise
+        except (CorruptCheckpointError, CheckpointNotFoundError, StorageError) as error:
+            if isinstance(error, StorageError) and error.errno != errno.ESTALE:
+                raise
+            self.check(doing, error)
+            raise
+
+    @contextlib.contextmanager
+    def reading(self, doing: str = 'read') -> Generator[None]:
+        """The same, and an overwrite is an error also where nothing fails: the values may be of both checkpoints.
+
+        Notes: costs a look at one file; on an object store, one small request.
+        """
+        with self.told(doing):
+            yield
+        storage = self.located.storage
+        # A directory is replaced as a whole; in a bucket an equal manifest has an equal version, but no equal sidecar.
+        name = SIDECAR if SIDECAR in self.versions and not storage.renames else self.located.manifest
+        if name in self.versions:
+            version = storage.version(join(self.located.directory, name))
+            # Whatever was read of a directory that is gone was read before it was, and is whole.
+            if version != self.versions[name] and not (version is None and storage.renames):
+                self.check(doing)
+
+    def check(self, doing: str, cause: Exception | None = None) -> None:
+        """Looks whether the checkpoint is still the one that was opened.
+
+        Raises:
+          CheckpointNotFoundError: it is not, from ``cause``.
+        """
+        try:
+            change = self._change()
+        except T5CkptError:
+            # Nobody can tell; the first error says more.
+            return
+        cure = 'Read another step, or pin one that is to stay' if change == 'deleted' else 'Open it again'
+        if change is not None:
+            raise ChangedMeanwhileError(
+                f'{self.located.url} was {change} while it was being {doing}. {cure}.'
+            ) from cause
+
+    def _change(self) -> str | None:
+        storage, directory, manifest = self.located.storage, self.located.directory, self.located.manifest
+        # Without a version the manifest was not there before, either: what is left to ask for is the directory.
+        found = {name: storage.version(join(directory, name)) for name in self.versions}
+        if found[manifest] is None if manifest in found else storage.kind(directory) is None:
+            return 'deleted'
+        return None if found == self.versions else 'replaced'
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """A checkpoint's manifest and sidecar, and where it was found; ``ledger`` if checksums are to be compared."""
+    """A checkpoint's manifest and sidecar, and where it was found.
+
+    Attributes:
+      located: where.
+      manifest, sidecar: decoded.
+      ledger: the files with their checksums, if they are to be compared.
+      versions: see :class:`RawFiles`.
+    """
 
     located: Located
     manifest: Manifest
     sidecar: Sidecar
     ledger: Ledger | None = None
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @property
+    def identity(self) -> Identity:
+        """Which checkpoint it is."""
+        return Identity(self.located, self.versions)
 
 
 def read_raw(located: Located, *, ledgers: bool = False) -> RawFiles:
@@ -75,10 +187,13 @@ def read_raw(located: Located, *, ledgers: bool = False) -> RawFiles:
     if not located.manifest:
         return RawFiles()
     files = Scanner(storage, directory, follow_links=located.follow_links)
-    manifest = files.read(located.manifest)
-    sidecar = files.read(SIDECAR) if storage.is_file(join(directory, SIDECAR)) else None
+    versions: dict[str, Any] = {}
+    manifest, versions[located.manifest] = files.read_with_version(located.manifest)
+    sidecar = None
+    if storage.is_file(join(directory, SIDECAR)):
+        sidecar, versions[SIDECAR] = files.read_with_version(SIDECAR)
     names = [entry.name for entry in storage.entries(directory) if is_integrity_file(entry.name)] if ledgers else []
-    return RawFiles(manifest, sidecar, {name: files.read(name) for name in names} if ledgers else None)
+    return RawFiles(manifest, sidecar, {name: files.read(name) for name in names} if ledgers else None, versions)
 
 
 def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
@@ -92,8 +207,9 @@ def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
       FormatError: the manifest or the sidecar does not decode, or is of something else.
       CheckpointNotFoundError: gone since it was located.
     """
-    with still_there(located):
-        return _decoded(located, read_raw(located) if raw is None else raw)
+    raw = read_raw(located) if raw is None else raw
+    with Identity(located, raw.versions).told():
+        return _decoded(located, raw)
 
 
 def _decoded(located: Located, raw: RawFiles) -> Contents:
@@ -108,9 +224,9 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
     manifest = decode_manifest(raw.manifest, located.url)
     if has_placeholders(manifest.state):
         resolved = resolve_placeholders(storage, directory, manifest.state, follow_links=located.follow_links)
-        return Contents(located, dataclasses.replace(manifest, state=resolved), Sidecar())
+        return Contents(located, dataclasses.replace(manifest, state=resolved), Sidecar(), None, raw.versions)
     _type_specs(located, manifest)
-    return Contents(located, manifest, sidecar, _ledger(raw, known, where))
+    return Contents(located, manifest, sidecar, _ledger(raw, known, where), raw.versions)
 
 
 def _type_specs(located: Located, manifest: Manifest) -> None:
@@ -192,23 +308,6 @@ def check_step(contents: Contents, *, strictly: bool) -> None:
     if strictly:
         raise CorruptCheckpointError(f"{text}. Rename it, or pass verify='auto'.")
     _log.warning('t5ckpt: %s.', text)
-
-
-@contextlib.contextmanager
-def still_there(located: Located) -> Generator[None]:
-    """Says that a checkpoint was deleted while its arrays were read, where that looks like damage.
-
-    Raises:
-      CheckpointNotFoundError: instead of CorruptCheckpointError, if the manifest is gone by now.
-    """
-    try:
-        yield
-    except CorruptCheckpointError as error:
-        if located.manifest and not located.storage.is_file(join(located.directory, located.manifest)):
-            raise CheckpointNotFoundError(
-                f'{located.url} was deleted while it was being read. Read another step, or pin one that is to stay.'
-            ) from error
-        raise
 
 
 def leaves_of(

@@ -10,10 +10,11 @@ manifest's metadata.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorstore as ts
@@ -26,11 +27,13 @@ from t5ckpt._dtypes import from_stored, zarr_typestr
 from t5ckpt._layout import DATASET_REMOVED, join
 from t5ckpt._ledger import Ledger
 from t5ckpt._map import ArrayMapper
+from t5ckpt._open import Identity
 from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu
 from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import leaf_name
+from t5ckpt.steps import Located
 from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['VERIFY_LEVELS', 'ArrayReader', 'ReadOptions', 'basic_index', 'start_read']
@@ -47,26 +50,27 @@ class ArrayReader:
 
     def __init__(
         self,
-        storage: Storage,
-        directory: str,
+        located: Located,
         mmap: bool = False,
         *,
         ledger: Ledger | None = None,
         in_passing: bool = False,
-        follow_links: bool = False,
+        identity: Identity | None = None,
     ):
         """Makes a reader.
 
         Args:
-          storage: where the checkpoint lies.
-          directory: its directory there.
+          located: the checkpoint.
           mmap: its arrays are mapped where that is possible, see ``_map.py``.
           ledger: what the checkpoint lists; every file that is read is compared with it.
           in_passing: but no chunk that is not wanted whole anyway.
-          follow_links: symbolic links may lead out of the directory.
+          identity: each :meth:`read` looks whether the checkpoint is still this one; None where the caller does, for
+            many reads together.
         """
-        self._storage = storage
-        self._directory = directory
+        self._storage = storage = located.storage
+        self._directory = directory = located.directory
+        self._identity = identity
+        follow_links = located.follow_links
         root = storage.local_path(directory)
         self._scanner = Scanner(storage, directory, follow_links=follow_links)
         self.checks = None if ledger is None else Checks(ledger, self._scanner, in_passing=in_passing)
@@ -165,10 +169,31 @@ class ArrayReader:
 
         Returns:
           An array of the leaf's dtype: a new one, or, for the index ``...`` of a mapped leaf, one on a private map.
+
+        Raises:
+          CheckpointNotFoundError: the checkpoint was deleted or saved anew since it was opened.
+          FormatError: it is damaged.
+          StorageError: it cannot be read.
         """
+        if self._identity is None:
+            return self._read(leaf, name, index)
+        # What is compared with a checksum needs no other look.
+        with self._identity.told() if self._compares_all() else self._identity.reading():
+            return self._read(leaf, name, index)
+
+    def _compares_all(self) -> bool:
+        return self.checks is not None and not self.checks.in_passing
+
+    def in_one(self) -> Self:
+        """This reader for many reads, after which the caller looks at the checkpoint's identity, once for all."""
+        reader = copy.copy(self)
+        reader._identity = None  # noqa: SLF001 - a copy of itself
+        return reader
+
+    def _read(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:
         basic = basic_index(index, leaf.shape)
         if basic is None:
-            return self.read(leaf, name)[index]
+            return self._read(leaf, name, ...)[index]
         boxes, after = basic
         for task in self.check_tasks(leaf.array, name, [tuple((part.start, part.stop) for part in boxes)]):
             task()

@@ -31,7 +31,7 @@ from t5ckpt._layout import (
     step_dir,
 )
 from t5ckpt._ledger import Ledger, encode_ledger
-from t5ckpt._open import still_there
+from t5ckpt._open import Identity
 from t5ckpt._scan import Scanner, in_threads
 from t5ckpt._sidecar import encode_sidecar
 from t5ckpt._sweep import sweep
@@ -200,7 +200,7 @@ class _Surgery:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
         work.replaces = in_place
         try:
-            with still_there(self._located):
+            with Identity.now(self._located).told():
                 files = self._fill(work)
                 self._check_source()
                 self._check(work)

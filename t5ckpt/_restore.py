@@ -29,7 +29,7 @@ from t5ckpt._leaves import (
     target_of,
     view_state,
 )
-from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw, still_there
+from t5ckpt._open import RawFiles, leaves_of, read_contents, read_raw
 from t5ckpt._place import place_value
 from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, StoredRead, plan_restore
 from t5ckpt._process import READ_EVENT, Round, record_duration
@@ -134,7 +134,7 @@ def _read(
     wanted: dict[Path, Any] = {}
     if request.donate:
         _free(view.table, [fallback[path] for path in plan.fallback])
-    with still_there(located):
+    with contents.identity.reading():
         values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, wanted)
     values |= {
         path: _fallback_value(request, path, fallback[path], (view, state, partitioner)) for path in plan.fallback

@@ -64,6 +64,14 @@ class Scanner:
         """
         return b''.join(bytes(block) for block in self._blocks(file))
 
+    def read_with_version(self, file: str) -> tuple[bytes, Any]:
+        """The same, with what ``Storage.version`` says of the file."""
+        key = join(self._directory, file)
+        if self._fence is None:
+            return self._storage.read_with_version(key)
+        version = self._storage.version(key)
+        return self.read(file), version
+
     def digest(self, file: str) -> tuple[int, str]:
         """A file's length and its xxh3-64."""
         state, size = xxhash.xxh3_64(), 0

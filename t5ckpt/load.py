@@ -15,7 +15,7 @@ from t5ckpt._budget import ByteBudget
 from t5ckpt._cached import CachedReader, reader_of
 from t5ckpt._dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt._leaves import Empty, LeafTable, Target, nest
-from t5ckpt._open import leaves_of, read_contents, read_raw, still_there
+from t5ckpt._open import leaves_of, read_contents, read_raw
 from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader, ReadOptions
@@ -85,7 +85,7 @@ def load_t5x_checkpoint(
     if lazy_parameters:
         table = {path: _lazy(reader, (path, leaf), cast, facts) for path, leaf in leaves.items()}
     else:
-        with still_there(contents.located):
+        with contents.identity.reading():
             table = _read_all(reader, leaves, cast, facts)
     return nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 

@@ -66,6 +66,10 @@ class Series(Mapping[int, Any]):
         return '\n'.join([self.name, *lines])
 
 
+class _StepNotFoundError(CheckpointNotFoundError, KeyError):
+    """No such step: a KeyError as of any mapping, with the text and the class of this package."""
+
+
 class Run(Mapping[int, CheckpointView]):
     """From step to CheckpointView; shows itself as a table of the steps with their metrics.
 
@@ -96,7 +100,7 @@ class Run(Mapping[int, CheckpointView]):
         try:
             return open_checkpoint(self.path, step, storage_options=self._options)
         except CheckpointNotFoundError as error:
-            raise KeyError(str(error)) from error
+            raise _StepNotFoundError(str(error)) from error
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.steps)
@@ -114,28 +118,42 @@ class Run(Mapping[int, CheckpointView]):
 
         Returns:
           The values by step. A step is read once for the same ``name`` and the same ``fn`` object, also by later calls;
-          one that was saved anew is read anew.
+          one that was saved anew is read anew. A step that is deleted meanwhile is left out.
 
         Raises:
           KeyError: no step has the leaf.
+          CheckpointNotFoundError: every step that might have it was deleted meanwhile.
         """
         values: dict[int, Any] = {}
-        missing: KeyError | None = None
+        missing: Exception | None = None
         for summary in self.summaries():
             if summary.step < since:
                 continue
             key = (summary.step, summary.created, name, fn)
             if key not in self._series:
-                try:
-                    leaf = self[summary.step][name]
-                except KeyError as error:
+                value, error = self._value(summary.step, name, fn)
+                if error is not None:
                     missing = error
                     continue
-                self._series[key] = fn(leaf)
+                self._series[key] = value
             values[summary.step] = self._series[key]
         if not values and missing is not None:
             raise missing
         return Series(name, values)
+
+    def _value(self, step: int, name: str, fn: Callable[[LazyArray], Any]) -> tuple[Any, Exception | None]:
+        """What ``fn`` returns, or the error of a step that lacks the leaf, or is gone by now."""
+        try:
+            view = self[step]
+            try:
+                leaf = view[name]
+            except KeyError as error:
+                return None, error
+            return fn(leaf), None
+        except CheckpointNotFoundError as error:
+            if step in self.steps:
+                raise
+            return None, error
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row a step: bytes, time of the save, pinned, and a column for each metric."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,14 @@ class CheckpointView(Mapping[str, LazyArray]):
         Reads everything once, block by block, in as many threads as there are cores, with bounded memory; a second
         time for a histogram of ``bins`` bins a leaf. See :class:`LeafStats` for what is counted how.
         """
-        return checkpoint_stats(self, bins, progress)
+        with self.in_one() as view:
+            return checkpoint_stats(view, bins, progress)
+
+    @contextlib.contextmanager
+    def in_one(self) -> Generator[CheckpointView]:
+        """A view for many reads that belong together: afterwards one look tells whether the step was saved anew."""
+        with self._contents.identity.reading():
+            yield CheckpointView(self._contents, self._reader.in_one(), self._leaves, self._prefix)
 
     def heatmap(self, name: str, ax: Any = None) -> Any:
         """A leaf as a picture on matplotlib axes, which it returns: the last dimension to the right, zero is white."""

@@ -24,7 +24,7 @@ from t5ckpt import errors, steps
 from t5ckpt._chunk_file import ChunkFile
 from t5ckpt._direct import DirectReader, Limits, Wanted
 from t5ckpt._dtypes import zarr_typestr
-from t5ckpt._open import still_there
+from t5ckpt._open import Identity
 from t5ckpt._scatter import read_runs
 from t5ckpt._specs import StoredArray
 
@@ -222,11 +222,11 @@ def test_deleted_while_it_is_read(run):
     ck = t5ckpt.Checkpointer(tree, checkpoints_dir=directory)
     with pytest.raises(errors.CorruptCheckpointError, match='missing'):
         ck.restore()
-    located = steps.locate(directory)
+    identity = Identity.now(steps.locate(directory))
     (directory / 'checkpoint_1').rename(directory / 'checkpoint_1.deleted-1')
     with (
         pytest.raises(errors.CheckpointNotFoundError, match='was deleted while it was being read'),
-        still_there(located),
+        identity.reading(),
     ):
         raise errors.CorruptCheckpointError('target/w: the chunk is missing')
 

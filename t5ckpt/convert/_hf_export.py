@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._open import still_there
 from t5ckpt.convert._exports import LAYOUT_KEY, ExportOptions, ExportReport, refuse_inside
 from t5ckpt.convert._outputs import check_output, local_output, output
 from t5ckpt.convert._safetensors import TensorSpec, TensorWriter, check_dtype
@@ -125,7 +124,7 @@ def export_hf(
     total = sum(math.prod(pair.shape) * plan.dtypes[pair.leaf].itemsize for pair in plan.pairs)
     if not options.dry_run:
         with (
-            still_there(sources.located),
+            sources.identity.reading(),
             output(target, options.force, _is_ours) as temporary,
             _writers(temporary, plan) as writers,
         ):

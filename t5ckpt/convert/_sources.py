@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from t5ckpt._dtypes import kind
-from t5ckpt._open import leaves_of, read_contents, read_raw
+from t5ckpt._open import Identity, leaves_of, read_contents, read_raw
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
 from t5ckpt._types import Path, check_patterns, leaf_name
@@ -46,11 +46,13 @@ class Sources:
     Attributes:
       arrays: by leaf name.
       located: the checkpoint.
+      identity: which checkpoint it is; all reads of one export are looked at together.
       others: leaves that are no arrays: None, text, empty containers.
     """
 
     arrays: Mapping[str, Source]
     located: Located
+    identity: Identity
     others: tuple[str, ...]
 
     def select(self, pattern: str | None) -> dict[str, Source]:
@@ -80,7 +82,7 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
     contents = read_contents(located, read_raw(located, ledgers=True))
     leaves, _ = leaves_of(contents, (), {})
     # What is damaged must not come out as whole, under another name.
-    reader = ArrayReader(located.storage, located.directory, True, ledger=contents.ledger)
+    reader = ArrayReader(located, True, ledger=contents.ledger)
     arrays: dict[str, Source] = {}
     others: list[str] = []
     for tree_path, leaf in leaves.items():
@@ -91,7 +93,7 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
         lazy = lazy_leaf(reader, leaf, name)
         chunks = leaf.array.metadata.get('chunks', lazy.shape) if isinstance(leaf, StoredLeaf) else lazy.shape
         arrays[name] = Source(tree_path, name, lazy.shape, lazy.dtype, tuple(chunks), lazy.__getitem__)
-    return Sources(arrays, located, tuple(others))
+    return Sources(arrays, located, contents.identity, tuple(others))
 
 
 def slices_of(source: Source, axis: int, piece_bytes: int) -> Iterator[tuple[int, int]]:

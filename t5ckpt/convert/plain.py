@@ -24,7 +24,6 @@ import numpy as np
 
 from t5ckpt._dtypes import cast_dtype, check_cast, dtype_from_name
 from t5ckpt._leaves import LeafTable, nest
-from t5ckpt._open import still_there
 from t5ckpt._plan import SaveOptions
 from t5ckpt._stream import StreamRequest, rehearse, write_stream
 from t5ckpt._types import Path, native_dtype
@@ -113,7 +112,7 @@ def _export(
     if not options.dry_run:
         meter = Meter(options.progress, total)
         items = [(spec, _pieces(chosen[name], spec, options, meter)) for name, spec in specs.items()]
-        with still_there(sources.located), output(target, options.force) as temporary:
+        with sources.identity.reading(), output(target, options.force) as temporary:
             write(temporary, items)
     mapped = {name: (spec.name,) for name, spec in specs.items()}
     dropped = (*(name for name in sources.arrays if name not in chosen), *sources.others)

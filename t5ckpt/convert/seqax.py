@@ -45,6 +45,7 @@ from t5ckpt.errors import (
     UnsupportedTopologyError,
 )
 from t5ckpt.lazy import LazyArray
+from t5ckpt.steps import Located
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 from t5ckpt.view import lazy_leaf, open_checkpoint
 
@@ -95,7 +96,7 @@ def read_seqax(path: str | os.PathLike[str], step: int | None = None) -> tuple[L
       FormatError: an array cannot be read, or has a name that ``keystr`` does not make.
     """
     storage, directory = _found(path, step)
-    reader = ArrayReader(storage, directory)
+    reader = ArrayReader(Located(storage, directory, '', int(directory)))
     table: LeafTable = {}
     for name in _array_names(storage, directory):
         array = _stored_array(storage, directory, name)

@@ -17,7 +17,7 @@ import numpy as np
 from t5ckpt._borrow import borrow
 from t5ckpt._dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt._leaves import Empty, nest
-from t5ckpt._open import read_contents, still_there
+from t5ckpt._open import read_contents
 from t5ckpt._types import Path, leaf_name
 from t5ckpt.convert._conversion import Conversion, ConvertOptions
 from t5ckpt.convert._outputs import check_output, local_output, output
@@ -76,7 +76,7 @@ def convert_to_orbax(
     started = time.monotonic()
     nbytes = 0
     if not options.dry_run:
-        with still_there(contents.located), output(target, options.overwrite, _is_ours) as temporary:
+        with contents.identity.reading(), output(target, options.overwrite, _is_ours) as temporary:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
             _save(nest(leaves), temporary, Meter(options.progress, total))
         nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))

@@ -108,6 +108,18 @@ class Storage(ABC):
         del key, before
         return None
 
+    def version(self, key: str) -> Any:
+        """What changes when a file is replaced by another, whatever that holds; None where there is no file.
+
+        On an object store this is one small request.
+        """
+        return self.stamp(key)
+
+    def read_with_version(self, key: str) -> tuple[bytes, Any]:
+        """The bytes of a key and its ``version``; of a file that is replaced meanwhile not the newer version."""
+        version = self.version(key)
+        return self.read(key), version
+
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:
         """What lies directly below ``key``, by name; empty when there is nothing."""

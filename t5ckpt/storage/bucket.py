@@ -214,11 +214,19 @@ class BucketStorage(Storage):
     # --- the interface ---------------------------------------------------------------------------------------------
 
     def read(self, key: str) -> bytes:
+        return self.read_with_version(key)[0]
+
+    def read_with_version(self, key: str) -> tuple[bytes, Any]:
         with bucket_errors(self.url(key)):
             found = self.wait(self._kvstore().read(self._key(key)))
         if found.state != 'value':
             raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
-        return bytes(found.value)
+        return bytes(found.value), found.stamp.generation
+
+    def version(self, key: str) -> Any:
+        with bucket_errors(self.url(key)):
+            found = self.wait(self._kvstore().read(self._key(key), byte_range=_NOTHING))
+        return found.stamp.generation if found.state == 'value' else None
 
     def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
         """The bytes of a key: those in the cache, if they are good or else the store has no newer ones.

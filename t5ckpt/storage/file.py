@@ -173,6 +173,15 @@ class FileStorage(Storage):
         now = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
         return None if before is not None and now[:-1] != before[:-1] else now
 
+    def version(self, key: str) -> Any:
+        try:
+            info = os.stat(self._path(key))
+        except OSError:
+            return None
+        # Entries of a directory come and go; a directory of that name that was made anew is another one.
+        is_dir = stat.S_ISDIR(info.st_mode)
+        return info.st_dev, info.st_ino, *(() if is_dir else (info.st_size, info.st_mtime_ns))
+
     def entries(self, key: str = '') -> list[Entry]:
         with foreign_errors(self.url(key)):
             try:

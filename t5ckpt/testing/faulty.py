@@ -97,6 +97,9 @@ class FaultyStorage(Storage):
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         return self._inner.stamp(key, before)
 
+    def version(self, key: str) -> Any:
+        return self._inner.version(key)
+
     def size(self, key: str) -> int | None:
         self._count('size', key)
         return self._inner.size(key)

@@ -20,6 +20,7 @@ import numpy as np
 from t5ckpt._types import Path, TrainState, leaf_name, native_dtype
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
+from t5ckpt.tree.parts import BARE, is_bare_array, with_parts
 
 __all__ = [
     'MAX_STEP',
@@ -76,7 +77,7 @@ def view_state(state: Any) -> StateView:
     """Views a train state or any pytree as a table.
 
     Raises:
-      UnsupportedLeafError: two leaves would get one name ({1: x, '1': y}), or the state is a single leaf.
+      UnsupportedLeafError: two leaves would get one name ({1: x, '1': y}), or the state is a single number.
     """
     if isinstance(state, TrainState):
         inner = _view_pytree(state.state_dict())
@@ -103,6 +104,8 @@ def _view_pytree(tree: Any) -> StateView:
             raise UnsupportedLeafError(_clash_text(path))
         if path == () and _empty_kind(leaf) is not None:
             raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
+        if path == () and is_bare_array(leaf):
+            path = BARE
         if path == ():
             raise UnsupportedLeafError(
                 f'the state is a single {type(leaf).__name__}, a checkpoint holds a tree. Pass a dict: {{"x": x}}.'
@@ -117,7 +120,7 @@ def _view_pytree(tree: Any) -> StateView:
             treedef, [originals[p] if isinstance(values[p], Empty) else values[p] for p in paths]
         )
 
-    return StateView(table, rebuild)
+    return with_parts(StateView(table, rebuild), _view_pytree)
 
 
 def _clash_text(path: Path) -> str:
@@ -249,6 +252,10 @@ class Target:
     python: type | None = None
     impl: str = ''
     example: Any = None
+
+    def left_out(self) -> Target:
+        """The target of a leaf of which nothing is read."""
+        return dataclasses.replace(self, kind='skip', sharding=None)
 
 
 def is_jax_array(leaf: Any) -> bool:

@@ -53,7 +53,10 @@ _WIDE_BYTES = 8
 
 @dataclasses.dataclass(frozen=True)
 class RestoreRequest:
-    """What a restore needs besides the model; see ``Checkpointer.restore`` for each field."""
+    """What a restore needs besides the model; see ``Checkpointer.restore`` for each field.
+
+    With ``only`` the result is a table of these leaves alone instead of a state.
+    """
 
     storage: Storage
     step: int | None
@@ -70,6 +73,7 @@ class RestoreRequest:
     donate: bool = False
     reading: ReadOptions = dataclasses.field(default_factory=ReadOptions)
     leaves_iterator: bool = False
+    only: frozenset[Path] | None = None
 
 
 def run_restore(
@@ -125,7 +129,10 @@ def _read(
         places=not request.lazy,
         resize=request.resize,
     )
-    plan = plan_restore(leaves, _targets(view, state, partitioner), options, located.url)
+    targets = _targets(view, state, partitioner)
+    if request.only is not None:
+        targets = {path: target if path in request.only else target.left_out() for path, target in targets.items()}
+    plan = plan_restore(leaves, targets, options, located.url)
     _log_plan(plan, request)
     _warn_if_narrowed(plan)
     if not request.meeting.is_alone and not request.lazy:
@@ -141,6 +148,9 @@ def _read(
     }
     if not request.leaves_iterator:
         _move_iterator(request, reader, located, dataset)
+    only = request.only
+    if only is not None:
+        return lambda: {path: leaf for path, leaf in (values | completed(values, wanted)).items() if path in only}
     return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
 
 
@@ -157,7 +167,7 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
         _log.info('t5ckpt: resize=%r: every leaf has the shape of the model', request.resize.patterns)
     if plan.ignored:
         _log.info('t5ckpt: left out, the model has no use for it: %s', _listed(plan.ignored))
-    if plan.skipped:
+    if plan.skipped and request.only is None:
         _log.info('t5ckpt: left out, the model has ... there: %s', _listed(plan.skipped))
 
 

@@ -9,6 +9,7 @@ from t5ckpt._leaves import Empty, LeafTable, flatten_nested, lookup, nest
 from t5ckpt._plan import ParameterInfo
 from t5ckpt._types import Partitioner, Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.tree.parts import BARE
 
 __all__ = ['axes_tree', 'parameter_infos', 'transformed']
 
@@ -25,7 +26,11 @@ def parameter_infos(table: LeafTable, state: Any, partitioner: Partitioner | Non
 
 def axes_tree(partitioner: Partitioner, state: Any) -> Any:
     """The partitioner's PartitionSpecs as a tree of dicts or whatever the state is made of."""
+    from jax.sharding import PartitionSpec
+
     axes = partitioner.get_mesh_axes(state)
+    if isinstance(axes, PartitionSpec):
+        return {BARE[0]: axes}
     return axes.state_dict() if hasattr(axes, 'state_dict') else axes
 
 

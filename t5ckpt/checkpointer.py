@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 from t5ckpt import steps
@@ -35,6 +35,7 @@ from t5ckpt._types import (
     Clock,
     MetricSource,
     Partitioner,
+    Path,
     Progress,
     RestoreStateTransformationFn,
     SaveStateTransformationFn,
@@ -444,6 +445,43 @@ class Checkpointer(FromTensorFlow):
             donate=donate,
             reading=self._reading,
             leaves_iterator=not restore_iterator,
+        )
+        return run_restore(request, self._train_state, self._partitioner, self._dataset)
+
+    def restore_leaves(
+        self,
+        path: str | os.PathLike[str],
+        leaves: Collection[Path],
+        state_transformation_fns: Sequence[RestoreStateTransformationFn] = (),
+        *,
+        strict: str = 'up_to_dtype',
+        resize: str | Sequence[str] | None = None,
+    ) -> dict[Path, Any]:
+        """Restores some leaves of the state, by path, and reads nothing else; for ``restore_or_init`` from several sources.
+
+        Args:
+          path: as in :meth:`restore`, as are the other arguments.
+          leaves: of the constructor's state.
+          state_transformation_fns: called in order.
+          strict: how alike the leaves must be.
+          resize: patterns for whole names of leaves.
+        """
+        request = RestoreRequest(
+            storage=self._storage,
+            step=None,
+            path=path,
+            storage_options=self._storage_options,
+            meeting=self._meeting('a restore'),
+            fns=state_transformation_fns,
+            fallback=None,
+            lazy=False,
+            cast=self._restore_cast(),
+            resize=Resize(resize),
+            progress=self._progress,
+            strict=strict,
+            reading=self._reading,
+            leaves_iterator=True,
+            only=frozenset(leaves),
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 

@@ -20,7 +20,7 @@ from typing import Any
 from t5ckpt._layout import PINNED, damaged_dir, join, step_dir
 from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest, view_state
 from t5ckpt._specs import is_spec
-from t5ckpt._types import leaf_name
+from t5ckpt._types import Path, leaf_name
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.errors import CorruptCheckpointError, FormatError, NotADirectoryStorageError, RemoteError, T5CkptError
 from t5ckpt.steps import get_checkpoint_dir
@@ -52,6 +52,7 @@ class WarmStart:
         in the checkpoint. Averaged weights instead of the trained ones: ``((r'params/(.*)', r'ema/\1'),)``.
       missing: 'error', or 'init': a leaf that ``take`` names and the checkpoint lacks comes from ``init_fn``.
       strict: as in ``Checkpointer.restore``, for what is taken.
+      resize: as in ``Checkpointer.restore``.
 
     A pattern is text or compiled.
     """
@@ -63,6 +64,7 @@ class WarmStart:
     rename: Sequence[tuple[str | re.Pattern[str], str | None]] = ()
     missing: str = 'error'
     strict: str = 'up_to_dtype'
+    resize: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.missing not in ('error', 'init'):
@@ -91,7 +93,7 @@ def restore_or_init(
     init_fn: Callable[[], Any],
     *,
     fallback: str | None = 'older',
-    initial_checkpoint: str | os.PathLike[str] | WarmStart | None = None,
+    initial_checkpoint: str | os.PathLike[str] | WarmStart | Sequence[str | os.PathLike[str] | WarmStart] | None = None,
     strict: str = 'up_to_dtype',
     donate: bool = False,
 ) -> Any:
@@ -104,7 +106,8 @@ def restore_or_init(
       checkpointer: the run's.
       init_fn: makes a new state; called only if something of it is needed.
       fallback: 'older': a checkpoint that cannot be read is reported and the next older one is used. None: an error.
-      initial_checkpoint: another run's, for the start of this one; not looked at when this one has a checkpoint.
+      initial_checkpoint: another run's, for the start of this one; not looked at when this one has a checkpoint. Of several in
+        a row each fills the leaves that those before it have left.
       strict: as in ``Checkpointer.restore``, for the run's own checkpoints.
       donate: as in ``Checkpointer.restore``.
 
@@ -138,7 +141,12 @@ def restore_or_init(
         )
     if initial_checkpoint is None:
         return init_fn()
-    warm = initial_checkpoint if isinstance(initial_checkpoint, WarmStart) else WarmStart(initial_checkpoint)
+    given = (
+        [initial_checkpoint] if isinstance(initial_checkpoint, (str, os.PathLike, WarmStart)) else initial_checkpoint
+    )
+    if not given:
+        raise ValueError('initial_checkpoint is empty: pass a path or a WarmStart in it, or None.')
+    warm = [source if isinstance(source, WarmStart) else WarmStart(source) for source in given]
     return _warm_start(checkpointer, init_fn, warm, donate)
 
 
@@ -175,29 +183,80 @@ def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
             _log.error('t5ckpt: %s is damaged and was renamed to %s', storage.url(directory), storage.url(aside))
 
 
-def _warm_start(checkpointer: Checkpointer, init_fn: Callable[[], Any], warm: WarmStart, donate: bool) -> Any:
-    held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(open_checkpoint(warm.place)))
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """What one source gives to the state: its leaves there, and those that it should give and lacks."""
+
+    warm: WarmStart
+    found: frozenset[Path]
+    lacking: frozenset[Path]
+    before: frozenset[Path]
+
+    def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
+        """The checkpoint's state without what the sources before this one have given."""
+        table = flatten_nested(self.warm.transform(state_dict, target_state_dict), is_spec)
+        return nest({path: _value(leaf) for path, leaf in table.items() if path not in self.before})
+
+
+def _warm_start(
+    checkpointer: Checkpointer, init_fn: Callable[[], Any], sources: Sequence[WarmStart], donate: bool
+) -> Any:
     model = view_state(checkpointer.template).table
-    found = warm.transform(_names(held), nest({path: _value(leaf) for path, leaf in model.items()}))
-    _check_patterns(warm, [*map(leaf_name, model), *held])
-    have = set(flatten_nested(found, is_spec))
-    lacking = [path for path in model if path not in have]
-    from_init = [path for path in lacking if warm.missing == 'init' or not warm.is_taken(leaf_name(path))]
+    shares: list[_Share] = []
+    given: frozenset[Path] = frozenset()
+    for warm in sources:
+        shares.append(_share(checkpointer, warm, model, given))
+        given |= shares[-1].found
+    asked = given.union(*(share.lacking for share in shares))
+    from_init = [path for path in model if path not in asked]
+    # Another run's position in the data means nothing here, so no restore moves the iterator.
+    values: LeafTable = {}
+    *earlier, last = shares
+    for share in earlier:
+        leaves = share.found | share.lacking
+        warm = share.warm
+        values |= checkpointer.restore_leaves(
+            warm.place, leaves, (share.transform,), strict=warm.strict, resize=warm.resize
+        )
     initial: LeafTable = {}
     if from_init:
         fresh = view_state(init_fn()).table
         initial = {path: _value(fresh[path]) for path in from_init if path in fresh}
+    rest = values | initial
     state = checkpointer.restore(
-        path=warm.place,
-        state_transformation_fns=(warm.transform,),
-        fallback_state=nest(initial) if initial else None,
-        strict=warm.strict,
+        path=last.warm.place,
+        state_transformation_fns=(last.transform,),
+        fallback_state=nest(rest) if rest else None,
+        strict=last.warm.strict,
         donate=donate,
-        # Another run's position in the data means nothing here.
         restore_iterator=False,
+        resize=last.warm.resize,
     )
-    _log.info('t5ckpt: started from %s; %d of %d leaves are new', warm.place, len(initial), len(model))
+    for share in shares:
+        _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.place, len(share.found), len(model))
+    _log.info('t5ckpt: %d of %d leaves are new', len(initial), len(model))
     return state
+
+
+def _share(checkpointer: Checkpointer, warm: WarmStart, model: LeafTable, before: frozenset[Path]) -> _Share:
+    """Which leaves a source gives, after those before it.
+
+    Raises:
+      ValueError: a pattern names nothing, or the sources before this one leave nothing for it.
+    """
+    held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(open_checkpoint(warm.place)))
+    found = warm.transform(_names(held), nest({path: _value(leaf) for path, leaf in model.items()}))
+    _check_patterns(warm, [*map(leaf_name, model), *held])
+    have = set(flatten_nested(found, is_spec))
+    free = frozenset(path for path in model if path not in before)
+    share = frozenset(path for path in free if path in have)
+    lacking = (path for path in free - share if warm.missing == 'error' and warm.is_taken(leaf_name(path)))
+    if before and not share:
+        raise ValueError(
+            f'initial_checkpoint: {warm.place} gives no leaf of the model that the sources before it have left. Narrow take= of '
+            'those, or leave this one out.'
+        )
+    return _Share(warm, share, frozenset(lacking), before)
 
 
 def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:

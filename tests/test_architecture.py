@@ -23,6 +23,7 @@ ROWS = (
     ('errors', '_version', '_text', '_types', '_budget', '_flag', '_gc', '_workers', '_process'),
     (
         'lazy',
+        'tree',
         '_leaves',
         '_chunks',
         '_owners',

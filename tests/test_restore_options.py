@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import partitioner
+from support import independent_reader, partitioner
 from support.partitioner import Partitioner, T5XState
 
 import t5ckpt
@@ -270,3 +270,99 @@ def test_a_pattern_for_the_dtypes_of_the_template(tmp_path):
     assert (restored['a'].dtype, restored['b'].dtype) == (jnp.bfloat16, jnp.float32)
     with pytest.raises(ValueError, match='restore_dtype=template would cast nothing'):
         restore(tmp_path, template, options={'restore_dtype': 'template', 'cast_leaves': 'c'})
+
+
+# --- a bare array, and parts with a state of their own ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('inline_bytes', [0, 16 * 1024])
+def test_a_state_that_is_an_array(tmp_path, inline_bytes):
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    save(tmp_path, jnp.asarray(values), inline_bytes=inline_bytes)
+    for template in (sharded((8, 8), 'x'), np.zeros((8, 8), np.float32)):
+        restored = restore(tmp_path, template)
+        assert isinstance(restored, np.ndarray if isinstance(template, np.ndarray) else jax.Array)
+        np.testing.assert_array_equal(restored, values)
+    assert restore(tmp_path, sharded((8, 8), 'x')).sharding == sharded((8, 8), 'x').sharding
+    np.testing.assert_array_equal(t5ckpt.open_checkpoint(tmp_path)['array'][:2], values[:2])
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path)['array'], values)
+    assert {name: value.tobytes() for name, value in independent_reader.read(tmp_path / 'checkpoint_1').items()} == {
+        'array': values.tobytes()
+    }
+    with pytest.raises(t5ckpt.errors.ShapeMismatch, match='array: checkpoint'):
+        restore(tmp_path, np.zeros(3, np.float32))
+
+
+def test_a_bare_array_through_a_partitioner(tmp_path):
+    class Columns:
+        mesh = partitioner.mesh((4,), ('x',))
+        params_on_devices = True
+
+        def get_mesh_axes(self, _):
+            return PartitionSpec(None, 'x')
+
+        def get_data_layout(self):
+            return partitioner.DataLayout()
+
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    save(tmp_path, values)
+    restored = restore(tmp_path, jax.ShapeDtypeStruct((8, 8), np.float32), options={'partitioner': Columns()})
+    assert restored.sharding.spec == PartitionSpec(None, 'x')
+
+
+class Schedule:
+    """What torchtitan calls Stateful: a learning-rate schedule or a loader."""
+
+    def __init__(self, position=0, rate=0.5):
+        self.position = position
+        self.rates = [rate, rate / 2]
+        self.history = jnp.full(4, float(position))
+        self.loads = 0
+
+    def state_dict(self):
+        return {'position': self.position, 'rates': self.rates, 'history': self.history, 'name': f'at {self.position}'}
+
+    def load_state_dict(self, state):
+        self.loads += 1
+        self.position, self.rates, self.history = state['position'], state['rates'], state['history']
+        self.name = state['name']
+
+
+def test_parts_are_saved_by_name_and_restored_into(tmp_path):
+    state = {'params': {'w': jnp.ones(4)}, 'loader': Schedule(7), 'schedulers': [Schedule(8, 0.25)], 'step': 3}
+    with Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        pending = checkpointer.save_async(state)
+        state['loader'].position = 100
+        pending.result()
+    names = set(t5ckpt.open_checkpoint(tmp_path))
+    assert {'loader/position', 'loader/rates/0', 'loader/history', 'schedulers/0/position'} < names
+    fresh = {'params': {'w': jnp.zeros(4)}, 'loader': Schedule(), 'schedulers': [Schedule()], 'step': 0}
+    restored = restore(tmp_path, fresh)
+    loader, (schedule,) = restored['loader'], restored['schedulers']
+    assert (loader, schedule) == (fresh['loader'], fresh['schedulers'][0])
+    assert loader.loads == schedule.loads == 1
+    assert (loader.position, loader.rates, loader.name) == (7, [0.5, 0.25], 'at 7')
+    assert (schedule.position, schedule.rates, type(schedule.position)) == (8, [0.25, 0.125], int)
+    np.testing.assert_array_equal(schedule.history, np.full(4, 8.0))
+    assert isinstance(schedule.history, jax.Array)
+    assert restored['step'] == 3
+
+
+def test_a_part_that_does_not_fit_is_not_touched(tmp_path):
+    save(tmp_path, {'loader': Schedule(7)})
+    part = Schedule()
+    part.rates = [0.5]
+    with pytest.raises(UnexpectedLeaves, match='loader/rates/1'):
+        restore(tmp_path, {'loader': part})
+    assert part.loads == 0
+    with pytest.raises(t5ckpt.errors.MissingLeaves, match='other/position'):
+        restore(tmp_path, {'loader': Schedule(), 'other': part})
+    assert part.loads == 0
+    # Left out.
+    assert restore(tmp_path, {'loader': ...}) == {'loader': ...}
+
+
+def test_a_part_without_a_state_is_refused(tmp_path):
+    nothing = type('Nothing', (), {'state_dict': lambda self: {}, 'load_state_dict': lambda self, state: None})()
+    with pytest.raises(UnsupportedLeafError, match=r'loader: state_dict\(\) of Nothing returned \{\}'):
+        save(tmp_path, {'loader': nothing})

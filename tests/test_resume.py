@@ -352,3 +352,56 @@ def test_a_donated_template_may_be_the_fallback(tmp_path):
     assert np.array_equal(state['params']['new'], np.full(4, 7.0))
     assert np.array_equal(state['params']['w'], np.ones(4))
     assert model['params']['w'].is_deleted()
+
+
+# --- several sources --------------------------------------------------------------------------------------------------
+
+
+def start_from(directory, sources, model=None, value=9, **options):
+    with Checkpointer(train_state() if model is None else model, checkpoints_dir=directory, **options) as ck:
+        return restore_or_init(ck, lambda: train_state(value) if model is None else model, initial_checkpoint=sources)
+
+
+def test_sources_in_a_row_fill_what_is_left(tmp_path):
+    run_with(tmp_path / 'one', [1])
+    run_with(tmp_path / 'two', [2])
+    # A chunk that no device needs may be gone.
+    os.unlink(next((tmp_path / 'one' / 'checkpoint_1' / 'params.head.kernel').glob('[0-9]*')))
+    sources = [WarmStart(tmp_path / 'one', take='params/dense/.*'), WarmStart(tmp_path / 'two', leave=OPTIMIZER)]
+    state = start_from(tmp_path / 'new', sources)
+    assert (value_of(state), float(state.params['head']['kernel'][0, 0]), int(state.step)) == (1, 2, 2)
+    # The first source of a leaf counts; what nobody gives is new.
+    sources = [tmp_path / 'two', WarmStart(tmp_path / 'two', take='step')]
+    with pytest.raises(ValueError, match='two gives no leaf of the model that the sources before it have left'):
+        start_from(tmp_path / 'new', sources)
+    sources = [WarmStart(tmp_path / 'two', take='params/head/.*'), WarmStart(tmp_path / 'two', take='step')]
+    state = start_from(tmp_path / 'new', sources)
+    assert (value_of(state), float(state.params['head']['kernel'][0, 0]), int(state.step)) == (9, 2, 2)
+
+
+def test_what_a_source_lacks_is_an_error_or_left_to_the_next(tmp_path):
+    run_with(tmp_path / 'one', [1])
+    extra = {'params': {'new': jnp.full(3, 5.0)}}
+    with Checkpointer(extra, checkpoints_dir=tmp_path / 'two') as ck:
+        ck.save(extra, step=1)
+    model = {'params': {**params(0.0), 'new': jnp.zeros(3)}}
+    strict = [WarmStart(tmp_path / 'one', take='params/.*'), WarmStart(tmp_path / 'two')]
+    with pytest.raises(MissingLeaves, match='params/new'):
+        start_from(tmp_path / 'new', strict, model)
+    lenient = [
+        WarmStart(tmp_path / 'one', take='params/.*', missing='init', strict='contains'),
+        WarmStart(tmp_path / 'two'),
+    ]
+    state = start_from(tmp_path / 'new', lenient, model)
+    assert (float(state['params']['new'][0]), float(state['params']['dense']['kernel'][0, 0])) == (5, 1)
+    with pytest.raises(ValueError, match='initial_checkpoint is empty'):
+        start_from(tmp_path / 'new', [], model)
+
+
+def test_a_source_of_another_size(tmp_path):
+    run_with(tmp_path / 'one', [1])
+    model = {'params': {'dense': {'kernel': jnp.zeros((80, 128))}}}
+    state = start_from(
+        tmp_path / 'new', WarmStart(tmp_path / 'one', take=MODEL, strict='contains', resize='params/.*'), model
+    )
+    assert float(state['params']['dense']['kernel'].sum()) == 64 * 128

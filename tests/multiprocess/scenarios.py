@@ -513,3 +513,30 @@ def export(directory):
     """The weights alone, cast, in a run of their own."""
     done = t5ckpt.export_weights(state(), directory, dtype='bfloat16', step=7, take='target/(rows|everywhere)')
     return None if done is None else done.step
+
+
+def train_from_seed(directory):
+    """Step 0 was saved by one process; the whole job starts from it, and goes on."""
+    with checkpointer(directory, template(), save_policy=SaveEvery(1)) as ck:
+        started = t5ckpt.restore_or_init(ck, state)
+        check(started)
+        first = ck.restored_step
+        ck.maybe_save(0, started)
+        ck.maybe_save(1, started)
+        ck.wait_until_finished()
+        return [first, ck.all_steps()]
+
+
+def start_from_two(directory, one, two):
+    """A new run from two checkpoints; each process reads its own parts of both."""
+    sources = [t5ckpt.WarmStart(one, take='target/(both|rows|small)'), t5ckpt.WarmStart(two)]
+    with checkpointer(directory, template(swap=True)) as ck:
+        started = t5ckpt.restore_or_init(ck, None, initial_checkpoint=sources)
+    firsts = {
+        name: values for name, values in expected(0).items() if name in ('target/both', 'target/rows', 'target/small')
+    }
+    for name, values in (expected(1) | firsts).items():
+        group, leaf = name.split('/')
+        for shard in started[group][leaf].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), name
+    return ck.restored_step

@@ -204,3 +204,18 @@ def test_iterators_of_another_number_of_shards(four, tmp_path):
     for kind, text in four.errors('restore_iterators', tmp_path, 4):
         assert kind in ('DatasetStateError', 'RemoteError')
         assert 'same number of data shards' in text
+
+
+def test_a_seed_checkpoint_of_one_process(four, tmp_path):
+    values = {tuple(name.split('/')): value for name, value in scenarios.expected().items()}
+    seed = {'target': {leaf: value for (group, leaf), value in values.items() if group == 'target'}}
+    seed['state'] = {'step': values['state', 'step']}
+    with t5ckpt.Checkpointer(seed, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(seed, step=0)
+    assert four.run('train_from_seed', tmp_path) == [[0, [0, 1]]] * 4
+
+
+def test_several_sources_of_a_new_run(four, tmp_path):
+    for seed, name in enumerate(('one', 'two')):
+        four.run('save', tmp_path / name, 1, seed)
+    assert four.run('start_from_two', tmp_path / 'new', tmp_path / 'one', tmp_path / 'two') == [None] * 4

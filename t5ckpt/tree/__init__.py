@@ -1,0 +1,1 @@
+"""Train states and their leaves; no files."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from t5ckpt._in_place import (
     AlreadyCommittedError,
-    Hold,
+    WriteLease,
     hide_in_place,
     remove_in_place,
     remove_step,
@@ -47,6 +47,7 @@ from t5ckpt._sidecar import Sidecar, encode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.errors import (
     AccessDeniedError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
     SaveFailedError,
@@ -69,6 +70,7 @@ __all__ = [
     'is_free',
     'leave',
     'remove_hidden',
+    'take_lease',
     'writer_facts',
 ]
 
@@ -105,7 +107,7 @@ class Workspace:
     directory: str
     claim: Any = None
     replaces: bool = False
-    hold: Hold | None = None
+    hold: WriteLease | None = None
     is_left: bool = False
 
 
@@ -140,6 +142,17 @@ def is_free(storage: Storage, step: int) -> bool:
     return True
 
 
+def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None:
+    """Writes the owner's record into the directory and keeps it fresh, until the claim is closed."""
+
+    def encode(owner: Mapping[str, Any]) -> bytes:
+        return encode_sidecar(Sidecar(extra={'writer': {**writer, **owner}, 'step': work.step}))
+
+    lease = WriteLease(work.storage, join(work.directory, SIDECAR), clock, work.claim, encode)
+    lease.start()
+    work.claim = lease
+
+
 def begin(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Workspace:
     """Makes the directory that a save writes into, and locks it."""
     storage.make_dir('')
@@ -151,11 +164,23 @@ def begin(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) 
         if storage.make_dir(directory, exclusive=True):
             claim = storage.claim(directory)
             if claim is not None:
-                break
+                work = Workspace(storage, step, directory, claim)
+                if _has_lease(work, clock, writer):
+                    return work
         unix += 1
-    work = Workspace(storage, step, directory, claim)
-    _write_owner(work, writer)
-    return work
+
+
+def _has_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> bool:
+    """Takes the write lease; False where another host, which sees no lock, has removed the directory while it was empty."""
+    try:
+        take_lease(work, clock, writer)
+    except CheckpointNotFoundError:
+        leave(work)
+        return False
+    except BaseException:
+        abandon(work)
+        raise
+    return True
 
 
 def _begin_in_place(storage: Storage, step: int, clock: Clock) -> Workspace:
@@ -173,15 +198,6 @@ def _begin_in_place(storage: Storage, step: int, clock: Clock) -> Workspace:
         hold.close()
         raise
     return work
-
-
-def _write_owner(work: Workspace, writer: Mapping[str, Any]) -> None:
-    sidecar = Sidecar(extra={'writer': dict(writer), 'step': work.step})
-    try:
-        work.storage.write(join(work.directory, SIDECAR), encode_sidecar(sidecar))
-    except BaseException:
-        abandon(work)
-        raise
 
 
 def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories: Sequence[str], clock: Clock) -> str:
@@ -225,7 +241,7 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories:
     return final
 
 
-def _commit_in_place(work: Workspace, hold: Hold, manifest: bytes) -> None:
+def _commit_in_place(work: Workspace, hold: WriteLease, manifest: bytes) -> None:
     storage = work.storage
     if not hold.is_ours():
         work.is_left = True

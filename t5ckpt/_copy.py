@@ -160,7 +160,7 @@ def _step_of(located: Located, target: str | os.PathLike[str]) -> int:
 def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) -> Workspace:
     """The directory of an earlier attempt at the same, or a new one."""
     if storage.renames:
-        again = unfinished(storage, step, facts['resume'])
+        again = unfinished(storage, step, clock, facts)
         return begin(storage, step, clock, facts) if again is None else again
     complete_index(storage)
     work = Workspace(storage, step, step_dir(step), hold=take(storage, step, clock))

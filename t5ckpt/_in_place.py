@@ -31,7 +31,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5ckpt._index import mark_step, read_index
@@ -43,7 +43,9 @@ from t5ckpt.storage import Storage
 __all__ = [
     'TAKE_OVER_SECONDS',
     'AlreadyCommittedError',
-    'Hold',
+    'Owner',
+    'WriteLease',
+    'parse_owner',
     'remove_in_place',
     'remove_step',
     'sweep_in_place',
@@ -61,8 +63,11 @@ class AlreadyCommittedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Owner:
-    """The contents of a marker: ``place`` names the machine's boot and the container, in which ``pid`` is a process."""
+class Owner:
+    """The contents of a write lease: ``place`` names the machine's boot and the container, in which ``pid`` is a process.
+
+    ``host`` is for people alone: machines of one job may all have the same name.
+    """
 
     nonce: str
     host: str
@@ -96,28 +101,52 @@ def _born(pid: int) -> str:
         return ''
 
 
-def _read_owner(storage: Storage, step: int) -> _Owner | None:
-    """The marker; None where there is none, or where nobody can tell whose it is."""
+def parse_owner(data: Any) -> Owner | None:
+    """The owner that a decoded record names; None where it has not all of the facts."""
+    names = {field.name for field in dataclasses.fields(Owner)}
+    if not isinstance(data, Mapping) or not names <= data.keys():
+        return None
+    return Owner(**{name: data[name] for name in names})
+
+
+def _read_owner(storage: Storage, key: str) -> Owner | None:
+    """The owner in a lease; None where there is none. One that cannot be parsed never dies."""
     try:
-        data = storage.read(busy_marker(step))
+        data = storage.read(key)
     except CheckpointNotFoundError:
         return None
     try:
-        return _Owner(**json.loads(data))
-    except (ValueError, TypeError):
-        # Half a marker cannot be, so this is somebody else's; never dead.
-        return _Owner('', 'unknown', '', 0, '', float('inf'))
+        record = json.loads(data)
+    except ValueError:
+        record = None
+    # Half a marker cannot be, so one that is none of ours is somebody else's.
+    return parse_owner(_owner_part(record)) or Owner('', 'unknown', '', 0, '', float('inf'))
 
 
-class Hold:
-    """A step that this process has taken: the marker, its heartbeat and the claim among threads."""
+def _owner_part(record: Any) -> Any:
+    """In a marker the whole record; in the sidecar of an unfinished directory its entry ``writer``."""
+    return record['writer'] if isinstance(record, Mapping) and 'writer' in record else record
 
-    def __init__(self, storage: Storage, step: int, clock: Clock, claim: Any):
-        """Writes the marker; see ``take``."""
+
+def _encode_marker(owner: Mapping[str, Any]) -> bytes:
+    return json.dumps(owner).encode()
+
+
+class WriteLease:
+    """A step or a directory that this process writes: the record of its owner, the heartbeat and the claim.
+
+    The record is written anew each minute until the lease is closed or taken over.
+    """
+
+    def __init__(
+        self, storage: Storage, key: str, clock: Clock, claim: Any, encode: Callable[[Mapping[str, Any]], bytes]
+    ):
+        """Writes the record, which ``encode`` makes of the owner's facts."""
         self._storage = storage
-        self._step = step
+        self._key = key
         self._clock = clock
         self._claim = claim
+        self._encode = encode
         self.nonce = secrets.token_hex(8)
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -125,11 +154,11 @@ class Hold:
         self._heart = threading.Thread(target=self._beat, name='t5ckpt-heart', daemon=True)
 
     def _write(self) -> None:
-        owner = _Owner(self.nonce, socket.gethostname(), _place(), os.getpid(), _born(os.getpid()), self._clock())
-        self._storage.write(busy_marker(self._step), json.dumps(dataclasses.asdict(owner)).encode())
+        owner = Owner(self.nonce, socket.gethostname(), _place(), os.getpid(), _born(os.getpid()), self._clock())
+        self._storage.write(self._key, self._encode(dataclasses.asdict(owner)))
 
     def start(self) -> None:
-        """Begins to renew the marker."""
+        """Begins to renew the record."""
         self._heart.start()
 
     def _beat(self) -> None:
@@ -140,31 +169,36 @@ class Hold:
                         return
                     self._write()
             except T5CkptError as error:
-                _log.warning('t5ckpt: could not renew %s: %s', self._storage.url(busy_marker(self._step)), error)
+                _log.warning('t5ckpt: could not renew %s: %s', self._storage.url(self._key), error)
 
     def is_ours(self) -> bool:
-        """Whether the marker is the one that was written here."""
-        owner = _read_owner(self._storage, self._step)
+        """Whether the record is the one that was written here."""
+        owner = _read_owner(self._storage, self._key)
         return owner is not None and owner.nonce == self.nonce
 
-    def close(self) -> None:
-        """Lets go and leaves the marker, for the next sweep."""
+    def stop(self) -> None:
+        """Ends the heartbeat, and leaves the record and the claim."""
         self._ended.set()
         with self._lock:
             # No heartbeat is under way any more.
-            self._claim.close()
+            pass
+
+    def close(self) -> None:
+        """Lets go and leaves the record, for the next garbage collection."""
+        self.stop()
+        self._claim.close()
 
     def release(self) -> None:
-        """Lets go and removes the marker."""
-        self._ended.set()
-        with self._lock, contextlib.closing(self._claim):
+        """Lets go and removes the record."""
+        self.stop()
+        with contextlib.closing(self._claim):
             try:
-                self._storage.delete_file(busy_marker(self._step))
+                self._storage.delete_file(self._key)
             except T5CkptError as error:
-                _log.warning('t5ckpt: %s stays for the next save: %s', busy_marker(self._step), error)
+                _log.warning('t5ckpt: %s stays for the next save: %s', self._key, error)
 
 
-def take(storage: Storage, step: int, clock: Clock) -> Hold:
+def take(storage: Storage, step: int, clock: Clock) -> WriteLease:
     """Takes a step for writing or deleting.
 
     Raises:
@@ -182,18 +216,18 @@ def take(storage: Storage, step: int, clock: Clock) -> Hold:
     return hold
 
 
-def _held(storage: Storage, step: int, clock: Clock, claim: Any) -> Hold:
-    owner = _read_owner(storage, step)
+def _held(storage: Storage, step: int, clock: Clock, claim: Any) -> WriteLease:
+    owner = _read_owner(storage, busy_marker(step))
     if owner is not None and not owner.is_dead(clock(), TAKE_OVER_SECONDS):
         raise AlreadyCommittedError(_taken(storage, step, owner))
-    hold = Hold(storage, step, clock, claim)
-    owner = _read_owner(storage, step)
+    hold = WriteLease(storage, busy_marker(step), clock, claim, _encode_marker)
+    owner = _read_owner(storage, busy_marker(step))
     if owner is None or owner.nonce != hold.nonce:
         raise AlreadyCommittedError(_taken(storage, step, owner))
     return hold
 
 
-def _taken(storage: Storage, step: int, owner: _Owner | None) -> str:
+def _taken(storage: Storage, step: int, owner: Owner | None) -> str:
     who = 'another writer' if owner is None else f'process {owner.pid} on {owner.host}'
     return (
         f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that one is dead, '
@@ -274,7 +308,7 @@ def remove_in_place(storage: Storage, directory: str, clock: Clock) -> None:
     hold.release()
 
 
-def _taken_to_hide(storage: Storage, step: int, clock: Clock, key: str) -> Hold:
+def _taken_to_hide(storage: Storage, step: int, clock: Clock, key: str) -> WriteLease:
     """The step, taken. Another deleter that has it is waited for, since it needs few requests to hide it."""
     deadline = time.monotonic() + _RIVAL_SECONDS
     while True:
@@ -305,7 +339,7 @@ def _sweep_one(storage: Storage, step: int, now: float, stale_after: float) -> b
     if claim is None:
         return False
     with contextlib.closing(claim):
-        owner = _read_owner(storage, step)
+        owner = _read_owner(storage, busy_marker(step))
         if owner is None or not owner.is_dead(now, stale_after):
             return False
         is_committed = storage.is_file(join(step_dir(step), MANIFEST))

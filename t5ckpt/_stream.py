@@ -34,10 +34,12 @@ from t5ckpt._commit import (
     commit,
     is_free,
     leave,
+    take_lease,
     writer_facts,
 )
 from t5ckpt._compress import AUTO
 from t5ckpt._digest import digest
+from t5ckpt._in_place import TAKE_OVER_SECONDS
 from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, integrity_file, join, parse_leftover, step_dir
 from t5ckpt._leaves import LeafTable, nest
 from t5ckpt._ledger import encode_ledger
@@ -48,7 +50,7 @@ from t5ckpt._reuse import files_of
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt._specs import spec_of
 from t5ckpt._stage import Staging
-from t5ckpt._sweep import sweep
+from t5ckpt._sweep import is_abandoned, sweep
 from t5ckpt._types import Clock, Path, Progress
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, write_arrays
@@ -173,7 +175,7 @@ def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
     if request.source is not None:
         header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
         facts['resume'] = digest(plan_text(plan, header).encode())
-        again = unfinished(storage, request.step, facts['resume'])
+        again = unfinished(storage, request.step, request.clock, facts)
     # The lock of the unfinished one is held by now, so it is not swept.
     sweep(storage, request.clock)
     work = begin(storage, request.step, request.clock, facts) if again is None else again
@@ -181,17 +183,21 @@ def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
     return work
 
 
-def unfinished(storage: Storage, step: int, fingerprint: str) -> Workspace | None:
-    """The directory of a killed write of the same, taken over."""
+def unfinished(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) -> Workspace | None:
+    """The directory of a killed write of the same, which ``facts['resume']`` names, taken over."""
     for entry in storage.entries() if storage.renames else ():
         leftover = parse_leftover(entry.name)
         if leftover is None or leftover.state != 'tmp' or leftover.step != step:
             continue
         claim = storage.claim(entry.name)
-        if claim is not None and claim.is_held and resume_text(storage, entry.name) == fingerprint:
-            return Workspace(storage, step, entry.name, claim)
-        if claim is not None:
-            claim.close()
+        if claim is None:
+            continue
+        is_same = claim.is_held and resume_text(storage, entry.name) == facts['resume']
+        if is_same and is_abandoned(storage, leftover, clock(), TAKE_OVER_SECONDS, has_lock=True):
+            work = Workspace(storage, step, entry.name, claim)
+            take_lease(work, clock, facts)
+            return work
+        claim.close()
     return None
 
 

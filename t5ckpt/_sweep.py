@@ -1,23 +1,26 @@
-"""Sweeping: what dead writers and deleters left is removed at the next save.
+"""Garbage collection: what dead writers, deleters and readers left is removed at the next save.
 
-A leftover goes when nobody holds its lock and it is known to be dead: it is ours and was written on this host (the kernel
-drops the lock of a dead process), it was being deleted, it is empty, or the second in its name is older than an hour,
-which also covers what T5X leaves, since T5X takes no lock. Stores without rename have rules of their own (_in_place.py).
+A leftover of ours has a write lease, see ``_in_place.py``: the boot, the process and its last heartbeat. It goes when its
+lock is free and its owner is dead: its process has ended, which can be seen on the same machine, or the heartbeat is older
+than an hour. Neither host names nor locks alone decide: hosts may have equal names, and locks may be those of one node.
+A directory that was being deleted or is empty goes when its lock is free. What has no such record (T5X takes no lock)
+goes when the second in its name is older than an hour. Read leases that have expired go ten minutes later, since clocks differ.
+Stores without rename have rules of their own (``_in_place.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import socket
 
-from t5ckpt._in_place import sweep_in_place
-from t5ckpt._layout import SIDECAR, Leftover, deleted_dir, join, parse_leftover
+from t5ckpt._in_place import TAKE_OVER_SECONDS, parse_owner, sweep_in_place
+from t5ckpt._layout import HOLD_PREFIX, SIDECAR, Leftover, deleted_dir, join, parse_hold, parse_leftover
 from t5ckpt._sidecar import decode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.storage import Storage
 
-__all__ = ['STALE_AFTER_SECONDS', 'sweep']
+__all__ = ['STALE_AFTER_SECONDS', 'is_abandoned', 'sweep']
 
 STALE_AFTER_SECONDS = 3600.0
 _log = logging.getLogger('t5ckpt')
@@ -29,6 +32,7 @@ def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECON
     Returns:
       The names that were removed. One that cannot be removed is logged and does not stop the rest.
     """
+    _collect_read_leases(storage, clock() - TAKE_OVER_SECONDS)
     if not storage.renames:
         return sweep_in_place(storage, clock, stale_after)
     removed: list[str] = []
@@ -37,7 +41,7 @@ def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECON
         if leftover is None:
             continue
         try:
-            if _sweep_one(storage, entry.name, leftover, clock() - stale_after):
+            if _sweep_one(storage, leftover, clock(), stale_after):
                 removed.append(entry.name)
         except CheckpointNotFoundError:
             # Another sweep has removed it.
@@ -49,19 +53,32 @@ def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECON
     return removed
 
 
-def _sweep_one(storage: Storage, name: str, leftover: Leftover, stale_before: float) -> bool:
-    claim = storage.claim(name)
+def _collect_read_leases(storage: Storage, before: float) -> None:
+    """Removes the read leases of readers that were killed."""
+    for name in storage.names('', HOLD_PREFIX):
+        hold = parse_hold(name)
+        if hold is not None and hold.until < before:
+            try:
+                storage.delete_file(name)
+            except T5CkptError as error:
+                _log.warning('t5ckpt: could not remove %s: %s', storage.url(name), error)
+
+
+def _sweep_one(storage: Storage, leftover: Leftover, now: float, stale_after: float) -> bool:
+    claim = storage.claim(leftover.name)
     if claim is None:
         return False
-    try:
-        is_old = leftover.unix < stale_before
-        # Without a lock that works only the age says anything.
-        if is_old or (claim.is_held and (leftover.state == 'deleted' or _is_dead(storage, name))):
+    with contextlib.closing(claim):
+        if leftover.state == 'deleted' and claim.is_held:
+            is_dead = True
+        elif leftover.state == 'deleted':
+            # Without a lock that works only the age says anything.
+            is_dead = leftover.unix < now - stale_after
+        else:
+            is_dead = is_abandoned(storage, leftover, now, stale_after, has_lock=claim.is_held)
+        if is_dead:
             storage.delete_tree(_renamed(storage, leftover))
-            return True
-        return False
-    finally:
-        claim.close()
+        return is_dead
 
 
 def _renamed(storage: Storage, leftover: Leftover) -> str:
@@ -75,16 +92,24 @@ def _renamed(storage: Storage, leftover: Leftover) -> str:
     return deleted_dir(leftover.step, unix)
 
 
-def _is_dead(storage: Storage, name: str) -> bool:
-    """Whether an unlocked temporary directory is ours, of this host (so its lock would be held), or empty."""
+def is_abandoned(storage: Storage, leftover: Leftover, now: float, stale_after: float, *, has_lock: bool) -> bool:
+    """Whether nobody writes a temporary directory any more; for one who holds its claim.
+
+    Args:
+      storage: the run.
+      leftover: the directory.
+      now: unix seconds.
+      stale_after: the seconds after which an owner elsewhere that gave no sign is dead.
+      has_lock: whether the claim is a lock that works, at least on this machine.
+    """
+    name = leftover.name
     entries = [entry.name for entry in storage.entries(name)]
-    if not entries:
-        return True
+    is_old = leftover.unix < now - stale_after
     if SIDECAR not in entries:
         # The crash came while the first file was being written; T5X and Orbax never make such a name.
-        return all(entry.startswith(SIDECAR) for entry in entries)
+        return is_old or (has_lock and all(entry.startswith(SIDECAR) for entry in entries))
     try:
-        writer = decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).extra.get('writer', {})
+        owner = parse_owner(decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).extra.get('writer'))
     except FormatError:
-        return False
-    return isinstance(writer, dict) and writer.get('host') == socket.gethostname()
+        owner = None
+    return is_old if owner is None else owner.is_dead(now, stale_after)

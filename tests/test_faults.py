@@ -1,6 +1,11 @@
 """Every storage operation of a save fails once: nothing that was there is lost, nothing unfinished shows."""
 
 import errno
+import os
+import socket
+import subprocess
+import sys
+import time
 import uuid
 
 import numpy as np
@@ -8,6 +13,10 @@ import pytest
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt._commit import begin, leave, writer_facts
+from t5ckpt._layout import hold_file
+from t5ckpt._sidecar import decode_sidecar, encode_sidecar
+from t5ckpt._sweep import sweep
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage, mixed_state
 
@@ -83,3 +92,89 @@ def test_another_error_comes_through(tmp_path):
     faulty = FaultyStorage(open_storage(tmp_path), 8, error=errors.AccessDeniedError(errno.EACCES, 'injected: no'))
     with pytest.raises(errors.AccessDeniedError, match='injected: no'):
         save(faulty, 1, FakeClock())
+
+
+# --- write and read leases --------------------------------------------------------------------------------------------
+
+LIVE = """
+import sys, time
+from t5ckpt._commit import begin, writer_facts
+from t5ckpt.storage import open_storage
+work = begin(open_storage(sys.argv[1]), 1, time.time, writer_facts('1'))
+# What another machine sees of the lock of this one, where locks are those of a node.
+work.claim._claim.close()
+print(work.directory, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_live_save_whose_lock_cannot_be_seen_is_left_alone(tmp_path):
+    storage = open_storage(tmp_path)
+    with subprocess.Popen([sys.executable, '-c', LIVE, tmp_path], stdout=subprocess.PIPE, text=True) as writer:
+        directory = writer.stdout.readline().strip()
+        assert sweep(storage, time.time) == []
+        # Whatever the time: the process is there.
+        assert sweep(storage, lambda: time.time() + 10**6) == []
+        assert storage.kind(directory) == 'dir'
+        writer.kill()
+    assert sweep(storage, time.time) == [directory]
+
+
+def unfinished(storage, clock, **facts):
+    """What the writer of another machine with this one's name, whose locks are its own, has written so far."""
+    work = begin(storage, 1, clock, writer_facts('1'))
+    leave(work)
+    key = f'{work.directory}/t5ckpt.json'
+    sidecar = decode_sidecar(storage.read(key), key)
+    writer = sidecar.extra['writer']
+    assert {'host', 'place', 'pid', 'born', 'beat', 'nonce'} <= writer.keys()
+    assert writer['host'] == socket.gethostname()
+    writer.update(facts)
+    storage.write(key, encode_sidecar(sidecar))
+    return work.directory
+
+
+@pytest.mark.parametrize('pid', [None, 1, 2**22])
+def test_host_names_say_nothing(tmp_path, pid):
+    """A save of longer than an hour, too: the heartbeat counts and not the time in the name."""
+    storage, clock = open_storage(tmp_path), FakeClock()
+    clock.advance(10_000)
+    directory = unfinished(storage, clock, place='other-boot/pid:[1]', pid=pid or os.getpid(), beat=clock() + 7200)
+    assert sweep(storage, clock) == []
+    clock.advance(7200 + 3500)
+    assert sweep(storage, clock) == []
+    clock.advance(200)
+    assert sweep(storage, clock) == [directory]
+
+
+def test_a_process_with_the_number_of_a_dead_one_is_another(tmp_path):
+    storage, clock = open_storage(tmp_path), FakeClock()
+    directory = unfinished(storage, clock, pid=os.getppid(), born='1')
+    assert sweep(storage, clock) == [directory]
+
+
+@pytest.mark.parametrize('kind', ['file', 'memory', 'gs', 's3'])
+def test_an_expired_read_lease_is_collected(tmp_path, kind, request):
+    """An evaluator that was killed leaves one; the margin is for clocks that differ."""
+    places = {'file': lambda: tmp_path, 'memory': lambda: f'memory://{tmp_path.name}/run'}
+    place = places[kind]() if kind in places else request.getfixturevalue(kind).url()
+    storage, clock = open_storage(place), FakeClock()
+    storage.make_dir('')
+    for name in ('held_1.x', 'held_', 'held_2.1.UP'):
+        storage.write(name, b'')
+    storage.write(hold_file(1, int(clock()) + 60, 'killed'), b'')
+    state = {'x': np.arange(8.0)}
+
+    def leases():
+        return [entry.name for entry in storage.entries() if entry.name.endswith('killed')]
+
+    with t5ckpt.Checkpointer(state, checkpoints_dir=place, clock=clock, keep=1) as ck:
+        ck.save(state, step=1)
+        clock.advance(600)
+        ck.save(state, step=2)
+        assert len(leases()) == 1
+        clock.advance(62)
+        ck.save(state, step=3)
+    assert leases() == []
+    assert {'held_', 'held_1.x', 'held_2.1.UP'} <= {entry.name for entry in storage.entries()}

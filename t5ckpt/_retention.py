@@ -16,12 +16,12 @@ from t5ckpt._commit import held_steps, hide_checkpoint, remove_hidden
 from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, step_dir
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError, StorageError, T5CkptError
 from t5ckpt.policies import Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import Storage
 
-__all__ = ['Retention', 'saved_facts']
+__all__ = ['Retention', 'delete_step', 'deletion', 'saved_facts']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -150,6 +150,50 @@ class Retention:
                     remove(key)
             except T5CkptError as error:
                 _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
+
+
+def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Decision:
+    """Whether a step that somebody asks to delete goes, and why; nothing is changed.
+
+    Raises:
+      CheckpointNotFoundError: with the steps that are there.
+    """
+    directory = step_dir(step)
+    if not storage.is_file(join(directory, MANIFEST)):
+        shown = ', '.join(map(str, steps_in(storage)[-10:])) or 'none'
+        raise CheckpointNotFoundError(
+            f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'
+        )
+    pin = join(directory, PINNED)
+    if not even_pinned and storage.is_file(pin):
+        text = storage.read(pin).decode(errors='replace').strip()
+        return Decision(step, True, 'pinned' if text in ('', '1') else f'pinned: {text}')
+    if step in held_steps(storage, clock):
+        return Decision(step, True, 'held by a reader')
+    return Decision(step, False, 'asked for')
+
+
+def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> None:
+    """Deletes one step: it becomes invisible in one atomic operation, and is then removed.
+
+    A crash in between leaves what no listing shows and the next save removes.
+
+    Raises:
+      CheckpointNotFoundError: the step is not there, with those that are.
+      StepKeptError: it is pinned, or a reader holds it; nothing was changed.
+      StorageError: the storage refused; the step is there whole, or is not listed.
+    """
+    found = deletion(storage, step, clock, even_pinned=even_pinned)
+    hidden = None if found.keep else hide_checkpoint(storage, step, clock)
+    if hidden is None:
+        reason = found.reason if found.keep else 'held by a reader'
+        cure = 'Unpin it first.' if reason.startswith('pinned') else 'Try again when the reader is done.'
+        raise StepKeptError(f'{storage.url(step_dir(step))} is {reason}, so it was not deleted. {cure}')
+    try:
+        remove_hidden(storage, hidden, clock)
+    except T5CkptError as error:
+        where = storage.url(hidden)
+        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
 
 
 def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:

@@ -21,6 +21,7 @@
     │   ├── NoSpaceError
     │   ├── AccessDeniedError     PermissionError
     │   └── NotADirectoryStorageError  NotADirectoryError
+    ├── StepKeptError             RuntimeError                    a step is pinned, or read by somebody, and is not deleted
     ├── OutputExistsError         FileExistsError                 something stands where an export is to be written
     ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
     ├── ClosedError               ValueError                      a save with a checkpointer that was closed
@@ -69,6 +70,7 @@ __all__ = [
     'SaveFailedError',
     'ShapeMismatch',
     'ShardingMismatch',
+    'StepKeptError',
     'StorageError',
     'T5CkptError',
     'T5CkptWarning',
@@ -150,6 +152,10 @@ class NotADirectoryStorageError(StorageError, NotADirectoryError):
 
 class OutputExistsError(T5CkptError, FileExistsError):
     """Something stands where an export is to be written, and replacing it was not asked for or is not safe."""
+
+
+class StepKeptError(T5CkptError, RuntimeError):
+    """A step is pinned, or a reader holds it, and so it was not deleted."""
 
 
 class SaveFailedError(T5CkptError, RuntimeError):

@@ -48,7 +48,7 @@ def test_to_one_file_and_back(run: pathlib.Path, tmp_path: pathlib.Path, kind: s
     assert said | {'seconds': 0, 'dry_run': 0} == done | {'seconds': 0, 'dry_run': 0}
     load = safetensors.numpy.load_file if kind == 'safetensors' else np.load
     assert sorted(load(out)) == ['target/encoder/encoder_norm/scale', 'target/token_embedder/embedding']
-    assert 'wrote' in t5ckpt_cli('import', kind, out, tmp_path / 'back', '--step', '7')
+    assert 'wrote' in t5ckpt_cli('import', kind, out, tmp_path / 'back', '--as-step', '7')
     assert t5ckpt.all_steps(tmp_path / 'back') == [7]
     assert 'would write' in t5ckpt_cli('import', kind, out, tmp_path / 'dry', '--dry-run')
     assert not (tmp_path / 'dry').exists()

@@ -4,18 +4,28 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import click
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from flax import serialization
 
 import t5ckpt
 from t5ckpt import Changes, ConvertOptions, ExportOptions, ImportOptions, NoEffectWarning
+from t5ckpt._holds import held
+from t5ckpt._retention import delete_step
+from t5ckpt.cli import VERBS
+from t5ckpt.cli._app import app
 from t5ckpt.convert.to_orbax import convert_to_orbax
-from t5ckpt.errors import MissingLeaves, UnmatchedPattern
+from t5ckpt.errors import CheckpointNotFoundError, MissingLeaves, StepKeptError, StorageError, UnmatchedPattern
+from t5ckpt.steps import steps_in
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
 
 ROOT = Path(__file__).resolve().parents[1]
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -243,3 +253,123 @@ def test_the_command_line_casts_what_it_is_told_to(run, tmp_path):
 def test_cast_leaves_is_a_regular_expression(pattern):
     with pytest.raises(ValueError, match=r'cast_leaves: .* is no regular expression'):
         t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='run', restore_dtype='bfloat16', cast_leaves=pattern)
+
+
+# --- which step is meant -----------------------------------------------------------------------------------------------
+
+# By verb: whether --step names the step to work on ('one', 'several', or ''), and whether --as-step names the one to write.
+STEP_RULES = {
+    'cat': ('one', False),
+    'convert': ('one', True),
+    'cp': ('one', True),
+    'diff': ('', False),
+    'export hf': ('one', False),
+    'export npz': ('one', False),
+    'export safetensors': ('one', False),
+    'import hf': ('', True),
+    'import npz': ('', True),
+    'import safetensors': ('', True),
+    'ls': ('', False),
+    'pin': ('several', False),
+    'prune': ('', False),
+    'repair': ('one', False),
+    'rm': ('several', False),
+    'show': ('one', False),
+    'stats': ('one', False),
+    'unpin': ('several', False),
+    'verify': ('one', False),
+}
+
+
+def verbs():
+    """Every command by its words, with its options that are shown."""
+    for name in VERBS:
+        found = app.get_command(click.Context(app), name)
+        below = {'': found} if not isinstance(found, click.Group) else found.commands
+        for word, command in below.items():
+            yield (
+                f'{name} {word}'.strip(),
+                {
+                    option: param
+                    for param in command.params
+                    if isinstance(param, click.Option) and not param.hidden
+                    for option in param.opts
+                },
+            )
+
+
+def test_one_rule_says_in_every_verb_which_step_is_meant():
+    found = {}
+    for name, options in verbs():
+        step, as_step = options.get('--step'), options.get('--as-step')
+        found[name] = ('' if step is None else 'several' if step.multiple else 'one', as_step is not None)
+        assert step is None or 'hich step' in step.help
+        assert as_step is None or as_step.help.startswith('Write as this step')
+        others = [option for option in options if 'step' in option and option not in ('--step', '--as-step')]
+        assert others == (['--keep-step'] if name == 'prune' else [])
+    assert found == STEP_RULES
+
+
+@pytest.mark.parametrize(
+    ('words', 'cure'),
+    [
+        (['prune', 'run', '--step', '1'], '--keep-step'),
+        (['import', 'npz', 'x', 'run', '--step', '1'], '--as-step'),
+        (['import', 'hf', 'x', 'run', '--step=1'], '--as-step'),
+        (['convert', 'orbax', 'x', 'run', '--step', '1'], '--as-step'),
+        (['convert', 'to-orbax', 'run', 'x', '--as-step', '1'], '--step'),
+        (['rm', 'run'], '--step'),
+        (['rm', 'run/checkpoint_1', '2'], 'Give the run'),
+    ],
+)
+def test_a_step_that_means_nothing_there_is_an_error_that_says_what_to_write(words, cure):
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert cure in done.output
+
+
+def rm(*words, code=0):
+    done = CliRunner().invoke(app, ['rm', *map(str, words)], standalone_mode=False)
+    if done.exception is not None:
+        return done.exception
+    assert done.return_value == code, done.output
+    return done.output
+
+
+def test_rm_deletes_the_steps_it_is_given_and_says_why_not(run):
+    t5ckpt.pin_checkpoint(run / 'checkpoint_1', 'in the paper')
+    assert 'goes  asked for' in rm(run, 2, '--dry-run')
+    text = rm(run, 1, 2, '--yes', code=1)
+    assert 'stays  pinned: in the paper' in text
+    assert '--pinned' in text
+    assert t5ckpt.all_steps(run) == [1, 2], 'one that stays stays with all others'
+    assert 'pass --yes' in str(rm(run, '--step', 2))
+    with held(open_storage(run), 2, 60, time.time):
+        assert 'held by a reader' in rm(run, 2, '--yes', code=1)
+    assert json.loads(rm(run / 'checkpoint_2', '--yes', '--json'))['deleted'] == [2]
+    assert isinstance(rm(run, 2, '--yes'), CheckpointNotFoundError)
+    rm(run, '--step', 1, '--pinned', '--yes')
+    assert list(run.iterdir()) == []
+
+
+def test_a_step_that_is_kept_is_an_error_of_the_library(run):
+    t5ckpt.pin_checkpoint(run / 'checkpoint_1')
+    with pytest.raises(StepKeptError, match=r'checkpoint_1 is pinned, so it was not deleted\. Unpin it first'):
+        delete_step(open_storage(run), 1, time.time)
+
+
+@pytest.mark.parametrize('kind', ['file', 'memory'])
+def test_a_deletion_that_the_storage_refuses_leaves_the_step_whole_or_gone(kind, tmp_path):
+    fails = 0
+    for index in range(40):
+        storage = open_storage(tmp_path / str(index) if kind == 'file' else f'memory://rm-{index}')
+        with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=storage, inline_bytes=0) as checkpointer:
+            checkpointer.save(nnx_state(1))
+        try:
+            delete_step(FaultyStorage(storage, index), 1, time.time)
+        except StorageError:
+            fails += 1
+            assert steps_in(storage) == [] or t5ckpt.verify(storage.url('checkpoint_1')).ok
+        else:
+            assert steps_in(storage) == []
+    assert 0 < fails < 40

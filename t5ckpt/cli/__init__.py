@@ -26,6 +26,7 @@ VERBS = {
     'export': 'export',
     'import': 'import_',
     'cp': 'cp',
+    'rm': 'rm',
     'prune': 'prune',
     'pin': 'pin',
     'unpin': 'unpin',

@@ -15,9 +15,28 @@ import click
 from t5ckpt._text import aligned, printable
 from t5ckpt._types import Progress
 
-__all__ = ['Column', 'confirm', 'json_option', 'print_json', 'print_table', 'progress', 'say', 'step_option']
+__all__ = [
+    'Column',
+    'as_step_option',
+    'confirm',
+    'json_option',
+    'moved_option',
+    'print_json',
+    'print_table',
+    'progress',
+    'say',
+    'step_option',
+    'steps_option',
+]
 
-step_option = click.option('--step', type=int, help='Which step, where PATH is a run; the latest without it.')
+# One rule for all verbs: --step names the step to work on, --as-step the one to write as.
+step_option = click.option('--step', type=int, help='Which step, where the path is a run; the latest without it.')
+steps_option = click.option(
+    '--step', 'steps', type=int, multiple=True, help='Which step, where PATH is a run; may be repeated.'
+)
+as_step_option = click.option(
+    '--as-step', type=click.IntRange(0), metavar='STEP', help="Write as this step instead of the source's."
+)
 json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON, for programs.')
 
 
@@ -27,6 +46,21 @@ class Column:
 
     title: str
     right: bool = False
+
+
+def moved_option(old: str, cure: str) -> Any:
+    """An option that once meant something else: whoever still writes it is told what to write.
+
+    Args:
+      old: the option.
+      cure: what to write instead, as a sentence.
+    """
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value:
+            raise click.UsageError(f'{ctx.command_path} takes no {param.opts[0]}: {cure}', ctx)
+
+    return click.option(old, type=str, multiple=True, hidden=True, expose_value=False, callback=refuse)
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from t5ckpt._text import human_bytes
-from t5ckpt.cli._output import json_option, print_json, progress, say
+from t5ckpt.cli._output import as_step_option, json_option, print_json, progress, say
 from t5ckpt.cli._reports import words as words_of
 from t5ckpt.convert import CODEC_NAMES, FORMATS, convert_checkpoint
 from t5ckpt.convert._conversion import Conversion, ConvertOptions
@@ -20,13 +20,19 @@ __all__ = ['command', 'print_conversion']
 
 _SHOWN = 8
 _TO_ORBAX = 'to-orbax'
+# By whether it is that one.
+_STEP_RULES = {
+    False: '--step names the step to read, and SRC names that here, such as run/12. To write as a step, pass --as-step.',
+    True: '--as-step: Orbax takes the step from the name of DST, such as run/12. To read a step of SRC, pass --step.',
+}
 
 
 @click.command('convert')
 @click.argument('kind', type=click.Choice((*FORMATS, _TO_ORBAX)), metavar='FORMAT')
 @click.argument('source', metavar='SRC')
 @click.argument('directory', metavar='DST')
-@click.option('--step', type=click.IntRange(min=0), help="Write as this step; without it the source's own.")
+@click.option('--step', type=int, help='For to-orbax: which step, where SRC is a run; the latest without it.')
+@as_step_option
 @click.option('--save-dtype', metavar='DTYPE', help='Cast floating parameters, for instance to bfloat16.')
 @click.option('--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*')
 @click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
@@ -51,6 +57,10 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
       t5ckpt convert orbax run/12 new_run --save-dtype bfloat16
       t5ckpt convert to-orbax new_run orbax_run/12
     """
+    if (words['step'] if kind != _TO_ORBAX else words['as_step']) is not None:
+        raise click.UsageError(_STEP_RULES[kind == _TO_ORBAX])
+    step, as_step = words.pop('step'), words.pop('as_step')
+    words['step'] = step if kind == _TO_ORBAX else as_step
     words['optimizer'] = not words.pop('no_optimizer')
     words['overwrite'] = words.pop('force')
     translator = None if rules is None else _translator(rules)

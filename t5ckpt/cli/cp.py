@@ -9,7 +9,7 @@ import click
 
 from t5ckpt._copy import CopyOptions, copy_checkpoint
 from t5ckpt._text import human_bytes
-from t5ckpt.cli._output import json_option, print_json, progress, step_option
+from t5ckpt.cli._output import as_step_option, json_option, print_json, progress, step_option
 from t5ckpt.cli._reports import words as words_of
 
 __all__ = ['command']
@@ -42,7 +42,7 @@ _CHANGES = (
 @click.option('--average', multiple=True, metavar='OTHER', help='Average the parameters with these; repeatable.')
 @click.option('--parameters', metavar='REGEX', help='For --ema and --average; by default target/.* and params/.*')
 @click.option('--compression', metavar='CODEC', help='Write with this codec, or auto.')
-@click.option('--as-step', type=click.IntRange(0), metavar='STEP', help="Write as this step instead of the source's.")
+@as_step_option
 @click.option('--follow-links', is_flag=True, help='Symbolic links may lead out of the checkpoint.')
 @click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the copy is whole.')
 @click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.')

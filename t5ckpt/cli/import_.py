@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from t5ckpt.cli._output import json_option, progress
+from t5ckpt.cli._output import json_option, moved_option, progress
 from t5ckpt.cli._reports import print_report, words
 from t5ckpt.convert._exports import ImportOptions
 
@@ -24,7 +24,14 @@ def _common(function: _F) -> _F:
         click.option('--force', is_flag=True, help='Replace a checkpoint of that step.'),
         click.option('--cast-leaves', metavar='REGEX', help='What --dtype casts; by default target/.* and params/.*'),
         click.option('--dtype', help='Cast the floating arrays of the parameters: bfloat16, float32, ...'),
-        click.option('--step', type=click.IntRange(0), help='To save as; else what the input says, or 0.'),
+        click.option(
+            '--as-step',
+            'step',
+            type=click.IntRange(0),
+            metavar='STEP',
+            help='Write as this step; else the input says it, or 0.',
+        ),
+        moved_option('--step', '--as-step names the step to write as.'),
         click.argument('out'),
         click.argument('path'),
     ):
@@ -37,12 +44,12 @@ def command() -> None:
     """Writes a checkpoint from another format: Hugging Face's, safetensors, npz.
 
     OUT is a run's directory, and gets checkpoint_<step>, whole or not at all. Tensors are read in pieces, so memory stays
-    bounded. Nothing pickled is read. Every format takes --json, --dry-run, --force, --step and --dtype.
+    bounded. Nothing pickled is read. Every format takes --json, --dry-run, --force, --as-step and --dtype.
 
     \b
     Examples:
       t5ckpt import hf model run
-      t5ckpt import npz arrays.npz run --step 100
+      t5ckpt import npz arrays.npz run --as-step 100
     """
 
 
@@ -57,7 +64,7 @@ def import_hf(path: str, out: str, config: str | None, as_json: bool, **options:
     \b
     Examples:
       t5ckpt import hf model run
-      t5ckpt import hf model run --step 1000000 --dtype float32
+      t5ckpt import hf model run --as-step 1000000 --dtype float32
     """
     from t5ckpt.convert.huggingface import import_hf
 
@@ -87,7 +94,7 @@ def import_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
 
     \b
     Example:
-      t5ckpt import npz arrays.npz run --step 100
+      t5ckpt import npz arrays.npz run --as-step 100
     """
     from t5ckpt.convert.plain import import_npz
 

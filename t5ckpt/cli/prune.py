@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from t5ckpt._retention import Retention
-from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table, say
+from t5ckpt.cli._output import Column, confirm, json_option, moved_option, print_json, print_table, say
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import Decision, KeepAny, KeepBest, KeepEvery, KeepEveryHours, KeepLatest, KeepPolicy, KeepSteps
@@ -27,9 +27,8 @@ __all__ = ['command']
 @click.option('--mode', type=click.Choice(['max', 'min']), default='max', help='Which values are best; max without it.')
 @click.option('--every', type=click.IntRange(1), metavar='K', help='Keep the steps that K divides.')
 @click.option('--every-hours', type=float, metavar='T', help='Keep one in T hours.')
-@click.option(
-    '--step', 'steps', type=int, multiple=True, metavar='STEP', help='Keep this step; may be given repeatedly.'
-)
+@click.option('--keep-step', 'steps', type=int, multiple=True, metavar='STEP', help='Keep this step; may be repeated.')
+@moved_option('--step', '--keep-step keeps a step. To delete one, t5ckpt rm PATH --step STEP.')
 @click.option('--dry-run', is_flag=True, help='Only say what would be done.')
 @click.option('--yes', is_flag=True, help='Do not ask.')
 @json_option
@@ -105,5 +104,5 @@ def _policy(keep: Mapping[str, Any]) -> KeepPolicy:
     if keep['steps']:
         policies.append(KeepSteps(frozenset(keep['steps'])))
     if not policies:
-        raise click.UsageError('say what to keep: --keep, --best, --every, --every-hours or --step.')
+        raise click.UsageError('say what to keep: --keep, --best, --every, --every-hours or --keep-step.')
     return KeepAny(tuple(policies))

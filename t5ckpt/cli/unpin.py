@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from t5ckpt.cli._output import json_option, print_json
+from t5ckpt.cli._output import json_option, print_json, steps_option
 from t5ckpt.steps import is_pinned_checkpoint, locate, unpin_checkpoint
 
 __all__ = ['command']
@@ -12,7 +12,7 @@ __all__ = ['command']
 
 @click.command('unpin')
 @click.argument('path')
-@click.option('--step', 'steps', type=int, multiple=True, help='Which step, where PATH is a run; may be repeated.')
+@steps_option
 @json_option
 def command(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     """Unpins the checkpoint at PATH, or steps of the run at PATH; without --step its latest.

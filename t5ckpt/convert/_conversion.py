@@ -117,7 +117,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
     """
     step = found.step if options.step is None else options.step
     if step is None:
-        raise ValueError('the source does not say which step it is of: pass one (step=, --step).')
+        raise ValueError('the source does not say which step it is of: pass one (step=, --as-step).')
     if not isinstance(directory, Storage) and parse_step_dir(split_path(directory)[1]) is not None:
         raise ValueError(f'{os.fspath(directory)} is a directory of a step. Give that of the run, its parent.')
     storage = open_storage(directory)

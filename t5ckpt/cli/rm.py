@@ -1,0 +1,85 @@
+"""``t5ckpt rm``: deletes steps of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import click
+
+from t5ckpt._layout import parse_step_dir
+from t5ckpt._retention import delete_step, deletion
+from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table, steps_option
+from t5ckpt.errors import StepKeptError
+from t5ckpt.steps import open_run_storage
+from t5ckpt.storage import Storage, split_path
+
+__all__ = ['command']
+
+
+@click.command('rm')
+@click.argument('path')
+@click.argument('numbers', metavar='[STEP]...', type=int, nargs=-1)
+@steps_option
+@click.option('--pinned', is_flag=True, help='Delete pinned steps, too.')
+@click.option('--dry-run', is_flag=True, help='Only say what would be done.')
+@click.option('--yes', is_flag=True, help='Do not ask.')
+@json_option
+def command(
+    path: str, numbers: tuple[int, ...], steps: tuple[int, ...], pinned: bool, as_json: bool, **how: bool
+) -> int:
+    """Deletes the step at PATH, or steps of the run at PATH.
+
+    Each becomes invisible in one atomic operation, and is then removed. If one of them is pinned or held by a reader, nothing
+    is deleted. Which steps go by a rule instead, prune says.
+
+    \b
+    Exit codes: 0 done; 1 a step is pinned or held, or could not be deleted; 3 there is no such step.
+
+    \b
+    Examples:
+      t5ckpt rm run --step 1000 --dry-run
+      t5ckpt rm run 1000 2000
+      t5ckpt rm run/checkpoint_3000 --yes
+    """
+    storage, chosen = _chosen(path, (*numbers, *steps))
+    plan = [deletion(storage, step, time.time, even_pinned=pinned) for step in chosen]
+    if not as_json:
+        columns = [Column('step', right=True), Column(''), Column('because')]
+        print_table(columns, [[str(each.step), 'stays' if each.keep else 'goes', each.reason] for each in plan])
+    kept = [each.step for each in plan if each.keep]
+    deleted: list[int] = []
+    failed: dict[int, str] = {}
+    if not kept and not how['dry_run']:
+        confirm(f'Delete {len(plan)} steps of {storage.url()}?', how['yes'])
+        for step in chosen:
+            try:
+                delete_step(storage, step, time.time, even_pinned=pinned)
+                deleted.append(step)
+            except StepKeptError as error:
+                failed[step] = str(error)
+    if as_json:
+        decisions = [dataclasses.asdict(decision) for decision in plan]
+        print_json({'plan': decisions, 'deleted': deleted, 'kept': kept, 'failed': failed, 'dry_run': how['dry_run']})
+    elif kept:
+        cure = '' if pinned else ' To delete pinned steps, pass --pinned.'
+        click.echo(f'nothing was deleted: {", ".join(map(str, kept))} must stay.{cure}', err=True)
+    for text in failed.values():
+        click.echo(text, err=True)
+    return 1 if kept or failed else 0
+
+
+def _chosen(path: str, numbers: Sequence[int]) -> tuple[Storage, list[int]]:
+    """The run, and the steps that are named in one of three ways.
+
+    Raises:
+      click.UsageError: none is named, or a step of a step.
+    """
+    parent, name = split_path(path)
+    step = parse_step_dir(name)
+    if step is None and not numbers:
+        raise click.UsageError('say which steps: t5ckpt rm PATH STEP, or --step.')
+    if step is not None and numbers:
+        raise click.UsageError(f'{path} is one step, so no other can be named. Give the run, {parent}.')
+    return open_run_storage(path if step is None else parent), sorted({*numbers} if step is None else {step})

@@ -17,6 +17,8 @@ from t5ckpt._types import Path, leaf_name
 __all__ = ['Group', 'LeafInfo', 'build_tree', 'glob_regex', 'leaf_infos']
 
 _TEXT_SHOWN = 40
+# One letter of a key as it stands in a name: two characters where the first says that the second is no separator.
+_LETTER = r'(?:[^/\\]|\\[/\\])'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,10 @@ def _group(name: str, path: Path, node: dict[str, Any]) -> Group:
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:
-    """A pattern of leaf names as a regular expression: ``*`` and ``?`` within a key, ``**`` for any number of keys."""
+    """A pattern of leaf names as a regular expression: ``*`` and ``?`` within a key, ``**`` for any number of keys.
+
+    A '/' that belongs to a key is written in a pattern as in a name, with a backslash before it.
+    """
     return re.compile(''.join(_glob_parts(pattern.split('/'))))
 
 
@@ -133,8 +138,8 @@ def _glob_parts(keys: list[str]) -> Iterator[str]:
     for position, key in enumerate(keys):
         last = position == len(keys) - 1
         if key == '**':
-            yield '.*' if last else '(?:.*/)?'
+            yield '(?s:.*)' if last else f'(?:{_LETTER}*/)*'
             continue
         for character in key:
-            yield {'*': '[^/]*', '?': '[^/]'}.get(character, re.escape(character))
+            yield {'*': f'{_LETTER}*', '?': _LETTER}.get(character, re.escape(character))
         yield '' if last else '/'

@@ -31,6 +31,7 @@ __all__ = [
     'leaf_name',
     'native_dtype',
     'number',
+    'path_of',
     'root_names',
     'set_fields',
 ]
@@ -146,11 +147,33 @@ def check_policies(policies: Any, kind: type[Any], owner: str) -> None:
 
 
 def leaf_name(path: Path) -> str:
-    """The leaf's name: its path joined with '/'; a '/' inside a key is written as a backslash and '/'."""
+    """The leaf's name: its path joined with '/'; a '/' or a backslash inside a key has a backslash before it.
+
+    Different paths have different names; :func:`path_of` is the inverse.
+    """
     name = '/'.join(path)
-    if name.count('/') == len(path) - 1:
+    if '\\' not in name and name.count('/') == len(path) - 1:
         return name
-    return '/'.join(key.replace('/', '\\/') for key in path)
+    return '/'.join(key.replace('\\', '\\\\').replace('/', '\\/') for key in path)
+
+
+_KEY_END = re.compile(r'\\([/\\])|/')
+
+
+def path_of(name: str) -> Path:
+    """The path whose name this is; a backslash that stands before neither '/' nor a backslash is itself."""
+    if '\\' not in name:
+        return tuple(name.split('/'))
+    keys, start, key = [], 0, ''
+    for match in _KEY_END.finditer(name):
+        key += name[start : match.start()]
+        start = match.end()
+        if match[1] is None:
+            keys.append(key)
+            key = ''
+        else:
+            key += match[1]
+    return (*keys, key + name[start:])
 
 
 # Roots that are rarely meant when somebody speaks of the weights.

@@ -20,7 +20,7 @@ from typing import Any
 from t5ckpt._layout import PINNED, damaged_dir, join, step_dir
 from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest, view_state
 from t5ckpt._specs import is_spec
-from t5ckpt._types import Path, leaf_name
+from t5ckpt._types import Path, leaf_name, path_of
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.errors import CorruptCheckpointError, FormatError, NotADirectoryStorageError, RemoteError, T5CkptError
 from t5ckpt.steps import get_checkpoint_dir
@@ -279,7 +279,7 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
 
 def _names(held: Sequence[str]) -> dict[str, Any]:
     """The checkpoint's leaves by name, as a state dict; a '/' in a key is written with a backslash there."""
-    return nest({tuple(key.replace('\\/', '/') for key in re.split(r'(?<!\\)/', name)): name for name in held})
+    return nest({path_of(name): name for name in held})
 
 
 def _value(leaf: Any) -> Any:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from t5ckpt._types import Path, leaf_name, path_of
 from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
 
 __all__ = ['CheckpointTranslator', 'Rule', 'Translation', 'apply_assignment_map', 'intersect_state']
@@ -131,7 +132,7 @@ def apply_assignment_map(
     """
     if is_resuming:
         return ckpt_optimizer_state
-    held, model = _flatten(ckpt_optimizer_state, ''), _flatten(optimizer_state, '')
+    held, model = _flatten(ckpt_optimizer_state), _flatten(optimizer_state)
     source, unused = _apply_rules(held, model, assignment_map)
     if unused and require_all_rules_match:
         raise TreeMismatchError(
@@ -156,7 +157,7 @@ def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping
     Returns:
       The leaves of the checkpoint whose names the model has, too.
     """
-    held, model = _flatten(state_dict, ''), _flatten(intersect_state_dict, '')
+    held, model = _flatten(state_dict), _flatten(intersect_state_dict)
     # None and empty containers are not a place for an array, as everywhere in a restore.
     places = {name for name, leaf in model.items() if not _is_nothing(leaf) or _is_nothing(held.get(name))}
     dropped = [name for name in held if name not in places]
@@ -202,20 +203,21 @@ def _some(names: Mapping[str, Any]) -> str:
     return ', '.join(list(names)[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else '')
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], prefix: Path = ()) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
+        path = (*prefix, str(key))
         if isinstance(value, Mapping) and not set(value.keys()) >= {'driver', 'kvstore', 'metadata'}:
-            flat |= _flatten(value, f'{prefix}{key}/')
+            flat |= _flatten(value, path)
         else:
-            flat[f'{prefix}{key}'] = value
+            flat[leaf_name(path)] = value
     return flat
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for name, value in flat.items():
-        *parents, last = name.split('/')
+        *parents, last = path_of(name)
         node = root
         for key in parents:
             node = node.setdefault(key, {})

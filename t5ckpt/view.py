@@ -22,7 +22,7 @@ from t5ckpt._sidecar import metrics_of, time_of
 from t5ckpt._stats import CheckpointStats, checkpoint_stats
 from t5ckpt._text import aligned, human_bytes
 from t5ckpt._tree import LeafInfo, build_tree, glob_regex, leaf_infos
-from t5ckpt._types import Path, Progress, leaf_name
+from t5ckpt._types import Path, Progress, leaf_name, path_of
 from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.plots import plot_heatmap
@@ -155,18 +155,19 @@ class CheckpointView(Mapping[str, LazyArray]):
 
     # --- access ------------------------------------------------------------------------------------------------------
 
-    def __getitem__(self, name: str) -> Any:
-        path = self._by_name.get(name)
-        if path is not None:
+    def __getitem__(self, name: object) -> Any:
+        if not isinstance(name, str):
+            raise KeyError(f'{name!r:.80}: names of leaves are text, got {type(name).__name__}.')
+        path = path_of(name)
+        if path in self._leaves:
             leaf = self._leaves[path]
             if hasattr(leaf, 'dtype'):
                 return lazy_leaf(self._reader, leaf, leaf_name((*self._prefix, *path)))
             return leaf.build() if isinstance(leaf, Empty) else leaf
-        below = {path: leaf for path, leaf in self._leaves.items() if leaf_name(path).startswith(f'{name}/')}
+        depth = len(path)
+        below = {each[depth:]: leaf for each, leaf in self._leaves.items() if each[:depth] == path}
         if below:
-            path = next(iter(below))
-            depth = next(n for n in range(len(path)) if leaf_name(path[:n]) == name)
-            return self._part({path[depth:]: leaf for path, leaf in below.items()}, path[:depth])
+            return self._part(below, path)
         if any(character in name for character in '*?'):
             matches = glob_regex(name).fullmatch
             found = {path: self._leaves[path] for text, path in self._by_name.items() if matches(text)}
@@ -184,8 +185,9 @@ class CheckpointView(Mapping[str, LazyArray]):
         Raises:
           CheckpointNotFoundError: there are none.
         """
-        if pattern in self._by_name:
-            return self._part({self._by_name[pattern]: self._leaves[self._by_name[pattern]]}, ())
+        path = path_of(pattern)
+        if path in self._leaves:
+            return self._part({path: self._leaves[path]}, ())
         try:
             return self[pattern]
         except KeyError as error:

@@ -14,6 +14,7 @@ import numpy as np
 from t5ckpt._leaves import LeafTable
 from t5ckpt._plan import SaveOptions
 from t5ckpt._stream import StreamRequest, rehearse, write_stream
+from t5ckpt._types import path_of
 from t5ckpt.convert._exports import LAYOUT_KEY, ExportReport, ImportOptions, stamp
 from t5ckpt.convert._safetensors import TensorReader, lazy_copy
 from t5ckpt.convert._t5_config import attention_of, check_config, logits_are_tied, read_config
@@ -79,7 +80,7 @@ def import_hf(
     tensors, dropped = _without_doubles(found, settings)
     pairs, step = _pairs(tensors, found.metadata, settings, options)
     check_tensors(pairs, {name: tensor.shape for name, tensor in tensors.items()}, root)
-    table: LeafTable = {tuple(pair.leaf.split('/')): _lazy(pair, tensors, found.forget) for pair in pairs}
+    table: LeafTable = {path_of(pair.leaf): _lazy(pair, tensors, found.forget) for pair in pairs}
     table['state', 'step'] = np.int32(step)
     request = StreamRequest(
         open_storage(checkpoints_dir),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import struct
 import time
 import zipfile
@@ -26,7 +25,7 @@ from t5ckpt._dtypes import cast_dtype, check_cast, dtype_from_name
 from t5ckpt._leaves import LeafTable, nest
 from t5ckpt._plan import SaveOptions
 from t5ckpt._stream import StreamRequest, rehearse, write_stream
-from t5ckpt._types import Path, native_dtype
+from t5ckpt._types import leaf_name, native_dtype, path_of
 from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions, refuse_inside, stamp
 from t5ckpt.convert._outputs import check_output, local_output, output
 from t5ckpt.convert._safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
@@ -107,8 +106,13 @@ def _export(
         bits = f'{name}::{dtype.name}' if kind == 'npz' and _is_extended(dtype) else name
         specs[name] = TensorSpec(bits, dtype, source.shape)
     total = sum(spec.nbytes for spec in specs.values())
-    for spec in specs.values() if kind == 'safetensors' else ():
-        check_dtype(spec.name, spec.dtype)
+    for name, spec in specs.items():
+        if kind == 'safetensors':
+            check_dtype(spec.name, spec.dtype)
+        elif spec.name == name and _extended(name.rpartition('::')[2], spec.dtype) is not None:
+            raise UnsupportedLeafError(
+                f'{name}: an npz file has another use for this end of a name, a dtype that numpy lacks. Rename the leaf.'
+            )
     if not options.dry_run:
         meter = Meter(options.progress, total)
         items = [(spec, _pieces(chosen[name], spec, options, meter)) for name, spec in specs.items()]
@@ -216,9 +220,10 @@ def import_npz(
         arrays: dict[str, tuple[str, Any]] = {}
         for member in archive.namelist():
             array = _npy(archive, member, path)
-            name, _, bits = member.removesuffix('.npy').partition('::')
+            whole = member.removesuffix('.npy')
+            name, _, bits = whole.rpartition('::')
             dtype = _extended(bits, array.dtype)
-            arrays[member] = (name, array) if dtype is None else (name, _as_bits(array, dtype))
+            arrays[member] = (whole, array) if dtype is None else (name, _as_bits(array, dtype))
         return _import(path, checkpoints_dir, options, arrays)
 
 
@@ -234,10 +239,13 @@ def _import(
     table: LeafTable = {}
     mapped: dict[str, tuple[str, ...]] = {}
     for there, (name, array) in arrays.items():
-        if _path_of(name) in table:
-            raise UnsupportedLeafError(f'{there}: {mapped[name][0]} has the same name, {name}. Rename one of them.')
-        table[_path_of(name)] = array
-        mapped[name] = (there,)
+        leaf = path_of(name)
+        if leaf in table:
+            raise UnsupportedLeafError(
+                f'{there}: {mapped[leaf_name(leaf)][0]} has the same name, {leaf_name(leaf)}. Rename one of them.'
+            )
+        table[leaf] = array
+        mapped[leaf_name(leaf)] = (there,)
     nest(table)
     step = _step(table) if options.step is None else options.step
     request = StreamRequest(
@@ -311,11 +319,6 @@ def _extended(name: str, stored: np.dtype) -> np.dtype | None:
 
 def _as_bits(array: LazyThreadPoolArray, dtype: np.dtype) -> LazyThreadPoolArray:
     return LazyThreadPoolArray(array.shape, dtype, lambda: array.get().view(dtype))
-
-
-def _path_of(name: str) -> Path:
-    """The path whose name this is; see ``leaf_name``."""
-    return tuple(part.replace('\\/', '/') for part in re.split(r'(?<!\\)/', name))
 
 
 def _step(table: LeafTable) -> int:

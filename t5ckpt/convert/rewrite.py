@@ -20,7 +20,7 @@ from t5ckpt._layout import TRAIN_DS_PREFIX, join
 from t5ckpt._leaves import Empty, LeafTable
 from t5ckpt._open import Contents, read_contents
 from t5ckpt._sidecar import Sidecar
-from t5ckpt._types import Path, check_patterns, leaf_name, root_names
+from t5ckpt._types import Path, check_patterns, leaf_name, path_of, root_names
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
@@ -289,7 +289,7 @@ def _renamed(table: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]
         new = path
         if found is not None:
             unused.discard(found[0].re)
-            new = tuple(key for key in found[0].expand(found[1]).split('/') if key)
+            new = tuple(key for key in path_of(found[0].expand(found[1])) if key)
         if new in owners or not new:
             other = f'{leaf_name(owners[new])} and ' if new in owners else ''
             clashes.append(f'{other}{name} would become {leaf_name(new)!r}')

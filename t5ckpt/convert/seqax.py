@@ -34,7 +34,7 @@ from t5ckpt._process import jax_processes
 from t5ckpt._reader import ArrayReader
 from t5ckpt._specs import StoredArray
 from t5ckpt._stream import StreamRequest, write_stream
-from t5ckpt._types import Path, TrainState, leaf_name
+from t5ckpt._types import Path, TrainState, leaf_name, path_of
 from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -223,7 +223,7 @@ def export_seqax(
     if view.step is None:
         raise UnsupportedFormatError(f'{view.path}: the directory does not say which step it is, and seqax needs one.')
     if like is None:
-        names = {name: ''.join(f'.{part}' for part in name.split('/')) for name in view}
+        names = {name: ''.join(f'.{part}' for part in path_of(name)) for name in view}
     else:
         names = {leaf_name(path): name for path, name in _keystr_names(like).items()}
         if set(names) != set(view):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._leaves import LeafTable
+from t5ckpt._types import path_of
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert._tf_bundle import read_bundle
 from t5ckpt.convert.tf_rules import (
@@ -182,7 +183,7 @@ def tf_leaves(
         match = re.search(r'-(\d+)$', checkpoint.prefix)
         if match is not None and int(match[1]) <= np.iinfo(np.int32).max:
             step = added[STEP] = np.int32(match[1])
-    table: LeafTable = {tuple(name.split('/')): value for name, value in (leaves | added).items()}
+    table: LeafTable = {path_of(name): value for name, value in (leaves | added).items()}
     number = None if step is None else int(np.asarray(step))
     return Found(table, number, checkpoint.source, mapped, tuple(sorted(added)), tuple(sorted(dropped)))
 

@@ -7,7 +7,7 @@ import re
 from t5ckpt._layout import join
 from t5ckpt.storage import Storage
 
-__all__ = ['foreign_layout']
+__all__ = ['foreign_file', 'foreign_layout']
 
 _STEP = re.compile(r'(?:step[_-])?([0-9]+)')
 # What a directory is known by, the first that matches one of its names; for single checkpoints and files.
@@ -31,6 +31,28 @@ _STEP_MARKS = (
     ({'index', 'gda'}, 'a run of axlearn', "They are in axlearn's own layout and are not read: load them with axlearn"),
     ({'.zattrs', '.zgroup'}, 'a run of seqax', 'import_seqax of t5ckpt.convert.seqax converts them'),
 )
+
+
+# What a single file is known by, before it is read: it may be large.
+_FILES = (
+    (
+        '.safetensors',
+        'a safetensors file',
+        'safetensors.safe_open reads it, t5ckpt import safetensors makes a checkpoint of it',
+    ),
+    ('.npz', 'an npz file', 'numpy.load reads it, t5ckpt import npz makes a checkpoint of it'),
+    ('.npy', 'one array of numpy', 'numpy.load reads it'),
+    (
+        ('.bin', '.pt', '.pth'),
+        'a PyTorch file, which needs pickle and is not read',
+        'load it with PyTorch and save safetensors',
+    ),
+)
+
+
+def foreign_file(name: str) -> str | None:
+    """What a file of this name is, and what reads it, for the end of a sentence; None for what may be a manifest."""
+    return next((f'{what}, not a checkpoint: {cure}' for ends, what, cure in _FILES if name.endswith(ends)), None)
 
 
 def foreign_layout(storage: Storage) -> str | None:

@@ -13,10 +13,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt._foreign import foreign_layout
+from t5ckpt._foreign import foreign_file, foreign_layout
 from t5ckpt._index import has_whole_manifest, indexed_steps
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
-from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 __all__ = [
@@ -179,6 +179,9 @@ def locate(
     storage = open_storage(path, storage_options)
     outer = open_storage(parent, storage_options) if name else storage
     if name and outer.is_file(name):
+        foreign = foreign_file(name)
+        if foreign is not None:
+            raise UnsupportedFormatError(f'{path} is {foreign}.')
         # The bare file: its directory is the checkpoint's.
         grand, directory = split_path(parent)
         if step is not None and step != parse_step_dir(directory):

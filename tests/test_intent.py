@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,12 +21,20 @@ from t5ckpt import Changes, ConvertOptions, ExportOptions, ImportOptions, NoEffe
 from t5ckpt._holds import held
 from t5ckpt._retention import delete_step
 from t5ckpt.cli import VERBS
-from t5ckpt.cli._app import app
+from t5ckpt.cli._app import app, run as run_verb
 from t5ckpt.convert.to_orbax import convert_to_orbax
-from t5ckpt.errors import CheckpointNotFoundError, MissingLeaves, StepKeptError, StorageError, UnmatchedPattern
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    MissingLeaves,
+    StepKeptError,
+    StorageError,
+    UnmatchedPattern,
+    UnsupportedFormatError,
+)
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
+from t5ckpt.training import MetricWriter
 
 ROOT = Path(__file__).resolve().parents[1]
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -373,3 +382,63 @@ def test_a_deletion_that_the_storage_refuses_leaves_the_step_whole_or_gone(kind,
         else:
             assert steps_in(storage) == []
     assert 0 < fails < 40
+
+
+# --- what is asked for cannot be done here -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+    """A run with one of each kind of leaf, and what it was exported to."""
+    root = tmp_path_factory.mktemp('files')
+    state = {'params': {'w': KERNEL}, 'count': 3, 'note': 'text', 'step': np.int32(1)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=root / 'run') as checkpointer:
+        checkpointer.save(state)
+    t5ckpt.export_safetensors(root / 'run', root / 'x.safetensors')
+    t5ckpt.export_npz(root / 'run', root / 'x.npz')
+    np.save(root / 'x.npy', KERNEL)
+    (root / 'x.pt').write_bytes(b'PK')
+    return root
+
+
+REFUSED = [
+    (['cat', '{}/run', 'params/w', '--npy', '--json'], 2, '--npy and --json are two formats'),
+    (['cat', '{}/run', 'note', '--npy'], 2, 'not an array'),
+    (['cat', '{}/run', 'note[:2]'], 2, 'not an array'),
+    (['export', 'safetensors', '{}/run', '-'], 3, 'not written to standard output'),
+    (['export', 'npz', '{}/run', '-'], 3, 'not written to standard output'),
+    (['convert', 'to-orbax', '{}/run', '-'], 3, 'not written to standard output'),
+    *(
+        ([verb, '{}/x.safetensors', *more], 3, 'is a safetensors file, not a checkpoint: .* t5ckpt import safetensors')
+        for verb, *more in (
+            ['show'],
+            ['stats'],
+            ['cat', 'w'],
+            ['verify'],
+            ['diff', '{}/run'],
+            ['cp', '{}/new'],
+            ['pin'],
+        )
+    ),
+    (['show', '{}/x.npz'], 3, 'is an npz file, .* t5ckpt import npz'),
+    (['show', '{}/x.npy'], 3, 'numpy.load reads it'),
+    (['show', '{}/x.pt'], 3, 'needs pickle'),
+]
+
+
+@pytest.mark.parametrize(('words', 'code', 'message'), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_done_is_refused(words, code, message, files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run_verb([word.format(files) for word in words])
+    assert ended.value.code == code
+    assert re.search(message, ' '.join(capsys.readouterr().err.split()))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize('directory', ['gs://bucket/run', 's3://bucket/run', 'memory://run'])
+def test_event_files_are_local(directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedFormatError, match='only a local file system'):
+        MetricWriter(directory)
+    assert list(tmp_path.iterdir()) == []

@@ -46,6 +46,8 @@ def command(path: str, leaf: str, step: int | None, npy: bool, as_json: bool) ->
       t5ckpt cat run 'target/token_embedder/embedding[:2, :8]'
       t5ckpt cat run target/encoder/scale --npy > scale.npy
     """
+    if npy and as_json:
+        raise click.UsageError('--npy and --json are two formats: pass one of them.')
     view = open_checkpoint(path, step)
     name, index = _parsed(leaf, view)
     value = view[name]
@@ -54,6 +56,8 @@ def command(path: str, leaf: str, step: int | None, npy: bool, as_json: bool) ->
             raise CheckpointNotFoundError(
                 f'{name} is a group of {len(value)} leaves such as {next(iter(value), "")!r}.'
             )
+        if npy or index is not None:
+            raise click.UsageError(f'{name} is {value!r:.80}, not an array: it has no .npy format and no slices.')
         print_json(value) if as_json else click.echo(repr(value))
         return
     array = np.asarray(value if index is None else _sliced(value, index, name))

@@ -22,8 +22,13 @@ def local_output(path: str | os.PathLike[str]) -> str:
     """The absolute path of an output.
 
     Raises:
-      UnsupportedFormatError: it is not on a local file system.
+      UnsupportedFormatError: it is not on a local file system, or is '-'.
     """
+    if os.fspath(path) == '-':
+        raise UnsupportedFormatError(
+            "'-': an export is not written to standard output, since it appears under its name when it is whole. Name a file; "
+            './- is one, too.'
+        )
     local = open_storage(path).local_path('')
     if local is None:
         raise UnsupportedFormatError(f'{path}: exports are written to a local file system. Write there, then copy.')

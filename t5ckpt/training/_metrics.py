@@ -17,7 +17,8 @@ import numpy as np
 from t5ckpt._leaves import Empty, view_state
 from t5ckpt._process import jax_processes
 from t5ckpt._types import leaf_name
-from t5ckpt.errors import MissingDependencyError, UnsupportedLeafError
+from t5ckpt.errors import MissingDependencyError, UnsupportedFormatError, UnsupportedLeafError
+from t5ckpt.storage import open_storage
 
 __all__ = ['MetricWriter']
 
@@ -35,6 +36,7 @@ class MetricWriter:
 
     Raises:
       MissingDependencyError: the extra 'tensorboard' is not installed.
+      UnsupportedFormatError: the directory is not on a local file system.
 
     Notes: in processes other than the first nothing is written and no array is fetched. An event takes some 50
     microseconds; fetching a value waits for the step that computes it. ``flush`` makes everything durable.
@@ -42,6 +44,12 @@ class MetricWriter:
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_at: int | None = None):
         self._events: Any = None
+        root = open_storage(directory).local_path('')
+        if root is None:
+            raise UnsupportedFormatError(
+                f'{directory}: event files are appended to, which only a local file system can do. Write to a local directory, '
+                'and copy it.'
+            )
         if jax_processes().index != 0:
             return
         try:
@@ -51,11 +59,11 @@ class MetricWriter:
             raise MissingDependencyError(
                 "MetricWriter needs tensorboardX: pip install 't5ckpt[tensorboard]'"
             ) from error
-        os.makedirs(directory, exist_ok=True)
+        os.makedirs(root, exist_ok=True)
         # The classes in them are made when the modules are loaded.
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
-        self._events = EventsWriter(os.path.join(os.fspath(directory), 'events'), f'.{os.getpid()}.{time.time_ns()}')
+        self._events = EventsWriter(os.path.join(root, 'events'), f'.{os.getpid()}.{time.time_ns()}')
         if resume_at is not None:
             log = self._event.SessionLog(status=self._event.SessionLog.START)
             self._events.write_event(self._event.Event(wall_time=time.time(), step=resume_at, session_log=log))

@@ -20,6 +20,7 @@ import numpy as np
 from t5ckpt._types import Path, TrainState, leaf_name, native_dtype
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
+from t5ckpt.tree.leaf_values import base_number, check_is_array, is_jax_array, is_key
 from t5ckpt.tree.parts import BARE, is_bare_array, with_parts
 
 __all__ = [
@@ -28,8 +29,6 @@ __all__ = [
     'LeafTable',
     'StateView',
     'Target',
-    'as_instance',
-    'base_number',
     'check_has_values',
     'flatten_nested',
     'is_jax_array',
@@ -258,11 +257,6 @@ class Target:
         return dataclasses.replace(self, kind='skip', sharding=None)
 
 
-def is_jax_array(leaf: Any) -> bool:
-    """Whether a leaf is a jax.Array; asks its type, since a donated array answers no other question."""
-    return hasattr(type(leaf), 'addressable_shards')
-
-
 def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -> Target:
     """Describes a template leaf.
 
@@ -282,12 +276,8 @@ def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -
         return Target('text' if isinstance(leaf, str) else 'empty', example=leaf)
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         return Target('scalar', (), np.asarray(base_number(type(leaf))(leaf)).dtype, python=type(leaf))
-    if isinstance(leaf, np.ma.MaskedArray) or not (hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')):
-        raise UnsupportedLeafError(
-            f'{leaf_name(path)}: {type(leaf).__name__} is neither an array nor a number. Give it as an array, or mark '
-            'the field static so that it is no leaf.'
-        )
-    if _is_key(leaf.dtype):
+    check_is_array(path, leaf)
+    if is_key(leaf.dtype):
         return _key_target(leaf, sharding)
     on_device = not isinstance(leaf, (np.ndarray, np.generic, LazyArray)) or sharding is not None
     if sharding is None and on_device:
@@ -302,31 +292,9 @@ def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -
     )
 
 
-def base_number(python: type) -> type:
-    """The Python number that a subclass of it (IntEnum, IntFlag, a float with a unit) is saved as."""
-    return next(base for base in (bool, int, float, complex) if issubclass(python, base))
-
-
-def as_instance(python: type, value: Any) -> Any:
-    """A number or text as the template's subclass, if that holds exactly this value; else as it is."""
-    if type(value) is python:
-        return value
-    try:
-        made = python(value)
-        is_same = bool(made == value or (np.isnan(made) and np.isnan(value)))
-    except Exception:  # noqa: BLE001 - a class of the user's: an enum may have lost this member
-        return value
-    return made if is_same else value
-
-
 def _own_sharding(leaf: Any) -> Any:
     sharding = getattr(leaf, 'sharding', None)
     return sharding if getattr(leaf, 'committed', True) else None
-
-
-def _is_key(dtype: Any) -> bool:
-    """Whether a dtype is JAX's extended key type; without importing jax, which need not be there to ask."""
-    return not isinstance(dtype, np.dtype) and type(dtype).__name__ == 'KeyTy'
 
 
 def _key_target(leaf: Any, sharding: Any) -> Target:

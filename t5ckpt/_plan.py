@@ -21,12 +21,13 @@ from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, whole_box
 from t5ckpt._compress import AUTO
 from t5ckpt._dtypes import Cast, cast_dtype, check_cast, dtype_from_name, name_of, stored_dtype
 from t5ckpt._layout import array_dirs
-from t5ckpt._leaves import LeafTable, Target, base_number, check_has_values, is_jax_array, target_of
+from t5ckpt._leaves import Empty, LeafTable, Target, check_has_values, is_jax_array, target_of
 from t5ckpt._owners import HeldShard, Owners, grid_for
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import Path, integer, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.tree.leaf_values import base_number, valued_leaf
 
 __all__ = [
     'CODECS',
@@ -220,6 +221,7 @@ def _spec_lookalikes(table: LeafTable) -> list[tuple[Path, str]]:
 def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOptions) -> _Leaf:
     name = leaf_name(path)
     check_has_values(name, value)
+    value = value if isinstance(value, Empty) else valued_leaf(path, value)
     target = target_of(path, value)
     stem = info.name if info is not None and info.name else name
     _check_path(path, target)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._dtypes import STORED_AS, Cast, cast_dtype, check_cast, dtype_from_name, kind, stored_dtype
-from t5ckpt._leaves import Empty, LeafTable, Target, as_instance, flatten_nested, narrowed
+from t5ckpt._leaves import Empty, LeafTable, Target, flatten_nested, narrowed
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray, is_spec, parse_spec
 from t5ckpt._types import Path, leaf_name
@@ -29,6 +29,7 @@ from t5ckpt.errors import CorruptCheckpointError, LeafProblem, mismatch_error, n
 from t5ckpt.planning.leaves import as_leaf, both_python_ints, describe, first_in, held, is_empty
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.planning.sharding_check import ShardingCheck
+from t5ckpt.tree.leaf_values import as_instance
 
 __all__ = [
     'STRICTNESS',

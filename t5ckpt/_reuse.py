@@ -1,9 +1,10 @@
 """Unchanged arrays cost nothing: their chunk files are hard-linked from the previous checkpoint.
 
-A chunk is taken over in one of two cases. The leaf is the very jax.Array that was saved last time (arrays are
-immutable, so nothing needs to be looked at, and nothing is staged); or, without a codec, the chunk's xxh3-64 and size
-equal those of the file of the same name in the previous checkpoint, which also finds frozen weights that went through
-a donating step, and works after a restart.
+A chunk is taken over in one of three cases. The leaf is the very jax.Array that was saved last time and its memory is
+XLA's own (then it is immutable, so nothing needs to be looked at, and nothing is staged); or, without a codec, the
+chunk's xxh3-64 and size equal those of the file of the same name in the previous checkpoint, which also finds frozen
+weights that went through a donating step, and works after a restart; or, with a codec, the xxh3-64 of its values equals
+that of the values which this process encoded for the previous checkpoint.
 
 Every checkpoint stays complete and may be deleted by itself: the file goes away with its last link. TensorStore writes
 by rename and never into an existing file, so no save changes another's chunks. Where links do not work (another
@@ -26,6 +27,7 @@ from t5ckpt._digest import digest
 from t5ckpt._layout import SIDECAR, integrity_file, join, step_dir
 from t5ckpt._leaves import is_jax_array
 from t5ckpt._ledger import decode_ledger
+from t5ckpt._place import is_private
 from t5ckpt._plan import ArrayWrite
 from t5ckpt.errors import T5CkptError
 from t5ckpt.steps import steps_in
@@ -43,6 +45,7 @@ class Previous:
       digests: file to (bytes, xxh3-64 hex).
       stamp: digest of its sidecar, to notice that another checkpoint has taken its place.
       stamps: of the files when their checksums were last known to hold; see ``Storage.stamp``.
+      values: of chunks whose files only the codec knows, file to the xxh3-64 of the values it was given.
       leaves: array directory to the leaf that was saved there, weakly, and how it was laid out.
     """
 
@@ -55,6 +58,7 @@ class Previous:
     leaves: Mapping[str, tuple[weakref.ref[Any], str]] = dataclasses.field(
         default_factory=dict[str, 'tuple[weakref.ref[Any], str]']
     )
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def is_same(self, write: ArrayWrite, with_metadata: bool) -> bool:
         """Whether this leaf is the object that was saved there, laid out as it is to be now, by this process."""
@@ -87,11 +91,14 @@ def _layout_text(write: ArrayWrite) -> str:
 
 
 def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.ref[Any], str]]:
-    """What the next save needs to know of the leaves of this one; held weakly, and taken before they are donated."""
+    """What the next save needs to know of the leaves of this one; held weakly, and taken before they are donated.
+
+    An array of memory that somebody else may write to is not told by its identity.
+    """
     return {
         write.array.location: (weakref.ref(write.leaf), _layout_text(write))
         for write in writes
-        if is_jax_array(write.leaf)
+        if is_jax_array(write.leaf) and is_private(write.leaf)
     }
 
 

@@ -259,7 +259,9 @@ def _write_and_commit(job: _Job, ask: Callable[[], None]) -> CommittedCheckpoint
     if request.reuse is not None:
         directory, stamps = step_dir(request.step), report.stamps
         stamps = {key: request.storage.stamp(join(directory, key), stamp) for key, stamp in stamps.items()}
-        request.reuse.previous = Previous(directory, dict(report.digests), done['stamp'], stamps, job.leaves)
+        request.reuse.previous = Previous(
+            directory, dict(report.digests), done['stamp'], stamps, job.leaves, report.values
+        )
     return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
 
 

@@ -18,8 +18,9 @@ Copies are bounded: what does not fit into half of the save's byte budget is sta
 it has been written (the other half serves the writer), so that the caller returns when the last wave is staged. A leaf
 that is larger than a wave is fetched chunk by chunk while the caller waits.
 
-Host arrays are copied for an asynchronous save, since their owner may write into them, and used as they are for a
-blocking one. A LazyArray is read when its turn to be written comes, chunk by chunk where it can be sliced.
+Host arrays, and jax.Arrays on the CPU whose memory may be somebody else's (``_place.is_private``), are copied for an
+asynchronous save before the caller goes on, since their owner may write into them, and used as they are for a blocking
+one. A LazyArray is read when its turn to be written comes, chunk by chunk where it can be sliced.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t5ckpt._chunks import Box
+from t5ckpt._dtypes import to_stored
 from t5ckpt._leaves import is_jax_array
+from t5ckpt._place import is_private
 from t5ckpt._plan import ArrayWrite, InlineWrite, Piece, SavePlan
 from t5ckpt._types import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
@@ -68,6 +71,15 @@ class Source:
         if isinstance(self.leaf, LazyArray) and self.leaf.is_sliceable:
             return _got_slice(self.leaf, piece.within, self.name)
         return self._shard(piece.shard)[_slices(piece.within)]
+
+    def as_stored(self, piece: Piece, write: ArrayWrite) -> np.ndarray:
+        """One chunk's values as they lie on disk: C order, little endian, in the stored dtype."""
+        values = self.values(piece)
+        if values.dtype != write.dtype:
+            values = values.astype(write.dtype)
+        stored = to_stored(np.asarray(values))
+        # numpy makes an array of one dimension of a contiguous scalar.
+        return np.ascontiguousarray(stored) if stored.ndim else stored
 
     def release(self) -> None:
         """Lets go of the values: everything is on its way."""
@@ -209,19 +221,25 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _mode_of(leaf: Any, mode: str, private_host: bool) -> str:
-    """How one leaf is staged: a mode, 'host' for a host array to be copied, or 'as_is'."""
+    """How one leaf is staged: a mode, 'host' or 'shards' for host memory to be copied now, or 'as_is'."""
     if not is_jax_array(leaf):
         return 'host' if private_host and isinstance(leaf, np.ndarray) else 'as_is'
+    if private_host and _is_on_cpu(leaf) and leaf.is_ready() and not is_private(leaf):
+        return 'shards'
     if mode != 'auto':
         return mode
-    if next(iter(leaf.sharding.device_set)).platform != 'cpu':
+    if not _is_on_cpu(leaf):
         return 'pinned_host'
     return 'view' if leaf.is_ready() else 'copy'
 
 
+def _is_on_cpu(leaf: Any) -> bool:
+    return next(iter(leaf.sharding.device_set)).platform == 'cpu'
+
+
 def _staged_bytes(write: ArrayWrite, modes: dict[Path, str]) -> int:
     """Bytes that staging this leaf copies on this process."""
-    if modes[write.path] not in ('copy', 'host', 'pinned_host'):
+    if modes[write.path] not in ('copy', 'host', 'pinned_host', 'shards'):
         return 0
     shards = {piece.shard: piece for piece in write.pieces}
     if -1 in shards or not shards:
@@ -230,7 +248,7 @@ def _staged_bytes(write: ArrayWrite, modes: dict[Path, str]) -> int:
 
 
 def _is_direct(write: ArrayWrite, modes: dict[Path, str], limit: int) -> bool:
-    return modes[write.path] in ('copy', 'pinned_host') and _staged_bytes(write, modes) > limit
+    return modes[write.path] in ('copy', 'pinned_host', 'shards') and _staged_bytes(write, modes) > limit
 
 
 def _split(writes: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> list[list[ArrayWrite]]:
@@ -260,8 +278,11 @@ def _sources(wave: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> 
             sources.append(Source(name, write.leaf, direct=True))
         elif write.path in moved:
             sources.append(Source(name, moved[write.path]))
-        elif modes[write.path] == 'view':
-            sources.append(Source(name, None, _views(write)))
+        elif modes[write.path] in ('shards', 'view'):
+            views = _views(write)
+            if modes[write.path] == 'shards':
+                views = {index: np.array(view) for index, view in views.items()}
+            sources.append(Source(name, None, views))
         else:
             sources.append(Source(name, _host(write.leaf, modes[write.path] == 'host')))
     return sources
@@ -280,14 +301,20 @@ def _host(leaf: Any, private: bool) -> Any:
 def _inline_source(leaf: Any, private: bool) -> Any:
     if leaf is None or not is_jax_array(leaf):
         return None if leaf is None else _host(leaf, private)
-    return _whole(leaf)
+    return np.array(_whole(leaf)) if private else _whole(leaf)
 
 
 def _whole(leaf: Any) -> np.ndarray:
     """An inline leaf's values: it is replicated, or so empty that no shard has its shape."""
     if leaf.size == 0:
         return np.empty(leaf.shape, leaf.dtype)
-    return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
+    if leaf.is_fully_replicated or not leaf.is_fully_addressable:
+        return np.asarray(leaf.addressable_data(0))
+    # Not numpy.asarray(leaf), which JAX remembers, though memory that an array shares with its maker may change.
+    values = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        values[shard.index] = shard.data
+    return values
 
 
 def _copied(writes: Sequence[ArrayWrite | InlineWrite], modes: dict[Path, str]) -> dict[Path, Any]:

@@ -35,7 +35,6 @@ from t5ckpt._budget import ByteBudget
 from t5ckpt._chunks import Box
 from t5ckpt._compress import AUTO, choose_codec
 from t5ckpt._digest import digest
-from t5ckpt._dtypes import to_stored
 from t5ckpt._layout import join
 from t5ckpt._plan import ArrayWrite, Piece
 from t5ckpt._reuse import Previous, files_of
@@ -66,6 +65,7 @@ class WriteReport:
       array_bytes: bytes of array values, uncompressed.
       linked_bytes: how many of them were taken over from the previous checkpoint.
       stamps: of the files as they were written, see ``Storage.stamp``.
+      values: of chunks whose files only the codec knows, see ``Previous.values``.
     """
 
     arrays: dict[Path, StoredArray]
@@ -73,6 +73,7 @@ class WriteReport:
     array_bytes: int
     linked_bytes: int
     stamps: dict[str, tuple[int, ...] | None]
+    values: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property
     def file_bytes(self) -> int:
@@ -134,7 +135,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
         raise SaveFailedError(
             f'{len(writer.digests)} files were written where {expected} were planned; nothing is committed.'
         )
-    return WriteReport(writer.arrays, writer.digests, writer.total, writer.linked, writer.stamps())
+    return WriteReport(writer.arrays, writer.digests, writer.total, writer.linked, writer.stamps(), writer.values)
 
 
 @dataclasses.dataclass
@@ -161,6 +162,7 @@ class _Writer:
         self.linked = 0
         self.arrays: dict[Path, StoredArray] = {}
         self.digests: dict[str, tuple[int, str]] = {}
+        self.values: dict[str, str] = {}
 
     def write_wave(self, wave: StagedWave) -> None:
         """Writes a wave and waits for it."""
@@ -215,6 +217,8 @@ class _Writer:
         if not self._storage.link(source, target):
             return False
         self.digests[key] = entry
+        if key in previous.values:
+            self.values[key] = previous.values[key]
         return True
 
     def write_array(self, write: ArrayWrite, source: Source) -> None:
@@ -224,11 +228,11 @@ class _Writer:
             self.check_interrupt()
             self._admit(write.piece_bytes)
             try:
-                data = _piece_values(source, piece, write)
+                data = source.as_stored(piece, write)
                 if number == 0:
                     self._begin_array(write, data)
                 key, entry = self._key(self.arrays[write.path], piece), self._digest_of(self.arrays[write.path], data)
-                if entry is not None and self._linked_instead(key, entry):
+                if self._linked_instead(key, entry) if entry is not None else self._linked_encoded(write, key, data):
                     self._job.budget.release(write.piece_bytes)
                     self._count(write.piece_bytes, linked=True)
                     continue
@@ -269,6 +273,17 @@ class _Writer:
     def _linked_instead(self, key: str, entry: tuple[int, str]) -> bool:
         previous = self._job.previous
         return previous is not None and previous.digests.get(key) == entry and self._link(previous, key, entry)
+
+    def _linked_encoded(self, write: ArrayWrite, key: str, data: np.ndarray) -> bool:
+        """The same where only the codec knows the file's bytes: it made them from equal values last time."""
+        if not self._storage.links:
+            return False
+        self.values[key] = digest(data)
+        previous, zarray = self._job.previous, join(write.array.location, '.zarray')
+        entry = None if previous is None else previous.digests.get(key)
+        if previous is None or entry is None or previous.values.get(key) != self.values[key]:
+            return False
+        return previous.digests.get(zarray) == self.digests.get(zarray, ()) and self._link(previous, key, entry)
 
     def _write_metadata(self, array: StoredArray, leaf: str) -> None:
         data = zarray_bytes(array)
@@ -383,13 +398,3 @@ class _Writer:
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def _piece_values(source: Source, piece: Piece, write: ArrayWrite) -> np.ndarray:
-    """One chunk's values as they lie on disk: C order, little endian, in the stored dtype."""
-    values = source.values(piece)
-    if values.dtype != write.dtype:
-        values = values.astype(write.dtype)
-    stored = to_stored(np.asarray(values))
-    # numpy makes an array of one dimension of a contiguous scalar.
-    return np.ascontiguousarray(stored) if stored.ndim else stored

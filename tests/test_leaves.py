@@ -1,7 +1,12 @@
 """Every leaf of a state is saved exactly, or refused at once by its name."""
 
+import array
+import datetime
+import decimal
 import enum
+import fractions
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -135,3 +140,199 @@ def test_what_no_reader_could_open_is_not_committed(tmp_path, case, where):
     finally:
         _commit.abandon(work)
     assert t5ckpt.all_steps(storage) == []
+
+
+# --- odd leaves -------------------------------------------------------------------------------------------------------
+
+
+class Looks:
+    """Has the attributes of an array and nothing else; taken apart item by item it would never end."""
+
+    shape = (10**9,)
+    dtype = np.dtype(np.float32)
+
+    def __len__(self):
+        return 10**9
+
+    def __getitem__(self, index):
+        return 0.0
+
+
+class Liar(Looks):
+    def __array__(self, dtype=None, copy=None):
+        return np.zeros(3, np.float32)
+
+
+class Broken(Looks):
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError('not now')
+
+
+class Raises:
+    @property
+    def shape(self):
+        raise RuntimeError('no shape')
+
+
+def deleted():
+    array = jnp.ones(3)
+    array.delete()
+    return array
+
+
+def ref(value):
+    return jax.new_ref(value)
+
+
+def pandas_series():
+    import pandas as pd
+
+    return pd.Series([1.0, 2.0], index=['a', 'b'])
+
+
+def pandas_index():
+    import pandas as pd
+
+    return pd.Index([1, 2])
+
+
+def scipy_sparse():
+    import scipy.sparse
+
+    return scipy.sparse.eye(3).tocsr()
+
+
+def torch_tensor():
+    import torch
+
+    return torch.ones(3)
+
+
+def torch_bfloat16():
+    import torch
+
+    return torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+
+
+def tf_tensor():
+    import tensorflow as tf
+
+    return tf.ones(3)
+
+
+def tf_variable():
+    import tensorflow as tf
+
+    return tf.Variable([1.0])
+
+
+def memmap():
+    import tempfile
+
+    with tempfile.TemporaryFile() as file:
+        values = np.memmap(file, np.int16, 'w+', shape=(2, 3))
+    values[:] = 7
+    return values
+
+
+# What is saved, as what it comes back.
+SAVED = {
+    'a Ref': (lambda: ref(jnp.arange(3.0)), lambda: np.arange(3, dtype=np.float32)),
+    'a large Ref': (lambda: ref(jnp.arange(20_000)), lambda: np.arange(20_000, dtype=np.int32)),
+    'memmap': (memmap, lambda: np.full((2, 3), 7, np.int16)),
+    'big-endian': (lambda: np.arange(3, dtype='>i4'), lambda: np.arange(3, dtype=np.int32)),
+    'Fortran order': (lambda: np.asfortranarray(np.arange(6).reshape(2, 3)), lambda: np.arange(6).reshape(2, 3)),
+    'negative strides': (lambda: np.arange(6)[::-2], lambda: np.array([5, 3, 1])),
+    'broadcast': (lambda: np.broadcast_to(np.int8(3), (2, 2)), lambda: np.full((2, 2), 3, np.int8)),
+    'no dimensions': (lambda: np.array(2.5, np.float16), lambda: np.array(2.5, np.float16)),
+    'no elements': (lambda: np.zeros((3, 0, 2), np.complex64), lambda: np.zeros((3, 0, 2), np.complex64)),
+    'rank 32': (lambda: np.ones((1,) * 32, bool), lambda: np.ones((1,) * 32, bool)),
+    'read-only': (lambda: np.frombuffer(b'abcd', np.uint8), lambda: np.array([97, 98, 99, 100], np.uint8)),
+}
+
+REFUSED = {
+    'bytes': lambda: b'abc',
+    'bytearray': lambda: bytearray(3),
+    'memoryview': lambda: memoryview(b'abc'),
+    'array.array': lambda: array.array('f', [1]),
+    'Fraction': lambda: fractions.Fraction(1, 3),
+    'Decimal': lambda: decimal.Decimal('0.1'),
+    'date': lambda: datetime.date(2000, 1, 1),
+    'a function': lambda: len,
+    'a class': lambda: int,
+    'a module': lambda: np,
+    'a set': lambda: {1, 2},
+    'an int of 65 bits': lambda: 2**64,
+    'objects': lambda: np.array([{}, None], object),
+    'numpy bytes': lambda: np.bytes_(b'ab'),
+    'numpy text': lambda: np.array(['ab']),
+    'numpy datetime64': lambda: np.datetime64('2000-01-01'),
+    'timedelta64': lambda: np.array([1], 'm8[s]'),
+    'structured': lambda: np.zeros(2, [('a', 'i4'), ('b', 'f4')]),
+    'recarray': lambda: np.rec.array([(1, 2.0)]),
+    'void': lambda: np.void(b'ab'),
+    'longdouble': lambda: np.longdouble(1),
+    'masked': lambda: np.ma.masked_array([1, 2], [True, False]),
+    'a ShapeDtypeStruct': lambda: jax.ShapeDtypeStruct((2,), jnp.float32),
+    'a deleted array': deleted,
+    'only looks': Looks,
+    'another shape': Liar,
+    'a broken __array__': Broken,
+    'a property that raises': Raises,
+    'rank 33': lambda: np.ones((1,) * 33),
+    'pandas Series': pandas_series,
+    'pandas Index': pandas_index,
+    'scipy sparse': scipy_sparse,
+    'torch': torch_tensor,
+    'torch bfloat16': torch_bfloat16,
+    'TensorFlow': tf_tensor,
+    'a TensorFlow variable': tf_variable,
+    'a device': lambda: jax.devices()[0],
+    'a dtype': lambda: np.dtype(np.int8),
+    'a sharding': lambda: jnp.ones(1).sharding,
+}
+
+
+@pytest.mark.parametrize('case', SAVED)
+@pytest.mark.parametrize('inline', [True, False])
+def test_an_odd_leaf_is_saved_exactly(tmp_path, case, inline):
+    make, wanted = SAVED[case]
+    inline_bytes = 2**20 if inline else 0
+    with t5ckpt.Checkpointer({'x': wanted()}, checkpoints_dir=tmp_path, inline_bytes=inline_bytes) as ck:
+        ck.save({'x': make()}, step=1)
+        ck.save_async({'x': make()}, step=2).result()
+    for step in (1, 2):
+        found = t5ckpt.load_t5x_checkpoint(tmp_path, step=step)['x']
+        assert found.dtype == wanted().dtype
+        np.testing.assert_array_equal(found, wanted(), strict=True)
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_another_leaf_is_refused_by_its_name(tmp_path, case):
+    with (
+        t5ckpt.Checkpointer({'x': np.ones(1)}, checkpoints_dir=tmp_path) as ck,
+        pytest.raises(
+            errors.UnsupportedLeafError, match=r'a/the leaf: .+\. |a/the leaf: .+ (instead|arrays)'
+        ) as caught,
+    ):
+        ck.save({'a': {'the leaf': REFUSED[case](), 'fine': np.ones(2)}}, step=1)
+    assert 'fine' not in str(caught.value)
+    assert t5ckpt.all_steps(tmp_path) == []
+
+
+def test_a_template_of_leaves_that_are_read(tmp_path):
+    """A Ref in the template asks for the array that it holds."""
+    state = {'r': ref(jnp.arange(3.0))}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as ck:
+        ck.save(state, step=1)
+        assert isinstance(ck.restore()['r'], jax.Array)
+
+
+def test_a_ref_in_the_background_is_read_at_the_call(tmp_path):
+    held = ref(jnp.zeros(20_000))
+    with t5ckpt.Checkpointer({'r': jnp.zeros(20_000)}, checkpoints_dir=tmp_path) as ck:
+        for step in range(2):
+            pending = ck.save_async({'r': held}, step=step)
+            held[...] = held[...] + 1
+            pending.result()
+            np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path, step)['r'], np.full(20_000, step))

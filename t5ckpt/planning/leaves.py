@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._dtypes import kind
-from t5ckpt._leaves import Empty, Target, base_number
+from t5ckpt._leaves import Empty, Target
 from t5ckpt._types import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.tree.leaf_values import base_number
 
 __all__ = ['as_leaf', 'both_python_ints', 'describe', 'first_in', 'held', 'is_empty']
 

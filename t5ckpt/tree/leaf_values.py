@@ -1,0 +1,120 @@
+"""What counts as a leaf that a checkpoint can hold, and its values.
+
+jax.Arrays, numpy arrays and scalars, Python numbers and LazyArrays hold values themselves. An object of another type is read
+when a save is planned (a ``jax.Ref``, what has ``__array__``) or refused by its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._types import Path, leaf_name, native_dtype
+from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.lazy import LazyArray
+
+__all__ = ['as_instance', 'base_number', 'check_is_array', 'is_jax_array', 'is_key', 'valued_leaf']
+
+# What is more than an array of values, by library, and what to give in its place.
+_OTHERS = {
+    'pandas': 'x.to_numpy()',
+    'scipy': 'x.toarray(), or its arrays in a dict,',
+    'tensorflow': 'x.numpy()',
+    'torch': 'x.detach().cpu().numpy()',
+    'xarray': 'x.to_numpy()',
+}
+_VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
+
+
+def is_jax_array(leaf: Any) -> bool:
+    """Whether a leaf is a jax.Array; asks its type, since a donated array answers no other question."""
+    return hasattr(type(leaf), 'addressable_shards')
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is JAX's extended key type; without importing jax, which need not be there to ask."""
+    return not isinstance(dtype, np.dtype) and type(dtype).__name__ == 'KeyTy'
+
+
+def check_is_array(path: Path, leaf: Any) -> None:
+    """Whether what is no Python number, text or container has the shape and the dtype of an array.
+
+    Raises:
+      UnsupportedLeafError: it has not, or it is more than its values, such as a mask or an index.
+    """
+    name, kind = leaf_name(path), f'{type(leaf).__module__}.{type(leaf).__qualname__}'.removeprefix('builtins.')
+    library = kind.partition('.')[0]
+    if library in _OTHERS:
+        raise UnsupportedLeafError(
+            f'{name}: {kind} is not saved, because it could not be restored as one. Give {_OTHERS[library]} instead.'
+        )
+    try:
+        is_array = isinstance(leaf.shape, tuple)
+        if not is_key(leaf.dtype):
+            # Raises where numpy has no such dtype.
+            native_dtype(leaf.dtype)
+    except Exception:  # noqa: BLE001 - the attributes may be properties of any class
+        is_array = False
+    if isinstance(leaf, np.ma.MaskedArray) or not is_array:
+        raise UnsupportedLeafError(
+            f'{name}: {kind} is neither an array nor a number. Give it as an array (numpy.asarray), or mark the field '
+            'static so that it is no leaf.'
+        )
+
+
+def valued_leaf(path: Path, leaf: Any) -> Any:
+    """A leaf of a state to be saved, as something that holds values: what only looks like an array is read now.
+
+    A ``jax.Ref`` is read as the array it holds at the moment, and an object with ``__array__`` as numpy. Other leaves come
+    back as they are.
+
+    Raises:
+      UnsupportedLeafError: it looks like an array and does not give one.
+    """
+    if is_jax_array(leaf) or isinstance(leaf, _VALUED) or leaf is None or leaf is ...:
+        return leaf
+    check_is_array(path, leaf)
+    if type(leaf).__name__ == 'ShapeDtypeStruct':
+        return leaf
+    name, kind = leaf_name(path), type(leaf).__qualname__
+    try:
+        if _is_ref(leaf):
+            return leaf[...]
+        values = np.asarray(leaf) if hasattr(type(leaf), '__array__') else None
+    except Exception as error:
+        raise UnsupportedLeafError(
+            f'{name}: the values of {kind} cannot be read ({error!s:.200}). Give a numpy array.'
+        ) from error
+    if values is None or (values.shape, values.dtype) != (leaf.shape, np.dtype(leaf.dtype)):
+        found = 'no array' if values is None else f'an array of {values.dtype} {values.shape}'
+        raise UnsupportedLeafError(
+            f'{name}: {kind} says that it is an array of {leaf.dtype} {leaf.shape} and gives {found}. Give a numpy array.'
+        )
+    return values
+
+
+def _is_ref(leaf: Any) -> bool:
+    """Whether a leaf is a mutable array of JAX's (``jax.new_ref``)."""
+    if not type(leaf).__module__.startswith('jax.'):
+        return False
+    import jax
+
+    return isinstance(leaf, getattr(jax, 'Ref', ()))
+
+
+def base_number(python: type) -> type:
+    """The Python number that a subclass of it (IntEnum, IntFlag, a float with a unit) is saved as."""
+    return next(base for base in (bool, int, float, complex) if issubclass(python, base))
+
+
+def as_instance(python: type, value: Any) -> Any:
+    """A number or text as the template's subclass, if that holds exactly this value; else as it is."""
+    if type(value) is python:
+        return value
+    try:
+        made = python(value)
+        is_same = bool(made == value or (np.isnan(made) and np.isnan(value)))
+    except Exception:  # noqa: BLE001 - a class of the user's: an enum may have lost this member
+        return value
+    return made if is_same else value

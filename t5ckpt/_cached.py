@@ -31,6 +31,7 @@ from t5ckpt._scan import in_threads
 from t5ckpt._specs import StoredArray
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
 from t5ckpt.storage import foreign_errors
+from t5ckpt.storage._forked import use_tensorstore
 from t5ckpt.storage.bucket import BucketStorage
 
 __all__ = ['CachedReader', 'reader_of']
@@ -112,6 +113,7 @@ class _InMemory:
     def __init__(self, array: StoredArray, zarray: bytes, context: ts.Context):
         """Parses the metadata; what contradicts the manifest is TensorStore's ValueError."""
         self._base = {'driver': 'memory', 'path': f'{uuid.uuid4().hex}/'}
+        use_tensorstore()
         self._kvstore = ts.KvStore.open(self._base, context=context).result()
         self._kvstore.write('.zarray', zarray).result()
         spec = {
@@ -134,6 +136,7 @@ class _InMemory:
 
     def decode(self, cell: Sequence[int], data: bytes) -> np.ndarray:
         """The elements of a chunk that lie inside the array; each cell by one thread at a time."""
+        use_tensorstore()
         self._kvstore.write(self.key(cell), data).result()
         try:
             box = tuple(

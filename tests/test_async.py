@@ -629,3 +629,43 @@ def test_lazy_arrays_are_let_go_one_by_one(tmp_path):
     ck.save(state, step=1, concurrent_gb=0.006)
     assert most[0] <= 5
     assert np.array_equal(t5ckpt.load_t5x_checkpoint(tmp_path)['x13'], np.full(250_000, 13))
+
+
+FORKED = """
+    import os, sys, warnings
+    import numpy as np, t5ckpt
+    warnings.simplefilter('ignore')
+    where, state = sys.argv[-1], {'x': np.ones(20_000, np.float32)}
+    options = {'checkpoints_dir': where, 'compression': 'zstd'}
+    ck = t5ckpt.Checkpointer(state, **options)
+    ck.save(state, step=1)
+    view = t5ckpt.open_checkpoint(where)
+    assert view['x'][0] == 1
+    uses = {
+        'save': lambda: ck.save(state, step=2),
+        'another save': lambda: t5ckpt.Checkpointer(state, **options).save(state, step=3),
+        'background': lambda: ck.save_async(state, step=4).result(),
+        'restore': ck.restore,
+        'load': lambda: t5ckpt.load_t5x_checkpoint(where),
+        'view': lambda: view['x'][:3],
+    }
+    for name, use in uses.items():
+        child = os.fork()
+        if child == 0:
+            try:
+                use()
+            except t5ckpt.errors.T5CkptError as error:
+                os._exit(0 if "'spawn'" in str(error) else 3)
+            os._exit(4)
+        print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    ck.save(state, step=9)
+    print(t5ckpt.all_steps(where))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize('where', ['run', 'memory://forked/run'])
+def test_a_process_forked_after_a_save_is_told_to_spawn(tmp_path, where):
+    done = run_python(FORKED.replace('sys.argv[-1]', repr(where)), tmp_path)
+    uses = ('save', 'another save', 'background', 'restore', 'load', 'view')
+    assert done.stdout.splitlines() == [*(f'{use} 0' for use in uses), '[1, 9]'], done.stdout + done.stderr

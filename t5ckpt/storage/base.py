@@ -187,7 +187,7 @@ class Storage(ABC):
 
     @abstractmethod
     def context(self) -> ts.Context:
-        """The TensorStore context in which that spec is to be opened."""
+        """The TensorStore context in which that spec is to be opened; an error in a process forked after a first use."""
 
     def open_kvstore(self, key: str) -> ts.KvStore:
         """TensorStore's view of the directory ``key``, for many small writes at once."""

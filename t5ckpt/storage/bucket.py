@@ -26,6 +26,7 @@ from t5ckpt._layout import join
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage._cache import CachedFile, FileCache
 from t5ckpt.storage._errors import bucket_errors, map_bucket_error
+from t5ckpt.storage._forked import use_tensorstore
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.options import retries_within, stall_environment
 
@@ -347,6 +348,7 @@ class BucketStorage(Storage):
             raise StorageError(errno.EIO, f'{self.url(key)}: {len(left)} keys are still there, such as {left[0]}.')
 
     def context(self) -> ts.Context:
+        use_tensorstore()
         with self._lock:
             if self._context is None:
                 self._context = self._new_context()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5ckpt._layout import join
 from t5ckpt.storage._errors import foreign_errors
+from t5ckpt.storage._forked import use_tensorstore
 from t5ckpt.storage._rename import check_renamed, exchange, leads_to
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.options import FileOptions
@@ -335,6 +336,7 @@ class FileStorage(Storage):
         return {'driver': 'file', 'path': self._path(key).rstrip('/') + '/'}
 
     def context(self) -> ts.Context:
+        use_tensorstore()
         if self._context is None:
             import tensorstore as ts
 

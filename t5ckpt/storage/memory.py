@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from t5ckpt.storage._forked import use_tensorstore
 from t5ckpt.storage.bucket import BucketStorage
 
 __all__ = ['MemoryStorage']
@@ -43,6 +44,7 @@ class MemoryStorage(BucketStorage):
         return {}
 
     def context(self) -> ts.Context:
+        use_tensorstore()
         return _context_of(self._bucket)
 
     def _size_of(self, key: str) -> int | None:

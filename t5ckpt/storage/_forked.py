@@ -1,0 +1,37 @@
+"""TensorStore in a forked process.
+
+TensorStore has threads of its own, which a forked process has not, and ends such a process (SIGABRT) at its first use there.
+Whatever opens or decodes an array with it asks here first. What needs no TensorStore works in a forked process: listing
+steps, mapped views, arrays without a codec on a local disk.
+"""
+
+from __future__ import annotations
+
+import os
+
+from t5ckpt.errors import UnsupportedTopologyError
+
+__all__ = ['use_tensorstore']
+
+_state = {'is used': False, 'is lost': False}
+
+
+def use_tensorstore() -> None:
+    """Called before each use of TensorStore.
+
+    Raises:
+      UnsupportedTopologyError: this process was forked from one that had used it.
+    """
+    if _state['is lost']:
+        raise UnsupportedTopologyError(
+            f'process {os.getpid()} was forked from one that had saved or read a checkpoint, and TensorStore does not work in '
+            "such a process. Save and restore in the parent, or start processes with multiprocessing's 'spawn' method."
+        )
+    _state['is used'] = True
+
+
+def _in_child() -> None:
+    _state['is lost'] = _state['is lost'] or _state['is used']
+
+
+os.register_at_fork(after_in_child=_in_child)

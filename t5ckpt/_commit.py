@@ -20,30 +20,29 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt._holds import held_steps
 from t5ckpt._in_place import (
     AlreadyCommittedError,
     WriteLease,
     hide_in_place,
     remove_in_place,
     remove_step,
+    sidecar_record,
     take,
 )
-from t5ckpt._index import complete_index, mark_step
+from t5ckpt._index import mark_step
 from t5ckpt._layout import (
-    HOLD_PREFIX,
     MANIFEST,
     PINNED,
     SIDECAR,
     deleted_dir,
     join,
-    parse_hold,
     parse_leftover,
     step_dir,
     tmp_dir,
 )
 from t5ckpt._manifest import decode_manifest
 from t5ckpt._open import check_opens
-from t5ckpt._sidecar import Sidecar, encode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.errors import (
     AccessDeniedError,
@@ -65,7 +64,6 @@ __all__ = [
     'abandon',
     'begin',
     'commit',
-    'held_steps',
     'hide_checkpoint',
     'is_free',
     'leave',
@@ -133,6 +131,9 @@ def is_free(storage: Storage, step: int) -> bool:
             pass
         else:
             return False
+    elif not storage.renames and not storage.names(directory, ''):
+        # One listing in the place of a question for each file that could be there.
+        return True
     elif is_orbax(storage, directory):
         raise UnsupportedFormatError(
             f'{storage.url(directory)} is a checkpoint of Orbax. Move it away to save this step.'
@@ -144,17 +145,17 @@ def is_free(storage: Storage, step: int) -> bool:
 
 def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None:
     """Writes the owner's record into the directory and keeps it fresh, until the claim is closed."""
-
-    def encode(owner: Mapping[str, Any]) -> bytes:
-        return encode_sidecar(Sidecar(extra={'writer': {**writer, **owner}, 'step': work.step}))
-
-    lease = WriteLease(work.storage, join(work.directory, SIDECAR), clock, work.claim, encode)
-    lease.start()
-    work.claim = lease
+    key = join(work.directory, SIDECAR)
+    work.claim = WriteLease(work.storage, key, clock, work.claim, sidecar_record(writer, work.step))
+    work.claim.start()
 
 
 def begin(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Workspace:
-    """Makes the directory that a save writes into, and locks it."""
+    """Makes the directory that a save writes into, and locks it.
+
+    Garbage collection comes first: on stores without rename it also writes the markers of steps that have none, which
+    nobody looks for once the marker of this one is there.
+    """
     storage.make_dir('')
     if not storage.renames:
         return _begin_in_place(storage, step, clock)
@@ -184,19 +185,22 @@ def _has_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> bool
 
 
 def _begin_in_place(storage: Storage, step: int, clock: Clock) -> Workspace:
-    # Before the first marker of our own: with it the others would no longer be looked for.
-    complete_index(storage)
     hold = take(storage, step, clock)
     work = Workspace(storage, step, step_dir(step), hold=hold)
     try:
-        _vacate(work)
-        remove_step(storage, step)
-    except AlreadyCommittedError:
+        has_leftovers = bool(storage.names(step_dir(step), ''))
+        if has_leftovers:
+            _vacate(work)
+    except BaseException:
+        # Nothing was touched, and the next garbage collection must not remove what is somebody else's.
         hold.release()
         raise
-    except BaseException:
-        hold.close()
-        raise
+    if has_leftovers:
+        try:
+            remove_step(storage, step)
+        except BaseException:
+            hold.close()
+            raise
     return work
 
 
@@ -391,9 +395,3 @@ def remove_hidden(storage: Storage, directory: str, clock: Clock) -> None:
         storage.delete_tree(directory)
     finally:
         claim.close()
-
-
-def held_steps(storage: Storage, clock: Clock) -> set[int]:
-    """The steps that readers ask not to be deleted now."""
-    holds = [hold for name in storage.names('', HOLD_PREFIX) if (hold := parse_hold(name)) is not None]
-    return {hold.step for hold in holds if hold.until >= clock()}

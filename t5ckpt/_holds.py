@@ -11,11 +11,11 @@ import contextlib
 import secrets
 from collections.abc import Generator
 
-from t5ckpt._layout import MANIFEST, hold_file, join, step_dir
+from t5ckpt._layout import HOLD_PREFIX, MANIFEST, hold_file, join, parse_hold, step_dir
 from t5ckpt._types import Clock
 from t5ckpt.storage import Storage
 
-__all__ = ['held']
+__all__ = ['held', 'held_steps']
 
 
 @contextlib.contextmanager
@@ -27,3 +27,9 @@ def held(storage: Storage, step: int, seconds: float, clock: Clock) -> Generator
         yield storage.kind(join(step_dir(step), MANIFEST)) == 'file'
     finally:
         storage.delete_file(name)
+
+
+def held_steps(storage: Storage, clock: Clock) -> set[int]:
+    """The steps that readers ask not to be deleted now."""
+    holds = [hold for name in storage.names('', HOLD_PREFIX) if (hold := parse_hold(name)) is not None]
+    return {hold.step for hold in holds if hold.until >= clock()}

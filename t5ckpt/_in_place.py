@@ -34,8 +34,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5ckpt._index import mark_step, read_index
+from t5ckpt._index import complete_index, mark_step, read_index
 from t5ckpt._layout import MANIFEST, busy_marker, join, parse_step_dir, step_dir, step_marker
+from t5ckpt._sidecar import Sidecar, encode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage import Storage
@@ -48,6 +49,7 @@ __all__ = [
     'parse_owner',
     'remove_in_place',
     'remove_step',
+    'sidecar_record',
     'sweep_in_place',
     'take',
 ]
@@ -130,6 +132,11 @@ def _owner_part(record: Any) -> Any:
 
 def _encode_marker(owner: Mapping[str, Any]) -> bytes:
     return json.dumps(owner).encode()
+
+
+def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[str, Any]], bytes]:
+    """Makes the record of an owner that lies in the sidecar of an unfinished directory, with what ``writer`` adds."""
+    return lambda owner: encode_sidecar(Sidecar(extra={'writer': {**writer, **owner}, 'step': step}))
 
 
 class WriteLease:
@@ -292,7 +299,7 @@ def hide_in_place(storage: Storage, step: int, clock: Clock, is_wanted: Callable
 def remove_in_place(storage: Storage, directory: str, clock: Clock) -> None:
     """Removes what ``hide_in_place`` made invisible, unless a checkpoint has been written there meanwhile."""
     step = parse_step_dir(directory)
-    if step is None or storage.is_file(join(directory, MANIFEST)):
+    if step is None:
         return
     try:
         hold = take(storage, step, clock)
@@ -301,7 +308,8 @@ def remove_in_place(storage: Storage, directory: str, clock: Clock) -> None:
         return
     try:
         if not storage.is_file(join(directory, MANIFEST)):
-            remove_step(storage, step)
+            # Its marker went when it was hidden.
+            storage.delete_tree(directory)
     except BaseException:
         hold.close()
         raise
@@ -323,14 +331,21 @@ def _taken_to_hide(storage: Storage, step: int, clock: Clock, key: str) -> Write
 
 
 def sweep_in_place(storage: Storage, clock: Clock, stale_after: float) -> list[str]:
-    """Ends what dead writers and deleters began; the directories that were removed."""
+    """Ends what dead writers and deleters began, and writes the markers of steps that have none.
+
+    Returns:
+      The directories that were removed.
+    """
     removed: list[str] = []
-    for step in sorted(read_index(storage).busy):
+    index = read_index(storage)
+    for step in sorted(index.busy):
         try:
             if _sweep_one(storage, step, clock(), stale_after):
                 removed.append(step_dir(step))
         except T5CkptError as error:
             _log.warning('t5ckpt: could not sweep %s: %s', storage.url(step_dir(step)), error)
+    if not index.is_complete:
+        complete_index(storage)
     return removed
 
 

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt._commit import held_steps, hide_checkpoint, remove_hidden
+from t5ckpt._commit import hide_checkpoint, remove_hidden
+from t5ckpt._holds import held_steps
 from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, step_dir
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource

@@ -371,3 +371,54 @@ def test_damage_is_an_error(bucket):
     open_storage(url).delete_file('checkpoint_1/w/0.0')
     with pytest.raises(errors.CorruptCheckpointError, match='checkpoint_1/w'):
         checkpointer(url).restore()
+
+
+# What docs/storage.md says: requests of a save of two chunks, of one that also deletes a step, and of a restore of one of three.
+REQUESTS = {
+    's3': [
+        {'write': 8, 'read': 4, 'list': 4, 'head': 1, 'delete': 1},
+        {'write': 10, 'read': 11, 'list': 9, 'head': 8, 'delete': 9},
+        {'read': 6, 'list': 2, 'head': 5},
+    ],
+    'gs': [
+        {'write': 8, 'read': 8, 'list': 4, 'delete': 1},
+        {'write': 10, 'read': 26, 'list': 14, 'delete': 9},
+        {'read': 12, 'list': 5},
+    ],
+}
+
+
+def test_the_requests_of_a_save_and_a_restore(bucket):
+    """By kind. The page has the same numbers, so whoever changes one changes both."""
+    tree = {'w': np.arange(2**16, dtype=np.float32).reshape(256, 256), 'step': 1}
+    found = []
+    for keep in (None, 2):
+        url = bucket.url()
+        with checkpointer(url, tree, chunk_bytes=2**17, keep=keep) as ck:
+            for step in (1, 2, 3):
+                bucket.proxy.clear()
+                ck.save({**tree, 'w': tree['w'] + step}, step=step)
+        # The end of the block waits for the removal.
+        found.append(counts(bucket))
+    bucket.proxy.clear()
+    checkpointer(url, tree).restore()
+    found.append(counts(bucket))
+    assert found == REQUESTS[bucket.scheme]
+    page = pathlib.Path(__file__).parents[1].joinpath('docs', 'storage.md').read_text()
+    for what, requests in zip(('a save of two chunks', 'and a step that is deleted', 'a restore'), found, strict=True):
+        row = next(line for line in page.splitlines() if line.startswith(f'| {what}'))
+        assert str(sum(requests.values())) in row.split('|')[2 if bucket.scheme == 's3' else 4]
+        kinds = row.split('|')[3 if bucket.scheme == 's3' else 5]
+        names = {'write': 'PUT', 'read': 'GET', 'list': 'LIST', 'head': 'HEAD', 'delete': 'DELETE'}
+        shown = ', '.join(f'{requests[kind]} {name}' for kind, name in names.items() if kind in requests)
+        assert kinds.strip() == shown
+
+
+def test_a_checkpoint_of_others_survives_a_save_of_its_step(bucket):
+    """The refusal comes after the step was taken, and leaves no marker under which it would be collected."""
+    url = bucket.url()
+    bucket.put(f'{url}/checkpoint_1/_METADATA', b'{}')
+    with pytest.raises(errors.UnsupportedFormatError, match='Orbax'):
+        checkpointer(url).save(state(), step=1)
+    checkpointer(url).save(state(), step=2)
+    assert bucket.raw(f'{url}/checkpoint_1/_METADATA') == b'{}'

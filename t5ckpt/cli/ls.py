@@ -7,8 +7,8 @@ import time
 
 import click
 
-from t5ckpt._commit import held_steps
 from t5ckpt._foreign import foreign_layout
+from t5ckpt._holds import held_steps
 from t5ckpt._summaries import StepSummary, summaries
 from t5ckpt._text import human_age, human_bytes
 from t5ckpt.cli._output import Column, json_option, print_json, print_table

@@ -73,6 +73,8 @@ class BucketStorage(Storage):
     """A prefix of a bucket."""
 
     renames = False
+    _lists_truly = True
+    """Whether an empty listing says that there is nothing."""
 
     def __init__(self, bucket: str, prefix: str, patience: float | None = None, cache: FileCache | None = None):
         """Takes the place; ``patience`` is the seconds that a silent server is waited for, None for any time."""
@@ -342,8 +344,8 @@ class BucketStorage(Storage):
     def delete_tree(self, key: str) -> None:
         with bucket_errors(self.url(key)):
             self.wait(self._kvstore().delete_range(_range(self._below(key))))
-        # Google's driver takes a listing that was refused for an empty one, here, too.
-        left = self._keys(key)
+        # A driver that takes a listing that was refused for an empty one does so here, too.
+        left = [] if self._lists_truly else self._keys(key)
         if left:
             raise StorageError(errno.EIO, f'{self.url(key)}: {len(left)} keys are still there, such as {left[0]}.')
 

@@ -26,6 +26,7 @@ class GcsStorage(BucketStorage):
     """A prefix of a bucket of Google's."""
 
     driver = 'gcs'
+    _lists_truly = False
 
     def __init__(self, bucket: str, prefix: str, options: GcsOptions):
         """Takes the bucket, the prefix and the options."""

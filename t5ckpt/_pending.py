@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._flag import Flag
@@ -182,6 +182,11 @@ class PendingSave:
     def __repr__(self) -> str:
         state = 'under way' if not self.done() else 'done' if self._error is None else f'failed: {self._error}'
         return f'PendingSave(step={self.step}, {state})'
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f'{self!r} cannot be pickled or copied: it is a thread of this process. Pass on what its result() returns.'
+        )
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""

@@ -187,6 +187,11 @@ class Checkpointer(FromTensorFlow):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f'the checkpointer of {self.checkpoints_dir} cannot be pickled or copied. Make one in the other process.'
+        )
+
     @property
     def storage(self) -> Storage:
         """The run's directory."""

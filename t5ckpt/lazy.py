@@ -92,6 +92,21 @@ class LazyArray(ABC):
     def __repr__(self) -> str:
         return f'{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name})'
 
+    def __copy__(self) -> LazyArray:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> LazyArray:
+        # It holds no values, so there is nothing that a copy could change.
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if any('<locals>' in getattr(fn, '__qualname__', '') for fn in (self._get_fn, self._slice_fn)):
+            raise TypeError(
+                f'{self!r} cannot be pickled: it holds the open checkpoint. Pass the path and call t5ckpt.open_checkpoint in the '
+                'other process, or pickle its values: numpy.asarray(x).'
+            )
+        return super().__reduce_ex__(protocol)
+
     @abstractmethod
     def get(self) -> Any:
         """Reads and returns the values."""

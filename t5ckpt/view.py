@@ -101,6 +101,18 @@ class CheckpointView(Mapping[str, LazyArray]):
         self._by_name = {leaf_name(path): path for path in leaves}
         self._arrays = [name for name, path in self._by_name.items() if hasattr(leaves[path], 'dtype')]
 
+    def __copy__(self) -> CheckpointView:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> CheckpointView:
+        # It cannot be changed, and holds no values.
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f'a view of {self.path} cannot be pickled. Pass the path and call t5ckpt.open_checkpoint in the other process.'
+        )
+
     @property
     def path(self) -> str:
         """The manifest's path."""

@@ -1,10 +1,12 @@
 """Every leaf of a state is saved exactly, or refused at once by its name."""
 
 import array
+import copy
 import datetime
 import decimal
 import enum
 import fractions
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +142,31 @@ def test_what_no_reader_could_open_is_not_committed(tmp_path, case, where):
     finally:
         _commit.abandon(work)
     assert t5ckpt.all_steps(storage) == []
+
+
+def plain_values():
+    return np.arange(3)
+
+
+def test_what_does_not_pickle_says_so(tmp_path):
+    state = {'a': {'w': np.ones(10_000, np.float32), 'b': np.ones(3)}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as ck:
+        pending = ck.save_async(state, step=1)
+        pending.result()
+        view = t5ckpt.open_checkpoint(tmp_path)
+        lazy = t5ckpt.load_t5x_checkpoint(tmp_path, lazy_parameters=True)['a']['w']
+        for held in (view, view['a'], view['a/w'], lazy, pending, ck):
+            with pytest.raises(TypeError, match='cannot be pickled'):
+                pickle.dumps(held)
+        for held in (pending, ck):
+            with pytest.raises(TypeError, match=r'cannot be pickled or copied.*\. '):
+                copy.deepcopy(held)
+        for held in (view, view['a/w'], lazy):
+            assert copy.copy(held) is held
+            assert copy.deepcopy({'x': held})['x'] is held
+    own = pickle.loads(pickle.dumps(t5ckpt.LazyThreadPoolArray((3,), np.int64, plain_values)))
+    np.testing.assert_array_equal(own.get(), [0, 1, 2])
+    assert pickle.loads(pickle.dumps(t5ckpt.all_steps(tmp_path))) == [1]
 
 
 # --- odd leaves -------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def no_step():
 def another_tool():
     """A directory of something else"""
     pathlib.Path('llama').mkdir()
-    pathlib.Path('llama/model.safetensors').touch()
+    pathlib.Path('llama/pytorch_model.bin').touch()
     t5ckpt.open_checkpoint('llama')
 
 

@@ -21,17 +21,19 @@ class ChunkFile:
     Attributes:
       fd: its descriptor, which is closed by ``close``.
       path, leaf: for messages.
+      base: where the chunk begins in the file; offsets count from there.
     """
 
     fd: int
     path: str
     leaf: str
+    base: int = 0
 
     def announce(self, start: int, stop: int) -> None:
         """Has the kernel begin to read a range of bytes; where it cannot be asked to, it reads when it must."""
         if hasattr(os, 'posix_fadvise'):
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self.fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self.fd, self.base + start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read(self, into: memoryview, offset: int) -> None:
         """Fills a buffer with the bytes from an offset on.
@@ -40,6 +42,7 @@ class ChunkFile:
           CorruptCheckpointError: the file ends before.
           OSError: it cannot be read.
         """
+        offset += self.base
         while into:
             count = os.preadv(self.fd, [into], offset)
             if count == 0:
@@ -49,7 +52,7 @@ class ChunkFile:
     def read_runs(self, offset: int, places: np.ndarray, lengths: np.ndarray) -> None:
         """Fills many places with what lies one after another in the file; see ``_scatter.read_runs``. Raises as ``read``."""
         try:
-            read_runs(self.fd, offset, places, lengths)
+            read_runs(self.fd, self.base + offset, places, lengths)
         except EOFError as error:
             raise self._cut_off() from error
 

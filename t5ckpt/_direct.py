@@ -39,7 +39,7 @@ from t5ckpt._chunk_file import ChunkFile
 from t5ckpt._chunks import Box
 from t5ckpt._digest import digest
 from t5ckpt._dtypes import from_stored
-from t5ckpt._local import ChunkFiles, Grid, grid_of, has_plain_chunks, range_of
+from t5ckpt._local import ChunkFiles, Grid, RangeGrid, grid_of, has_plain_chunks, range_grid, range_of
 from t5ckpt._scatter import can_scatter, runs_in
 from t5ckpt._specs import StoredArray
 from t5ckpt.storage import foreign_errors
@@ -92,6 +92,8 @@ class DirectReader:
         Raises:
           CorruptCheckpointError: its ``.zarray`` is no regular file.
         """
+        if array.container == 'file':
+            return range_grid(array)
         if not has_plain_chunks(array):
             return None
         try:
@@ -234,17 +236,20 @@ class _ArrayRead:
 
     def _run(self, pieces: Sequence[_Piece]) -> None:
         array, leaf, root = self._wanted.array, self._wanted.leaf, self._reader.root
+        is_range = isinstance(self._grid, RangeGrid)
+        base = self._grid.base if isinstance(self._grid, RangeGrid) else 0
+        location = '' if is_range else array.location
         with (
             foreign_errors(f'{leaf} ({os.path.join(root, array.location)})'),
-            ChunkFiles(root, array.location, leaf, follow_links=self._reader.follow_links) as files,
+            ChunkFiles(root, location, leaf, follow_links=self._reader.follow_links) as files,
         ):
             opened: collections.deque[tuple[ChunkFile, _Piece]] = collections.deque()
             try:
                 for piece in pieces:
                     if len(opened) == _AHEAD:
                         self._read_first(opened)
-                    fd = files.open_chunk(piece.name, self._grid.cell_bytes)
-                    opened.append((ChunkFile(fd, files.path(piece.name), leaf), piece))
+                    fd = files.open_chunk(piece.name, self._grid.size_on_disk)
+                    opened.append((ChunkFile(fd, files.path(piece.name), leaf, base), piece))
                     opened[-1][0].announce(self._blocks.offset(piece.start), self._blocks.offset(piece.stop))
                 while opened:
                     self._read_first(opened)

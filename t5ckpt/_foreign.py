@@ -17,7 +17,7 @@ _MARKS = (
         'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
     ),
     (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which T5X converts with convert_from_tf_checkpoint'),
-    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, which is no checkpoint of a training run'),
+    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
     (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
     (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
 )
@@ -36,9 +36,9 @@ _STEP_MARKS = (
 # What a single file is known by, before it is read: it may be large.
 _FILES = (
     (
-        '.safetensors',
+        ('.safetensors', '.safetensors.index.json'),
         'a safetensors file',
-        'safetensors.safe_open reads it, t5ckpt import safetensors makes a checkpoint of it',
+        'restore(path=...), load_t5x_checkpoint and open_checkpoint read it, t5ckpt import safetensors makes a checkpoint of it',
     ),
     ('.npz', 'an npz file', 'numpy.load reads it, t5ckpt import npz makes a checkpoint of it'),
     ('.npy', 'one array of numpy', 'numpy.load reads it'),

@@ -22,7 +22,7 @@ from t5ckpt._fence import Fence
 from t5ckpt._specs import StoredArray
 from t5ckpt.errors import CorruptCheckpointError
 
-__all__ = ['ChunkFiles', 'Grid', 'grid_of', 'has_plain_chunks', 'range_of']
+__all__ = ['ChunkFiles', 'Grid', 'RangeGrid', 'grid_of', 'has_plain_chunks', 'range_grid', 'range_of']
 
 _MAX_ZARRAY_BYTES = 2**20
 _ALWAYS_BYTES = 256 * 2**20
@@ -56,6 +56,11 @@ class Grid:
     itemsize: int
 
     @property
+    def size_on_disk(self) -> int:
+        """Of each file that holds a chunk."""
+        return self.cell_bytes
+
+    @property
     def cell_bytes(self) -> int:
         """Of each chunk file: also chunks at the edge have the full shape."""
         return math.prod(self.chunks) * self.itemsize
@@ -63,6 +68,32 @@ class Grid:
     def name(self, cell: Sequence[int]) -> str:
         """The file of the chunk at a position in the grid."""
         return self.separator.join(map(str, cell)) or '0'
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeGrid(Grid):
+    """An array that is a range of bytes of one file, as in safetensors: one chunk, in C order."""
+
+    file: str
+    file_bytes: int
+    base: int
+
+    @property
+    def size_on_disk(self) -> int:
+        """Of the file."""
+        return self.file_bytes
+
+    def name(self, cell: Sequence[int]) -> str:
+        """The file, below the checkpoint's directory."""
+        del cell
+        return self.file
+
+
+def range_grid(array: StoredArray) -> RangeGrid:
+    """The grid of an array in a ``'file'``."""
+    chunks = tuple(max(1, size) for size in array.shape)
+    metadata = array.metadata
+    return RangeGrid(chunks, '.', array.dtype.itemsize, array.location, metadata['file_bytes'], metadata['offset'])
 
 
 def grid_of(text: bytes, array: StoredArray) -> Grid | None:

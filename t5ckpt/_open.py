@@ -28,6 +28,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
+from t5ckpt.reading.safetensors import decode_tensors, is_safetensors, read_tensors
 from t5ckpt.steps import Located
 from t5ckpt.storage import Storage
 
@@ -186,6 +187,9 @@ def read_raw(located: Located, *, ledgers: bool = False) -> RawFiles:
     storage, directory = located.storage, located.directory
     if not located.manifest:
         return RawFiles()
+    if is_safetensors(located.manifest):
+        data = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
+        return RawFiles(data)
     files = Scanner(storage, directory, follow_links=located.follow_links)
     versions: dict[str, Any] = {}
     manifest, versions[located.manifest] = files.read_with_version(located.manifest)
@@ -216,6 +220,8 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
     storage, directory = located.storage, located.directory
     if raw.manifest is None:
         return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), Sidecar())
+    if is_safetensors(located.manifest):
+        return Contents(located, decode_tensors(raw.manifest), Sidecar())
     where = storage.url(join(directory, SIDECAR))
     sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
     known = ledger_entries(sidecar.extra.get('digests', {}), where)

@@ -158,7 +158,7 @@ class _Flight:
     def _open(self, read: StoredRead) -> Any:
         """Begins to open an array: a future of its chunk grid, or of TensorStore's."""
         direct = self._reader.direct
-        if direct is None or not has_plain_chunks(read.leaf.array):
+        if direct is None or not (has_plain_chunks(read.leaf.array) or read.leaf.array.container == 'file'):
             return self._reader.start_open(read.leaf.array)
         return self._pool.submit(direct.grid, read.leaf.array, leaf_name(read.path))
 
@@ -177,7 +177,9 @@ class _Flight:
         if isinstance(opened, concurrent.futures.Future):
             grid = opened.result()
             if grid is not None and self._reader.direct is not None:
-                buffers = {box: _buffer(box, read.dtype if _converts(read) else array.dtype) for box in boxes}
+                # A cast goes block by block through a scratch, which would read more of a file than the ranges asked for.
+                in_passing = _converts(read) and array.container != 'file'
+                buffers = {box: _buffer(box, read.dtype if in_passing else array.dtype) for box in boxes}
                 tasks = self._reader.direct.tasks(Wanted(array, name, read.leaf.dtype, buffers), grid)
                 if tasks is not None:
                     return _Pending(read, buffers, [self._pool.submit(task) for task in tasks], size)

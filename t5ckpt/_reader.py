@@ -22,10 +22,11 @@ import tensorstore as ts
 from t5ckpt._checks import Checks
 from t5ckpt._chunks import Box
 from t5ckpt._claims import check_chunk, check_count, check_memory
-from t5ckpt._direct import DirectReader
+from t5ckpt._direct import DirectReader, Wanted
 from t5ckpt._dtypes import from_stored, zarr_typestr
 from t5ckpt._layout import DATASET_REMOVED, join
 from t5ckpt._ledger import Ledger
+from t5ckpt._local import range_grid
 from t5ckpt._map import ArrayMapper
 from t5ckpt._open import Identity
 from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu
@@ -197,6 +198,8 @@ class ArrayReader:
         boxes, after = basic
         for task in self.check_tasks(leaf.array, name, [tuple((part.start, part.stop) for part in boxes)]):
             task()
+        if leaf.array.container == 'file' and self.direct is not None:
+            return self._read_range(self.direct, leaf, name, boxes)[after]
         mapped = self._read_mapped(leaf, name, boxes, index is Ellipsis)
         if mapped is not None:
             return from_stored(mapped, leaf.dtype)[after]
@@ -207,6 +210,15 @@ class ArrayReader:
         with foreign_errors(f'{name} ({self.url(leaf.array)})'):
             self.wait(start_read(view, out))
         return from_stored(out, leaf.dtype)[after]
+
+    def _read_range(self, direct: DirectReader, leaf: StoredLeaf, name: str, parts: tuple[slice, ...]) -> np.ndarray:
+        box = tuple((part.start, part.stop) for part in parts)
+        size = math.prod(stop - start for start, stop in box) * leaf.array.dtype.itemsize
+        check_memory(size, f'{name} ({self.url(leaf.array)})')
+        out = aligned_empty([stop - start for start, stop in box], leaf.array.dtype)
+        for task in direct.tasks(Wanted(leaf.array, name, leaf.dtype, {box: out}), range_grid(leaf.array)) or ():
+            task()
+        return out[tuple(slice(None, None, part.step) for part in parts)]
 
     def check_tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
         """What is to be done before boxes are read by somebody who does not look at checksums."""

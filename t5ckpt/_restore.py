@@ -221,7 +221,7 @@ def _located(request: RestoreRequest) -> Located:
 
 def _elsewhere(request: RestoreRequest, url: str) -> Located:
     options = request.storage_options if is_same_kind(url, request.storage) else None
-    return locate(url, None, options)
+    return locate(url, None, options, tensors=True)
 
 
 def _checks_all(request: RestoreRequest, located: Located) -> bool:

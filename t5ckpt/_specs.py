@@ -77,8 +77,9 @@ class StoredArray:
       dtype: on disk; a reader may view or convert it (``TreeFacts``, version 2).
       bits_of: the dtype these bits really are, where it is not ``dtype`` (bfloat16 in version 2).
       metadata: zarr metadata as far as the manifest has it: ``chunks``, ``compressor``, ``order``, ...
-      driver: ``'zarr'`` or, in Orbax directories, ``'zarr3'``.
-      container: ``'dir'`` for a directory of chunk files, ``'ocdbt'`` for a key prefix in an OCDBT database.
+      driver: ``'zarr'``, in Orbax directories also ``'zarr3'``, or ``'safetensors'``.
+      container: ``'dir'`` for a directory of chunk files, ``'ocdbt'`` for a key prefix in an OCDBT database, ``'file'`` for the
+        bytes of one file from ``metadata['offset']`` on.
     """
 
     location: str

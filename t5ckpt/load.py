@@ -74,7 +74,7 @@ def load_t5x_checkpoint(
       StorageError: it cannot be read.
     """
     cast = Cast.of(restore_dtype, cast_leaves, 'restore_dtype')
-    located = dataclasses.replace(locate(path, step, storage_options), follow_links=follow_links)
+    located = dataclasses.replace(locate(path, step, storage_options, tensors=True), follow_links=follow_links)
     reading = ReadOptions(mmap, verify)
     ledgers = reading.checks_all(located.storage, lazy=lazy_parameters)
     contents = read_contents(located, read_raw(located, ledgers=ledgers))

@@ -17,6 +17,7 @@ from t5ckpt._foreign import foreign_file, foreign_layout
 from t5ckpt._index import has_whole_manifest, indexed_steps
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from t5ckpt.reading.safetensors import WHOLE_NAMES, is_safetensors
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 __all__ = [
@@ -172,15 +173,19 @@ def find_checkpoint(
 
 
 def locate(
-    path: str | os.PathLike[str], step: int | None = None, storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    tensors: bool = False,
 ) -> Located:
-    """Resolves a path as :func:`find_checkpoint` does, to parts that can be read."""
+    """Resolves a path as :func:`find_checkpoint` does, to parts that can be read; with ``tensors`` also safetensors files."""
     parent, name = split_path(path)
     storage = open_storage(path, storage_options)
     outer = open_storage(parent, storage_options) if name else storage
     if name and outer.is_file(name):
         foreign = foreign_file(name)
-        if foreign is not None:
+        if foreign is not None and not (tensors and is_safetensors(name)):
             raise UnsupportedFormatError(f'{path} is {foreign}.')
         # The bare file: its directory is the checkpoint's.
         grand, directory = split_path(parent)
@@ -191,6 +196,11 @@ def locate(
         return Located(outer, '', name, None)
     if storage.renames and storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: no such file or directory, so no checkpoint.')
+    if tensors and step is None and storage.local_path('') is not None and not storage.is_file(MANIFEST):
+        # Elsewhere safetensors are not read, so nothing is asked of a bucket.
+        file = next((file for file in WHOLE_NAMES if storage.is_file(file)), None)
+        if file is not None:
+            return Located(outer, name, file, None)
     return _locate_in_dir(storage, outer, name, step)
 
 

@@ -59,7 +59,7 @@ def open_checkpoint(
     Raises:
       CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
     """
-    located = dataclasses.replace(locate(path, step, storage_options), follow_links=follow_links)
+    located = dataclasses.replace(locate(path, step, storage_options, tensors=True), follow_links=follow_links)
     reading = ReadOptions(mmap, verify)
     ledgers = reading.checks_all(located.storage, lazy=True)
     contents = read_contents(located, read_raw(located, ledgers=ledgers))

@@ -411,11 +411,7 @@ REFUSED = [
     *(
         ([verb, '{}/x.safetensors', *more], 3, 'is a safetensors file, not a checkpoint: .* t5ckpt import safetensors')
         for verb, *more in (
-            ['show'],
-            ['stats'],
-            ['cat', 'w'],
             ['verify'],
-            ['diff', '{}/run'],
             ['cp', '{}/new'],
             ['pin'],
         )

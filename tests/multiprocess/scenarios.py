@@ -540,3 +540,16 @@ def start_from_two(directory, one, two):
         for shard in started[group][leaf].addressable_shards:
             assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), name
     return ck.restored_step
+
+
+def restore_safetensors(path):
+    """Each process restores its parts of a safetensors file; returns the bytes it read."""
+    model = {'both': template()['target']['both'], 'rows': template(swap=True)['target']['rows']}
+    with checkpointer('', model) as ck:
+        before = bytes_read()
+        restored = ck.restore(path=path)
+        read = bytes_read() - before
+    for name, array in restored.items():
+        for shard in array.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == expected()[f'target/{name}'][shard.index].tobytes(), name
+    return read

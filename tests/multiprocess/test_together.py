@@ -219,3 +219,12 @@ def test_several_sources_of_a_new_run(four, tmp_path):
     for seed, name in enumerate(('one', 'two')):
         four.run('save', tmp_path / name, 1, seed)
     assert four.run('start_from_two', tmp_path / 'new', tmp_path / 'one', tmp_path / 'two') == [None] * 4
+
+
+def test_each_process_reads_its_ranges_of_a_safetensors_file(four, tmp_path):
+    values = {name: scenarios.expected()[f'target/{name}'] for name in ('both', 'rows')}
+    with t5ckpt.Checkpointer(values, checkpoints_dir=tmp_path / 'run') as checkpointer:
+        checkpointer.save(values, step=1)
+    t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'w.safetensors')
+    total = sum(value.nbytes for value in values.values())
+    assert all(total / 8 <= read < 0.6 * total for read in four.run('restore_safetensors', tmp_path / 'w.safetensors'))

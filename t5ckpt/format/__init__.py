@@ -1,0 +1,1 @@
+"""What lies on disk, as pure functions."""

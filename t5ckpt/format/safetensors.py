@@ -1,0 +1,120 @@
+"""The header of a safetensors file (github.com/huggingface/safetensors, "Format").
+
+8 bytes   n, the header's length, little endian
+n bytes   JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...},
+padded with spaces to a multiple of 8
+the rest  the tensors, C order, little endian, without holes; offsets count from here
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._dtypes import dtype_from_name
+from t5ckpt.errors import CorruptCheckpointError
+
+__all__ = ['DTYPE_NAMES', 'MAX_HEADER', 'METADATA', 'Header', 'Tensor', 'header_bytes', 'parse_header']
+
+DTYPE_NAMES = {
+    'bool': 'BOOL',
+    'int8': 'I8',
+    'int16': 'I16',
+    'int32': 'I32',
+    'int64': 'I64',
+    'uint8': 'U8',
+    'uint16': 'U16',
+    'uint32': 'U32',
+    'uint64': 'U64',
+    'float16': 'F16',
+    'bfloat16': 'BF16',
+    'float32': 'F32',
+    'float64': 'F64',
+    'complex64': 'C64',
+    'float8_e4m3fn': 'F8_E4M3',
+    'float8_e5m2': 'F8_E5M2',
+    'float8_e8m0fnu': 'F8_E8M0',
+}
+"""Dtypes that have a name in the format and whole bytes in NumPy."""
+_DTYPES = {text: name for name, text in DTYPE_NAMES.items()}
+METADATA = '__metadata__'
+MAX_HEADER = 100_000_000
+"""The ``safetensors`` package refuses longer headers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file; ``offset`` counts from the beginning of the file."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a header says."""
+
+    tensors: tuple[Tensor, ...]
+    metadata: dict[str, str]
+
+
+def header_bytes(first: bytes, size: int, where: str) -> int:
+    """The length of the header, from the first 8 bytes of a file of ``size`` bytes.
+
+    Raises:
+      CorruptCheckpointError: the file is truncated, or is not a safetensors file.
+    """
+    if size < 8 or len(first) < 8:
+        raise CorruptCheckpointError(f'{where} has {size} bytes, which is no safetensors file. Copy it again.')
+    length = int.from_bytes(first[:8], 'little')
+    if length > min(MAX_HEADER, size - 8):
+        raise CorruptCheckpointError(
+            f'{where}: a header of {length} bytes in a file of {size}: truncated, or no safetensors. Copy it again.'
+        )
+    return length
+
+
+def parse_header(text: bytes, size: int, where: str) -> Header:
+    """Parses a header; everything in it is checked against the size of the file.
+
+    Raises:
+      CorruptCheckpointError: the header is not what the format says, or does not fit the file.
+    """
+    try:
+        header = json.loads(text)
+        metadata = {str(key): str(value) for key, value in header.pop(METADATA, {}).items()}
+        return Header(_tensors(header, 8 + len(text), size), metadata)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f'{where}: the header does not decode ({error!s:.120}). Copy the file again.'
+        ) from error
+
+
+def _tensors(header: dict[str, Any], data: int, size: int) -> tuple[Tensor, ...]:
+    tensors: list[Tensor] = []
+    spans: list[tuple[int, int]] = []
+    for name, entry in header.items():
+        if entry['dtype'] not in _DTYPES:
+            raise ValueError(f'{name} has the dtype {entry["dtype"]!r:.40}, which numpy does not hold')
+        dtype = dtype_from_name(_DTYPES[entry['dtype']])
+        shape, (start, end) = tuple(map(_size, entry['shape'])), map(_size, entry['data_offsets'])
+        if len(shape) > 32 or math.prod(shape) * dtype.itemsize != end - start or data + end > size:
+            raise ValueError(f'{name}: shape {shape} of {dtype.name} at bytes {start} to {end} of {size - data}')
+        spans.append((start, end))
+        tensors.append(Tensor(name, dtype, shape, data + start))
+    spans.sort()
+    if [start for start, _ in spans] + [size - data] != [0] + [end for _, end in spans]:
+        raise ValueError('the tensors overlap, leave holes, or do not fill the file')
+    return tuple(tensors)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
+        raise ValueError(f'{value!r:.40} is no size')
+    return value

@@ -1,0 +1,1 @@
+"""From a located checkpoint to its arrays."""

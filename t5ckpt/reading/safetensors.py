@@ -1,0 +1,123 @@
+"""Safetensors files read as a checkpoint: one file, or several with ``model.safetensors.index.json``.
+
+Only the headers are read here. Each tensor becomes a stored array that is a range of bytes of its file, which a restore reads as
+it reads the chunk of a checkpoint: each process the bytes that its devices need.
+
+Process 0 reads the headers and shares them, as JSON, with the other processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from t5ckpt._dtypes import dtype_from_name
+from t5ckpt._fence import Fence
+from t5ckpt._layout import is_inside, join
+from t5ckpt._leaves import nest
+from t5ckpt._manifest import Manifest
+from t5ckpt._specs import SpecDict, StoredArray
+from t5ckpt._types import Path, path_of
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.safetensors import header_bytes, parse_header
+from t5ckpt.storage import Storage, foreign_errors
+
+__all__ = ['WHOLE_NAMES', 'decode_tensors', 'is_safetensors', 'read_tensors']
+
+WHOLE_NAMES = ('model.safetensors.index.json', 'model.safetensors')
+"""What a directory is looked through for."""
+_INDEX = '.safetensors.index.json'
+
+
+def is_safetensors(name: str) -> bool:
+    """Whether a file name is that of a safetensors file or of an index of several."""
+    return name.endswith(('.safetensors', _INDEX))
+
+
+def read_tensors(storage: Storage, directory: str, name: str, *, follow_links: bool = False) -> bytes:
+    """The tensors of a file, or of all files that an index names, as JSON for :func:`decode_tensors`.
+
+    Raises:
+      UnsupportedFormatError: the storage has no local files.
+      CheckpointNotFoundError: a file that the index names is missing.
+      CorruptCheckpointError: a header or the index does not decode, or the two disagree.
+    """
+    root = storage.local_path(directory)
+    if root is None:
+        raise UnsupportedFormatError(
+            f'{storage.url(join(directory, name))}: safetensors are read from local files only. Copy it to a local disk.'
+        )
+    fence = Fence(root, follow_links=follow_links)
+    if not name.endswith(_INDEX):
+        return json.dumps({name: _entries(fence, root, name)}).encode()
+    where = os.path.join(root, name)
+    try:
+        by_tensor = json.loads(_read(fence, root, name, None))['weight_map']
+        files = sorted({str(file) for file in by_tensor.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}). Copy it again.') from error
+    outside = [file for file in files if not is_inside(file)]
+    if outside:
+        raise CorruptCheckpointError(f'{where} names {outside[0]!r:.80}, which is not below its directory.')
+    found = {file: _entries(fence, root, file) for file in files}
+    held = {tensor[0]: file for file, (_, tensors) in found.items() for tensor in tensors}
+    wrong = sorted(tensor for tensor in by_tensor.keys() | held.keys() if held.get(tensor) != by_tensor.get(tensor))
+    if wrong:
+        raise CorruptCheckpointError(
+            f'{where}: {wrong[0]} is in {by_tensor.get(wrong[0])} by the index, and in {held.get(wrong[0])} by the headers'
+            f'{f", and so are {len(wrong) - 1} more" if wrong[1:] else ""}. Copy the directory again.'
+        )
+    return json.dumps(found).encode()
+
+
+def _entries(fence: Fence, root: str, file: str) -> tuple[int, list[Any]]:
+    """A file's size, and (name, dtype, shape, offset) of each tensor."""
+    where = os.path.join(root, file)
+    first, size = _read(fence, root, file, 8), _size(fence, root, file)
+    length = header_bytes(first, size, where)
+    header = parse_header(_read(fence, root, file, 8 + length)[8:], size, where)
+    return size, [(tensor.name, tensor.dtype.name, tensor.shape, tensor.offset) for tensor in header.tensors]
+
+
+def _read(fence: Fence, root: str, file: str, count: int | None) -> bytes:
+    fd, size = _open(fence, root, file)
+    with os.fdopen(fd, 'rb') as opened, foreign_errors(os.path.join(root, file)):
+        return opened.read(size if count is None else count)
+
+
+def _size(fence: Fence, root: str, file: str) -> int:
+    fd, size = _open(fence, root, file)
+    os.close(fd)
+    return size
+
+
+def _open(fence: Fence, root: str, file: str) -> tuple[int, int]:
+    where = os.path.join(root, file)
+    with foreign_errors(where):
+        directory = fence.open_dir('', file)
+        try:
+            return fence.open_file((directory, ''), file, file)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f'{where} is missing. Copy the directory again.') from error
+        finally:
+            os.close(directory)
+
+
+def decode_tensors(data: bytes) -> Manifest:
+    """The tree of the tensors; a '/' in a name begins a level of it."""
+    table: dict[Path, Any] = {}
+    for file, (size, tensors) in json.loads(data).items():
+        for name, dtype, shape, offset in tensors:
+            path = path_of(name)
+            spec = SpecDict(driver='safetensors', dtype=dtype, kvstore={}, metadata={'shape': shape})
+            spec.array = StoredArray(
+                file,
+                tuple(shape),
+                dtype_from_name(dtype),
+                metadata={'offset': offset, 'file_bytes': size},
+                driver='safetensors',
+                container='file',
+            )
+            table[path] = spec
+    return Manifest(3, nest(table))

@@ -1,0 +1,226 @@
+"""Safetensors files as the source of a restore: byte ranges straight to the devices that need them."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support import partitioner
+
+import t5ckpt
+from t5ckpt import Checkpointer, WarmStart, restore_or_init
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingLeaves,
+    ShapeMismatch,
+    UnexpectedLeaves,
+    UnsafeSpecError,
+    UnsupportedFormatError,
+)
+
+safetensors = pytest.importorskip('safetensors.numpy')
+
+TENSORS = {
+    'model.embed.weight': np.arange(64 * 512, dtype=np.float32).reshape(64, 512),
+    'model.layers.0.weight': np.arange(256 * 512, dtype=np.float32).reshape(256, 512) / 7,
+    'model.norm': np.arange(5, dtype=np.int32),
+    'model.scale': np.array(3, np.float32),
+    'model.none': np.zeros((0, 4), np.float32),
+}
+NAMES = [
+    ('params/embed', 'model.embed.weight'),
+    (r'params/layer_(\d+)', r'model.layers.\1.weight'),
+    ('params/(norm|scale|none)', r'model.\1'),
+]
+rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=NAMES)
+
+
+def sharded(shape, *spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(partitioner.mesh((4,), ('x',)), PartitionSpec(*spec))
+    )
+
+
+def template(**changes):
+    params = {
+        'embed': sharded((64, 512), 'x'),
+        'layer_0': sharded((256, 512), None, 'x'),
+        'norm': np.zeros(5, np.int32),
+        'scale': jnp.zeros(()),
+        'none': np.zeros((0, 4), np.float32),
+    }
+    return {'params': params | changes}
+
+
+def restore(path, model=None, options=None, **arguments):
+    arguments = {'state_transformation_fns': [rename]} | arguments
+    return Checkpointer(template() if model is None else model, **(options or {})).restore(path=path, **arguments)
+
+
+def check(params):
+    np.testing.assert_array_equal(params['embed'], TENSORS['model.embed.weight'])
+    np.testing.assert_array_equal(params['layer_0'], TENSORS['model.layers.0.weight'])
+    np.testing.assert_array_equal(params['norm'], TENSORS['model.norm'])
+    assert float(params['scale']) == 3
+    assert params['none'].shape == (0, 4)
+
+
+@pytest.fixture
+def one_file(tmp_path) -> pathlib.Path:
+    path = tmp_path / 'weights' / 'model.safetensors'
+    path.parent.mkdir()
+    safetensors.save_file(TENSORS, path)
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path) -> pathlib.Path:
+    """Two files and their index, as Hugging Face writes them."""
+    weight_map = {}
+    (tmp_path / 'sharded').mkdir()
+    for number, names in enumerate((list(TENSORS)[:2], list(TENSORS)[2:]), 1):
+        file = f'model-{number:05}-of-00002.safetensors'
+        safetensors.save_file({name: TENSORS[name] for name in names}, tmp_path / 'sharded' / file)
+        weight_map |= dict.fromkeys(names, file)
+    path = tmp_path / 'sharded' / 'model.safetensors.index.json'
+    path.write_text(json.dumps({'metadata': {}, 'weight_map': weight_map}))
+    return path
+
+
+def test_one_file_with_a_name_map(one_file):
+    for path in (one_file, one_file.parent):
+        restored = restore(path)['params']
+        check(restored)
+        assert restored['layer_0'].sharding.spec == PartitionSpec(None, 'x')
+
+
+def test_several_files_with_an_index(shards):
+    for path in (shards, shards.parent):
+        check(restore(path)['params'])
+
+
+def test_it_is_a_checkpoint_like_any_other(one_file, shards, tmp_path):
+    for path in (one_file, shards):
+        view = t5ckpt.open_checkpoint(path)
+        assert set(view) == set(TENSORS)
+        np.testing.assert_array_equal(
+            view['model.embed.weight'][3:60:5, -1:2:-3], TENSORS['model.embed.weight'][3:60:5, -1:2:-3]
+        )
+        assert view['model.scale'][()] == 3
+        loaded = t5ckpt.load_t5x_checkpoint(path)
+        assert all(np.array_equal(loaded[name], TENSORS[name]) for name in TENSORS)
+        check(restore(path, lazy_parameters=True)['params'])
+        with Checkpointer(template(), checkpoints_dir=tmp_path / 'run') as checkpointer:
+            check(restore_or_init(checkpointer, None, initial_checkpoint=WarmStart(path, rename=NAMES))['params'])
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float64', 'float8_e4m3fn', 'bool', 'uint8', 'int64'])
+def test_dtypes(tmp_path, dtype):
+    values = np.arange(96).reshape(12, 8).astype(jnp.dtype(dtype))
+    exported = {'w': values}
+    with Checkpointer(exported, checkpoints_dir=tmp_path / 'run', inline_bytes=0) as checkpointer:
+        checkpointer.save(exported, step=1)
+    t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'w.safetensors')
+    restored = Checkpointer({'w': np.zeros((12, 8), values.dtype)}).restore(path=tmp_path / 'w.safetensors')['w']
+    assert (restored.dtype, restored.tobytes()) == (values.dtype, values.tobytes())
+
+
+def test_casts_and_other_sizes(one_file):
+    model = template(
+        embed=sharded((80, 512), 'x', dtype=jnp.bfloat16), layer_0=sharded((256, 512), None, 'x', dtype=jnp.bfloat16)
+    )
+    restored = restore(one_file, model, {'restore_dtype': 'template'}, resize='params/embed')['params']
+    assert restored['embed'].dtype == restored['layer_0'].dtype == jnp.bfloat16
+    expected = TENSORS['model.embed.weight'].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(restored['embed'][:64], expected)
+    assert not restored['embed'][64:].any()
+    np.testing.assert_array_equal(restored['layer_0'], TENSORS['model.layers.0.weight'].astype(jnp.bfloat16))
+
+
+def test_errors_name_the_leaf_or_the_file(one_file, shards, caplog):
+    with pytest.raises(ShapeMismatch, match=r'params/embed: checkpoint \(64, 512\), model \(8, 512\)'):
+        restore(one_file, template(embed=sharded((8, 512), 'x')))
+    with pytest.raises(MissingLeaves, match='params/new'):
+        restore(one_file, template(new=np.zeros(3)))
+    model = template()
+    del model['params']['none']
+    rules = [*NAMES[:2], ('params/(norm|scale)', r'model.\1')]
+    with pytest.raises(UnexpectedLeaves, match=r'model\.none'):
+        restore(
+            one_file,
+            model,
+            state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map=rules)],
+        )
+    index = json.loads(shards.read_text())
+    index['weight_map']['model.norm'] = 'model-00001-of-00002.safetensors'
+    shards.write_text(json.dumps(index))
+    with pytest.raises(
+        CorruptCheckpointError, match=r'model\.norm is in model-00001.* by the index, and in model-00002'
+    ):
+        restore(shards)
+    index['weight_map'] |= {'model.norm': '../weights/model.safetensors'}
+    shards.write_text(json.dumps(index))
+    with pytest.raises(CorruptCheckpointError, match='not below its directory'):
+        restore(shards)
+    shards.write_text('{')
+    with pytest.raises(CorruptCheckpointError, match='does not decode'):
+        restore(shards)
+    data = one_file.read_bytes()
+    one_file.write_bytes(data[:-1])
+    with pytest.raises(CorruptCheckpointError, match='header does not decode'):
+        restore(one_file)
+
+
+def test_missing_files_links_and_buckets(shards, tmp_path):
+    second = shards.parent / 'model-00002-of-00002.safetensors'
+    second.rename(tmp_path / 'blob')
+    with pytest.raises(CheckpointNotFoundError, match=r'model-00002-of-00002\.safetensors is missing'):
+        restore(shards)
+    # As in the cache of Hugging Face.
+    second.symlink_to(tmp_path / 'blob')
+    with pytest.raises(UnsafeSpecError, match='follow_links=True'):
+        restore(shards)
+    check(restore(shards, options={'follow_links': True})['params'])
+    storage = t5ckpt.storage.open_storage('memory://tensors')
+    storage.write('w/model.safetensors', b'x' * 20)
+    with pytest.raises(UnsupportedFormatError, match='local files only'):
+        restore('memory://tensors/w/model.safetensors')
+
+
+def test_only_the_ranges_that_are_needed_are_read(one_file, caplog):
+    """What the template leaves out, and the columns of other devices, are holes in the file: reading them is seen."""
+    assert bytes_read(lambda: restore(one_file)) < 1.1 * sum(values.nbytes for values in TENSORS.values())
+    # 16 of 256 rows, and no embedding.
+    some = template(embed=..., layer_0=sharded((16, 512), 'x'))
+    assert bytes_read(lambda: restore(one_file, some, resize='params/layer_0')) < 16 * 2048 + 10_000
+    # A quarter of the columns: rows of 512 bytes each.
+    columns = template(embed=..., layer_0=sharded((256, 128), None, 'x'))
+    for options in ({}, {'restore_dtype': 'template'}):
+        columns['params']['layer_0'] = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
+        read = bytes_read(lambda options=options: restore(one_file, columns, options, resize='params/layer_0'))
+        assert 256 * 512 <= read < 256 * 512 + 10_000
+
+
+def bytes_read(action) -> int:
+    """What this process read by read calls while an action ran; /proc says so."""
+    action()
+
+    def count() -> int:
+        return int(pathlib.Path('/proc/self/io').read_text().split()[1])
+
+    overhead = -count() + count()
+    before = count()
+    action()
+    return count() - before - overhead
+
+
+def test_what_needs_a_checkpoint_refuses_it(one_file, tmp_path):
+    for refused in (t5ckpt.verify, lambda path: t5ckpt.copy_checkpoint(path, tmp_path / 'copy')):
+        with pytest.raises(UnsupportedFormatError, match='is a safetensors file, not a checkpoint'):
+            refused(one_file)
+    assert t5ckpt.open_checkpoint(one_file).stats()

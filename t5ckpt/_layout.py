@@ -54,6 +54,7 @@ SIDECAR = 't5ckpt.json'
 PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds'
+_OF_OURS = (f'{TRAIN_DS_PREFIX}-', 'integrity.')
 STEP_PREFIX = 'checkpoint_'
 INDEX = '.t5ckpt'
 HOLD_PREFIX = 'held_'
@@ -223,11 +224,13 @@ def _is_safe(text: str) -> bool:
         and _SAFE.fullmatch(text) is not None
         and not text.endswith(('.__lock', '.', ' '))
         and text.casefold() not in {MANIFEST, SIDECAR, PINNED.casefold(), DATASET_REMOVED.casefold()}
-        and not text.startswith((TRAIN_DS_PREFIX + '-', 'integrity.'))
+        and not text.casefold().startswith(_OF_OURS)
     )
 
 
 def _hashed(name: str, text: str) -> str:
     cleaned = re.sub(r'[^A-Za-z0-9_.\-]', '_', text).strip('.')[:120]
     digest = hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]
-    return f'{cleaned or "leaf"}~{digest}'
+    # What begins like a data iterator's file is deleted with them.
+    start = 'leaf_' if cleaned.casefold().startswith(_OF_OURS) else ''
+    return f'{start}{cleaned or "leaf"}~{digest}'

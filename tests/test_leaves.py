@@ -363,3 +363,15 @@ def test_a_ref_in_the_background_is_read_at_the_call(tmp_path):
             held[...] = held[...] + 1
             pending.result()
             np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path, step)['r'], np.full(20_000, step))
+
+
+@pytest.mark.parametrize('key', ['train_ds-000-of-001', 'TRAIN_DS-1', 'integrity.0.json', 'checkpoint', 'PINNED'])
+def test_a_leaf_with_the_name_of_a_file_of_ours_is_no_such_file(tmp_path, key):
+    """It keeps its array when the data iterators' files go, and is not taken for one."""
+    state = {key: np.ones(20_000), 'w': np.zeros(2)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep_dataset_checkpoints=1) as ck:
+        for step in range(3):
+            ck.save(state, step=step)
+    assert t5ckpt.all_dataset_checkpoint_steps(tmp_path) == []
+    for step in range(3):
+        np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path, step)[key], np.ones(20_000))

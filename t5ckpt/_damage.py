@@ -44,7 +44,7 @@ class Damage:
         if self.box:
             where += f' [{", ".join(f"{start}:{stop}" for start, stop in self.box)}]'
         text = ': '.join(part for part in (where, self.file, f'{self.kind}: {self.text}') if part)
-        return printable(text, also='\n')
+        return printable(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,9 @@ class VerifyReport:
         how = 'every byte read' if self.full else 'presence and sizes'
         how += '' if self.has_checksums else ', no checksums recorded'
         result = 'whole' if self.ok else f'damaged in {len(self.damages)} place(s)'
-        head = f'{self.path}: {result} ({how}; {self.leaves} arrays, {self.files} files, {self.nbytes:,} bytes)'
+        head = (
+            f'{printable(self.path)}: {result} ({how}; {self.leaves} arrays, {self.files} files, {self.nbytes:,} bytes)'
+        )
         lines = [self._listed()] if self.damages else []
         return '\n'.join([head, *lines, *(f'  note: {printable(note)}' for note in self.notes)])
 

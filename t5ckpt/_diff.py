@@ -18,7 +18,7 @@ import numpy as np
 from t5ckpt._blocks import Block, batches_of, pieces_of, run_all
 from t5ckpt._frames import pandas
 from t5ckpt._html import table_html
-from t5ckpt._text import aligned
+from t5ckpt._text import aligned, printable
 from t5ckpt._tree import LeafInfo
 from t5ckpt._types import Progress
 from t5ckpt.progress import Meter
@@ -100,7 +100,7 @@ class CheckpointDiff:
 
     def __repr__(self) -> str:
         rows = self.rows()
-        lines = [self.title]
+        lines = [printable(self.title)]
         if rows:
             lines += aligned([_COLUMNS, *rows[:_SHOWN]], (False, False, False, False, True, True))
         if len(rows) > _SHOWN:

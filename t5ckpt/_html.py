@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from t5ckpt._text import human_bytes
+from t5ckpt._text import human_bytes, printable
 from t5ckpt._tree import Group, LeafInfo
 
 __all__ = ['table_html', 'tree_html']
@@ -50,6 +50,11 @@ class _Rows:
         return True
 
 
+def _text(text: str) -> str:
+    """Text as HTML shows it: neither an element of the page nor a letter that turns the direction of what follows."""
+    return html.escape(printable(text))
+
+
 def tree_html(title: str, facts: Sequence[str], tree: Group) -> str:
     """The tree below a title and a line of facts."""
     rows = _Rows(_MAX_ROWS)
@@ -57,8 +62,8 @@ def tree_html(title: str, facts: Sequence[str], tree: Group) -> str:
     more = ''
     if rows.hidden:
         more = f'<div class="dim">... and {rows.hidden:,} leaves more: view[\'a/group/**\'] shows a part.</div>'
-    about = html.escape(' · '.join(facts))
-    return f'{_STYLE}<div class="t5ckpt"><b>{html.escape(title)}</b><div class="dim">{about}</div>{body}{more}</div>'
+    about = _text(' · '.join(facts))
+    return f'{_STYLE}<div class="t5ckpt"><b>{_text(title)}</b><div class="dim">{about}</div>{body}{more}</div>'
 
 
 def _node(name: str, node: Group | LeafInfo, total: int, rows: _Rows, leaves: int) -> str:
@@ -67,7 +72,7 @@ def _node(name: str, node: Group | LeafInfo, total: int, rows: _Rows, leaves: in
     if not rows.take(node.leaves):
         return ''
     below = ''.join(_node(key, child, total, rows, leaves) for key, child in node.children.items())
-    cells = _cells(f'<b>{html.escape(name)}</b>', '', _leaves(node.leaves), f'{node.size:,}', node.nbytes, total)
+    cells = _cells(f'<b>{_text(name)}</b>', '', _leaves(node.leaves), f'{node.size:,}', node.nbytes, total)
     is_open = ' open' if leaves <= _OPEN_ROWS or len(node.path) == 1 else ''
     return f'<details{is_open}><summary>{cells}</summary><div class="in">{below}</div></details>'
 
@@ -78,23 +83,23 @@ def _leaves(count: int) -> str:
 
 def _leaf(name: str, leaf: LeafInfo, total: int) -> str:
     shape = str(leaf.shape) if leaf.dtype else leaf.kind
-    value = f' <span class="dim">= {html.escape(leaf.value)}</span>' if leaf.value else ''
-    cells = _cells(html.escape(name) + value, leaf.dtype, shape, f'{leaf.size:,}', leaf.nbytes, total)
-    return f'<div class="leaf" title="{html.escape(f"{leaf.name}: {leaf.place}")}">{cells}</div>'
+    value = f' <span class="dim">= {_text(leaf.value)}</span>' if leaf.value else ''
+    cells = _cells(_text(name) + value, leaf.dtype, shape, f'{leaf.size:,}', leaf.nbytes, total)
+    return f'<div class="leaf" title="{_text(f"{leaf.name}: {leaf.place}")}">{cells}</div>'
 
 
 def _cells(name: str, dtype: str, shape: str, size: str, nbytes: int, total: int) -> str:
     bar = f'<span class="bar"><span style="width:{100 * nbytes / total:.2f}%"></span></span>'
     return (
-        f'<span class="row"><span>{name}</span><span>{html.escape(dtype)}</span><span>{html.escape(shape)}</span>'
+        f'<span class="row"><span>{name}</span><span>{_text(dtype)}</span><span>{_text(shape)}</span>'
         f'<span class="n">{size}</span><span class="n">{human_bytes(nbytes)}</span>{bar}</span>'
     )
 
 
 def table_html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table below a title; at most 200 rows of it."""
-    head = ''.join(f'<th>{html.escape(column)}</th>' for column in columns)
-    lines = [''.join(f'<td>{html.escape(cell)}</td>' for cell in row) for row in rows[:200]]
+    head = ''.join(f'<th>{_text(column)}</th>' for column in columns)
+    lines = [''.join(f'<td>{_text(cell)}</td>' for cell in row) for row in rows[:200]]
     body = ''.join(f'<tr>{line}</tr>' for line in lines)
     more = (
         f'<div class="dim">... and {len(rows) - 200:,} rows more: .to_pandas() has all.</div>'
@@ -102,6 +107,6 @@ def table_html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         else ''
     )
     return (
-        f'{_STYLE}<div class="t5ckpt"><b>{html.escape(title)}</b><table><thead><tr>{head}</tr></thead>'
+        f'{_STYLE}<div class="t5ckpt"><b>{_text(title)}</b><table><thead><tr>{head}</tr></thead>'
         f'<tbody>{body}</tbody></table>{more}</div>'
     )

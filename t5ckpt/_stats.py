@@ -21,7 +21,7 @@ import numpy as np
 from t5ckpt._blocks import Block, batches_of, pieces_of, run_all
 from t5ckpt._frames import pandas
 from t5ckpt._html import table_html
-from t5ckpt._text import aligned
+from t5ckpt._text import aligned, printable
 from t5ckpt._tree import LeafInfo
 from t5ckpt._types import Progress
 from t5ckpt.progress import Meter
@@ -199,7 +199,7 @@ class CheckpointStats(Mapping[str, LeafStats]):
 
     def __repr__(self) -> str:
         rows = self.rows()
-        lines = [self._title, *aligned([_COLUMNS, *rows[:_SHOWN]], (False, *[True] * (len(_COLUMNS) - 1)))]
+        lines = [printable(self._title), *aligned([_COLUMNS, *rows[:_SHOWN]], (False, *[True] * (len(_COLUMNS) - 1)))]
         if len(rows) > _SHOWN:
             lines.append(f'... and {len(rows) - _SHOWN:,} more: .to_pandas() has all')
         return '\n'.join(lines)

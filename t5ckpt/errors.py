@@ -46,6 +46,8 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+from t5ckpt._text import printable
+
 __all__ = [
     'AccessDeniedError',
     'CheckpointExistsError',
@@ -87,7 +89,13 @@ __all__ = [
 
 
 class T5CkptError(Exception):
-    """Root of the tree."""
+    """Root of the tree.
+
+    Its text holds names from checkpoints, which a stranger may have chosen: nothing of them reaches a terminal as a command.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), also='\n')
 
 
 class T5CkptWarning(UserWarning):
@@ -231,6 +239,9 @@ class LeafProblem:
     near: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        return printable(self._text())
+
+    def _text(self) -> str:
         tail = f' {self.hint}' if self.hint else ''
         tail += f' Near: {", ".join(self.near)}.' if self.near else ''
         match self.kind:

@@ -10,7 +10,7 @@ from typing import Any
 from t5ckpt._frames import pandas
 from t5ckpt._html import table_html
 from t5ckpt._summaries import StepSummary, summaries
-from t5ckpt._text import aligned, human_bytes
+from t5ckpt._text import aligned, human_bytes, printable
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_series
@@ -63,7 +63,7 @@ class Series(Mapping[int, Any]):
 
     def __repr__(self) -> str:
         lines = aligned([(str(step), f'{value!r:.60}') for step, value in self._values.items()], (True, False))
-        return '\n'.join([self.name, *lines])
+        return '\n'.join([printable(self.name), *lines])
 
 
 class _StepNotFoundError(CheckpointNotFoundError, KeyError):
@@ -180,7 +180,9 @@ class Run(Mapping[int, CheckpointView]):
 
     def __repr__(self) -> str:
         columns, rows = self._rows()
-        return '\n'.join([f'{self.path}: {len(rows)} steps', *aligned([columns, *rows], [True] * len(columns))])
+        return '\n'.join(
+            [printable(f'{self.path}: {len(rows)} steps'), *aligned([columns, *rows], [True] * len(columns))]
+        )
 
     def _repr_html_(self) -> str:
         columns, rows = self._rows()

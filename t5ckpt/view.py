@@ -20,7 +20,7 @@ from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._sidecar import metrics_of, time_of
 from t5ckpt._stats import CheckpointStats, checkpoint_stats
-from t5ckpt._text import aligned, human_bytes
+from t5ckpt._text import aligned, human_bytes, printable
 from t5ckpt._tree import LeafInfo, build_tree, glob_regex, leaf_infos
 from t5ckpt._types import Path, Progress, leaf_name, path_of
 from t5ckpt.errors import CheckpointNotFoundError, near_names
@@ -250,7 +250,7 @@ class CheckpointView(Mapping[str, LazyArray]):
             (f'  {info.name}', info.dtype or info.kind, str(info.shape) if info.dtype else '', _described(info))
             for info in infos[:_SHOWN]
         ]
-        lines = [f'{self._title()} ({", ".join(self._facts())})', *aligned(rows, (False,) * 4)]
+        lines = [printable(f'{self._title()} ({", ".join(self._facts())})'), *aligned(rows, (False,) * 4)]
         if len(infos) > _SHOWN:
             lines.append(
                 f"  ... and {len(infos) - _SHOWN:,} more: view['a/group'], view['**/kernel'], view.to_pandas()"

@@ -20,7 +20,7 @@ PACKAGE = ROOT / 't5ckpt'
 # A module imports only from rows above its own, and in its own row from what stands before it, so that no two modules
 # can ever need each other. CONTRIBUTING.md says what each is for. A folder counts as one module.
 ROWS = (
-    ('errors', '_version', '_text', '_types', '_budget', '_flag', '_gc', '_workers', '_process'),
+    ('_text', 'errors', '_version', '_types', '_budget', '_flag', '_gc', '_workers', '_process'),
     (
         'lazy',
         'tree',

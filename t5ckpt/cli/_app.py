@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -59,7 +60,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except click.exceptions.Abort:
         _fail('interrupted', _INTERRUPTED)
     except click.ClickException as error:
-        error.show()
+        text = io.StringIO()
+        error.show(text)
+        click.echo(printable(text.getvalue(), also='\n'), err=True, nl=False)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader, such as head, has seen enough; click exits so, too. Python flushes once more on its way out.

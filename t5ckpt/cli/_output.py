@@ -64,8 +64,8 @@ def moved_option(old: str, cure: str) -> Any:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints text in which names of a checkpoint may stand."""
-    click.echo(printable(text, also='\n'), err=err)
+    """Prints one line, in which names of a checkpoint may stand."""
+    click.echo(printable(text), err=err)
 
 
 def print_json(value: Any) -> None:
@@ -98,7 +98,9 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
 
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column.title, justify='right' if column.right else 'left', overflow='fold')
+        table.add_column(
+            rich.text.Text(printable(column.title)), justify='right' if column.right else 'left', overflow='fold'
+        )
     for row in rows:
         # Names may hold square brackets, which are rich's markup.
         table.add_row(*[rich.text.Text(printable(cell)) for cell in row])
@@ -134,6 +136,7 @@ def confirm(question: str, yes: bool) -> None:
     """
     if yes:
         return
+    question = printable(question)
     if not sys.stdin.isatty():
         raise click.UsageError(f'{question} There is no terminal to ask: pass --yes.')
     if not click.confirm(question, err=True):

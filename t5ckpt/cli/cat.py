@@ -9,7 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
-from t5ckpt.cli._output import json_option, print_json, step_option
+from t5ckpt.cli._output import json_option, print_json, say, step_option
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.view import CheckpointView, open_checkpoint
@@ -58,7 +58,7 @@ def command(path: str, leaf: str, step: int | None, npy: bool, as_json: bool) ->
             )
         if npy or index is not None:
             raise click.UsageError(f'{name} is {value!r:.80}, not an array: it has no .npy format and no slices.')
-        print_json(value) if as_json else click.echo(repr(value))
+        print_json(value) if as_json else say(repr(value))
         return
     array = np.asarray(value if index is None else _sliced(value, index, name))
     if npy:

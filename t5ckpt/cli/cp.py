@@ -9,7 +9,7 @@ import click
 
 from t5ckpt._copy import CopyOptions, copy_checkpoint
 from t5ckpt._text import human_bytes
-from t5ckpt.cli._output import as_step_option, json_option, print_json, progress, step_option
+from t5ckpt.cli._output import as_step_option, json_option, print_json, progress, say, step_option
 from t5ckpt.cli._reports import words as words_of
 
 __all__ = ['command']
@@ -77,7 +77,7 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
         return
     resumed = f', {done.resumed_files} of them were there already' if done.resumed_files else ''
     how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s{resumed}'
-    click.echo(f'{done.path}: {done.files} files, {human_bytes(done.nbytes)} {how}')
+    say(f'{done.path}: {done.files} files, {human_bytes(done.nbytes)} {how}')
 
 
 def _with_changes(source: str, target: str, step: int | None, as_json: bool, words: dict[str, Any]) -> None:

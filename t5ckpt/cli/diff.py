@@ -8,7 +8,7 @@ import math
 import click
 
 from t5ckpt._diff import LeafDiff, diff
-from t5ckpt.cli._output import Column, json_option, print_json, print_table, progress
+from t5ckpt.cli._output import Column, json_option, print_json, print_table, progress, say
 
 __all__ = ['command']
 
@@ -37,7 +37,7 @@ def command(a: str, b: str, top: int | None, no_values: bool, as_json: bool) -> 
         fields = [_plain(leaf) for leaf in leaves]
         print_json({'a': found.a, 'b': found.b, 'same': found.same, 'different': len(found.leaves), 'leaves': fields})
         return int(bool(found))
-    click.echo(found.title)
+    say(found.title)
     if leaves:
         shown = dataclasses.replace(found, leaves=tuple(leaves))
         print_table([Column(name, right=name in ('relative', 'largest')) for name in found.columns], shown.rows())

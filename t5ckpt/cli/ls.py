@@ -11,7 +11,7 @@ from t5ckpt._foreign import foreign_layout
 from t5ckpt._holds import held_steps
 from t5ckpt._summaries import StepSummary, summaries
 from t5ckpt._text import human_age, human_bytes
-from t5ckpt.cli._output import Column, json_option, print_json, print_table
+from t5ckpt.cli._output import Column, json_option, print_json, print_table, say
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import StepInfo, policy_of, retention_plan
@@ -59,7 +59,7 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     columns += [Column('state'), Column('kept because')]
     print_table(columns, [_row(entry, names, now) for entry in found])
     if not found:
-        click.echo(f'no complete checkpoint in {storage.url()}', err=True)
+        say(f'no complete checkpoint in {storage.url()}', err=True)
 
 
 def _with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary]:

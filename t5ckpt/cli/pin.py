@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from t5ckpt.cli._output import json_option, print_json, steps_option
+from t5ckpt.cli._output import json_option, print_json, say, steps_option
 from t5ckpt.steps import locate, pin_checkpoint
 
 __all__ = ['command']
@@ -31,4 +31,5 @@ def command(path: str, steps: tuple[int, ...], why: str, as_json: bool) -> None:
     if as_json:
         print_json({'pinned': places})
     else:
-        click.echo('\n'.join(f'pinned {place}' for place in places))
+        for place in places:
+            say(f'pinned {place}')

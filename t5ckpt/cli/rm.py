@@ -10,7 +10,7 @@ import click
 
 from t5ckpt._layout import parse_step_dir
 from t5ckpt._retention import delete_step, deletion
-from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table, steps_option
+from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table, say, steps_option
 from t5ckpt.errors import StepKeptError
 from t5ckpt.steps import open_run_storage
 from t5ckpt.storage import Storage, split_path
@@ -64,9 +64,9 @@ def command(
         print_json({'plan': decisions, 'deleted': deleted, 'kept': kept, 'failed': failed, 'dry_run': how['dry_run']})
     elif kept:
         cure = '' if pinned else ' To delete pinned steps, pass --pinned.'
-        click.echo(f'nothing was deleted: {", ".join(map(str, kept))} must stay.{cure}', err=True)
+        say(f'nothing was deleted: {", ".join(map(str, kept))} must stay.{cure}', err=True)
     for text in failed.values():
-        click.echo(text, err=True)
+        say(text, err=True)
     return 1 if kept or failed else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from t5ckpt.cli._output import json_option, print_json, steps_option
+from t5ckpt.cli._output import json_option, print_json, say, steps_option
 from t5ckpt.steps import is_pinned_checkpoint, locate, unpin_checkpoint
 
 __all__ = ['command']
@@ -35,8 +35,7 @@ def command(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     if as_json:
         print_json({'unpinned': were, 'not_pinned': others})
     else:
-        click.echo(
-            '\n'.join([f'unpinned {place}' for place in were] + [f'was not pinned: {place}' for place in others])
-        )
+        for text in [f'unpinned {place}' for place in were] + [f'was not pinned: {place}' for place in others]:
+            say(text)
     if others:
         raise click.exceptions.Exit(1)

@@ -1,7 +1,10 @@
 """Every backend passes the conformance suite, looked at from outside."""
 
+import errno
 import os
 import pathlib
+import subprocess
+import sys
 import urllib.parse
 import uuid
 
@@ -10,7 +13,7 @@ import tensorstore as ts
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.storage import open_storage
+from t5ckpt.storage import foreign_errors, open_storage
 from t5ckpt.testing import FaultyStorage, StorageConformance
 
 
@@ -172,3 +175,75 @@ def test_a_step_is_no_run(tmp_path):
             opened()
     # Only a name, so far.
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'checkpoint_5').save(state, step=1)
+
+
+# By number: our error, and words of its cure.
+NUMBERS = {
+    'EMFILE': (errors.StorageError, 'ulimit -n'),
+    'ENFILE': (errors.StorageError, 'fs.file-max'),
+    'EFBIG': (errors.StorageError, 'ulimit -f'),
+    'ENAMETOOLONG': (errors.StorageError, 'shorter path'),
+    'ELOOP': (errors.StorageError, 'Symbolic links'),
+    'ESTALE': (errors.StorageError, 'mount it again'),
+    'ENOMEM': (errors.StorageError, 'no memory'),
+    'EBUSY': (errors.StorageError, 'Another program'),
+    'EIO': (errors.StorageError, 'dmesg'),
+    'ENOSPC': (errors.NoSpaceError, 'Free space'),
+    'EDQUOT': (errors.NoSpaceError, 'quota'),
+    'EROFS': (errors.AccessDeniedError, 'read-only'),
+    'EACCES': (errors.AccessDeniedError, 'permissions'),
+    'EPERM': (errors.AccessDeniedError, 'permissions'),
+}
+
+
+@pytest.mark.parametrize('writing', [True, False])
+@pytest.mark.parametrize(('name', 'expected'), NUMBERS.items())
+def test_what_the_system_says_by_number(name, expected, writing):
+    """The same, whether Python or TensorStore was told; and never a damaged checkpoint."""
+    number, (kind, words) = getattr(errno, name), expected
+    from_python = OSError(number, os.strerror(number))
+    code = 'UNKNOWN: ' if number == errno.ELOOP else ''
+    from_tensorstore = ValueError(f'{code}Failed to open: "/a": {os.strerror(number)} [os_error_code=\'{number}\']')
+    for error in (from_python, from_tensorstore):
+        with pytest.raises(errors.StorageError) as caught, foreign_errors('/run/a', writing=writing):
+            raise error
+        assert type(caught.value) is kind
+        assert caught.value.errno == number
+        assert words in str(caught.value)
+        assert str(caught.value).startswith(f'[Errno {number}] /run/a: ')
+        assert 'os_error_code' not in str(caught.value)
+
+
+LIMITED = """
+import resource, sys
+import jax, numpy as np, t5ckpt
+run, limit = sys.argv[1:]
+state = {'w': np.ones((64, 64)), 'step': 1}
+ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, inline_bytes=64)
+jax.devices()
+ck.save(state, step=1)
+if limit == 'files':
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+else:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+try:
+    ck.save({**state, 'w': np.zeros((64, 64))}, step=2)
+except t5ckpt.errors.StorageError as error:
+    text = str(error)
+finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE if limit == 'files' else resource.RLIMIT_FSIZE, before)
+print(ck.all_steps(), text)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(('limit', 'words'), [('files', 'ulimit -n'), ('size', 'ulimit -f')])
+def test_a_limit_of_the_process_is_not_blamed_on_the_disk(tmp_path, limit, words):
+    done = subprocess.run(
+        [sys.executable, '-c', LIMITED, tmp_path / 'run', limit], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith('[1] ')
+    assert words in done.stdout
+    assert 'dmesg' not in done.stdout

@@ -26,6 +26,7 @@ _DAMAGED = {'DATA_LOSS', 'FAILED_PRECONDITION', 'INVALID_ARGUMENT', 'NOT_FOUND',
 
 __all__ = ['bucket_errors', 'foreign_errors', 'map_bucket_error', 'map_os_error', 'map_tensorstore_error']
 
+_OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
 _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
 _REFUSED = 'Check the credentials, and what they may do in this bucket.'
 # What TensorStore adds to a message and nobody can read; what the server said stands after it.
@@ -37,32 +38,61 @@ _RETRIED = 'retry attempts failed'
 _NO_BUCKET = "The server's answer is not that of a bucket: check the bucket's name, the endpoint and the network."
 _OTHER = 'The disk or the file system failed (see dmesg); try again, or use another directory.'
 
+_CONFUSED = 'A file stands where a directory should be, or the other way round.'
+_QUOTA = 'The quota is used up: raise it, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
+_READ_ONLY = 'The file system is mounted read-only: mount it for writing, or write elsewhere; nothing that was there was changed.'
+_BUSY = 'Another program uses the file or directory: end it, then try again.'
+# By number: our error, and what helps. What is not here is the disk's or the file system's failure.
+_SYSTEM: dict[int, tuple[type[StorageError], str]] = {
+    errno.ENOENT: (StorageError, _NOT_HERE),
+    errno.ENOSPC: (NoSpaceError, _NO_SPACE),
+    errno.EDQUOT: (NoSpaceError, _QUOTA),
+    errno.EROFS: (AccessDeniedError, _READ_ONLY),
+    errno.EACCES: (AccessDeniedError, _DENIED),
+    errno.EPERM: (AccessDeniedError, _DENIED),
+    errno.ENOTDIR: (NotADirectoryStorageError, _CONFUSED),
+    errno.EISDIR: (NotADirectoryStorageError, _CONFUSED),
+    errno.EEXIST: (NotADirectoryStorageError, _CONFUSED),
+    errno.EMFILE: (StorageError, 'This process has too many open files: raise `ulimit -n`, or close some.'),
+    errno.ENFILE: (
+        StorageError,
+        'This machine has too many open files: raise the sysctl fs.file-max, or end programs.',
+    ),
+    errno.EFBIG: (
+        StorageError,
+        'The file would be larger than `ulimit -f` or the file system allows: raise the limit, or pass smaller chunk_bytes.',
+    ),
+    errno.ENAMETOOLONG: (StorageError, 'The file system does not take names of this length: use a shorter path.'),
+    errno.ELOOP: (StorageError, 'Symbolic links lead in a circle: replace one of them.'),
+    errno.ESTALE: (StorageError, 'The directory was replaced on the file server: mount it again, then try again.'),
+    errno.ENOTCONN: (StorageError, 'The file system is no longer mounted: mount it again.'),
+    errno.ENOMEM: (StorageError, 'The machine has no memory left: end other programs, or lower concurrent_gb.'),
+    errno.EBUSY: (StorageError, _BUSY),
+    errno.ETXTBSY: (StorageError, _BUSY),
+    errno.EIO: (StorageError, _OTHER),
+}
+# These depend on what is in a checkpoint, and so on who asks.
+_OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+
 
 def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5CkptError:
     """Our error for an OSError at ``where``."""
     text = error.strerror or str(error)
-    match error.errno:
-        case errno.ENOENT if not writing:
-            return CheckpointNotFoundError(f'{where}: {text}')
-        case errno.ENOENT:
-            return StorageError(error.errno, f'{where}: {text}. {_NOT_HERE}')
-        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            return NoSpaceError(error.errno, f'{where}: {text}. {_NO_SPACE}')
-        case errno.EACCES | errno.EPERM | errno.EROFS:
-            return AccessDeniedError(error.errno, f'{where}: {text}. {_DENIED}')
-        case errno.ENOTDIR | errno.EISDIR | errno.EEXIST:
-            return NotADirectoryStorageError(
-                error.errno, f'{where}: {text}. A file stands where a directory should be, or the other way round.'
-            )
-        case _:
-            return StorageError(error.errno or errno.EIO, f'{where}: {text}. {_OTHER}')
+    if error.errno == errno.ENOENT and not writing:
+        return CheckpointNotFoundError(f'{where}: {text}')
+    number = error.errno or errno.EIO
+    kind, cure = _SYSTEM.get(number, (StorageError, _OTHER))
+    return kind(number, f'{where}: {text}. {cure}')
 
 
 def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False) -> T5CkptError:
     """Our error for an error of TensorStore while it read or, with ``writing``, wrote ``where``."""
     text = _SPEC.sub('', str(error))
     lowered = text.lower()
-    if 'no space left' in lowered or 'quota exceeded' in lowered or 'file too large' in lowered:
+    system = _OS_CODE.search(text)
+    if system is not None and int(system.group(1)) in _SYSTEM.keys() - _OF_THE_FILE:
+        return map_os_error(OSError(int(system.group(1)), _OS_CODE.sub('', text)), where, writing=writing)
+    if 'no space left' in lowered or 'quota exceeded' in lowered:
         return NoSpaceError(errno.ENOSPC, f'{where}: {text}. {_NO_SPACE}')
     if 'permission denied' in lowered or 'read-only file system' in lowered or text.startswith(_REFUSALS):
         cure = _REFUSED if 'http_response_code' in text else _DENIED

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from t5ckpt.convert.huggingface import export_hf, import_hf
     from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
-    from t5ckpt.errors import NoEffectWarning, T5CkptWarning
+    from t5ckpt.errors import (
+        MissingMetricWarning,
+        NoEffectWarning,
+        StepMismatchWarning,
+        T5CkptWarning,
+        TemplateMismatchWarning,
+    )
     from t5ckpt.export import export_weights
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
@@ -112,6 +118,7 @@ __all__ = [
     'LazyThreadPoolArray',
     'LeafDiff',
     'LeafStats',
+    'MissingMetricWarning',
     'Moment',
     'NoEffectWarning',
     'ParameterInfo',
@@ -137,7 +144,9 @@ __all__ = [
     'SaveWhenIdle',
     'Series',
     'StepInfo',
+    'StepMismatchWarning',
     'T5CkptWarning',
+    'TemplateMismatchWarning',
     'TensorBoardMetrics',
     'VerifyReport',
     'WarmStart',
@@ -175,6 +184,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    'MissingMetricWarning': 'errors',
+    'StepMismatchWarning': 'errors',
+    'TemplateMismatchWarning': 'errors',
     'MODEL': 'resume',
     'OPTIMIZER': 'resume',
     'Changes': 'convert.rewrite',

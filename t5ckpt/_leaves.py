@@ -12,7 +12,7 @@ the tree itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from t5ckpt.tree.parts import BARE, is_bare_array, with_parts
 
 __all__ = [
     'MAX_STEP',
+    'OWN_STEPS',
     'Empty',
     'LeafTable',
     'StateView',
@@ -43,6 +44,8 @@ __all__ = [
 LeafTable = dict[Path, Any]
 
 MAX_STEP = 10**18
+# Where a state may hold its step: T5X's and Flax's.
+OWN_STEPS: tuple[Path, ...] = (('state', 'step'), ('step',))
 
 # From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
 _KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
@@ -355,8 +358,7 @@ def _found_step(state: Any, table: LeafTable) -> Any:
     own = getattr(state, 'step', None)
     if own is not None and not callable(own):
         return own
-    candidates: Iterable[Path] = (('state', 'step'), ('step',))
-    return next((table[path] for path in candidates if path in table), None)
+    return next((table[path] for path in OWN_STEPS if path in table), None)
 
 
 def narrowed(dtype: np.dtype) -> np.dtype:

@@ -5,6 +5,7 @@ Notes: the thread is not a daemon, so the interpreter waits for a save that is u
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._flag import Flag
+from t5ckpt._types import check_callables
 from t5ckpt.errors import SaveFailedError
 
 __all__ = ['PendingSave']
@@ -70,6 +72,7 @@ class PendingSave:
         self._frame: FrameType | None = None
         self._is_fed = False
         self._process = os.getpid()
+        self._callbacks: collections.deque[Callable[[PendingSave], object]] = collections.deque()
 
     def start(self) -> None:
         """Starts the save in a thread and feeds it from this one; returns when it needs the caller's arrays no more.
@@ -153,6 +156,7 @@ class PendingSave:
                 work.stop()
             self._ended.set()
             self._written.set()
+            self._call_back()
 
     def cancel(self) -> None:
         """Ends the save as soon as it can, unless it is committed already, and waits for that.
@@ -178,6 +182,7 @@ class PendingSave:
                 self._error = SaveFailedError(f'the save of step {self.step} was interrupted before it began.')
                 self._work = None
             self._ended.set()
+            self._call_back()
 
     def __repr__(self) -> str:
         state = 'under way' if not self.done() else 'done' if self._error is None else f'failed: {self._error}'
@@ -195,6 +200,30 @@ class PendingSave:
     def failed(self) -> bool:
         """Whether it has ended badly."""
         return self.done() and self._error is not None
+
+    def add_done_callback(self, callback: Callable[[PendingSave], object]) -> None:
+        """Has ``callback(pending)`` called once the commit is durable, or the save has failed (``pending.failed()``).
+
+        In a job of several processes it is called in each one that added it, when that process knows. It runs in the
+        thread of the save, or at once in this one if the save has ended. An exception of it is logged. It may call
+        ``result()``; it must not take long, since the next save waits for it.
+        """
+        check_callables(callback=callback)
+        self._callbacks.append(callback)
+        if self.done():
+            self._call_back()
+
+    def _call_back(self) -> None:
+        """Calls each callback once, whichever thread comes first."""
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return
+            try:
+                callback(self)
+            except Exception:  # noqa: BLE001 - logged with its traceback; the save itself has not failed
+                _log.exception('t5ckpt: a callback of the save of step %d failed', self.step)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has ended; says whether it has.

@@ -197,14 +197,20 @@ def _move_iterator(
 
 
 def fit_leaves(
-    leaves: LeafTable, where: str, state: Any, partitioner: Partitioner | None, cast: Cast | None = None
+    leaves: LeafTable,
+    where: str,
+    state: Any,
+    partitioner: Partitioner | None,
+    cast: Cast | None = None,
+    keys: Mapping[Path, str] | None = None,
 ) -> RestorePlan:
     """Matches leaves that come from elsewhere than a checkpoint, LazyArrays among them, with a model.
 
     Raises:
       TreeMismatchError: with every difference.
     """
-    return plan_restore(leaves, _targets(view_state(state), state, partitioner), RestoreOptions(cast), where)
+    options = RestoreOptions(cast, keys=keys)
+    return plan_restore(leaves, _targets(view_state(state), state, partitioner), options, where)
 
 
 def place_leaves(plan: RestorePlan, state: Any) -> Any:

@@ -47,19 +47,22 @@ class Retention:
         # Of a complete checkpoint they never change.
         self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
         self._remover: threading.Thread | None = None
+        # For missing_metrics: the steps whose saves had retention carried out, and what the older ones of them lack.
+        self._seen: set[int] = set()
+        self._lacking: dict[str, tuple[int, Collection[str]]] = {}
 
     def steps(self) -> list[int]:
         """The complete steps, ascending."""
         return steps_in(self._storage)
 
-    def infos(self) -> list[StepInfo]:
-        """The facts that the policy sees, ascending by step."""
+    def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
+        """The facts that the policy sees, ascending by step; ``names`` are the metrics to look for instead of its own."""
         steps = steps_in(self._storage)
         held = held_steps(self._storage, self._clock)
         self._facts = {
             step: self._facts[step] if step in self._facts else saved_facts(self._storage, step) for step in steps
         }
-        found = self._found_metrics(steps)
+        found = self._found_metrics(steps, self.policy.metric_names if names is None else names)
         pins = self._storage.are_files([join(step_dir(step), PINNED) for step in steps])
         return [
             StepInfo(
@@ -72,10 +75,10 @@ class Retention:
             for step, is_pinned in zip(steps, pins, strict=True)
         ]
 
-    def _found_metrics(self, steps: Sequence[int]) -> dict[str, Mapping[int, float]]:
+    def _found_metrics(self, steps: Sequence[int], names: Collection[str]) -> dict[str, Mapping[int, float]]:
         if self._source is None:
             return {}
-        return {name: self._source.by_step(name, steps) for name in self.policy.metric_names}
+        return {name: self._source.by_step(name, steps) for name in names}
 
     def plan(self, just_saved: int | None = None) -> list[Decision]:
         """What stays and what goes."""
@@ -89,7 +92,11 @@ class Retention:
         """
         if just_saved is not None:
             self._facts.pop(just_saved, None)
-        plan = [] if isinstance(self.policy, KeepAll) else self.plan(just_saved)
+        plan: list[Decision] = []
+        if not isinstance(self.policy, KeepAll):
+            infos = self.infos()
+            plan = retention_plan(self.policy, infos, just_saved)
+            self._note_lacking(infos, just_saved)
         done: list[Decision] = []
         hidden: list[str] = []
         for decision in plan:
@@ -114,6 +121,27 @@ class Retention:
             self._remover = threading.Thread(target=self._remove, args=(hidden,), name='t5ckpt-delete')
             self._remover.start()
         return done
+
+    def _note_lacking(self, infos: Sequence[StepInfo], just_saved: int | None) -> None:
+        """A metric source may learn the metrics of a step after its save, so the latest one is not looked at."""
+        for info in infos:
+            if info.step in self._seen and info.step != just_saved:
+                for name in set(self.policy.metric_names) - info.metrics.keys():
+                    self._lacking.setdefault(name, (info.step, tuple(info.metrics)))
+        if just_saved is not None:
+            self._seen.add(just_saved)
+
+    def missing_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, tuple[int, Collection[str]]]:
+        """Metrics that the policy looks at and a step lacks: by name, the step and the metrics that it has.
+
+        Args:
+          step: that is about to be saved.
+          metrics: given for it. Where there is a metric source, the steps before it are judged instead, as of the
+            latest save.
+        """
+        if self._source is not None:
+            return self._lacking
+        return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
 
     def wait(self) -> None:
         """Waits until what was made invisible is gone."""

@@ -28,66 +28,31 @@ from t5ckpt._digest import digest
 from t5ckpt._dtypes import to_stored
 from t5ckpt._gc import paused
 from t5ckpt._layout import MANIFEST, integrity_file, join, step_dir
-from t5ckpt._leaves import LeafTable, is_jax_array, nest
+from t5ckpt._leaves import OWN_STEPS, LeafTable, is_jax_array, nest
 from t5ckpt._ledger import encode_ledger
 from t5ckpt._manifest import encode_manifest
 from t5ckpt._owners import Owners
-from t5ckpt._plan import ArrayWrite, SaveOptions, plan_save
+from t5ckpt._plan import ArrayWrite, plan_save
 from t5ckpt._plan_text import difference, plan_text
 from t5ckpt._process import WRITE_EVENT, Round, record_duration
-from t5ckpt._retention import Retention
-from t5ckpt._reuse import Previous, find_previous, leaves_of_writes
+from t5ckpt._reuse import Previous, leaves_of_writes
 from t5ckpt._sidecar import Sidecar, TreeFacts, encode_sidecar
 from t5ckpt._specs import StoredArray, spec_of
 from t5ckpt._stage import Staging
 from t5ckpt._sweep import sweep
 from t5ckpt._transform import parameter_infos, transformed
-from t5ckpt._types import Clock, Partitioner, Progress
+from t5ckpt._types import Partitioner
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, write_arrays
-from t5ckpt.datasets import DatasetState
-from t5ckpt.errors import DisagreementError, SaveFailedError
+from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning
 from t5ckpt.lazy import LazyArray
 from t5ckpt.policies import fields_of
-from t5ckpt.storage import Storage
+from t5ckpt.save import SaveRequest
 
-__all__ = ['PreparedSave', 'Reuse', 'SaveRequest', 'prepare_save']
+__all__ = ['PreparedSave', 'prepare_save']
 
 _log = logging.getLogger('t5ckpt')
 _SAMPLE_BYTES = 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveRequest:
-    """What a save needs besides the state; see ``Checkpointer`` for each field."""
-
-    storage: Storage
-    step: int
-    options: SaveOptions
-    retention: Retention
-    metrics: Mapping[str, float]
-    budget_bytes: int
-    staging: str
-    private_host: bool
-    reuse: Reuse | None
-    dataset: DatasetState | None
-    progress: Progress | None
-    clock: Clock
-
-
-class Reuse:
-    """What the saves of one checkpointer hand on: the last checkpoint that was committed."""
-
-    def __init__(self) -> None:
-        self.previous: Previous | None = None
-        self.looked = False
-
-    def start(self, storage: Storage) -> Previous | None:
-        """The checkpoint to take chunks from; looks on storage after a start, and when the last one is gone."""
-        if not self.looked or (self.previous is not None and not self.previous.is_there(storage)):
-            self.previous = find_previous(storage)
-            self.looked = True
-        return self.previous
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +99,6 @@ def prepare_save(
     meeting: Round,
     state: Any,
     table: LeafTable,
-    fns: Sequence[Any],
     partitioner: Partitioner | None,
 ) -> PreparedSave | None:
     """Plans and stages a save.
@@ -150,8 +114,9 @@ def prepare_save(
     # The iterator moves on as soon as the caller does, so its state is taken now; first, because it may not have one.
     dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
     # Without transforms each leaf is its own info.
-    infos = parameter_infos(table, state, partitioner) if fns else {}
-    leaves, infos = transformed(table, infos, fns)
+    call = request.call
+    infos = parameter_infos(table, state, partitioner) if call.fns else {}
+    leaves, infos = transformed(table, infos, call.fns)
     with paused():
         plan = plan_save(leaves, infos, request.options, Owners(processes.index, processes.count))
     previous = _previous(request, meeting)
@@ -164,7 +129,7 @@ def prepare_save(
     staging = Staging(
         dataclasses.replace(plan, writes=changed, inline=inline),
         request.staging,
-        request.budget_bytes,
+        request.call.budget_bytes,
         request.private_host,
     )
     text = '' if meeting.is_alone else plan_text(plan, _header(request))
@@ -177,7 +142,7 @@ def prepare_save(
 
 
 def _is_free(request: SaveRequest) -> bool:
-    if is_free(request.storage, request.step):
+    if is_free(request.storage, request.step) or request.replaces():
         return True
     where = request.storage.url(step_dir(request.step))
     _log.warning('Skipping save checkpoint for step %d (directory %s already exists)', request.step, where)
@@ -281,6 +246,7 @@ def _begin(job: _Job, notes: Sequence[Any], held: list[Workspace]) -> dict[str, 
     try:
         sweep(request.storage, request.clock)
         held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__)))
+        held[0].replaces = request.replaces()
     except AlreadyCommittedError as error:
         return _dropped(request.step, error)
     return {'directory': held[0].directory, 'reuse': reuse, 'codecs': codecs}
@@ -304,7 +270,7 @@ def _write(job: _Job, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[in
     """Writes this process's part; returns what was written and (bytes, digest) of the file that lists it."""
     request, directory = job.request, started['directory']
     # Staged copies hold half of the budget, see _stage.py; what is being written, the other half.
-    budget = ByteBudget(max(1, request.budget_bytes // 2))
+    budget = ByteBudget(max(1, request.call.budget_bytes // 2))
     write_job = WriteJob(
         request.storage,
         directory,
@@ -342,8 +308,8 @@ def _commit(
             f'all processes together wrote {arrays["files"]} files where the arrays have {expected}; nothing is committed.'
         )
     sidecar = encode_sidecar(_sidecar(job, arrays, files))
-    directories = [array.location for array in report.arrays.values()]
-    directories += sorted({name for note in notes for name in note['directories']})
+    below = sorted({name for note in notes for name in note['directories']})
+    directories = [array.location for array in report.arrays.values()] + below
     try:
         commit(work, manifest, sidecar, directories, request.clock)
     except AlreadyCommittedError as error:
@@ -365,9 +331,9 @@ def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:
 def _finish(job: _Job, report: WriteReport, nbytes: int, seconds: float) -> None:
     """What follows a commit: the log line, the event, and retention."""
     request = job.request
-    storage, step = request.storage, request.step
+    step = request.step
     linked = f', {report.linked_bytes} bytes of arrays linked' if report.linked_bytes else ''
-    path = storage.url(step_dir(step))
+    path = request.storage.url(step_dir(step))
     _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, path, nbytes, seconds, linked)
     try:
         request.retention.carry_out(step)
@@ -378,8 +344,24 @@ def _finish(job: _Job, report: WriteReport, nbytes: int, seconds: float) -> None
 
 def _manifest_bytes(job: _Job, report: WriteReport) -> bytes:
     table: LeafTable = dict(job.staging.inline_values())
+    _check_step(job.request, table)
     table |= {path: spec_of(array, job.request.storage.driver) for path, array in report.arrays.items()}
     return encode_manifest(nest(table))
+
+
+def _check_step(request: SaveRequest, table: LeafTable) -> None:
+    """Warns where the state holds another step than it is saved as: a run that restores it goes on from its own.
+
+    Here the state's step has come from the device anyway; in the caller's thread it would have to be waited for.
+    """
+    own = None if request.call.step is None else next((table[path] for path in OWN_STEPS if path in table), None)
+    value = np.asarray(own)
+    if value.shape == () and value.dtype.kind in 'iu' and int(value) != request.step:
+        text = (
+            f'the state is saved as step {request.step}, and the step that it holds is {value}, where a run that restores it '
+            f'goes on. Save it with save(state), or set the step in it to {request.step}.'
+        )
+        request.notices.warn('step', StepMismatchWarning(text))
 
 
 def _sidecar(job: _Job, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]]) -> Sidecar:
@@ -390,8 +372,10 @@ def _sidecar(job: _Job, arrays: Mapping[str, int], files: Mapping[str, tuple[int
         **arrays,
         'digests': {name: list(entry) for name, entry in files.items()},
     }
-    if job.request.metrics:
-        extra['metrics'] = dict(job.request.metrics)
+    if job.request.call.custom_metadata:
+        extra['custom_metadata'] = dict(job.request.call.custom_metadata)
+    if job.request.call.metrics:
+        extra['metrics'] = dict(job.request.call.metrics)
     if (keep := fields_of(job.request.retention.policy)) is not None:
         extra['keep'] = keep
     return Sidecar(job.facts, extra)

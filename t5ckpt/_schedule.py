@@ -12,6 +12,7 @@ or so late in a job of several processes. A single process looks at its own cloc
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -23,14 +24,16 @@ from t5ckpt._meetings import Meetings
 from t5ckpt._pending import PendingSave
 from t5ckpt._process import Channel
 from t5ckpt._retention import Retention
-from t5ckpt._types import Clock, check_kind
-from t5ckpt.errors import DisagreementError, RemoteError
-from t5ckpt.save_policies import Moment, SavePolicy
+from t5ckpt._types import Clock
+from t5ckpt.errors import DisagreementError, MissingMetricWarning, RemoteError
+from t5ckpt.save import Notices, metric_numbers
+from t5ckpt.save_policies import Moment, SaveOnPreemption, SavePolicy, parts_of
 
-__all__ = ['SaveSchedule', 'metric_numbers']
+__all__ = ['Environment', 'SaveSchedule']
 
 _CHECK_SECONDS = 1.0
 _MAX_GAP = 1000
+_PATIENT_CALLS = 1000
 
 _log = logging.getLogger('t5ckpt')
 
@@ -50,6 +53,7 @@ class _View:
     best: Best = dataclasses.field(default_factory=dict[str, tuple[float, float]])
     blocked: float | None = None
     write: float | None = None
+    saving: bool = False
     next_check: int = 0
 
 
@@ -64,6 +68,15 @@ class _Begun:
     last_unix: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What a process can find out by itself: unix seconds, whether it was told to end, whether a save is under way."""
+
+    clock: Clock
+    preempted: Callable[[], bool] | None
+    is_saving: Callable[[], bool]
+
+
 class SaveSchedule:
     """Asks the policy at every call. One for a checkpointer; to be called from the thread that trains."""
 
@@ -72,16 +85,31 @@ class SaveSchedule:
         policy: SavePolicy | None,
         meetings: Meetings,
         retention: Retention,
-        clock: Clock,
-        preempted: Callable[[], bool] | None,
+        environment: Environment,
+        notices: Notices,
     ):
-        """``preempted`` says whether this process was told to end."""
+        """``policy`` is what ``maybe_save`` asks; None where it is not used.
+
+        Raises:
+          ValueError: the policy waits for a preemption, and nobody says whether there is one.
+        """
+        preempted = environment.preempted
+        if preempted is None and any(isinstance(part, SaveOnPreemption) for part in parts_of(policy)):
+            raise ValueError(
+                'SaveOnPreemption never saves without preempted=: pass preempted=PreemptionNotice() to the constructor.'
+            )
         self._policy = policy
+        self._notices = notices
         self._meetings = meetings
         self._retention = retention
-        self._clock = clock
+        self._clock = environment.clock
+        self._is_saving = environment.is_saving
+        self._has_notice = preempted is not None
         self._preempted = preempted if preempted is not None else _never
         self._names = frozenset[str]() if policy is None else frozenset(policy.metric_names)
+        # Those that no call has given yet.
+        self._awaited = set(self._names)
+        self._calls = 0
         self._others: Channel | None = None
         self._is_first = True
         self._view: _View | None = None
@@ -107,32 +135,97 @@ class SaveSchedule:
         self._begin(pending, self._clock() - started, numbers)
         return pending
 
-    def _reason(self, step: int, metrics: Mapping[str, Any] | None) -> str | None:
-        """Why to save this step, or None."""
-        if self._policy is None:
-            raise ValueError('maybe_save: pass save_policy= to the constructor, such as SaveEvery(1000).')
+    def would_save(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+        """Whether ``save_if_due`` would begin a save; nothing changes.
+
+        One process looks at what is so now, through a copy of this object, since looking takes notes. Several see what
+        they have in common since the latest check-in: no word passes between them.
+        """
+        policy = self._given_policy('should_save')
+        view = self._view
+        if self._others is None or view is None:
+            view = copy.copy(self)._looked(step)  # noqa: SLF001 - of this class
+        watched = {name: metrics[name] for name in self._names & metrics.keys()} if metrics else {}
+        view = dataclasses.replace(view, metrics=metric_numbers(watched))
+        return step != view.last_step and policy.reason(_moment(view, step, self._previous)) is not None
+
+    def _looked(self, step: int) -> _View:
+        """What this process sees now; for a copy, since it takes notes."""
+        self._view = None if self._view is None else dataclasses.replace(self._view)
+        self._others = None
+        if self._meetings.of_job().count > 1:
+            # Before the first check-in each process knows this of itself alone.
+            self._preempted = _never
+        return self._look(step, {})
+
+    def is_preempted(self, step: int) -> bool:
+        """Whether a process of the job was told to end; the same at the same step in all."""
+        if not self._has_notice:
+            raise ValueError('reached_preemption: pass preempted=PreemptionNotice() to the constructor.')
         if self._view is None:
             self._meet()
-        watched = {name: metrics[name] for name in self._names & metrics.keys()} if metrics and self._names else {}
         others = self._others
-        self._view = view = self._look(step, watched) if others is None else self._heard(others, step, watched)
+        self._view = view = (
+            self._look(step, {})
+            if others is None
+            else self._heard(others, step, {}, self._previous is not None and step < self._previous)
+        )
+        self.should_stop = view.preempted
+        return view.preempted
+
+    def forget(self, step: int, latest: int | None) -> None:
+        """A step was deleted, so it may be saved again; ``latest`` is the largest one left."""
+        if self._view is not None and self._view.last_step == step:
+            self._view.last_step = latest
+        if self._begun is not None and self._begun.last_step == step:
+            self._begun = dataclasses.replace(self._begun, last_step=latest)
+
+    def _given_policy(self, method: str) -> SavePolicy:
+        if self._policy is None:
+            raise ValueError(f'{method}: pass save_policy= to the constructor, such as SaveEvery(1000).')
+        return self._policy
+
+    def _reason(self, step: int, metrics: Mapping[str, Any] | None) -> str | None:
+        """Why to save this step, or None."""
+        policy = self._given_policy('maybe_save')
+        if self._view is None:
+            self._meet()
+        watched = self._watched(step, metrics)
+        others = self._others
+        self._view = view = (
+            self._look(step, watched)
+            if others is None
+            else self._heard(others, step, watched, self._previous is not None and step <= self._previous)
+        )
         previous, self._previous = self._previous, step
         self.should_stop = view.preempted
         if step == view.last_step:
             return None
-        return self._policy.reason(
-            Moment(
-                step=step,
-                previous_step=previous,
-                last_saved_step=view.last_step,
-                seconds_since_save=view.now - view.last_unix,
-                preempted=view.preempted and not view.handled,
-                metrics=view.metrics,
-                best=view.best,
-                blocked_seconds=view.blocked,
-                write_seconds=view.write,
-            )
+        return policy.reason(_moment(view, step, previous))
+
+    def _watched(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Those of the metrics that the policy looks at; warns of one that does not come."""
+        if not self._names:
+            return {}
+        given = {} if metrics is None else metrics
+        watched = {name: given[name] for name in self._names & given.keys()}
+        self._awaited -= watched.keys()
+        if self._awaited and self._is_first:
+            self._calls += 1
+            # Calls without any metrics are the rule where the model is evaluated now and then.
+            if given or self._calls > _PATIENT_CALLS:
+                self._warn(step, given)
+        return watched
+
+    def _warn(self, step: int, given: Mapping[str, Any]) -> None:
+        names = ', '.join(map(repr, sorted(self._awaited)))
+        shown = ', '.join(map(str, given)) or f'none in the first {_PATIENT_CALLS} calls'
+        text = (
+            f'maybe_save was called at step {step} without the metric {names}, which save_policy={self._policy} looks at; the '
+            f'metrics that came: {shown}. Until it comes, the policy never saves for it. Name one of these in the policy, or '
+            'pass it in metrics=.'
         )
+        self._notices.warn(('save_policy', names), MissingMetricWarning(text))
 
     def _begin(self, pending: PendingSave, blocked: float, metrics: Mapping[str, float]) -> None:
         """Takes note of a save that was begun for the reason just given."""
@@ -147,6 +240,7 @@ class SaveSchedule:
             self._blocked = blocked
         self._epoch, self._check = self._epoch + 1, 0
         view.last_step, view.last_unix, view.handled = pending.step, view.now, view.preempted
+        view.saving = True
 
     def _meet(self) -> None:
         """Before the first call: whether there are others."""
@@ -168,6 +262,7 @@ class SaveSchedule:
         view.now = now
         view.preempted = view.preempted or self._preempted()
         view.metrics = metrics
+        view.saving = self._is_saving()
         view.best = self._best if self._begun is None else _with_best(self._best, self._begun.metrics)
         view.blocked = self._blocked
         view.next_check = step + self._gap
@@ -198,13 +293,12 @@ class SaveSchedule:
 
     # --- several processes -------------------------------------------------------------------------------------------
 
-    def _heard(self, others: Channel, step: int, watched: Mapping[str, Any]) -> _View:
-        """The common view; at a check-in, process 0's of now."""
+    def _heard(self, others: Channel, step: int, watched: Mapping[str, Any], is_back: bool) -> _View:
+        """The common view; at a check-in, process 0's of now. There is one when the loop has gone back."""
         if not self._called and not self._is_first and self._preempted():
             self._called = True
             others.call('preempted')
         view = self._view
-        is_back = self._previous is not None and step <= self._previous
         if view is not None and step < view.next_check and not is_back and not watched:
             view.metrics = {}
             return view
@@ -233,13 +327,28 @@ class SaveSchedule:
 
     def _pace(self, step: int) -> None:
         """Chooses how many steps lie between this check-in and the next, by how long ago the last one was."""
-        if self._view is None or self._previous is None:
+        if self._view is None:
             return
         seconds = self._clock() - self._view.now
         if seconds > _CHECK_SECONDS:
             self._gap = max(1, int(self._gap * _CHECK_SECONDS / seconds))
         elif step >= self._view.next_check:
             self._gap = min(_MAX_GAP, self._gap + 1)
+
+
+def _moment(view: _View, step: int, previous: int | None) -> Moment:
+    return Moment(
+        step=step,
+        previous_step=previous,
+        last_saved_step=view.last_step,
+        seconds_since_save=view.now - view.last_unix,
+        preempted=view.preempted and not view.handled,
+        metrics=view.metrics,
+        best=view.best,
+        blocked_seconds=view.blocked,
+        write_seconds=view.write,
+        saving=view.saving,
+    )
 
 
 def _never() -> bool:
@@ -253,24 +362,3 @@ def _with_best(best: Mapping[str, tuple[float, float]], metrics: Mapping[str, fl
             low, high = joined.get(name, (value, value))
             joined[name] = min(low, value), max(high, value)
     return joined
-
-
-def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as Python floats: of numbers, and of arrays with one element, which waits for the device.
-
-    Raises:
-      ValueError: something else.
-    """
-    check_kind('metrics', metrics, Mapping, "{'loss': 0.5}")
-    numbers: dict[str, float] = {}
-    for name, value in metrics.items():
-        check_kind('the name of a metric', name, str, "'loss'")
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f'metrics: {name!r} is {value!r:.80}, which is no number ({error}).') from error
-        except OverflowError as error:
-            raise ValueError(
-                f'metrics: {name!r} is an integer too large for a float. Save its logarithm, or float("inf").'
-            ) from error
-    return numbers

@@ -8,6 +8,7 @@ A blocking save is an asynchronous one that is waited for.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -19,17 +20,17 @@ from t5ckpt._budget import bytes_of_gb
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._dtypes import Cast, floating_dtype
 from t5ckpt._from_tf import FromTensorFlow
-from t5ckpt._leaves import step_of, view_state
+from t5ckpt._leaves import LeafTable, step_of, view_state
 from t5ckpt._meetings import Meetings
 from t5ckpt._pending import PendingSave
 from t5ckpt._plan import SaveOptions
 from t5ckpt._plan_restore import STRICTNESS
 from t5ckpt._process import DEFAULT_TIMEOUT_SECONDS, Processes, Round
 from t5ckpt._reader import ReadOptions
-from t5ckpt._restore import RestoreRequest, run_restore
-from t5ckpt._retention import Retention
-from t5ckpt._save import Reuse, SaveRequest, prepare_save
-from t5ckpt._schedule import SaveSchedule, metric_numbers
+from t5ckpt._restore import RestoreRequest, fit_leaves, run_restore
+from t5ckpt._retention import Retention, delete_step
+from t5ckpt._save import prepare_save
+from t5ckpt._schedule import Environment, SaveSchedule
 from t5ckpt._stage import STAGING_MODES
 from t5ckpt._types import (
     Clock,
@@ -46,9 +47,10 @@ from t5ckpt._types import (
     number,
 )
 from t5ckpt.datasets import DatasetState
-from t5ckpt.errors import ClosedError
+from t5ckpt.errors import CheckpointNotFoundError, ClosedError, DisagreementError, ReadOnlyError
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
+from t5ckpt.save import Notices, Reuse, SaveCall, SaveRequest, TemplateCheck, in_order, monitored, monitored_metrics
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.steps import open_run_storage
 from t5ckpt.storage import AbsentStorage, Storage, require_directory
@@ -92,6 +94,8 @@ class Checkpointer(FromTensorFlow):
       process_timeout: seconds that a process waits for the others at each of the two points where all meet.
       verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks read whole.
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
+      strict_save: a state that does not fit ``train_state`` is an error of ``save``, which otherwise warns.
+      read_only: saving and deleting raise ReadOnlyError.
 
     Notes: one save at a time, a second one waits for the first. Call the methods from one thread, the one that trains.
       Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
@@ -128,6 +132,8 @@ class Checkpointer(FromTensorFlow):
         process_timeout: float = DEFAULT_TIMEOUT_SECONDS,
         verify: str = 'auto',
         follow_links: bool = False,
+        strict_save: bool = False,
+        read_only: bool = False,
     ):
         if isinstance(partitioner, (str, os.PathLike, Storage)):
             raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError
@@ -140,7 +146,12 @@ class Checkpointer(FromTensorFlow):
         check_kind('metric_source', metric_source, MetricSource, 'TensorBoardMetrics(directory)')
         check_callables(preempted=preempted, progress=progress, clock=clock)
         check_flags(
-            reuse_unchanged=reuse_unchanged, mmap=mmap, share_replicated=share_replicated, follow_links=follow_links
+            reuse_unchanged=reuse_unchanged,
+            mmap=mmap,
+            share_replicated=share_replicated,
+            follow_links=follow_links,
+            strict_save=strict_save,
+            read_only=read_only,
         )
         if staging not in STAGING_MODES:
             raise ValueError(f'staging is one of {list(STAGING_MODES)}, got {staging!r:.80}.')
@@ -175,8 +186,13 @@ class Checkpointer(FromTensorFlow):
         self._progress = progress
         self._clock = clock
         self._meetings = Meetings(self._storage, processes, number('process_timeout', process_timeout))
-        self._schedule = SaveSchedule(save_policy, self._meetings, self._retention, clock, preempted)
+        self._is_read_only = read_only
+        self._monitored = monitored_metrics(policy, save_policy)
+        self._notices = Notices()
+        self._template_check = TemplateCheck(train_state, self._match, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
+        environment = Environment(clock, preempted, self._is_saving)
+        self._schedule = SaveSchedule(save_policy, self._meetings, self._retention, environment, self._notices)
         self._is_closed = False
         self.restored_step: int | None = None
         """The step of this run that ``restore_or_init`` restored."""
@@ -235,46 +251,78 @@ class Checkpointer(FromTensorFlow):
     def save(
         self,
         train_state: Any,
-        state_transformation_fns: Sequence[SaveStateTransformationFn] = (),
+        state_transformation_fns: Sequence[SaveStateTransformationFn] | Any = (),
         *,
         concurrent_gb: float = 128,
         step: int | None = None,
         metrics: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        custom_metadata: Mapping[str, Any] | None = None,
     ) -> CommittedCheckpoint | None:
         """Saves, and returns when the checkpoint is durable and visible.
+
+        ``save(state)`` saves as the state's own step, ``save(state, step=40)`` as step 40; ``save(40, state)``, Orbax's
+        order, does the same.
 
         Args:
           train_state: as given to the constructor; arrays, numpy arrays, Python numbers and LazyArrays as leaves.
           state_transformation_fns: called in order with (state dict, parameter infos), return both.
           concurrent_gb: gigabytes (10^9 bytes) of host memory in flight; a larger array is written alone.
-          step: the step to save as; without it the state's own.
+          step: the step to save as; without it the state's own. Where the two differ, StepMismatchWarning says so once.
           metrics: numbers by name, kept in the sidecar, for keep policies and for people; process 0's count.
+          overwrite: replaces a complete checkpoint of the step, once the new one is whole. Not on object stores, which
+            cannot swap two directories: ``delete(step)`` there first.
+          custom_metadata: a dict of JSON's types, kept in the sidecar; ``open_checkpoint(...).custom_metadata`` has it.
+            Process 0's counts.
 
         Returns:
           The checkpoint, or None when a complete one of this step was there already and nothing was written.
 
         Raises:
           UnsupportedLeafError: a leaf cannot be written; nothing was.
+          TreeMismatchError: with ``strict_save``, the state does not fit the constructor's; nothing was written.
           StorageError: the checkpoint did not become visible, and what was written of it is gone.
+
+        Notes: a state that does not fit the constructor's is saved with a TemplateMismatchWarning. With transforms there
+          is no such check, since what they make is restored through others.
         """
-        pending = self._prepared(train_state, state_transformation_fns, concurrent_gb, (step, metrics), False)
-        return pending.complete()
+        state, call = SaveCall.of(
+            train_state,
+            state_transformation_fns,
+            step,
+            concurrent_gb,
+            metrics=metrics,
+            overwrite=overwrite,
+            custom_metadata=custom_metadata,
+        )
+        return self._prepared(state, call, is_async=False).complete()
 
     def save_async(
         self,
         train_state: Any,
-        state_transformation_fns: Sequence[SaveStateTransformationFn] = (),
+        state_transformation_fns: Sequence[SaveStateTransformationFn] | Any = (),
         *,
         concurrent_gb: float = 128,
         step: int | None = None,
         metrics: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        custom_metadata: Mapping[str, Any] | None = None,
     ) -> PendingSave:
         """Returns as soon as the state may be donated or overwritten, and saves in the background.
 
         A save that is still under way is waited for first. Arguments as in :meth:`save`. An error in the background
         is raised by ``result()`` of what is returned, or by the next save, ``check_for_errors`` or ``close``.
         """
-        pending = self._prepared(train_state, state_transformation_fns, concurrent_gb, (step, metrics), True)
+        state, call = SaveCall.of(
+            train_state,
+            state_transformation_fns,
+            step,
+            concurrent_gb,
+            metrics=metrics,
+            overwrite=overwrite,
+            custom_metadata=custom_metadata,
+        )
+        pending = self._prepared(state, call, is_async=True)
         pending.start()
         return pending
 
@@ -285,17 +333,19 @@ class Checkpointer(FromTensorFlow):
         state_transformation_fns: Sequence[SaveStateTransformationFn] = (),
         *,
         metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
     ) -> PendingSave | None:
         """Saves in the background if the save policy says so; to be called at every step, which costs microseconds.
 
-        In a job of several processes all of them call it, for the same steps, and give metrics in the same calls. Look
-        at ``should_stop`` afterwards.
+        ``maybe_save(step, state)`` and ``maybe_save(state, step)`` do the same. In a job of several processes all of them
+        call it, for the same steps, and give metrics in the same calls. Look at ``should_stop`` afterwards.
 
         Args:
           step: the step that the state is at.
           train_state: as for :meth:`save`; not looked at when nothing is due.
           state_transformation_fns: as for :meth:`save`.
           metrics: for the save policy, and as for :meth:`save`.
+          custom_metadata: as for :meth:`save`.
 
         Returns:
           The save that was begun, or None when none is due.
@@ -303,48 +353,51 @@ class Checkpointer(FromTensorFlow):
         Raises:
           SaveFailedError: a save that was begun before has failed; raised when the next one is due.
         """
+        at, state = in_order(step, train_state, 'maybe_save')
 
         def save(numbers: Mapping[str, float]) -> PendingSave:
-            return self.save_async(train_state, state_transformation_fns, step=step, metrics=numbers)
+            return self.save_async(
+                state, state_transformation_fns, step=at, metrics=numbers, custom_metadata=custom_metadata
+            )
 
-        return self._schedule.save_if_due(int(step), metrics, save)
+        return self._schedule.save_if_due(int(at), metrics, save)
 
     @property
     def should_stop(self) -> bool:
         """Whether a process of the job was told to end; all processes hear it at the same call of ``maybe_save``."""
         return self._schedule.should_stop
 
-    def _prepared(
-        self, state: Any, fns: Sequence[Any], concurrent_gb: float, named: tuple[int | None, Any], is_async: bool
-    ) -> PendingSave:
-        require_directory(self._storage)
-        step, metrics = named
-        budget = bytes_of_gb(concurrent_gb)
+    def _prepared(self, state: Any, call: SaveCall, *, is_async: bool) -> PendingSave:
+        self._refuse_if_read_only('save')
         if self._is_closed:
             raise ClosedError(
                 f'the checkpointer of {self.checkpoints_dir} is closed, so nobody would wait for this save or see its error. '
                 'Save inside the with block, or before close().'
             )
         self.wait_until_finished()
-        meeting = self._meeting('a save' if step is None else f'the save of step {step}')
+        meeting = self._meeting('a save' if call.step is None else f'the save of step {call.step}')
         try:
             self.check_for_errors()
-            view = view_state(state)
+            table = view_state(state).table
             request = SaveRequest(
                 storage=self._storage,
-                step=step_of(state, view.table, step),
+                step=step_of(state, table, call.step),
+                call=call,
                 options=self._options,
                 retention=self._retention,
-                metrics=metric_numbers({} if metrics is None else metrics),
-                budget_bytes=budget,
                 staging=self._staging,
                 private_host=is_async,
                 reuse=self._reuse,
                 dataset=self._dataset,
                 progress=self._progress,
                 clock=self._clock,
+                notices=self._notices,
             )
-            prepared = prepare_save(request, meeting, state, view.table, fns, self._partitioner)
+            if meeting.is_first:
+                self._notices.missing_metrics(self._retention.missing_metrics(request.step, call.metrics))
+            if not call.fns:
+                self._template_check.look(state, table, request.step, tells=meeting.is_first)
+            prepared = prepare_save(request, meeting, state, table, self._partitioner)
         except BaseException as error:
             meeting.fail('plan', error)
             raise
@@ -352,6 +405,13 @@ class Checkpointer(FromTensorFlow):
             request.step, prepared, is_blocking=not is_async
         )  # known before it is started
         return pending
+
+    def _is_saving(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    def _match(self, leaves: LeafTable, keys: Mapping[Path, str]) -> None:
+        """Matches leaves with the template, as a restore does."""
+        fit_leaves(leaves, 'the state', self._train_state, self._partitioner, keys=keys)
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         """Meets all processes of the job: each brings a note, process 0 decides on all of them, and all get its answer.
@@ -495,6 +555,97 @@ class Checkpointer(FromTensorFlow):
         if _is_template(self.restore_dtype):
             return Cast.to_template(self._cast_leaves, 'restore_dtype')
         return _cast(self.restore_dtype, self._cast_leaves, 'restore_dtype')
+
+    # --- asking and deleting -----------------------------------------------------------------------------------------
+
+    def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
+        """Whether ``maybe_save`` would begin a save at this step. Asks alone: nothing is saved, noted or sent.
+
+        Before the first ``maybe_save`` each call lists the steps on storage. In a job of several processes the answer is
+        that of the latest check-in of ``maybe_save``, so it is the same in all of them.
+
+        Raises:
+          ValueError: there is no save policy.
+        """
+        return self._schedule.would_save(integer('step', step), metrics)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether a process of the job was told to end; the answer is the same at the same step in all of them.
+
+        For loops that decide by themselves when to save; all processes call it, for the same steps. ``maybe_save`` with
+        ``SaveOnPreemption`` and ``should_stop`` do the same.
+
+        Raises:
+          ValueError: the checkpointer was made without ``preempted=``.
+        """
+        return self._schedule.is_preempted(integer('step', step))
+
+    def metrics(self, step: int | None = None) -> dict[str, float]:
+        """The metrics of a step, as given to ``save``, and those of the keep policy as the metric source has them.
+
+        Args:
+          step: None takes the latest.
+
+        Raises:
+          CheckpointNotFoundError: there is no such step.
+        """
+        self.wait_until_finished()
+        infos = {info.step: info for info in self._retention.infos()}
+        wanted = max(infos, default=None) if step is None else integer('step', step)
+        if wanted is None or wanted not in infos:
+            shown = ', '.join(map(str, list(infos)[-10:])) or 'none'
+            asked = 'a step' if wanted is None else f'step {wanted}'
+            raise CheckpointNotFoundError(f'{self.checkpoints_dir}: there is no {asked}; complete steps are: {shown}.')
+        return dict(infos[wanted].metrics)
+
+    def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
+        """The step that is best by a metric; of equal ones the newest, and NaN never.
+
+        Args:
+          metric: its name; None takes that of the keep policy, or else that of the save policy.
+          mode: 'max' or 'min'; None takes the policy's.
+
+        Returns:
+          None where no step has the metric.
+
+        Raises:
+          ValueError: no policy, or more than one, says which metric or mode.
+        """
+        self.wait_until_finished()
+        name, best = monitored(self._monitored, metric, mode)
+        sign = 1 if best == 'max' else -1
+        values = {info.step: info.metrics.get(name, math.nan) for info in self._retention.infos((name,))}
+        ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
+        return max(ranked)[1] if ranked else None
+
+    def delete(self, step: int) -> None:
+        """Deletes one step: it is made invisible in one atomic operation, and then removed. Waits for a running save.
+
+        In a job of several processes all of them call it, and process 0 deletes.
+
+        Raises:
+          CheckpointNotFoundError: there is no such step.
+          StepKeptError: it is pinned, or a reader holds it.
+          StorageError: it is there whole, since it could not be made invisible.
+        """
+        at = integer('step', step)
+        self._refuse_if_read_only(f'delete step {at}')
+        self.wait_until_finished()
+
+        def decide(notes: Sequence[Any]) -> int | None:
+            if any(note != at for note in notes):
+                raise DisagreementError(f'the processes were asked to delete different steps: {notes}.')
+            delete_step(self._storage, at, self._clock)
+            return self.latest_step()
+
+        self._schedule.forget(at, self._meeting(f'the deletion of step {at}').agree('delete', at, decide))
+
+    def _refuse_if_read_only(self, action: str) -> None:
+        require_directory(self._storage)
+        if self._is_read_only:
+            raise ReadOnlyError(
+                f'cannot {action}: the checkpointer of {self.checkpoints_dir} was made with read_only=True. Make one without it.'
+            )
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@
     ├── OutputExistsError         FileExistsError                 something stands where an export is to be written
     ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
     ├── ClosedError               ValueError                      a save with a checkpointer that was closed
+    ├── ReadOnlyError             ValueError                      a save or a deletion with one that only reads
     ├── DisagreementError         ValueError                      the processes were asked for different things
     ├── ProcessMissingError       TimeoutError                    a process did not come in time
     ├── RemoteError               RuntimeError                    another process failed, and so all did
@@ -32,8 +33,13 @@
     ├── NotEnoughMemoryError      MemoryError                     an array is larger than this machine's memory
     └── MissingDependencyError    ImportError                     an optional extra is not installed
 
+And every warning, each given once for its cause; ``warnings.simplefilter('error', t5ckpt.T5CkptWarning)`` makes them errors.
+
     T5CkptWarning                 UserWarning
-    └── NoEffectWarning                                           an option that does nothing here
+    ├── MissingMetricWarning                                  a policy looks at a metric that the steps do not have
+    ├── NoEffectWarning                                       an option that does nothing here
+    ├── StepMismatchWarning                                   a step is saved under another number than its own
+    └── TemplateMismatchWarning                               what is saved does not fit what it would be restored to
 
 Each is also the builtin that callers of T5X already catch. ``TreeMismatchError`` carries its differences as data in
 ``problems``, so that a program need not parse the text.
@@ -62,20 +68,24 @@ __all__ = [
     'LeafProblem',
     'MissingDependencyError',
     'MissingLeaves',
+    'MissingMetricWarning',
     'NoEffectWarning',
     'NoSpaceError',
     'NotADirectoryStorageError',
     'NotEnoughMemoryError',
     'OutputExistsError',
     'ProcessMissingError',
+    'ReadOnlyError',
     'RemoteError',
     'SaveFailedError',
     'ShapeMismatch',
     'ShardingMismatch',
     'StepKeptError',
+    'StepMismatchWarning',
     'StorageError',
     'T5CkptError',
     'T5CkptWarning',
+    'TemplateMismatchWarning',
     'TreeMismatchError',
     'UnexpectedLeaves',
     'UnmatchedPattern',
@@ -174,6 +184,10 @@ class ClosedError(T5CkptError, ValueError):
     """A save with a checkpointer that was closed."""
 
 
+class ReadOnlyError(T5CkptError, ValueError):
+    """A save or a deletion with a checkpointer that was made with ``read_only=True``."""
+
+
 class DisagreementError(T5CkptError, ValueError):
     """The processes of a job were asked to save different things; the message shows how they differ."""
 
@@ -216,6 +230,18 @@ class NotEnoughMemoryError(T5CkptError, MemoryError):
 
 class MissingDependencyError(T5CkptError, ImportError):
     """An optional dependency is needed; the message names the extra to install."""
+
+
+class MissingMetricWarning(T5CkptWarning):
+    """A policy looks at a metric under a name that the saves do not have."""
+
+
+class StepMismatchWarning(T5CkptWarning):
+    """A save was given another step than the one that the state holds, where a restored run would go on."""
+
+
+class TemplateMismatchWarning(T5CkptWarning):
+    """A state was saved that the same checkpointer cannot restore; the message lists the differences."""
 
 
 @dataclasses.dataclass(frozen=True)

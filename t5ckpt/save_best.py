@@ -69,3 +69,5 @@ class SaveBestCheckpointer(Checkpointer):
         )
         self._policy_of_keep = policy_of
         self._keep = keep
+        # Also with keep=None, where the policy looks at no metric.
+        self._monitored = ((metric_name_to_monitor, metric_mode),)

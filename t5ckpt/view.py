@@ -129,6 +129,12 @@ class CheckpointView(Mapping[str, LazyArray]):
         return metrics_of(self._contents.sidecar.extra)
 
     @property
+    def custom_metadata(self) -> dict[str, Any]:
+        """What was given to ``save(..., custom_metadata={...})``; {} where nothing was."""
+        found = self._contents.sidecar.extra.get('custom_metadata')
+        return dict(found) if isinstance(found, dict) else {}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays in memory."""
         return sum(info.nbytes for info in self.infos())

@@ -87,6 +87,7 @@ ROWS = (
     (
         '_gather',
         '_transform',
+        'save',
         '_save',
         '_pending',
         '_schedule',
@@ -116,6 +117,8 @@ LONGER_BODIES = {'checkpointer.Checkpointer.__init__': 80}
 T5X_SIGNATURES = {
     'checkpointer.Checkpointer.__init__',
     'checkpointer.Checkpointer.restore',
+    'checkpointer.Checkpointer.save',
+    'checkpointer.Checkpointer.save_async',
     'load.load_t5x_checkpoint',
     'save_best.SaveBestCheckpointer.__init__',
 }

@@ -1,0 +1,19 @@
+"""What the methods of ``Checkpointer`` take and check before a save begins."""
+
+from t5ckpt.save.arguments import SaveCall, in_order, metric_numbers
+from t5ckpt.save.monitored import monitored, monitored_metrics
+from t5ckpt.save.notices import Notices
+from t5ckpt.save.request import Reuse, SaveRequest
+from t5ckpt.save.template_check import TemplateCheck
+
+__all__ = [
+    'Notices',
+    'Reuse',
+    'SaveCall',
+    'SaveRequest',
+    'TemplateCheck',
+    'in_order',
+    'metric_numbers',
+    'monitored',
+    'monitored_metrics',
+]

@@ -1,0 +1,146 @@
+"""The arguments of a save: T5X's order and Orbax's, told apart by type."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._budget import bytes_of_gb
+from t5ckpt._types import check_flags, check_kind
+
+__all__ = ['SaveCall', 'in_order', 'metric_numbers', 'plain_json']
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveCall:
+    """What one call of ``save`` or ``save_async`` was given besides the state, which must not outlive the staging.
+
+    See ``Checkpointer.save`` for each field.
+    """
+
+    fns: Sequence[Any]
+    step: Any
+    metrics: Mapping[str, float]
+    budget_bytes: int
+    overwrite: bool
+    custom_metadata: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, first: Any, second: Any, step: Any, concurrent_gb: float, **options: Any) -> tuple[Any, SaveCall]:
+        """Puts the arguments in order: (state, transforms), or (step, state); and checks them.
+
+        Returns:
+          The state, and the rest.
+
+        Raises:
+          ValueError: they cannot be told apart, or one of them is not what it should be.
+        """
+        if _is_step(first) and not _are_transforms(second):
+            named, state = in_order(first, second, 'save')
+            if step is not None:
+                raise ValueError(
+                    f'the step is given twice: {named!r:.40} and step={step!r:.40}. Write save(state, step=...).'
+                )
+            first, second, step = state, (), named
+        elif _is_step(second):
+            if step is not None:
+                raise ValueError(
+                    f'the step is given twice: {second!r:.40} and step={step!r:.40}. Write save(state, step=...).'
+                )
+            second, step = (), second
+        elif type(first) is int and step is None:
+            raise ValueError(
+                f'save was given the step {first} where the state belongs. Write save(state, step={first}).'
+            )
+        if callable(second):
+            raise ValueError(  # noqa: TRY004 - as for all options
+                f'state_transformation_fns is a list of functions, got {second!r:.80}. Put it into a list.'
+            )
+        check_flags(overwrite=options['overwrite'])
+        metadata = plain_json('custom_metadata', options['custom_metadata'])
+        metrics = metric_numbers({} if options['metrics'] is None else options['metrics'])
+        return first, cls(second, step, metrics, bytes_of_gb(concurrent_gb), options['overwrite'], metadata)
+
+
+def in_order(first: Any, second: Any, method: str) -> tuple[Any, Any]:
+    """Step and state, in whatever order they were given.
+
+    Raises:
+      ValueError: both could be the step, or neither.
+    """
+    is_first, is_second = _is_step(first), _is_step(second)
+    if is_first and is_second:
+        raise ValueError(
+            f'{method}({first!r:.40}, {second!r:.40}): both are integers, so the arguments may be swapped. Name them: '
+            f'{method}(step=..., train_state=...).'
+        )
+    if not is_first and not is_second:
+        raise ValueError(
+            f'{method}: neither the {type(first).__name__} nor the {type(second).__name__} is a step, which is one integer. '
+            f'Write {method}(step=100, train_state=state).'
+        )
+    return (first, second) if is_first else (second, first)
+
+
+def plain_json(name: str, value: Any) -> dict[str, Any]:
+    """A copy of a dict of JSON's types, since the caller's may change before it is written; {} for None.
+
+    Raises:
+      ValueError: it is something else, or would come back as something else, such as a key that is a number.
+    """
+    check_kind(name, value, Mapping, "{'git': 'a1b2c3'}")
+    given = {} if value is None else dict(value)
+    try:
+        copy = json.loads(json.dumps(given, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f'{name} must hold what JSON has: strings, numbers, booleans, None, lists and dicts ({error}).'
+        ) from error
+    if copy != _with_lists(given):
+        raise ValueError(f'{name} would come back changed: the keys of its dicts must be strings, got {given!r:.200}.')
+    return copy
+
+
+def _with_lists(value: Any) -> Any:
+    """With lists for tuples, which JSON does not tell apart."""
+    if isinstance(value, Mapping):
+        return {key: _with_lists(each) for key, each in value.items()}
+    return [_with_lists(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as Python floats: of numbers, and of arrays with one element, which waits for the device.
+
+    Raises:
+      ValueError: something else.
+    """
+    check_kind('metrics', metrics, Mapping, "{'loss': 0.5}")
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        check_kind('the name of a metric', name, str, "'loss'")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f'metrics: {name!r} is {value!r:.80}, which is no number ({error}).') from error
+        except OverflowError as error:
+            raise ValueError(
+                f'metrics: {name!r} is an integer too large for a float. Save its logarithm, or float("inf").'
+            ) from error
+    return numbers
+
+
+def _is_step(value: Any) -> bool:
+    """Whether a value is one integer, of Python, NumPy or JAX; its value is not looked at."""
+    if isinstance(value, (int, np.integer)):
+        return not isinstance(value, bool)
+    dtype = getattr(value, 'dtype', None)
+    return isinstance(dtype, np.dtype) and dtype.kind in 'iu' and getattr(value, 'shape', None) == ()
+
+
+def _are_transforms(value: Any) -> bool:
+    """Whether a value is a list of transforms, also an empty one, and so no state."""
+    return isinstance(value, (list, tuple)) and all(map(callable, value))

@@ -1,0 +1,47 @@
+"""Which metric a run looks at, by its policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from t5ckpt._types import check_kind
+from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, check_metric_mode
+from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
+
+__all__ = ['monitored', 'monitored_metrics']
+
+
+def monitored_metrics(keep: KeepPolicy, save: SavePolicy | None) -> tuple[tuple[str, str], ...]:
+    """(metric, mode) of each policy that compares steps: those of the keep policy, or else of the save policy."""
+    kept = dict.fromkeys((part.metric, part.mode) for part in _parts(keep) if isinstance(part, KeepBest))
+    saved = dict.fromkeys((part.metric, part.mode) for part in parts_of(save) if isinstance(part, SaveOnImprovement))
+    return tuple(kept or saved)
+
+
+def _parts(policy: KeepPolicy) -> Iterator[KeepPolicy]:
+    if isinstance(policy, KeepAny):
+        for part in policy.policies:
+            yield from _parts(part)
+    else:
+        yield policy
+
+
+def monitored(known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> tuple[str, str]:
+    """The metric to rank by and its mode, as far as the caller leaves them to the policies.
+
+    Raises:
+      ValueError: these do not say, or say more than one thing.
+    """
+    check_kind('metric', metric, str, "'eval/accuracy'")
+    if mode is not None:
+        check_metric_mode(mode)
+    found = [pair for pair in known if metric in (None, pair[0]) and mode in (None, pair[1])]
+    names = {pair[0] for pair in found} if metric is None else {metric}
+    modes = {pair[1] for pair in found} if mode is None else {mode}
+    if len(names) != 1 or len(modes) != 1:
+        missing = "the metric and the mode, such as best_step('eval/loss', 'min')"
+        held = ', '.join(f'{name} ({best})' for name, best in known) or 'none'
+        raise ValueError(
+            f'best_step: the policies do not say which steps are best (metrics they compare: {held}). Pass {missing}.'
+        )
+    return names.pop(), modes.pop()

@@ -1,0 +1,364 @@
+"""Asking a checkpointer, deleting and replacing steps, metadata, callbacks, and a checkpointer that only reads."""
+
+import math
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt import (
+    Checkpointer,
+    KeepBest,
+    KeepLatest,
+    SaveBestCheckpointer,
+    SaveEvery,
+    SaveEverySeconds,
+    SaveOnImprovement,
+    SaveWhenIdle,
+)
+from t5ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    NoSpaceError,
+    ReadOnlyError,
+    SaveFailedError,
+    StepKeptError,
+)
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FakeClock, FaultyStorage
+
+
+def state(value=0.0):
+    return {'params': {'w': np.full((64, 64), value, np.float32)}}
+
+
+def value_of(run, step):
+    return t5ckpt.load_t5x_checkpoint(run, step)['params']['w'][0, 0]
+
+
+class Slow(FaultyStorage):
+    """Holds a save back until the test lets it go on, or fails it."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.go = threading.Event()
+        self.go.set()
+        self.fails = False
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if name == 'write' and 'integrity' in key:
+            assert self.go.wait(30)
+            if self.fails:
+                raise NoSpaceError(28, 'injected: no space left')
+
+
+@pytest.fixture
+def slow(tmp_path):
+    return Slow(open_storage(tmp_path / 'run'))
+
+
+# --- asking ----------------------------------------------------------------------------------------------------------
+
+
+def test_best_step_and_metrics(tmp_path):
+    policy = KeepLatest(9) | KeepBest(1, 'loss', 'min')
+    with Checkpointer(state(), checkpoints_dir=tmp_path, keep_policy=policy) as ck:
+        assert ck.best_step() is None
+        for step, loss in enumerate([3.0, 1.0, math.nan, 1.0, 2.0]):
+            ck.save(state(), step=step, metrics={'loss': loss, 'acc': -loss})
+        assert ck.best_step() == ck.best_step('loss') == 3
+        assert ck.best_step('acc', 'max') == 3
+        assert ck.best_step('acc', 'min') == 0
+        assert ck.best_step('other', 'max') is None
+        assert ck.metrics(1) == {'loss': 1.0, 'acc': -1.0}
+        assert ck.metrics() == {'loss': 2.0, 'acc': -2.0}
+        with pytest.raises(CheckpointNotFoundError, match='no step 7; complete steps are: 0, 1, 2, 3, 4'):
+            ck.metrics(7)
+        with pytest.raises(ValueError, match=r'do not say which steps are best .*loss \(min\)'):
+            ck.best_step('acc')
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveOnImprovement('acc', 'max')) as ck:
+        assert ck.best_step() == 3
+    with SaveBestCheckpointer(state(), None, tmp_path, metric_name_to_monitor='loss', metric_mode='max') as ck:
+        assert ck.best_step() == 0
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck, pytest.raises(ValueError, match='they compare: none'):
+        ck.best_step()
+
+
+def test_should_save_changes_nothing(tmp_path):
+    clock = FakeClock()
+    policy = (SaveEvery(4) | SaveEverySeconds(60)) & SaveOnImprovement('loss', 'min')
+    answers, saved = [], []
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=policy, clock=clock) as ck:
+        for step in range(30):
+            clock.advance(13)
+            metrics = {'loss': 100.0 - step}
+            asked = {ck.should_save(step, metrics=metrics) for _ in range(3)}
+            assert not ck.should_save(step, metrics={'loss': 101.0}) or step == 0
+            pending = ck.maybe_save(step, state(), metrics=metrics)
+            saved += [step] if pending is not None else []
+            answers += [step] if asked == {True} else []
+            assert asked in ({True}, {False})
+            ck.wait_until_finished()
+            assert not ck.should_save(step, metrics=metrics)
+    assert answers == saved != []
+
+
+def test_should_save_needs_a_policy_and_a_step(tmp_path):
+    with (
+        Checkpointer(state(), checkpoints_dir=tmp_path) as ck,
+        pytest.raises(ValueError, match='should_save: pass save_policy='),
+    ):
+        ck.should_save(1)
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEvery(1)) as ck:
+        with pytest.raises(ValueError, match='step must be an integer'):
+            ck.should_save('1')
+        assert not os.listdir(tmp_path)
+
+
+def test_reached_preemption(tmp_path):
+    told = threading.Event()
+    with Checkpointer(state(), checkpoints_dir=tmp_path, preempted=told.is_set) as ck:
+        assert [ck.reached_preemption(step) for step in range(3)] == [False] * 3
+        told.set()
+        assert ck.reached_preemption(3)
+        assert ck.should_stop
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck, pytest.raises(ValueError, match='pass preempted='):
+        ck.reached_preemption(1)
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+def test_save_when_idle(slow):
+    with Checkpointer(state(), checkpoints_dir=slow, save_policy=SaveWhenIdle(min_step=1)) as ck:
+        slow.go.clear()
+        pending = [ck.maybe_save(step, state()) for step in range(4)]
+        assert [save is not None for save in pending] == [False, True, False, False]
+        slow.go.set()
+        pending[1].result()
+        assert ck.maybe_save(4, state()) is not None
+        # Saves that were not begun by the policy count, too.
+        ck.wait_until_finished()
+        slow.go.clear()
+        ck.save_async(state(), step=5)
+        assert ck.maybe_save(6, state()) is None
+        slow.go.set()
+
+
+@pytest.mark.parametrize('policy', [SaveEvery(2, min_step=3), SaveEvery(2, 3) | SaveEverySeconds(10**6, 3)])
+def test_min_step(tmp_path, policy):
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=policy) as ck:
+        assert [step for step in range(8) if ck.maybe_save(step, state()) is not None] == [4, 6]
+
+
+# --- deleting --------------------------------------------------------------------------------------------------------
+
+
+def test_delete(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveWhenIdle()) as ck:
+        for step in range(4):
+            ck.save(state(step), step=step)
+        ck.delete(np.int64(1))
+        assert ck.all_steps() == [0, 2, 3]
+        assert sorted(os.listdir(tmp_path)) == ['checkpoint_0', 'checkpoint_2', 'checkpoint_3']
+        with pytest.raises(CheckpointNotFoundError, match='step 1 is not there, complete steps are: 0, 2, 3'):
+            ck.delete(1)
+        with pytest.raises(ValueError, match='step must be an integer'):
+            ck.delete('2')
+        t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_2')
+        with pytest.raises(StepKeptError, match='is pinned, so it was not deleted'):
+            ck.delete(2)
+        # What was deleted may be saved again, and by the policy.
+        assert ck.maybe_save(4, state()).result().step == 4
+        ck.delete(4)
+        assert ck.maybe_save(4, state(5)).result().step == 4
+        assert value_of(tmp_path, 4) == 5
+
+
+def test_delete_spares_what_a_reader_holds(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(), step=1)
+        steps = t5ckpt.checkpoints_iterator(tmp_path, timeout=0, hold_seconds=60)
+        assert next(steps) == 1
+        with pytest.raises(StepKeptError, match='is held by a reader'):
+            ck.delete(1)
+        steps.close()
+        ck.delete(1)
+        assert ck.all_steps() == []
+
+
+def test_delete_waits_for_a_running_save(slow, tmp_path):
+    with Checkpointer(state(), checkpoints_dir=slow) as ck:
+        ck.save(state(), step=1)
+        slow.go.clear()
+        pending = ck.save_async(state(), step=2)
+        threading.Timer(0.2, slow.go.set).start()
+        ck.delete(2)
+        assert pending.done()
+        assert ck.all_steps() == [1]
+
+
+def test_delete_in_a_bucket(bucket):
+    url = bucket.url()
+    with Checkpointer(state(), checkpoints_dir=url) as ck:
+        for step in (1, 2):
+            ck.save(state(), step=step)
+        ck.delete(2)
+        assert ck.all_steps() == t5ckpt.all_steps(url) == [1]
+        assert open_storage(url).kind('checkpoint_2') is None
+
+
+# --- replacing -------------------------------------------------------------------------------------------------------
+
+
+def test_overwrite(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(1), step=1)
+        assert ck.save(state(2), step=1) is None
+        assert ck.save(state(3), step=1, overwrite=True).step == 1
+        assert value_of(tmp_path, 1) == 3
+        assert ck.save_async(state(4), step=1, overwrite=True).result().step == 1
+        assert value_of(tmp_path, 1) == 4
+        # Where nothing is there it is a save.
+        assert ck.save(state(5), step=2, overwrite=True).step == 2
+        assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_2']
+    assert t5ckpt.verify(tmp_path / 'checkpoint_1').ok
+
+
+def test_an_overwrite_that_fails_leaves_the_old_one(slow, tmp_path):
+    run = tmp_path / 'run'
+    with Checkpointer(state(), checkpoints_dir=slow) as ck:
+        ck.save(state(1), step=1)
+        slow.fails = True
+        with pytest.raises(NoSpaceError):
+            ck.save(state(2), step=1, overwrite=True)
+        assert value_of(run, 1) == 1
+        assert os.listdir(run) == ['checkpoint_1']
+
+
+def test_what_is_pinned_or_not_ours_is_not_overwritten(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(1), step=1)
+        t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')
+        with pytest.raises(StepKeptError, match='is pinned'):
+            ck.save(state(2), step=1, overwrite=True)
+        assert value_of(tmp_path, 1) == 1
+
+
+def test_a_bucket_cannot_swap(bucket):
+    url = bucket.url()
+    with Checkpointer(state(), checkpoints_dir=url) as ck:
+        ck.save(state(1), step=1, overwrite=True)
+        with pytest.raises(CheckpointExistsError, match=r'Call delete\(1\) before the save'):
+            ck.save(state(2), step=1, overwrite=True)
+        assert value_of(url, 1) == 1
+        ck.delete(1)
+        assert ck.save(state(2), step=1, overwrite=True).step == 1
+
+
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
+def test_custom_metadata(tmp_path):
+    given = {'git': 'a1b2', 'tuned': [1, 2.5, None, True], 'nested': {'a': {}}}
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEvery(3)) as ck:
+        ck.save(state(), step=1, custom_metadata=given)
+        pending = ck.save_async(state(), step=2, custom_metadata=given)
+        ck.maybe_save(3, state(), custom_metadata={'tuple': (1, 2)})
+        ck.save(state(), step=4)
+        given['git'] = 'changed'
+        pending.result()
+    expected = {'git': 'a1b2', 'tuned': [1, 2.5, None, True], 'nested': {'a': {}}}
+    found = [t5ckpt.open_checkpoint(tmp_path, step).custom_metadata for step in range(1, 5)]
+    assert found == [expected, expected, {'tuple': [1, 2]}, {}]
+    assert t5ckpt.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize(
+    'bad', [[1], 'a', {1: 2}, {'a': {1: 2}}, {'a': {3}}, {'a': math.nan}, {'a': np.ones(2)}], ids=repr
+)
+def test_metadata_that_json_cannot_hold(tmp_path, bad):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        with pytest.raises(ValueError, match='custom_metadata'):
+            ck.save(state(), step=1, custom_metadata=bad)
+        assert ck.all_steps() == []
+
+
+# --- callbacks -------------------------------------------------------------------------------------------------------
+
+
+def test_callbacks(slow, tmp_path, caplog):
+    called = []
+
+    def note(pending):
+        called.append((pending.step, pending.failed(), pending.done(), t5ckpt.all_steps(tmp_path / 'run')))
+
+    def broken(pending):
+        raise RuntimeError('of the callback')
+
+    with Checkpointer(state(), checkpoints_dir=slow) as ck:
+        slow.go.clear()
+        pending = ck.save_async(state(), step=1)
+        pending.add_done_callback(broken)
+        pending.add_done_callback(note)
+        assert called == []
+        slow.go.set()
+        ck.wait_until_finished()
+        pending.result()
+        while len(called) < 1:
+            pass
+        assert called == [(1, False, True, [1])]
+        assert 'a callback of the save of step 1 failed' in caplog.text
+        # Of a save that has ended it is called at once, here.
+        pending.add_done_callback(lambda _: called.append(threading.get_ident()))
+        assert called[1] == threading.get_ident()
+        slow.fails = True
+        failing = ck.save_async(state(), step=2)
+        failing.add_done_callback(note)
+        with pytest.raises(NoSpaceError):
+            failing.result()
+        while len(called) < 3:
+            pass
+        assert called[2] == (2, True, True, [1])
+        skipped = ck.save_async(state(), step=1)
+        skipped.add_done_callback(note)
+        assert called[3][:2] == (1, False)
+        with pytest.raises(ValueError, match='callback must be a function'):
+            pending.add_done_callback(3)
+
+
+# --- reading alone ---------------------------------------------------------------------------------------------------
+
+
+def test_read_only(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path / 'none', read_only=True, save_policy=SaveEvery(1)) as ck:
+        for act in (
+            lambda: ck.save(state(), step=1),
+            lambda: ck.save_async(state(), step=1),
+            lambda: ck.maybe_save(1, state()),
+            lambda: ck.delete(1),
+        ):
+            with pytest.raises(ReadOnlyError, match='read_only=True'):
+                act()
+        assert ck.all_steps() == []
+    assert os.listdir(tmp_path) == []
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(3), step=1)
+    before = sorted(os.listdir(tmp_path / 'checkpoint_1'))
+    with Checkpointer(state(), checkpoints_dir=tmp_path, read_only=True) as ck:
+        assert ck.restore()['params']['w'][0, 0] == 3
+    assert sorted(os.listdir(tmp_path / 'checkpoint_1')) == before
+    assert os.listdir(tmp_path) == ['checkpoint_1']
+
+
+def test_a_save_that_failed_is_told_once(slow):
+    """Also where a callback has looked at it."""
+    ck = Checkpointer(state(), checkpoints_dir=slow)
+    slow.fails = True
+    pending = ck.save_async(state(), step=1)
+    pending.add_done_callback(lambda done: done.failed())
+    with pytest.raises(SaveFailedError):
+        ck.close()

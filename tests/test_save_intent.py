@@ -1,0 +1,217 @@
+"""What a user meant by a save, and would lose without a word: warnings of our own classes, each once for its cause."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt import (
+    Checkpointer,
+    KeepBest,
+    KeepLatest,
+    SaveBestCheckpointer,
+    SaveEvery,
+    SaveOnImprovement,
+    SaveOnPreemption,
+)
+from t5ckpt.errors import TreeMismatchError
+
+STATE = {'params': {'w': np.zeros((4, 4), np.float32), 'b': np.zeros(4, np.float32)}}
+STEPPED = STATE | {'step': 1}
+
+
+@pytest.fixture
+def caught():
+    """All warnings, also those of the threads of saves."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        yield found
+
+
+def same(state_dict, infos):
+    return state_dict, infos
+
+
+# --- the order of arguments ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('step', [40, np.int64(40), np.array(40), jnp.int32(40)], ids=['int', 'numpy', 'array', 'jax'])
+def test_either_order(tmp_path, step):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path) as ck:
+        for save in (
+            lambda: ck.save(STATE, step=step),
+            lambda: ck.save(step, STATE),
+            lambda: ck.save(STATE, step),
+            lambda: ck.save(step=step, train_state=STATE),
+            lambda: ck.save(STATE, [same], step=step),
+            lambda: ck.save_async(step, STATE).result(),
+        ):
+            assert save().step == 40
+            ck.delete(40)
+    # A bare array is a state.
+    with Checkpointer(jnp.zeros(3), checkpoints_dir=tmp_path / 'bare') as ck:
+        assert ck.save(40, jnp.ones(3)).step == 40
+    for number, call in enumerate(
+        [
+            lambda ck: ck.maybe_save(step, STATE),
+            lambda ck: ck.maybe_save(STATE, step),
+            lambda ck: ck.maybe_save(train_state=STATE, step=step),
+        ]
+    ):
+        with Checkpointer(STATE, checkpoints_dir=tmp_path / str(number), save_policy=SaveEvery(1)) as ck:
+            assert call(ck).result().step == 40
+
+
+@pytest.mark.parametrize(
+    ('call', 'text'),
+    [
+        (lambda ck: ck.save(40, 41), r'save\(40, 41\): both are integers, so the arguments may be swapped'),
+        (lambda ck: ck.save(40, jnp.int32(7)), 'both are integers'),
+        (lambda ck: ck.maybe_save(40, 41), 'maybe_save.40, 41.: both are integers'),
+        (lambda ck: ck.maybe_save(STATE, STATE), 'neither the dict nor the dict is a step'),
+        (lambda ck: ck.save(40), 'given the step 40 where the state belongs'),
+        (lambda ck: ck.save(40, [same]), 'given the step 40 where the state belongs'),
+        (lambda ck: ck.save(40, STATE, step=41), 'the step is given twice: 40 and step=41'),
+        (lambda ck: ck.save(STATE, 40, step=41), 'the step is given twice: 40 and step=41'),
+        (lambda ck: ck.save(STATE, same, step=1), 'is a list of functions'),
+    ],
+)
+def test_arguments_that_cannot_be_told_apart(tmp_path, call, text):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=SaveEvery(1)) as ck:
+        with pytest.raises(ValueError, match=text):
+            call(ck)
+        assert ck.all_steps() == []
+
+
+# --- a step that is another than the state's -------------------------------------------------------------------------
+
+
+def test_a_step_that_contradicts_the_states_own(tmp_path, caught):
+    with Checkpointer(STEPPED, checkpoints_dir=tmp_path, save_policy=SaveEvery(10)) as ck:
+        ck.save(STEPPED, step=1)
+        assert caught == []
+        for step in (30, 40, 50):
+            ck.maybe_save(step, STEPPED)
+    (warning,) = caught
+    assert warning.category is t5ckpt.StepMismatchWarning
+    assert 'saved as step 30, and the step that it holds is 1' in str(warning.message)
+
+
+def test_as_an_error_it_keeps_the_step_from_being_saved(tmp_path):
+    with warnings.catch_warnings(), Checkpointer(STEPPED, checkpoints_dir=tmp_path) as ck:
+        warnings.simplefilter('error', t5ckpt.T5CkptWarning)
+        for _ in range(2):
+            with pytest.raises(t5ckpt.StepMismatchWarning):
+                ck.save(STEPPED, step=30)
+        assert ck.all_steps() == []
+
+
+# --- a state that the template cannot take back ----------------------------------------------------------------------
+
+
+def other(**leaves):
+    return {'params': STATE['params'] | leaves}
+
+
+@pytest.mark.parametrize('abstract', [False, True])
+def test_a_state_that_does_not_fit_the_template(tmp_path, caught, abstract):
+    template = jax.eval_shape(lambda: STATE) if abstract else STATE
+    with Checkpointer(template, checkpoints_dir=tmp_path) as ck:
+        ck.save(STATE, step=0)
+        assert caught == []
+        for step in range(1, 3):
+            ck.save(other(w=np.zeros((4, 5), np.float32), b=np.zeros(4, np.int32)), step=step)
+        (first,) = caught
+        assert first.category is t5ckpt.TemplateMismatchWarning
+        assert first.filename == __file__
+        assert 'params/w: checkpoint (4, 5), model (4, 4)' in str(first.message)
+        assert 'params/b: checkpoint int32, model float32' in str(first.message)
+        # The old difference, and a new one.
+        ck.save({'params': {'w': np.zeros((4, 5), np.float32)}}, step=3)
+        _, second = caught
+        assert 'params/b: not in the checkpoint' in str(second.message)
+        assert 'params/w' not in str(second.message)
+        ck.save(STATE, step=4)
+        assert len(caught) == 2
+        assert ck.all_steps() == [0, 1, 2, 3, 4]
+
+
+def test_what_a_restore_takes_is_no_difference(tmp_path):
+    """The restore decides: floats of another width, typed keys, numbers, empty containers, text."""
+    state = STATE | {'key': jax.random.key(0), 'n': 3, 'empty': {}, 'none': None, 'text': 'a'}
+    with Checkpointer(state, checkpoints_dir=tmp_path, save_dtype='bfloat16') as ck:
+        ck.save(state | {'n': 4, 'text': 'b', 'key': jax.random.key(1)}, step=1)
+        ck.save(state | other(w=jnp.zeros((4, 4), jnp.bfloat16)), step=2)
+        ck.restore(step=2)
+
+
+def test_strict_save(tmp_path):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, strict_save=True) as ck:
+        for _ in range(2):
+            with pytest.raises(TreeMismatchError, match='step 1 is not saved') as caught:
+                ck.save(other(w=np.zeros(3, np.float32)), step=1)
+            assert [problem.leaf for problem in caught.value.problems] == ['params/w']
+        assert ck.all_steps() == []
+        ck.save(STATE, step=1)
+
+
+def test_transforms_are_not_compared(tmp_path):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, strict_save=True) as ck:
+        assert ck.save(other(w=np.zeros(3, np.float32)), [same], step=1).step == 1
+
+
+# --- metrics that do not come ----------------------------------------------------------------------------------------
+
+
+def test_a_keep_policy_whose_metric_does_not_come(tmp_path, caught):
+    policy = KeepLatest(2) | KeepBest(1, 'acc')
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, keep_policy=policy) as ck:
+        for step in range(6):
+            ck.save(STATE, step=step, metrics={'accuracy': step, 'loss': 1})
+        assert ck.all_steps() == [4, 5]
+    (warning,) = caught
+    assert warning.category is t5ckpt.MissingMetricWarning
+    assert "no metric 'acc'" in str(warning.message)
+    assert 'it has: accuracy, loss' in str(warning.message)
+
+
+def test_a_metric_of_the_event_files_that_does_not_come(tmp_path, caught):
+    """They may be written after the save, so the step before is judged."""
+    with SaveBestCheckpointer(STATE, None, tmp_path, keep=1, metric_name_to_monitor='eval/acc') as ck:
+        ck.save(STATE, step=0)
+        ck.save(STATE, step=1)
+        assert caught == []
+        ck.save(STATE, step=2)
+        ck.save(STATE, step=3)
+        assert ck.all_steps() == [0, 1, 2, 3]
+    (warning,) = caught
+    assert "step 0 has no metric 'eval/acc'" in str(warning.message)
+
+
+@pytest.mark.parametrize('metrics', [{'accuracy': 0.5}, None])
+def test_a_save_policy_whose_metric_does_not_come(tmp_path, caught, metrics):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=SaveOnImprovement('acc')) as ck:
+        for step in range(1000):
+            ck.maybe_save(step, STATE, metrics=metrics)
+        assert len(caught) == (metrics is not None)
+        ck.maybe_save(1000, STATE, metrics=metrics)
+    (warning,) = caught
+    assert warning.category is t5ckpt.MissingMetricWarning
+    assert "without the metric 'acc'" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_a_metric_that_comes_now_and_then_is_no_mistake(tmp_path, caught):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=SaveOnImprovement('acc')) as ck:
+        ck.maybe_save(0, STATE, metrics={'acc': 0.5})
+        for step in range(1, 5):
+            ck.maybe_save(step, STATE, metrics={'loss': 0.5})
+    assert caught == []
+
+
+def test_preemption_without_a_notice_is_refused(tmp_path):
+    with pytest.raises(ValueError, match='SaveOnPreemption never saves without preempted='):
+        Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=SaveEvery(10) | SaveOnPreemption())

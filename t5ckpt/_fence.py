@@ -12,14 +12,33 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from typing import BinaryIO
 
-from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError
+from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 
-__all__ = ['Fence']
+__all__ = ['Fence', 'open_source']
 
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 _MAX_DEPTH = 64
+
+
+def open_source(path: str) -> BinaryIO:
+    """Opens a file that a user named, or that another program's checkpoint consists of; links are followed.
+
+    Raises:
+      UnsupportedFormatError: it is not a regular file. A FIFO would block the reader, a device may never end.
+      OSError: it cannot be opened.
+    """
+    # Not blocking: to open a FIFO is to wait for its writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(fd, 'rb')
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise UnsupportedFormatError(f'{path} is not a regular file (mode {stat.filemode(mode)}). Copy it to one first.')
 
 
 class Fence:

@@ -18,6 +18,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from t5ckpt._fence import open_source
 from t5ckpt._manifest import array_header, decode_ext, manifest_of
 from t5ckpt._open import Contents
 from t5ckpt._sidecar import Sidecar
@@ -79,7 +80,7 @@ def read_large(located: Located, path: str, in_place_bytes: int = _IN_PLACE_BYTE
       FormatError: it is truncated, or no such file.
       StorageError: it cannot be read.
     """
-    with foreign_errors(path), open(path, 'rb') as file:
+    with foreign_errors(path), open_source(path) as file:
         scan = _Scan(file.fileno(), path, in_place_bytes)
         try:
             tree = scan.value(0)
@@ -236,7 +237,7 @@ def _in_order(items: Any) -> list[Any] | None:
 
 def _reader(flat: FlatArray) -> Callable[[Any], np.ndarray]:
     def read(index: Any) -> np.ndarray:
-        with foreign_errors(flat.file), open(flat.file, 'rb') as file:
+        with foreign_errors(flat.file), open_source(flat.file) as file:
             return flat.read(file.fileno(), index)
 
     return read

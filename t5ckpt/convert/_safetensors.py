@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt._fence import open_source
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from t5ckpt.format.safetensors import DTYPE_NAMES, MAX_HEADER, METADATA, header_bytes, parse_header
 from t5ckpt.lazy import LazyThreadPoolArray
@@ -134,7 +135,7 @@ class TensorReader:
           StorageError: the file cannot be opened.
         """
         self.path = path
-        with foreign_errors(path), open(path, 'rb') as file:
+        with foreign_errors(path), open_source(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < 8:
                 raise CorruptCheckpointError(f'{path} has {size} bytes, which is no safetensors file. Copy it again.')

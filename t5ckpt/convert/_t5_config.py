@@ -22,6 +22,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt._fence import open_source
 from t5ckpt.convert._t5_names import LOCAL, SELF, TRANSIENT_GLOBAL, T5Model
 from t5ckpt.errors import FormatError, UnsupportedFormatError
 
@@ -56,6 +57,10 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+# The index of a model of thousands of tensors is a configuration, too.
+_MAX_BYTES = 100_000_000
+
+
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:
     """A configuration from a mapping, a JSON text that begins with '{', or a file's path; {} for None.
 
@@ -71,8 +76,11 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
     if not text.lstrip().startswith('{'):
         where = text
         try:
-            with open(text, encoding='utf-8') as file:
-                text = file.read()
+            with open_source(text) as file:
+                data = file.read(_MAX_BYTES + 1)
+            if len(data) > _MAX_BYTES:
+                raise FormatError(f'{where} has more than {_MAX_BYTES:,} bytes, a configuration has a few thousand.')
+            text = data.decode()
         except (OSError, UnicodeDecodeError) as error:
             raise FormatError(f'{where}: no configuration can be read there ({error}).') from error
     try:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._dtypes import dtype_from_name
+from t5ckpt._fence import open_source
 from t5ckpt.convert._flat import FlatArray
 from t5ckpt.errors import CorruptCheckpointError, MissingDependencyError, UnsupportedFormatError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
@@ -62,7 +63,7 @@ def read_bundle(prefix: str) -> dict[str, LazyArray]:
     """
     checksum = _checksum_function()
     path = f'{prefix}.index'
-    with foreign_errors(path), open(path, 'rb') as file:
+    with foreign_errors(path), open_source(path) as file:
         data = file.read()
     try:
         entries = list(_entries(data, prefix))
@@ -90,7 +91,7 @@ class _Tensor:
     def read(self, index: Any) -> np.ndarray:
         """The values of a numpy basic index, as a copy; only what it touches is brought into memory."""
         array = self.entry.array
-        with foreign_errors(array.file), open(array.file, 'rb') as file:
+        with foreign_errors(array.file), open_source(array.file) as file:
             if array.offset + array.nbytes > os.fstat(file.fileno()).st_size:
                 raise CorruptCheckpointError(f'{array.name}: {array.file} is too short. {_CURE}')
             self._check(file.fileno())

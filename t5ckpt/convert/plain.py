@@ -11,6 +11,7 @@ compressed.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import struct
 import time
@@ -22,6 +23,7 @@ from typing import IO, Any
 import numpy as np
 
 from t5ckpt._dtypes import cast_dtype, check_cast, dtype_from_name
+from t5ckpt._fence import open_source
 from t5ckpt._leaves import LeafTable, nest
 from t5ckpt._plan import SaveOptions
 from t5ckpt._stream import StreamRequest, rehearse, write_stream
@@ -214,9 +216,9 @@ def import_npz(
       CorruptCheckpointError: no npz file, or damaged; and everything else that :func:`import_safetensors` raises.
     """
     path = os.fspath(file)
-    with _npz_errors(path):
-        archive = zipfile.ZipFile(path)
-    with archive:
+    with contextlib.ExitStack() as opened:
+        with _npz_errors(path):
+            archive = opened.enter_context(zipfile.ZipFile(opened.enter_context(open_source(path))))
         arrays: dict[str, tuple[str, Any]] = {}
         for member in archive.namelist():
             array = _npy(archive, member, path)
@@ -272,16 +274,37 @@ def _npy(archive: zipfile.ZipFile, member: str, path: str) -> LazyThreadPoolArra
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
+        header = file.tell()
     if dtype.hasobject or dtype.names is not None:
         raise UnsupportedFormatError(
             f'{where} is of dtype {dtype}, which only a pickle holds, or no checkpoint. Leave it out.'
         )
+    _check_size(archive.getinfo(member), header, math.prod(shape) * dtype.itemsize, where)
 
     def get() -> np.ndarray:
         with _npz_errors(where), archive.open(member) as file:
             return np.lib.format.read_array(file, allow_pickle=False)
 
     return LazyThreadPoolArray(shape, native_dtype(dtype), get)
+
+
+def _check_size(info: zipfile.ZipInfo, header: int, nbytes: int, where: str) -> None:
+    """Before memory is taken for an array: what the header says, what the archive says, and what there can be, agree.
+
+    Raises:
+      CorruptCheckpointError: they do not.
+      UnsupportedFormatError: packed in a way that numpy does not pack.
+    """
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise UnsupportedFormatError(
+            f'{where} is packed by method {info.compress_type}; numpy writes 0 and 8. Pack it again.'
+        )
+    packed = info.compress_size * (1 if info.compress_type == zipfile.ZIP_STORED else _DEFLATE_RATIO)
+    if header + nbytes != info.file_size or nbytes > packed:
+        raise CorruptCheckpointError(
+            f'{where}: its header says {nbytes:,} bytes of values, in the file there can be '
+            f'{max(0, min(info.file_size - header, packed)):,}. Copy the file again.'
+        )
 
 
 @contextlib.contextmanager
@@ -295,6 +318,8 @@ def _npz_errors(where: str) -> Generator[None]:
         ) from error
 
 
+# One byte of a deflate stream gives at most so many (zlib.net/zlib_tech.html, "Maximum Compression Factor").
+_DEFLATE_RATIO = 1032
 # What zipfile, zlib and numpy raise where a file is not what it says; RuntimeError is for what needs a password.
 _DAMAGE = (
     EOFError,

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt._fence import open_source
 from t5ckpt._leaves import LeafTable
 from t5ckpt._types import path_of
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
@@ -35,12 +36,13 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.storage import Storage
+from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.translate import CheckpointTranslator
 
 __all__ = ['T5_RULES', 'TfCheckpoint', 'convert_tf', 'open_tf', 'tf_leaves']
 
 _STATE_FILE = 'checkpoint'
+_STATE_BYTES = 2**20
 _DATA_FILE = re.compile(r'(.*)\.(?:index|data-\d{5}-of-\d{5})')
 
 
@@ -110,8 +112,9 @@ def _latest_in(directory: str) -> str:
     found = sorted(name.removesuffix('.index') for name in os.listdir(directory) if name.endswith('.index'))
     state = os.path.join(directory, _STATE_FILE)
     if os.path.isfile(state):
-        with open(state, encoding='utf-8', errors='replace') as file:
-            match = re.search(r'^model_checkpoint_path: *"(.*)"', file.read(), re.MULTILINE)
+        with foreign_errors(state), open_source(state) as file:
+            text = file.read(_STATE_BYTES).decode(errors='replace')
+        match = re.search(r'^model_checkpoint_path: *"(.*)"', text, re.MULTILINE)
         # The directory has often been copied from elsewhere since the name was written.
         if match is not None and os.path.basename(match[1]) in found:
             return os.path.join(directory, os.path.basename(match[1]))

@@ -52,6 +52,7 @@ __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
 _IN_FLIGHT_BYTES = 256 * 2**20
 # What a file counts whose size no listing and no checksum says.
 _UNKNOWN_BYTES = 16 * 2**20
+_ABSENT: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,7 @@ class CopyReport:
       resumed_files: that an earlier attempt had copied.
       checked_files: that were compared with their checksums.
       seconds: it took.
+      left_out: files that do not come along: the pin.
     """
 
     step: int
@@ -99,6 +101,7 @@ class CopyReport:
     resumed_files: int
     checked_files: int
     seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 def copy_checkpoint(
@@ -196,7 +199,7 @@ class _Copy:
     def run(self, started: float, clock: Clock = time.time) -> CopyReport:
         self._check_links()
         sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
-        sizes.pop(PINNED, None)
+        left_out = () if sizes.pop(PINNED, _ABSENT) is _ABSENT else (PINNED,)
         manifest = self._read(self._manifest_name, None)
         sidecar = self._read(SIDECAR, None) if SIDECAR in sizes else None
         ledger = self._ledger(sidecar, sizes)
@@ -210,7 +213,7 @@ class _Copy:
         path = self._to.url(step_dir(self._step))
         if self._options.dry_run:
             nbytes = sum(self._size(name, sizes, ledger) for name in sizes)
-            return CopyReport(self._step, path, len(sizes), nbytes, 0, 0, time.monotonic() - started)
+            return CopyReport(self._step, path, len(sizes), nbytes, 0, 0, time.monotonic() - started, left_out)
         unlisted = repr([self._identity(name) for name in names if name not in ledger]).encode()
         facts = writer_facts(__version__) | {'resume': digest(manifest + (sidecar or b'') + unlisted)}
         work = _begin(self._to, self._step, clock, facts)
@@ -229,7 +232,9 @@ class _Copy:
             raise
         checked = sum(name in ledger for name in [*names, self._manifest_name])
         nbytes = moved + len(manifest) + len(sidecar or b'')
-        return CopyReport(self._step, path, len(sizes), nbytes, len(kept), checked, time.monotonic() - started)
+        return CopyReport(
+            self._step, path, len(sizes), nbytes, len(kept), checked, time.monotonic() - started, left_out
+        )
 
     def _read(self, name: str, ledger: Ledger | None) -> bytes:
         data = self._scanner.read(name)

@@ -38,7 +38,7 @@ from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._transform import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
 from t5ckpt.datasets import DatasetState, warn_of_unused
-from t5ckpt.errors import DisagreementError, RemoteError
+from t5ckpt.errors import DisagreementError, NoEffectWarning, RemoteError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.resizing import Resize, resized
 from t5ckpt.steps import Located, locate, locate_step
@@ -134,6 +134,7 @@ def _read(
         targets = {path: target if path in request.only else target.left_out() for path, target in targets.items()}
     plan = plan_restore(leaves, targets, options, located.url)
     _log_plan(plan, request)
+    _warn_of_idle(request, located, view.table, fallback)
     _warn_if_narrowed(plan)
     if not request.meeting.is_alone and not request.lazy:
         _warn_if_local(plan)
@@ -175,6 +176,28 @@ def _listed(paths: Sequence[Path]) -> str:
     """Names of leaves for the log, which is one line whatever the size of the model."""
     more = f' and {len(paths) - 20} more' if len(paths) > 20 else ''
     return ', '.join(map(leaf_name, paths[:20])) + more
+
+
+def _warn_of_idle(request: RestoreRequest, located: Located, model: LeafTable, fallback: LeafTable) -> None:
+    """Warns of what the caller asked for and this restore has no use for."""
+    texts: list[str] = []
+    unknown = [path for path in fallback if path not in model]
+    if unknown:
+        texts.append(f'fallback_state holds leaves that the model lacks: {_listed(unknown)}. Correct their names.')
+    if request.donate and not any(is_jax_array(leaf) for leaf in model.values()):
+        texts.append('donate has no effect: the template holds no jax.Array. Leave it out.')
+    if located.storage.local_path('') is None:
+        where = located.storage.url()
+        if request.reading.mmap:
+            texts.append(
+                f'mmap has no effect: {where} is not on a local file system, so its files are read. Leave it out.'
+            )
+        if request.reading.follow_links:
+            texts.append(
+                f'follow_links has no effect: {where} is not on a local file system and has no links. Leave it out.'
+            )
+    for text in texts if request.meeting.is_first else ():
+        warnings.warn(text, NoEffectWarning, stacklevel=5)
 
 
 def _free(template: LeafTable, kept: Sequence[Any]) -> None:

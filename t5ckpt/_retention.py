@@ -18,7 +18,7 @@ from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError, StorageError, T5CkptError
-from t5ckpt.policies import Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
+from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import Storage
 
@@ -50,6 +50,8 @@ class Retention:
         # For missing_metrics: the steps whose saves had retention carried out, and what the older ones of them lack.
         self._seen: set[int] = set()
         self._lacking: dict[str, tuple[int, Collection[str]]] = {}
+        # Said already: each step that a rule keeps is named once.
+        self._told: set[tuple[int, str]] = set()
 
     def steps(self) -> list[int]:
         """The complete steps, ascending."""
@@ -101,6 +103,7 @@ class Retention:
         hidden: list[str] = []
         for decision in plan:
             if decision.keep:
+                self._tell(decision)
                 continue
             try:
                 directory = hide_checkpoint(self._storage, decision.step, self._clock)
@@ -111,7 +114,9 @@ class Retention:
             except T5CkptError as error:
                 _log.warning('t5ckpt: could not delete step %d: %s', decision.step, error)
                 continue
-            if directory is not None:
+            if directory is None:
+                self._tell(Decision(decision.step, True, HELD, overruled=True))
+            else:
                 hidden.append(directory)
                 done.append(decision)
                 _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
@@ -142,6 +147,12 @@ class Retention:
         if self._source is not None:
             return self._lacking
         return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
+
+    def _tell(self, decision: Decision) -> None:
+        """Logs once that a pin or a reader keeps a step."""
+        if decision.overruled and (decision.step, decision.reason) not in self._told:
+            self._told.add((decision.step, decision.reason))
+            _log.info('t5ckpt: step %d stays, whatever the keep policy says: %s', decision.step, decision.reason)
 
     def wait(self) -> None:
         """Waits until what was made invisible is gone."""
@@ -198,7 +209,7 @@ def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = F
         text = storage.read(pin).decode(errors='replace').strip()
         return Decision(step, True, 'pinned' if text in ('', '1') else f'pinned: {text}')
     if step in held_steps(storage, clock):
-        return Decision(step, True, 'held by a reader')
+        return Decision(step, True, HELD)
     return Decision(step, False, 'asked for')
 
 
@@ -215,7 +226,7 @@ def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool 
     found = deletion(storage, step, clock, even_pinned=even_pinned)
     hidden = None if found.keep else hide_checkpoint(storage, step, clock)
     if hidden is None:
-        reason = found.reason if found.keep else 'held by a reader'
+        reason = found.reason if found.keep else HELD
         cure = 'Unpin it first.' if reason.startswith('pinned') else 'Try again when the reader is done.'
         raise StepKeptError(f'{storage.url(step_dir(step))} is {reason}, so it was not deleted. {cure}')
     try:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -47,7 +48,7 @@ from t5ckpt._types import (
     number,
 )
 from t5ckpt.datasets import DatasetState
-from t5ckpt.errors import CheckpointNotFoundError, ClosedError, DisagreementError, ReadOnlyError
+from t5ckpt.errors import CheckpointNotFoundError, ClosedError, DisagreementError, NoEffectWarning, ReadOnlyError
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.save import Notices, Reuse, SaveCall, SaveRequest, TemplateCheck, in_order, monitored, monitored_metrics
@@ -175,6 +176,9 @@ class Checkpointer(FromTensorFlow):
         self._retention = Retention(
             self._storage, policy, clock, _dataset_count(keep_dataset_checkpoints), metric_source
         )
+        # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
+        asked = None if isinstance(keep_policy, KeepAll) else metric_source
+        _warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints)
         self._keep = keep
         # Makes a policy of keep; None where the caller gave the policy.
         self._policy_of_keep = _latest if keep_policy is None else None
@@ -664,6 +668,18 @@ class Checkpointer(FromTensorFlow):
 
 def _cast(dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast | None:
     return None if dtype is None else Cast.of(dtype, leaves, option)
+
+
+def _warn_of_idle(policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None) -> None:
+    if source is not None and not policy.metric_names:
+        text = 'metric_source has no effect: no keep policy looks at a metric. Pass keep_policy=KeepBest(...), or leave it out.'
+        warnings.warn(text, NoEffectWarning, stacklevel=3)
+    if keep_datasets is not None and dataset is None:
+        text = (
+            'keep_dataset_checkpoints has no effect on what is saved: there is no data iterator. Pass dataset_iterator=, or '
+            'leave it out.'
+        )
+        warnings.warn(text, NoEffectWarning, stacklevel=3)
 
 
 def _latest(keep: int | None) -> KeepPolicy:

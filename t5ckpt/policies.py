@@ -16,6 +16,7 @@ from typing import Any
 from t5ckpt._types import check_policies, given_steps, integer, number, set_fields
 
 __all__ = [
+    'HELD',
     'Decision',
     'KeepAll',
     'KeepAny',
@@ -53,13 +54,18 @@ class StepInfo:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
+HELD = 'held by a reader'
+"""The reason of a step that a reader keeps."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Whether a step stays, and why."""
+    """Whether a step stays, and why; ``overruled`` where a pin or a reader keeps it, whatever the policy says."""
 
     step: int
     keep: bool
     reason: str
+    overruled: bool = False
 
 
 class KeepPolicy(ABC):
@@ -319,13 +325,14 @@ def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: in
         decision = said.get(info.step, Decision(info.step, True, 'the policy says nothing of it'))
         rules = {
             'pinned': info.pinned,
-            'held by a reader': info.held,
+            HELD: info.held,
             'the latest': info.step == latest,
             'just saved': info.step == just_saved,
         }
         rule = next((reason for reason, holds in rules.items() if holds), None)
         is_ruled = rule is not None and (info.pinned or not decision.keep)
-        plan.append(Decision(info.step, True, str(rule)) if is_ruled else decision)
+        overruled = is_ruled and (info.pinned or info.held)
+        plan.append(Decision(info.step, True, str(rule), overruled) if is_ruled else decision)
     return plan
 
 

@@ -438,3 +438,110 @@ def test_event_files_are_local(directory, tmp_path, monkeypatch):
     with pytest.raises(UnsupportedFormatError, match='only a local file system'):
         MetricWriter(directory)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- options that have no effect -----------------------------------------------------------------------------------------
+
+
+def checkpointer(**options):
+    return t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='memory://idle', **options)
+
+
+def restored_with(run, *, fallback=None, donate=False, **options):
+    place = 'memory://idle-restore'
+    t5ckpt.copy_checkpoint(run, place, options=t5ckpt.CopyOptions(overwrite=False)) if not t5ckpt.all_steps(
+        place
+    ) else None
+    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=place, **options) as checkpointer:
+        return checkpointer.restore(fallback_state=fallback, donate=donate)
+
+
+IDLE = {
+    'metric_source': lambda run: checkpointer(metric_source=t5ckpt.TensorBoardMetrics(run)),
+    'metric_source with keep': lambda run: checkpointer(metric_source=t5ckpt.TensorBoardMetrics(run), keep=2),
+    'keep_dataset_checkpoints': lambda run: checkpointer(keep_dataset_checkpoints=2),
+    'mmap': lambda run: restored_with(run, mmap=True),
+    'follow_links': lambda run: restored_with(run, follow_links=True),
+    'donate': lambda run: restored_with(run, donate=True),
+    'fallback_state': lambda run: restored_with(run, fallback={'modell': {'w': KERNEL}}),
+}
+
+
+@pytest.mark.parametrize('name', IDLE)
+def test_an_option_without_an_effect_is_warned_of_once(name, run):
+    with pytest.warns(NoEffectWarning, match=f'^{name.split()[0]} ') as told:
+        IDLE[name](run)
+    assert len(told) == 1
+
+
+IMPOSSIBLE = {
+    'select': lambda run, out: t5ckpt.export_hf(run, out, options=ExportOptions(select='x')),
+    'cast_leaves': lambda run, out: t5ckpt.export_hf(run, out, options=ExportOptions(dtype='float32', cast_leaves='x')),
+    'max_shard_bytes': lambda run, out: t5ckpt.export_npz(run, out, ExportOptions(max_shard_bytes=10)),
+    'scanned, split_heads': lambda run, out: imported(t5ckpt.export_npz, t5ckpt.import_npz)(
+        run, out, None, scanned=True, split_heads=False
+    ),
+    'compression and concurrent_gb': lambda run, out: convert_to_orbax(run, out, ConvertOptions(compression='zstd')),
+    'translator': lambda run, out: t5ckpt.convert_checkpoint(
+        'flax', run, out, translator=t5ckpt.CheckpointTranslator()
+    ),
+}
+
+
+@pytest.mark.parametrize('name', IMPOSSIBLE)
+def test_an_option_that_another_format_has_is_an_error(name, run, tmp_path):
+    with pytest.raises(ValueError, match=f'^{name}.* no effect'):
+        IMPOSSIBLE[name](run, tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(
+    'words',
+    [
+        ['prune', 'run', '--keep', '1', '--mode', 'min'],
+        ['prune', 'run', '--keep', '1', '--keep-best', '2'],
+        ['cp', 'run', 'new', '--no-optimizer', '--workers', '2'],
+        ['cp', 'run', 'new', '--no-optimizer', '--follow-links'],
+        ['show', 'run', '--depth', '1', '--sort', 'size'],
+        ['show', 'run', '--depth', '1', '--json'],
+        ['diff', 'run', 'run', '--top', '1', '--no-values'],
+    ],
+    ids=' '.join,
+)
+def test_words_that_another_word_needs_are_an_error(words, run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert next(word for word in reversed(words) if word.startswith('--')) in done.output
+    assert t5ckpt.all_steps(run) == [1, 2]
+
+
+# --- what was not done ---------------------------------------------------------------------------------------------------
+
+
+def verb(*words):
+    return CliRunner().invoke(app, [str(word) for word in words], standalone_mode=False)
+
+
+def test_what_was_not_done_is_told(run, tmp_path):
+    done = verb('show', run, '--grep', 'kernl', '--json')
+    assert done.return_value == 1
+    assert "--grep 'kernl' is found in no name" in done.stderr
+    assert 'there is no step 7, 9' in verb('prune', run, '--keep-step', 9, '--keep-step', 7, '--dry-run').stderr
+    t5ckpt.pin_checkpoint(run / 'checkpoint_2')
+    assert 'left out: PINNED' in verb('cp', run, tmp_path / 'a').output
+    assert json.loads(verb('cp', run, tmp_path / 'b', '--json').output)['left_out'] == ['PINNED']
+
+
+def test_a_step_that_a_pin_keeps_against_the_policy_is_logged_once(tmp_path, caplog):
+    caplog.set_level('INFO', 't5ckpt')
+    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=tmp_path, keep=1) as checkpointer:
+        checkpointer.save(nnx_state(1))
+        t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')
+        for step in (2, 3, 4):
+            checkpointer.save(nnx_state(step))
+        with held(checkpointer.storage, 4, 60, time.time):
+            checkpointer.save(nnx_state(5))
+    told = [message for message in caplog.messages if 'whatever the keep policy says' in message]
+    assert [message.rpartition(': ')[2] for message in told] == ['pinned', 'held by a reader']
+    assert t5ckpt.all_steps(tmp_path) == [1, 4, 5]

@@ -32,7 +32,7 @@ _CHANGES = (
 @click.argument('source')
 @click.argument('target')
 @step_option
-@click.option('--workers', default=16, show_default=True, help='How many files are under way at once.')
+@click.option('--workers', type=int, help='How many files are under way at once; 16 without it.')
 @click.option('--save-dtype', metavar='DTYPE', help='Cast floating parameters, for instance to bfloat16.')
 @click.option('--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*')
 @click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
@@ -66,7 +66,7 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
         return
     with progress('copying') as report, words_of():
         options = CopyOptions(
-            workers=words['workers'],
+            workers=CopyOptions.workers if words['workers'] is None else words['workers'],
             overwrite=words['force'],
             dry_run=words['dry_run'],
             follow_links=words['follow_links'],
@@ -78,6 +78,8 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
     resumed = f', {done.resumed_files} of them were there already' if done.resumed_files else ''
     how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s{resumed}'
     say(f'{done.path}: {done.files} files, {human_bytes(done.nbytes)} {how}')
+    if done.left_out:
+        say(f'left out: {", ".join(done.left_out)}')
 
 
 def _with_changes(source: str, target: str, step: int | None, as_json: bool, words: dict[str, Any]) -> None:
@@ -89,6 +91,8 @@ def _with_changes(source: str, target: str, step: int | None, as_json: bool, wor
 
     if words['follow_links']:
         raise click.UsageError('--follow-links goes with a copy without changes.')
+    if words['workers'] is not None:
+        raise click.UsageError('--workers goes with a copy without changes.')
     with progress('copying') as report, words_of():
         changes = Changes(words['ema'], words['drop'], words['rename'], words['parameters'])
         options = ConvertOptions(

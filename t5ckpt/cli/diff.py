@@ -30,6 +30,8 @@ def command(a: str, b: str, top: int | None, no_values: bool, as_json: bool) -> 
       t5ckpt diff run/checkpoint_1000 run/checkpoint_2000 --top 10
       t5ckpt diff run/checkpoint_1000 orbax_run/1000 --json
     """
+    if top is not None and no_values:
+        raise click.UsageError('--top sorts by values, which --no-values does not read.')
     with progress('comparing') as report:
         found = diff(a, b, values=not no_values, progress=report)
     leaves = found.leaves if top is None else found.top(top)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -23,8 +23,8 @@ __all__ = ['command']
 @click.argument('path')
 @click.option('--keep', type=click.IntRange(1), metavar='N', help='Keep the N latest.')
 @click.option('--best', 'metric', metavar='METRIC', help='Keep the best by this metric, as --keep-best says.')
-@click.option('--keep-best', type=click.IntRange(1), default=1, metavar='N', help='How many of the best; 1 without it.')
-@click.option('--mode', type=click.Choice(['max', 'min']), default='max', help='Which values are best; max without it.')
+@click.option('--keep-best', type=click.IntRange(1), metavar='N', help='How many of the best; 1 without it.')
+@click.option('--mode', type=click.Choice(['max', 'min']), help='Which values are best; max without it.')
 @click.option('--every', type=click.IntRange(1), metavar='K', help='Keep the steps that K divides.')
 @click.option('--every-hours', type=float, metavar='T', help='Keep one in T hours.')
 @click.option('--keep-step', 'steps', type=int, multiple=True, metavar='STEP', help='Keep this step; may be repeated.')
@@ -52,6 +52,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     retention = Retention(storage, _policy(keep), time.time, None, TensorBoardMetrics(storage))
     plan = retention.plan()
     _say_if_unknown(retention, keep['metric'])
+    _say_if_absent(keep['steps'], [decision.step for decision in plan])
     doomed = [decision.step for decision in plan if not decision.keep]
     if not as_json:
         columns = [Column('step', right=True), Column(''), Column('because')]
@@ -84,6 +85,12 @@ def _say_if_unknown(retention: Retention, metric: str | None) -> None:
         say(f'no step has the metric {metric}; there are: {", ".join(known) or "none"}', err=True)
 
 
+def _say_if_absent(wanted: Sequence[int], steps: Sequence[int]) -> None:
+    absent = sorted(set(wanted) - set(steps))
+    if absent:
+        say(f'--keep-step: there is no step {", ".join(map(str, absent))}', err=True)
+
+
 def _policy(keep: Mapping[str, Any]) -> KeepPolicy:
     """The options as a policy.
 
@@ -94,7 +101,9 @@ def _policy(keep: Mapping[str, Any]) -> KeepPolicy:
     if keep['keep'] is not None:
         policies.append(KeepLatest(keep['keep']))
     if keep['metric'] is not None:
-        policies.append(KeepBest(keep['keep_best'], keep['metric'], keep['mode']))
+        policies.append(KeepBest(keep['keep_best'] or 1, keep['metric'], keep['mode'] or 'max'))
+    elif keep['keep_best'] is not None or keep['mode'] is not None:
+        raise click.UsageError('--keep-best and --mode go with --best METRIC.')
     if keep['every'] is not None:
         policies.append(KeepEvery(keep['every']))
     if keep['every_hours'] is not None:

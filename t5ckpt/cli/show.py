@@ -10,7 +10,7 @@ import click
 
 from t5ckpt._text import human_bytes
 from t5ckpt._tree import Group, LeafInfo, build_tree
-from t5ckpt.cli._output import Column, json_option, print_json, print_table, step_option
+from t5ckpt.cli._output import Column, json_option, print_json, print_table, say, step_option
 from t5ckpt.view import open_checkpoint
 
 __all__ = ['command']
@@ -34,10 +34,10 @@ _COLUMNS = (
     '--sort', type=click.Choice(['tree', 'name', 'size']), default='tree', help='size: the largest first, flat.'
 )
 @json_option
-def command(path: str, step: int | None, depth: int | None, pattern: str | None, sort: str, as_json: bool) -> None:
+def command(path: str, step: int | None, depth: int | None, pattern: str | None, sort: str, as_json: bool) -> int:
     """Shows the leaves of a checkpoint as a tree: dtype, shape, values, bytes, and where the values lie.
 
-    Reads the manifest alone.
+    Reads the manifest alone. Exits with 1 if --grep finds nothing.
 
     \b
     Examples:
@@ -45,18 +45,24 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
       t5ckpt show run --step 1000 --grep 'kernel$' --sort size
       t5ckpt show run/checkpoint_1000 --depth 2
     """
+    if depth is not None and (sort != 'tree' or as_json):
+        raise click.UsageError('--depth goes with the tree, not with --sort or --json.')
     view = open_checkpoint(path, step)
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
+    if pattern is not None and not infos:
+        say(f'--grep {pattern!r} is found in no name of {view.path}', err=True)
     if sort != 'tree':
         infos.sort(key=lambda info: info.name if sort == 'name' else (-info.nbytes, info.name))
+    code = int(pattern is not None and not infos)
     if as_json:
         leaves = [_fields(info) for info in infos]
         print_json({'path': view.path, 'step': view.step, 'metrics': view.metrics, 'leaves': leaves})
-        return
+        return code
     tree = build_tree(infos)
     rows = _tree_rows(tree, depth, 0) if sort == 'tree' else [_leaf_row(info.name, info) for info in infos]
     total = ('total', '', f'{tree.leaves:,} leaves', f'{tree.size:,}', human_bytes(tree.nbytes), '')
     print_table(_COLUMNS, [*rows, total])
+    return code
 
 
 def _matcher(pattern: str) -> re.Pattern[str]:

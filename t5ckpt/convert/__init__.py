@@ -37,8 +37,10 @@ def convert_checkpoint(
       source: the checkpoint.
       directory: the run's.
       options: see :class:`ConvertOptions`.
-      translator: rules from TensorFlow's names.
+      translator: rules from TensorFlow's names; for 'tf' alone.
     """
     if kind == 'tf':
         return convert_tf(source, directory, options, translator)
+    if translator is not None:
+        raise ValueError(f"translator has no effect: it is for 'tf', not for {kind!r}. Leave it out.")
     return convert_tree(kind, source, directory, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from t5ckpt._dtypes import Cast
@@ -12,7 +13,7 @@ from t5ckpt._types import Progress
 from t5ckpt.errors import OutputExistsError
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['LAYOUT_KEY', 'ExportOptions', 'ExportReport', 'ImportOptions', 'refuse_inside', 'stamp']
+__all__ = ['LAYOUT_KEY', 'ExportOptions', 'ExportReport', 'ImportOptions', 'refuse_inside', 'refuse_options', 'stamp']
 
 LAYOUT_KEY = 't5ckpt'
 """In a Hugging Face file's metadata: how T5X kept the arrays, for the way back."""
@@ -109,6 +110,18 @@ class ExportReport:
     dropped: tuple[str, ...]
     seconds: float = 0.0
     dry_run: bool = False
+
+
+def refuse_options(options: ExportOptions | ImportOptions, names: Sequence[str], kind: str) -> None:
+    """Refuses options that a format has no use for.
+
+    Raises:
+      ValueError: naming those that are set.
+    """
+    defaults = type(options)()
+    idle = [name for name in names if getattr(options, name) != getattr(defaults, name)]
+    if idle:
+        raise ValueError(f'{", ".join(idle)}: no effect on {kind}. Leave it out.')
 
 
 def refuse_inside(output: str, source: str | None) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.convert._exports import LAYOUT_KEY, ExportOptions, ExportReport, refuse_inside
+from t5ckpt.convert._exports import LAYOUT_KEY, ExportOptions, ExportReport, refuse_inside, refuse_options
 from t5ckpt.convert._outputs import check_output, local_output, output
 from t5ckpt.convert._safetensors import TensorSpec, TensorWriter, check_dtype
 from t5ckpt.convert._sources import Sources, cast, open_sources, slices_of
@@ -116,6 +116,7 @@ def export_hf(
       StorageError: it cannot be read, or the model not written.
     """
     started = time.monotonic()
+    refuse_options(options, ('select', 'cast_leaves'), 'a Hugging Face model')
     target = local_output(directory)
     check_output(target, options.force, _is_ours)
     sources = open_sources(checkpoint, options.step)

@@ -28,7 +28,7 @@ from t5ckpt._leaves import LeafTable, nest
 from t5ckpt._plan import SaveOptions
 from t5ckpt._stream import StreamRequest, rehearse, write_stream
 from t5ckpt._types import leaf_name, native_dtype, path_of
-from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions, refuse_inside, stamp
+from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions, refuse_inside, refuse_options, stamp
 from t5ckpt.convert._outputs import check_output, local_output, output
 from t5ckpt.convert._safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
 from t5ckpt.convert._sources import Source, cast, open_sources, slices_of
@@ -95,6 +95,7 @@ def _export(
     write: Callable[[str, list[_Item]], None],
 ) -> ExportReport:
     started = time.monotonic()
+    refuse_options(options, ('max_shard_bytes',), 'one file')
     target, casting = local_output(file), options.cast
     check_output(target, options.force)
     sources = open_sources(checkpoint, options.step)
@@ -236,6 +237,7 @@ def _import(
     arrays: Mapping[str, tuple[str, LazyArray]],
 ) -> ExportReport:
     started = time.monotonic()
+    refuse_options(options, ('scanned', 'split_heads'), 'a file, which keeps its names')
     if not arrays:
         raise UnsupportedFormatError(f'{path} holds no array, and a checkpoint holds at least one.')
     table: LeafTable = {}

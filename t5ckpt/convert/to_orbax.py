@@ -62,6 +62,8 @@ def convert_to_orbax(
       UnsupportedLeafError: leaves that Orbax cannot hold.
     """
     options = ConvertOptions() if options is None else options
+    if options.compression is not None or options.concurrent_gb != ConvertOptions.concurrent_gb:
+        raise ValueError('compression and concurrent_gb have no effect: Orbax writes as it is set up. Leave them out.')
     contents = read_contents(locate(source, options.step))
     target = local_output(directory)
     check_output(target, options.overwrite, _is_ours)

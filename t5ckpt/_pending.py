@@ -206,7 +206,7 @@ class PendingSave:
 
         In a job of several processes it is called in each one that added it, when that process knows. It runs in the
         thread of the save, or at once in this one if the save has ended. An exception of it is logged. It may call
-        ``result()``; it must not take long, since the next save waits for it.
+        ``result()``. Retention of this step has been carried out by then; the next save may begin while it runs.
         """
         check_callables(callback=callback)
         self._callbacks.append(callback)

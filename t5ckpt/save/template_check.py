@@ -41,7 +41,7 @@ class TemplateCheck:
     The decision is the restore's own (``match``). It costs as much as the plan of a restore, so it is asked for only when
     the tree differs from the one of the save before, and from the template's.
 
-    Notes: 3 ms for 10,000 leaves that have not changed.
+    Notes: 2 ms for 10,000 leaves that have not changed; the first look takes as long as flattening the template.
     """
 
     def __init__(self, template: Any, match: Match, notices: Notices, *, is_strict: bool):

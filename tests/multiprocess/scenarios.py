@@ -120,6 +120,30 @@ def many_saves(directory, keep):
         return ck.all_steps()
 
 
+def replace_and_delete(directory):
+    """Replaces a step, deletes another, and has each process told when a commit is durable."""
+    told = []
+    with checkpointer(directory) as ck:
+        for step in (1, 2):
+            ck.save(state(step), step=step)
+        skipped = ck.save(state(9), step=1)
+        ck.save(state(3), step=1, overwrite=True, custom_metadata={'by': jax.process_index()})
+        check(ck.restore(step=1), 3)
+        ck.delete(2)
+        pending = ck.save_async(state(4), step=4)
+        pending.add_done_callback(lambda save: told.append([save.step, save.failed(), ck.latest_step()]))
+        pending.result()
+        while not told:
+            time.sleep(0.01)
+        try:
+            ck.delete(2)
+        except t5ckpt.errors.T5CkptError as error:
+            refused = type(error).__name__
+        multihost_utils.sync_global_devices('deleted')
+        metadata = t5ckpt.open_checkpoint(directory, 1).custom_metadata
+        return [skipped is None, told, refused, ck.all_steps(), metadata]
+
+
 def train(directory, steps):
     """Donating steps with collectives, a save in the background on each; every checkpoint must hold its own step."""
     everywhere = NamedSharding(mesh(), PartitionSpec())

@@ -228,3 +228,10 @@ def test_each_process_reads_its_ranges_of_a_safetensors_file(four, tmp_path):
     t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'w.safetensors')
     total = sum(value.nbytes for value in values.values())
     assert all(total / 8 <= read < 0.6 * total for read in four.run('restore_safetensors', tmp_path / 'w.safetensors'))
+
+
+def test_replace_and_delete(four, tmp_path):
+    answers = four.run('replace_and_delete', tmp_path)
+    rest = [True, [[4, False, 4]]]
+    assert answers[0] == [*rest, 'CheckpointNotFoundError', [1, 4], {'by': 0}]
+    assert answers[1:] == [[*rest, 'RemoteError', [1, 4], {'by': 0}]] * 3

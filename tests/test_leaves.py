@@ -95,35 +95,19 @@ def test_a_value_that_the_templates_enum_no_longer_has(tmp_path):
 # --- what is committed opens ------------------------------------------------------------------------------------------
 
 GOOD = encode_manifest({'w': np.ones(2, np.float32)})
+
+
+def with_spec(path):
+    metadata = {'shape': [2], 'chunks': [2], 'compressor': None}
+    spec = SpecDict(driver='zarr', dtype='uint8', kvstore={'driver': 'file', 'path': path}, metadata=metadata)
+    return encode_manifest({'w': spec})
+
+
 UNREADABLE = {
     'a Python type that no reader knows': (GOOD, Sidecar(TreeFacts(python={('w',): 'IntEnum'}))),
     'text that is no string': (GOOD, Sidecar(TreeFacts(text={('w',): 3}))),
-    'a dtype that nothing is stored as': (
-        encode_manifest(
-            {
-                'w': SpecDict(
-                    driver='zarr',
-                    dtype='uint8',
-                    kvstore={'driver': 'file', 'path': 'w/'},
-                    metadata={'shape': [2], 'chunks': [2], 'compressor': None},
-                )
-            }
-        ),
-        Sidecar(TreeFacts(stored={'w': 'float64'})),
-    ),
-    'a spec that leads elsewhere': (
-        encode_manifest(
-            {
-                'w': SpecDict(
-                    driver='zarr',
-                    dtype='uint8',
-                    kvstore={'driver': 'file', 'path': '../w/'},
-                    metadata={'shape': [2], 'chunks': [2], 'compressor': None},
-                )
-            }
-        ),
-        None,
-    ),
+    'a dtype that nothing is stored as': (with_spec('w/'), Sidecar(TreeFacts(stored={'w': 'float64'}))),
+    'a spec that leads elsewhere': (with_spec('../w/'), None),
     'a truncated manifest': (GOOD[:-1], None),
     'another checksum of the manifest': (GOOD, Sidecar(extra={'digests': {'checkpoint': [1, '0' * 16]}})),
 }

@@ -60,7 +60,9 @@ def test_a_save_in_the_background_takes_the_values_of_its_call(tmp_path, made, s
     for staging in STAGING if made == 'device_put' else STAGING[:1]:
         values = values_of(size)
         leaf = MADE[made](values)
-        with t5ckpt.Checkpointer({'w': np.zeros(size)}, checkpoints_dir=tmp_path / staging, staging=staging) as ck:
+        with t5ckpt.Checkpointer(
+            {'w': np.zeros(size), 'first': np.zeros(SIZE)}, checkpoints_dir=tmp_path / staging, staging=staging
+        ) as ck:
             pending = ck.save_async({'w': leaf, 'first': np.zeros(SIZE)}, step=1)
             values += 5
             pending.result()

@@ -318,6 +318,7 @@ def test_an_odd_leaf_is_saved_exactly(tmp_path, case, inline):
         np.testing.assert_array_equal(found, wanted(), strict=True)
 
 
+@pytest.mark.filterwarnings('ignore::t5ckpt.errors.TemplateMismatchWarning')
 @pytest.mark.parametrize('case', REFUSED)
 def test_another_leaf_is_refused_by_its_name(tmp_path, case):
     with (
@@ -349,6 +350,7 @@ def test_a_ref_in_the_background_is_read_at_the_call(tmp_path):
             np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path, step)['r'], np.full(20_000, step))
 
 
+@pytest.mark.filterwarnings('ignore::t5ckpt.errors.NoEffectWarning')
 @pytest.mark.parametrize('key', ['train_ds-000-of-001', 'TRAIN_DS-1', 'integrity.0.json', 'checkpoint', 'PINNED'])
 def test_a_leaf_with_the_name_of_a_file_of_ours_is_no_such_file(tmp_path, key):
     """It keeps its array when the data iterators' files go, and is not taken for one."""

@@ -106,10 +106,17 @@ class TemplateCheck:
 
 def _fingerprint(table: LeafTable) -> list[Any]:
     """What decides whether two trees are alike: cheap, since it is made at every save."""
-    return [
-        (path, getattr(leaf, 'shape', leaf if isinstance(leaf, Empty) else None), getattr(leaf, 'dtype', type(leaf)))
-        for path, leaf in table.items()
-    ]
+    try:
+        return [
+            (
+                path,
+                getattr(leaf, 'shape', leaf if isinstance(leaf, Empty) else None),
+                getattr(leaf, 'dtype', type(leaf)),
+            )
+            for path, leaf in table.items()
+        ]
+    except Exception:  # noqa: BLE001 - a property of an object that is no array; the plan of the save names it
+        return [(path, None, type(leaf)) for path, leaf in table.items()]
 
 
 def _as_saved(table: LeafTable) -> tuple[LeafTable, dict[Path, str]]:

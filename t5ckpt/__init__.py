@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from t5ckpt._index import reindex_steps
     from t5ckpt._integrity import verify
     from t5ckpt._pending import PendingSave
-    from t5ckpt._plan import ParameterInfo
     from t5ckpt._repair import RepairReport, repair
     from t5ckpt._stats import CheckpointStats, LeafStats
-    from t5ckpt._types import RestoreStateTransformationFn, SaveStateTransformationFn
+    from t5ckpt._types import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.checkpointer import Checkpointer
     from t5ckpt.convert import Conversion, ConvertOptions, convert_checkpoint
     from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions
@@ -220,7 +219,7 @@ _MODULES = {
     'LeafStats': '_stats',
     'Moment': 'save_policies',
     'NoEffectWarning': 'errors',
-    'ParameterInfo': '_plan',
+    'ParameterInfo': '_types',
     'PendingSave': '_pending',
     'PreemptionNotice': 'preemption',
     'ProgressReporter': 'progress',

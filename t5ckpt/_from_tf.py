@@ -13,6 +13,7 @@ from t5ckpt._dtypes import Cast
 from t5ckpt._plan import SaveOptions
 from t5ckpt._process import Round
 from t5ckpt._stream import StreamRequest
+from t5ckpt._transform import LeafAxes
 from t5ckpt._types import Clock, Partitioner, Progress, SaveStateTransformationFn
 from t5ckpt.storage import Storage, require_directory
 from t5ckpt.translate import CheckpointTranslator
@@ -25,6 +26,7 @@ class FromTensorFlow(ABC):
 
     _train_state: Any
     _partitioner: Partitioner | None
+    _axes: LeafAxes
     _storage: Storage
     _options: SaveOptions
     _progress: Progress | None
@@ -93,7 +95,7 @@ class FromTensorFlow(ABC):
         def convert(_: Sequence[Any]) -> None:
             asked = (path_or_dir, False, translator)
             model = (self._train_state, self._partitioner)
-            done.append(convert_tf_to_model(asked, request, *model, state_transformation_fns))
+            done.append(convert_tf_to_model(asked, request, model, self._axes, state_transformation_fns))
 
         self._meeting('a conversion').agree('convert', None, convert)
         return done[0] if done else None

@@ -211,18 +211,20 @@ def _flatten_into(table: LeafTable, tree: Mapping[Any, Any], is_leaf: Callable[[
             table[path] = value
 
 
-def lookup(tree: Any, path: Path) -> Any:
-    """The node at ``path`` in a tree of mappings, sequences and attributes, or None where it ends early."""
+def lookup(tree: Any, path: Path, default: Any = None) -> Any:
+    """The node at ``path`` in a tree of mappings, sequences and attributes, or ``default`` where it ends early."""
     node: Any = tree
     for key in path:
+        if node is None:
+            return default
         if isinstance(node, Mapping):
-            node = node.get(key)
+            node = node.get(key, default)
         elif isinstance(node, (list, tuple)) and key.isdigit() and int(key) < len(node):
             node = node[int(key)]
         else:
-            node = getattr(node, key, None)
-        if node is None:
-            return None
+            node = getattr(node, key, default)
+        if node is default:
+            return default
     return node
 
 

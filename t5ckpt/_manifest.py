@@ -250,13 +250,31 @@ def array_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], n
 # --- tree -> bytes ---------------------------------------------------------------------------------------------------
 
 
-def encode_manifest(state: Mapping[str, Any]) -> bytes:
+def encode_manifest(state: Mapping[str, Any], *, split_bytes: int = 2**30) -> bytes:
     """Encodes a nested state whose leaves are numpy arrays, numpy scalars, None or spec dicts.
 
     Real T5X reads the result with default options, so no Python number and no empty map may be in it; the caller has
     taken those out.
     """
-    return _packed({'version': VERSION, 'optimizer': state})
+    return _packed({'version': VERSION, 'optimizer': _split(state, split_bytes)})
+
+
+def _split(state: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
+    """The state with arrays of more than so many bytes in parts, as Flax writes them; msgpack's lengths end at 2^32."""
+    changed: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, np.ndarray) and value.nbytes > limit:
+            flat = value.reshape(-1)
+            step = max(1, limit // value.itemsize)
+            parts = [flat[start : start + step] for start in range(0, flat.size, step)]
+            changed[key] = {
+                _CHUNKED: True,
+                'shape': {str(axis): size for axis, size in enumerate(value.shape)},
+                'chunks': {str(index): part for index, part in enumerate(parts)},
+            }
+        elif isinstance(value, Mapping) and (inner := _split(value, limit)) is not value:
+            changed[key] = inner
+    return {**state, **changed} if changed else state
 
 
 def _encode_ext(value: Any) -> Any:

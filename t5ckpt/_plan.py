@@ -6,6 +6,10 @@ array, with which chunks, by which shards of this process. It reads no device an
 Inline or stored: an inline leaf costs 13 us and no file, a zarr array 750 us and two files (10,000 leaves of 1 KB:
 0.13 s against 7.5 s), so small leaves that this process holds whole go inline, smallest first, up to a total. T5X
 reads inline leaves everywhere it reads stored ones.
+
+The reverse does not hold: T5X inlines a leaf whose mesh axes are None, whatever its size, and cannot restore one that is
+stored. Where a partitioner says which leaves these are, ``rule`` follows it. Without one, the vectors of the optimizer
+state (``state/param_states``: Adafactor's v_row and v_col are what T5X gives no axes) go inline up to ``vector_bytes``.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from t5ckpt._leaves import Empty, LeafTable, Target, check_has_values, is_jax_ar
 from t5ckpt._owners import HeldShard, Owners, grid_for
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
-from t5ckpt._types import Path, integer, leaf_name
+from t5ckpt._types import ParameterInfo, Path, integer, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.tree.leaf_values import base_number, valued_leaf
 
@@ -33,7 +37,6 @@ __all__ = [
     'CODECS',
     'ArrayWrite',
     'InlineWrite',
-    'ParameterInfo',
     'Piece',
     'SaveOptions',
     'SavePlan',
@@ -51,23 +54,8 @@ CODECS: Mapping[str | None, dict[str, Any] | None] = {
 
 _MAX_DEPTH = 200
 _MAX_RANK = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterInfo:
-    """What a save transform sees beside each leaf (T5X's ``_ParameterInfo``).
-
-    A transform that moves a leaf moves its info along; the array's directory follows ``name``, not the key.
-
-    Attributes:
-      name: the leaf's name before any transform.
-      shape: of the leaf.
-      axes: the PartitionSpec that the partitioner gives it, or None.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    axes: Any = None
+_OPTIMIZER_STATE = ('state', 'param_states')
+_FACTORS = frozenset({'v_row', 'v_col'})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +68,8 @@ class SaveOptions:
       chunk_bytes: the wish for the largest chunk.
       inline_bytes: leaves up to this many bytes go into the manifest.
       inline_total_bytes: as long as the manifest's arrays stay below this together.
+      vector_bytes: the limit for vectors of an optimizer's state, where no partitioner says what T5X does with them. It is
+        that of 64 stacked layers of T5-11B (64 x 65,536 float32).
     """
 
     cast: Cast | None = None
@@ -87,6 +77,7 @@ class SaveOptions:
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     inline_bytes: int = 16 * 1024
     inline_total_bytes: int = 256 * 2**20
+    vector_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:
         if self.codec not in tuple(CODECS):
@@ -161,7 +152,11 @@ class _Leaf:
 
 
 def plan_save(
-    table: LeafTable, infos: Mapping[Path, ParameterInfo], options: SaveOptions, owners: Owners | None = None
+    table: LeafTable,
+    infos: Mapping[Path, ParameterInfo],
+    options: SaveOptions,
+    owners: Owners | None = None,
+    rule: Mapping[Path, bool] | None = None,
 ) -> SavePlan:
     """Plans a save.
 
@@ -170,6 +165,7 @@ def plan_save(
       infos: for each leaf, if the caller has one.
       options: see :class:`SaveOptions`.
       owners: which process of how many this is, in a job of several.
+      rule: whether T5X writes a leaf into the manifest, of those of which it is known.
 
     Raises:
       UnsupportedLeafError: naming every leaf that cannot be written.
@@ -183,7 +179,7 @@ def plan_save(
         _refuse_local(leaves, owners.count)
         # Chunks are dealt out leaf after leaf, so the order must be the same everywhere; that of a dict need not be.
         leaves.sort(key=lambda leaf: leaf.path)
-    stored = _stored_paths(leaves, options, owners)
+    stored = _stored_paths(leaves, options, owners, {} if rule is None else rule)
     directories = _directories([leaf for leaf in leaves if leaf.path in stored])
     writes = tuple(_plan_array(leaf, directories[leaf.path], options, owners) for leaf in leaves if leaf.path in stored)
     inline = tuple(
@@ -223,7 +219,7 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
     check_has_values(name, value)
     value = value if isinstance(value, Empty) else valued_leaf(path, value)
     target = target_of(path, value)
-    stem = info.name if info is not None and info.name else name
+    stem = info.array_name if info is not None and info.name else name
     _check_path(path, target)
     if target.kind == 'skip':
         raise UnsupportedLeafError(
@@ -278,10 +274,13 @@ def _key_data(keys: Any) -> Any:
     return jax.random.key_data(keys)
 
 
-def _stored_paths(leaves: Sequence[_Leaf], options: SaveOptions, owners: Owners) -> set[Path]:
+def _stored_paths(
+    leaves: Sequence[_Leaf], options: SaveOptions, owners: Owners, rule: Mapping[Path, bool]
+) -> set[Path]:
     """The leaves that get an array of their own: all that are too large, or that process 0 does not hold whole.
 
-    Empty arrays and scalars always go inline: zarr has no chunk of size 0, and a scalar no chunk to split.
+    Empty arrays and scalars always go inline: zarr has no chunk of size 0, and a scalar no chunk to split. So does, whatever
+    its size, what T5X inlines by ``rule``.
     """
     stored: set[Path] = set()
     total = 0
@@ -289,18 +288,25 @@ def _stored_paths(leaves: Sequence[_Leaf], options: SaveOptions, owners: Owners)
         if leaf.dtype is None:
             continue
         at_hand = not is_jax_array(leaf.value) or owners.first_holds(leaf.value)
-        must_inline = leaf.nbytes == 0 or (leaf.target.shape == () and at_hand)
-        fits = (
-            leaf.whole
-            and at_hand
-            and leaf.nbytes <= options.inline_bytes
-            and total + leaf.nbytes <= options.inline_total_bytes
+        t5x_inlines = rule.get(leaf.path)
+        must_inline = leaf.nbytes == 0 or (
+            at_hand and (leaf.target.shape == () or (t5x_inlines is True and leaf.whole))
         )
+        limit = options.inline_bytes
+        if t5x_inlines is None and leaf.nbytes > limit and _is_optimizer_vector(leaf):
+            limit = max(limit, options.vector_bytes)
+        fits = leaf.whole and at_hand and leaf.nbytes <= limit and total + leaf.nbytes <= options.inline_total_bytes
         if must_inline or fits:
             total += leaf.nbytes
         else:
             stored.add(leaf.path)
     return stored
+
+
+def _is_optimizer_vector(leaf: _Leaf) -> bool:
+    """Whether T5X's own partitioners are likely to give a leaf no axes: a factor of Adafactor's second moments, say."""
+    is_vector = len(leaf.target.shape) <= 1 or not _FACTORS.isdisjoint(leaf.path)
+    return is_vector and leaf.path[:2] == _OPTIMIZER_STATE
 
 
 def _directories(leaves: Sequence[_Leaf]) -> dict[Path, str]:

@@ -35,6 +35,7 @@ from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, Stored
 from t5ckpt._process import READ_EVENT, Round, record_duration
 from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader, ReadOptions
+from t5ckpt._text import some_of
 from t5ckpt._transform import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
 from t5ckpt.datasets import DatasetState, warn_of_unused
@@ -49,6 +50,7 @@ __all__ = ['RestoreRequest', 'fit_leaves', 'place_leaves', 'run_restore']
 
 _log = logging.getLogger('t5ckpt')
 _WIDE_BYTES = 8
+_PARAMETERS = ('target', 'params')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,24 +160,23 @@ def _read(
 def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
     """Says what comes back otherwise than it was saved, and what does not come back."""
     if plan.notes:
-        more = f' and {len(plan.notes) - 5} more' if len(plan.notes) > 5 else ''
-        text = 't5ckpt: restored as in the checkpoint (restore_dtype casts): %s%s'
-        _log.warning(text, '; '.join(plan.notes[:5]), more)
+        _log.warning('t5ckpt: restored as in the checkpoint (restore_dtype casts): %s', some_of(plan.notes, 5, '; '))
     if plan.resized:
-        more = f' and {len(plan.resized) - 20} more' if len(plan.resized) > 20 else ''
-        _log.warning('t5ckpt: padded with zeros or truncated: %s%s', '; '.join(plan.resized[:20]), more)
+        _log.warning('t5ckpt: padded with zeros or truncated: %s', some_of(plan.resized, 20, '; '))
     elif request.resize:
         _log.info('t5ckpt: resize=%r: every leaf has the shape of the model', request.resize.patterns)
     if plan.ignored:
-        _log.info('t5ckpt: left out, the model has no use for it: %s', _listed(plan.ignored))
+        # A model for inference leaves the optimizer's state out on purpose. Parameters are worth a warning.
+        named = sorted(plan.ignored, key=lambda path: path[0] not in _PARAMETERS)
+        log = _log.warning if named[0][0] in _PARAMETERS else _log.info
+        log('t5ckpt: %d leaves that the model does not have were left out: %s', len(named), _listed(named))
     if plan.skipped and request.only is None:
         _log.info('t5ckpt: left out, the model has ... there: %s', _listed(plan.skipped))
 
 
 def _listed(paths: Sequence[Path]) -> str:
     """Names of leaves for the log, which is one line whatever the size of the model."""
-    more = f' and {len(paths) - 20} more' if len(paths) > 20 else ''
-    return ', '.join(map(leaf_name, paths[:20])) + more
+    return some_of([leaf_name(path) for path in paths], 20, ', ')
 
 
 def _warn_of_idle(request: RestoreRequest, located: Located, model: LeafTable, fallback: LeafTable) -> None:

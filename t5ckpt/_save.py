@@ -40,8 +40,7 @@ from t5ckpt._sidecar import Sidecar, TreeFacts, encode_sidecar
 from t5ckpt._specs import StoredArray, spec_of
 from t5ckpt._stage import Staging
 from t5ckpt._sweep import sweep
-from t5ckpt._transform import parameter_infos, transformed
-from t5ckpt._types import Partitioner
+from t5ckpt._transform import LeafAxes, transformed
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, write_arrays
 from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning
@@ -97,9 +96,8 @@ class _Job:
 def prepare_save(
     request: SaveRequest,
     meeting: Round,
-    state: Any,
     table: LeafTable,
-    partitioner: Partitioner | None,
+    axes: LeafAxes,
 ) -> PreparedSave | None:
     """Plans and stages a save.
 
@@ -113,12 +111,11 @@ def prepare_save(
     processes = meeting.processes
     # The iterator moves on as soon as the caller does, so its state is taken now; first, because it may not have one.
     dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
-    # Without transforms each leaf is its own info.
     call = request.call
-    infos = parameter_infos(table, state, partitioner) if call.fns else {}
-    leaves, infos = transformed(table, infos, call.fns)
+    given = transformed(table, axes, call.fns)
     with paused():
-        plan = plan_save(leaves, infos, request.options, Owners(processes.index, processes.count))
+        owners = Owners(processes.index, processes.count)
+        plan = plan_save(given.leaves, given.infos, request.options, owners, given.rule)
     previous = _previous(request, meeting)
     unchanged: tuple[ArrayWrite, ...] = ()
     if previous is not None:

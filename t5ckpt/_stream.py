@@ -78,6 +78,7 @@ class StreamRequest:
       clock: unix seconds.
       files: what else belongs to the step, by name in its directory.
       extra: fields of the sidecar that come along, such as metrics.
+      rule: as for ``plan_save``.
     """
 
     storage: Storage
@@ -90,6 +91,7 @@ class StreamRequest:
     clock: Clock = time.time
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    rule: Mapping[Path, bool] = dataclasses.field(default_factory=dict[Path, bool])
 
 
 @dataclasses.dataclass
@@ -130,7 +132,7 @@ def check_room(request: StreamRequest) -> None:
 def rehearse(table: LeafTable, request: StreamRequest) -> None:
     """Raises what :func:`write_stream` would before it reads or writes anything; for dry runs."""
     check_room(request)
-    plan_save(table, {}, request.options)
+    plan_save(table, {}, request.options, rule=request.rule)
 
 
 def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoint:
@@ -147,7 +149,7 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     """
     started = time.monotonic()
     check_room(request)
-    plan = plan_save(table, {}, request.options)
+    plan = plan_save(table, {}, request.options, rule=request.rule)
     try:
         work = _workspace(request, plan)
     except AlreadyCommittedError as error:

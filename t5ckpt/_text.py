@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ['aligned', 'human_age', 'human_bytes', 'printable']
+__all__ = ['aligned', 'human_age', 'human_bytes', 'printable', 'some_of']
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
@@ -49,3 +49,8 @@ def human_age(seconds: float) -> str:
         if seconds < limit:
             return f'{max(0, int(seconds / unit))} {name}'
     return f'{int(seconds / 86400)} days'
+
+
+def some_of(texts: Sequence[str], shown: int, between: str = ', ') -> str:
+    """The first texts, and how many more there are."""
+    return between.join(texts[:shown]) + (f' and {len(texts) - shown} more' if len(texts) > shown else '')

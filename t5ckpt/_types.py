@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import operator
 import re
@@ -15,6 +17,7 @@ __all__ = [
     'DataLayout',
     'DatasetIterator',
     'MetricSource',
+    'ParameterInfo',
     'Partitioner',
     'Path',
     'Progress',
@@ -242,6 +245,89 @@ class MetricSource(Protocol):
     def by_step(self, metric: str, steps: Collection[int]) -> Mapping[int, float]:
         """The values of those of the steps that have one by now. An error is logged, and nothing is deleted then."""
         ...
+
+
+class _OnDemand:
+    """A field that may be given as a ``functools.partial``, which is called when the field is first read."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, info: Any, owner: type) -> Any:
+        if info is None:
+            # The field's default, for dataclasses.
+            return None
+        value = info.__dict__[self._name]
+        if isinstance(value, functools.partial):
+            value = info.__dict__[self._name] = value()
+        return value
+
+    def __set__(self, info: Any, value: Any) -> None:
+        info.__dict__[self._name] = value
+
+
+@dataclasses.dataclass(init=False)
+class ParameterInfo:
+    """What a save transform sees beside each leaf: T5X's ``_ParameterInfo`` and, with ``mesh_axes``, ``_OrbaxParamInfo``.
+
+    A transform that moves a leaf moves its info along. The array's directory follows ``ts_spec``, or ``name`` where there is
+    no spec; never the key. With a partitioner a leaf whose info is None, or has neither ``ts_spec`` nor ``axes``, is
+    written into the manifest, whatever its size.
+
+    Attributes:
+      name: the leaf's name before any transform.
+      shape: of the leaf.
+      ts_spec: the ``tensorstore.Spec`` of its array, relative; made when it is asked for. None where the leaf goes into the
+        manifest because the partitioner gives it no axes.
+      local_chunk_info: what the partitioner's ``get_local_chunk_info`` says of it, or None.
+      axes: the PartitionSpec that the partitioner gives it, or None.
+      mesh_axes: another name of ``axes``.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None
+    ts_spec: Any = _OnDemand('ts_spec')
+    local_chunk_info: Any = _OnDemand('local_chunk_info')
+    axes: Any = None
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        ts_spec: Any = None,
+        local_chunk_info: Any = None,
+        axes: Any = None,
+        mesh_axes: Any = None,
+    ):
+        self.name = name
+        self.shape = shape
+        self.ts_spec = ts_spec
+        self.local_chunk_info = local_chunk_info
+        self.axes = axes if mesh_axes is None else mesh_axes
+
+    @property
+    def mesh_axes(self) -> Any:
+        """The axes, by the name that they have in T5X's infos for Orbax."""
+        return self.axes
+
+    @mesh_axes.setter
+    def mesh_axes(self, axes: Any) -> None:
+        self.axes = axes
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether T5X writes an array for the leaf, and not a part of the manifest."""
+        return self.axes is not None or self.__dict__['ts_spec'] is not None
+
+    @property
+    def array_name(self) -> str:
+        """What the directory of the leaf's array is called after: the path in ``ts_spec``, if a transform gave one."""
+        spec = self.__dict__['ts_spec']
+        if spec is None or isinstance(spec, functools.partial):
+            return self.name
+        plain = spec if isinstance(spec, Mapping) else spec.to_json()
+        path = str(plain.get('kvstore', {}).get('path') or plain.get('path') or '').rstrip('/')
+        return self.name if path in ('', self.name.replace('/', '.')) else path
 
 
 class SaveStateTransformationFn(Protocol):

@@ -33,6 +33,7 @@ from t5ckpt._retention import Retention, delete_step
 from t5ckpt._save import prepare_save
 from t5ckpt._schedule import Environment, SaveSchedule
 from t5ckpt._stage import STAGING_MODES
+from t5ckpt._transform import LeafAxes
 from t5ckpt._types import (
     Clock,
     MetricSource,
@@ -41,6 +42,7 @@ from t5ckpt._types import (
     Progress,
     RestoreStateTransformationFn,
     SaveStateTransformationFn,
+    TrainState,
     check_callables,
     check_flags,
     check_kind,
@@ -170,6 +172,7 @@ class Checkpointer(FromTensorFlow):
         self._restore_cast()
         self._train_state = train_state
         self._partitioner = partitioner
+        self._axes = LeafAxes(partitioner, train_state)
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
         self._options = SaveOptions(cast, compression, chunk_bytes, inline_bytes)
         policy = _latest(keep) if keep_policy is None else keep_policy
@@ -401,7 +404,7 @@ class Checkpointer(FromTensorFlow):
                 self._notices.missing_metrics(self._retention.missing_metrics(request.step, call.metrics))
             if not call.fns:
                 self._template_check.look(state, table, request.step, tells=meeting.is_first)
-            prepared = prepare_save(request, meeting, state, table, self._partitioner)
+            prepared = prepare_save(request, meeting, table, self._axes)
         except BaseException as error:
             meeting.fail('plan', error)
             raise
@@ -460,7 +463,7 @@ class Checkpointer(FromTensorFlow):
         fallback_state: Mapping[str, Any] | None = None,
         lazy_parameters: bool = False,
         *,
-        strict: str = 'up_to_dtype',
+        strict: str | None = None,
         donate: bool = False,
         restore_iterator: bool = True,
         resize: str | Sequence[str] | None = None,
@@ -474,8 +477,9 @@ class Checkpointer(FromTensorFlow):
           fallback_state: values for leaves that the checkpoint lacks, nested like the model's state dict.
           lazy_parameters: arrays come as LazyArray; not with a partitioner that puts parameters on devices.
           strict: how alike checkpoint and model must be: 'exact', also in every dtype; 'up_to_dtype', where the
-            checkpoint's float32 may stand for the model's bfloat16 and the like; 'contains', where besides the
-            checkpoint may hold more than the model.
+            checkpoint's float32 may stand for the model's bfloat16 and the like; 'contains', where in addition the
+            checkpoint may hold more leaves than the model. None is 'contains' for a state with T5X's protocol and with a
+            partitioner, as in T5X, and 'up_to_dtype' for any other pytree. The log counts the leaves that are left out.
           donate: frees the arrays of the constructor's state before reading, so that memory need not hold two states.
             Only when the checkpoint fits, but an error while reading leaves them freed.
           restore_iterator: whether the data iterator, if there is one, takes its position from the checkpoint.
@@ -495,8 +499,6 @@ class Checkpointer(FromTensorFlow):
             raise ValueError("step and path both say what to restore: pass path='run/checkpoint_100'.")
         if step is not None and not hasattr(step, '__index__'):
             raise ValueError(f'step must be an integer, got {step!r:.80}. A place is given as path=.')
-        if strict not in STRICTNESS:
-            raise ValueError(f'strict is one of {list(STRICTNESS)}, got {strict!r:.40}.')
         request = RestoreRequest(
             storage=self._storage,
             step=step,
@@ -510,12 +512,21 @@ class Checkpointer(FromTensorFlow):
             cast=self._restore_cast(),
             resize=Resize(resize),
             progress=self._progress,
-            strict=strict,
+            strict=self._strictness(strict),
             donate=donate,
             reading=self._reading,
             leaves_iterator=not restore_iterator,
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
+
+    def _strictness(self, strict: str | None) -> str:
+        """What None stands for: T5X's rule where the state or the partitioner is T5X's."""
+        if strict is None:
+            is_t5x = self._partitioner is not None or isinstance(self._train_state, TrainState)
+            return 'contains' if is_t5x else 'up_to_dtype'
+        if strict not in STRICTNESS:
+            raise ValueError(f'strict is one of {list(STRICTNESS)}, got {strict!r:.40}.')
+        return strict
 
     def restore_leaves(
         self,
@@ -523,7 +534,7 @@ class Checkpointer(FromTensorFlow):
         leaves: Collection[Path],
         state_transformation_fns: Sequence[RestoreStateTransformationFn] = (),
         *,
-        strict: str = 'up_to_dtype',
+        strict: str | None = None,
         resize: str | Sequence[str] | None = None,
     ) -> dict[Path, Any]:
         """Restores some leaves of the state, by path, and reads nothing else; for ``restore_or_init`` from several sources.
@@ -547,7 +558,7 @@ class Checkpointer(FromTensorFlow):
             cast=self._restore_cast(),
             resize=Resize(resize),
             progress=self._progress,
-            strict=strict,
+            strict=self._strictness(strict),
             reading=self._reading,
             leaves_iterator=True,
             only=frozenset(leaves),

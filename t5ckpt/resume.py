@@ -63,7 +63,7 @@ class WarmStart:
     leave: str | re.Pattern[str] | None = None
     rename: Sequence[tuple[str | re.Pattern[str], str | None]] = ()
     missing: str = 'error'
-    strict: str = 'up_to_dtype'
+    strict: str | None = None
     resize: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ def restore_or_init(
     *,
     fallback: str | None = 'older',
     initial_checkpoint: str | os.PathLike[str] | WarmStart | Sequence[str | os.PathLike[str] | WarmStart] | None = None,
-    strict: str = 'up_to_dtype',
+    strict: str | None = None,
     donate: bool = False,
 ) -> Any:
     """The state to train on from: the run's latest, or that of another run, or a new one.

@@ -392,8 +392,8 @@ def test_a_spec_without_a_dtype_takes_that_of_its_zarray(golden, tmp_path, name)
     step_dir = shutil.copytree(case.step_dir(golden), tmp_path / f'checkpoint_{case.step}')
     specs = _without_dtypes(step_dir)
     assert_tree(t5ckpt.load_t5x_checkpoint(step_dir), case.expected(golden))
-    with t5ckpt.open_checkpoint(step_dir) as view:
-        assert all(view[key].dtype == leaf.dtype for key, leaf in case.expected(golden).arrays.items())
+    view = t5ckpt.open_checkpoint(step_dir)
+    assert all(view[key].dtype == leaf.dtype for key, leaf in case.expected(golden).arrays.items())
     # Neither says it: an error that names the leaf.
     key, spec = specs.popitem()
     (step_dir / spec['kvstore']['path'] / '.zarray').unlink()

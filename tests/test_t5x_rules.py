@@ -1,18 +1,22 @@
 """Real T5X can read what we write: the rules asserted on the raw files, the values read back with none of our code."""
 
 import collections
+import dataclasses
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner, states, t5x_rules
 from support.bits import assert_same, fingerprint
 from support.golden import CASES, Expected, by_name, flatten, nest
 
 import t5ckpt
+from t5ckpt._manifest import decode_manifest, encode_manifest
+from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
 
 #: Larger than any leaf that is written into the manifest because it is small.
 BIG = (512, 256)
@@ -73,6 +77,141 @@ def test_adafactor_with_a_partitioner(run_dir, rules, on_devices):
         assert independent_reader.is_spec(manifest[key]), f'{key} is inline'
         assert manifest[key]['kvstore']['path'] == key.replace('/', '.') + '/'
     assert not independent_reader.is_spec(manifest['state/step'])
+
+
+def wide_arrays(step: int = 5):
+    """Adafactor's leaves of a model with mlp 16,384 and a vocabulary of 32,128; the model's own width is 8."""
+    shapes = {'token_embedder/embedding': (32_128, 8), 'mlp/wi/kernel': (8, 16_384), 'mlp/wo/kernel': (16_384, 8)}
+    shapes |= {'norm/scale': (8,), 'relpos_bias/rel_embedding': (8, 16)}
+    flat = {
+        'state/step': np.asarray(step, np.int32),
+        'flax_mutables/statistics/mean': np.arange(20_000, dtype=np.float32),
+    }
+    for key, shape in shapes.items():
+        dim = min(shape)
+        flat[f'target/{key}'] = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        factored = len(shape) == 2 and max(shape) > 128
+        parts = {'v_row': (dim,), 'v_col': (max(shape),), 'v': (1,), 'm': (1,)}
+        parts = parts if factored else {'v_row': (1,), 'v_col': (1,), 'v': shape, 'm': (1,)}
+        for part, size in parts.items():
+            flat[f'state/param_states/{key}/{part}'] = np.full(size, 0.5, np.float32)
+    return flat
+
+
+def wide_rules(key, shape):
+    """T5X's, for a model whose statistics have no axes either."""
+    return None if key.startswith('flax_mutables') else partitioner.t5x_rules(key, shape)
+
+
+def moved(state_dict, infos):
+    """A save transform that renames a subtree and takes its infos along."""
+    states_of = state_dict['state']['param_states'], infos['state']['param_states']
+    for tree in states_of:
+        tree['feed_forward'] = tree.pop('mlp')
+    return state_dict, infos
+
+
+@pytest.mark.parametrize('on_devices', [True, False])
+@pytest.mark.parametrize('fns', [(), (moved,)])
+def test_leaves_without_axes_are_in_the_manifest(run_dir, on_devices, fns):
+    """T5X's TypeError for a stored one: NamedSharding(mesh, None)."""
+    mesh, flat = partitioner.mesh(), wide_arrays()
+    state = states.t5x_state(flat, mesh if on_devices else None, wide_rules)
+    parts = partitioner.Partitioner(mesh, wide_rules)
+    step_dir = saved(state, run_dir, parts, template=states.shapes_of(state), state_transformation_fns=fns)
+    t5x_rules.check_axes(step_dir, wide_rules)
+    assert_reads_back(
+        step_dir,
+        {key.replace('param_states/mlp', 'param_states/feed_forward') if fns else key: v for key, v in flat.items()},
+    )
+    assert independent_reader.is_spec(t5x_rules.check(step_dir)['target/token_embedder/embedding'])
+    # A copy with changes keeps them there, whatever their names.
+    done = rewrite_checkpoint(step_dir, run_dir / 'copy', Changes(drop=['target/norm/scale']))
+    t5x_rules.check_axes(pathlib.Path(done.path), wide_rules)
+
+
+@pytest.mark.parametrize('leaves', ['replicated', 'sharded', 'numpy', 'lazy'])
+def test_without_a_partitioner_factors_are_in_the_manifest(run_dir, leaves):
+    """A run that was saved without one restores in T5X, whose partitioner gives Adafactor's factors no axes."""
+    flat = wide_arrays()
+    del flat['flax_mutables/statistics/mean']
+    rules = partitioner.other_rules if leaves == 'sharded' else partitioner.t5x_rules
+    state = states.t5x_state(flat, None if leaves in ('numpy', 'lazy') else partitioner.mesh(), rules)
+    if leaves == 'lazy':
+        lazy = {key: t5ckpt.LazyThreadPoolArray(v.shape, v.dtype, lambda v=v: v) for key, v in flat.items()}
+        state = partitioner.T5XState(nest(lazy))
+    step_dir = saved(state, run_dir)
+    t5x_rules.check_axes(step_dir, partitioner.t5x_rules)
+    assert_reads_back(step_dir, flat)
+
+
+def test_without_a_partitioner_the_manifest_stays_small(run_dir):
+    """A vector above 16 MiB is an array, and so is what is no optimizer's."""
+    flat = {'state/step': np.int32(1), 'target/v_row': np.zeros(10_000, np.float32)}
+    flat |= {f'state/param_states/w/{name}': np.zeros(size, np.uint8) for name, size in SIZES.items()}
+    found = t5x_rules.check(saved(states.t5x_state(flat), run_dir))
+    stored = {key for key, leaf in found.items() if independent_reader.is_spec(leaf)}
+    assert stored == {'target/v_row', 'state/param_states/w/v_col', 'state/param_states/w/mu'}
+
+
+SIZES = {'v_row': 2**24, 'v_col': 2**24 + 1, 'mu': (2, 2**14)}
+
+
+def test_leaves_of_which_the_partitioner_says_nothing(run_dir):
+    """The saved state holds more than the template: T5X fails; here they are stored by size."""
+    flat = wide_arrays()
+    state = states.t5x_state(flat)
+    less = {key: leaf for key, leaf in flat.items() if not key.startswith('flax_mutables')}
+    parts = partitioner.Partitioner(partitioner.mesh(), wide_rules)
+    with pytest.warns(t5ckpt.errors.TemplateMismatchWarning, match='flax_mutables/statistics/mean'):
+        step_dir = saved(state, run_dir, parts, template=states.shapes_of(states.t5x_state(less)))
+    assert independent_reader.is_spec(t5x_rules.check(step_dir)['flax_mutables/statistics/mean'])
+    assert_reads_back(step_dir, flat)
+
+
+def test_save_transforms_say_what_is_inlined(run_dir):
+    """T5X: a leaf is stored if its info has a ts_spec, and where the spec says."""
+    flat = wide_arrays()
+    parts = partitioner.Partitioner(partitioner.mesh(), wide_rules)
+
+    def change(state_dict, infos):
+        wi, wo = (infos['target']['mlp'][name]['kernel'] for name in ('wi', 'wo'))
+        assert (wi.name, wi.shape) == ('target/mlp/wi/kernel', (8, 16_384))
+        assert wi.axes == wi.mesh_axes == PartitionSpec(None, 'model')
+        assert wi.local_chunk_info is None
+        spec = wi.ts_spec.to_json()
+        assert spec['kvstore'] == {'driver': 'file', 'path': 'target.mlp.wi.kernel/'}
+        assert (spec['dtype'], spec['metadata']['shape']) == ('float32', [8, 16_384])
+        factor = infos['state']['param_states']['mlp']['wi']['kernel']['v_col']
+        assert (factor.ts_spec, factor.axes) == (None, None)
+        spec['kvstore']['path'] = 'elsewhere/'
+        wi.ts_spec = ts.Spec(spec)
+        infos['target']['mlp']['wo']['kernel'] = t5ckpt.ParameterInfo(wo.name, wo.shape, None, None)
+        infos['target']['token_embedder']['embedding'] = None
+        infos['state']['param_states']['mlp']['wi']['kernel']['v_col'] = dataclasses.replace(
+            factor, mesh_axes=PartitionSpec('model')
+        )
+        return state_dict, infos
+
+    step_dir = saved(states.t5x_state(flat), run_dir, parts, state_transformation_fns=[change])
+    found = t5x_rules.check(step_dir)
+    assert found['target/mlp/wi/kernel']['kvstore']['path'] == 'elsewhere/'
+    assert independent_reader.is_spec(found['state/param_states/mlp/wi/kernel/v_col'])
+    for key in ('target/mlp/wo/kernel', 'target/token_embedder/embedding'):
+        assert isinstance(found[key], np.ndarray), key
+    assert_reads_back(step_dir, flat)
+
+
+def test_a_huge_leaf_of_a_manifest_is_split_as_flax_splits_it():
+    """msgpack's lengths end at 2^32; Flax splits at 2^30 bytes."""
+    from flax import serialization
+
+    values = np.arange(1000, dtype=np.float32).reshape(10, 100)
+    data = encode_manifest({'target': {'w': values, 'small': values[:1]}}, split_bytes=1001)
+    assert_same(serialization.msgpack_restore(data)['optimizer']['target']['w'], values)
+    decoded = decode_manifest(data, 'checkpoint').state['target']
+    assert_same(decoded['w'], values)
+    assert_same(decoded['small'], values[:1])
 
 
 def test_adafactor_by_the_leaves_shardings(run_dir):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from t5ckpt._budget import bytes_of_gb
@@ -14,7 +14,7 @@ from t5ckpt._layout import parse_step_dir, step_dir
 from t5ckpt._leaves import MAX_STEP, LeafTable
 from t5ckpt._plan import CODECS, SaveOptions
 from t5ckpt._stream import STREAM_BYTES, StreamRequest, rehearse, write_stream
-from t5ckpt._types import Progress
+from t5ckpt._types import Path, Progress
 from t5ckpt.storage import Storage, open_storage, split_path
 
 __all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish']
@@ -96,6 +96,8 @@ class Found:
       dropped: names in the source that are left out.
       files: what else belongs to the step, by name in its directory: a data iterator's state.
       extra: fields of the sidecar that come along: metrics, the keep policy.
+      inline: leaves that the source holds in its manifest and that the copy is to hold there, too, whatever their size: T5X
+        cannot restore one without mesh axes that is stored.
     """
 
     table: LeafTable
@@ -106,6 +108,7 @@ class Found:
     dropped: tuple[str, ...] = ()
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    inline: Collection[Path] = ()
 
 
 def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: ConvertOptions) -> Conversion:
@@ -131,6 +134,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         options.progress,
         files=found.files,
         extra=found.extra,
+        rule=dict.fromkeys(found.inline, True),
     )
     facts = (dict(found.mapped), found.added, found.dropped)
     if options.dry_run:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ import numpy as np
 from t5ckpt._borrow import borrow
 from t5ckpt._dtypes import kind
 from t5ckpt._layout import TRAIN_DS_PREFIX, join
-from t5ckpt._leaves import Empty, LeafTable
+from t5ckpt._leaves import Empty, LeafTable, flatten_nested
 from t5ckpt._open import Contents, read_contents
 from t5ckpt._sidecar import Sidecar
+from t5ckpt._specs import is_spec
 from t5ckpt._types import Path, check_patterns, leaf_name, path_of, root_names
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves
@@ -119,9 +120,19 @@ def rewrite_checkpoint(
         dropped=tuple(map(leaf_name, dropped)),
         files=_iterator_files(located),
         extra=_extra(contents[-1].sidecar),
+        inline=_inline_of(contents, names),
     )
     refuse_within(open_storage(directory), located)
     return finish(found, directory, options)
+
+
+def _inline_of(contents: Sequence[Contents], names: Mapping[Path, Path]) -> set[Path]:
+    """The new names of the leaves that the last source's manifest holds; a manifest of Flax holds whatever there is."""
+    last = contents[-1]
+    if last.manifest.version == 0:
+        return set()
+    held = flatten_nested(last.manifest.state, is_spec)
+    return {new for old, new in names.items() if isinstance(held.get(old), np.ndarray)}
 
 
 def _stamp(located: Located) -> list[int] | None:

@@ -13,7 +13,7 @@ from t5ckpt._dtypes import Cast
 from t5ckpt._leaves import LeafTable, view_state
 from t5ckpt._restore import fit_leaves, place_leaves
 from t5ckpt._stream import StreamRequest, write_stream
-from t5ckpt._transform import parameter_infos, transformed
+from t5ckpt._transform import LeafAxes, transformed
 from t5ckpt._types import Partitioner, SaveStateTransformationFn
 from t5ckpt.convert._conversion import Found
 from t5ckpt.convert.tf import open_tf, tf_leaves
@@ -37,20 +37,21 @@ def restore_tf(asked: Asked, cast: Cast | None, state: Any, partitioner: Partiti
 def convert_tf_to_model(
     asked: Asked,
     request: StreamRequest,
-    state: Any,
-    partitioner: Partitioner | None,
+    model: tuple[Any, Partitioner | None],
+    axes: LeafAxes,
     fns: Sequence[SaveStateTransformationFn],
 ) -> CommittedCheckpoint | None:
-    """Writes the leaves that the model has; None when the step is there already."""
+    """Writes the leaves that the model (its state and partitioner) has; None when the step is there already."""
+    state, partitioner = model
     found = _found(asked, state)
     if found.step is None:
         raise ValueError(f'{_where(found)}: no global_step, and no number at the end of its name.')
     plan = fit_leaves(found.table, _where(found), state, partitioner)
     table: LeafTable = plan.kept | {read.path: read.value for read in plan.inline}
-    infos = parameter_infos(table, state, partitioner) if fns else {}
-    leaves, _ = transformed(table, infos, fns)
+    given = transformed(table, axes, fns)
     try:
-        return write_stream(leaves, dataclasses.replace(request, step=found.step, source=found.source))
+        step = dataclasses.replace(request, step=found.step, source=found.source, rule=given.rule)
+        return write_stream(given.leaves, step)
     except CheckpointExistsError as error:
         _log.warning('Skipping conversion: %s', error)
         return None

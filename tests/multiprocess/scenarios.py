@@ -470,6 +470,22 @@ def restore_iterators(directory, shards):
     return data.position
 
 
+class AxesPartitioner(DataPartitioner):
+    """T5X's: axes for parameters, none for Adafactor's factors."""
+
+    def get_mesh_axes(self, train_state):
+        return {'state': {'param_states': {'v_row': None, 'v_col': None}}, 'target': {'w': PartitionSpec('model')}}
+
+
+def save_factors(directory, partitioned):
+    """v_row is on all devices, v_col sharded although it has no axes."""
+    values = {name: full(name, (32_128,), 'float32') for name in ('v_row', 'v_col')}
+    factors = {'v_row': sharded(values['v_row'], ()), 'v_col': sharded(values['v_col'], ('data',))}
+    tree = {'state': {'param_states': factors}, 'target': {'w': sharded(full('w', (64, 4096), 'float32'), ('model',))}}
+    with checkpointer(directory, tree, partitioner=AxesPartitioner(1) if partitioned else None) as ck:
+        ck.save(tree, step=1)
+
+
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 

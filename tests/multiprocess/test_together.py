@@ -192,6 +192,18 @@ def test_each_data_shard_has_its_iterator(four, tmp_path, shards):
     assert four.run('restore_iterators', tmp_path, shards) == first
 
 
+@pytest.mark.parametrize('partitioned', [True, False])
+def test_factors_without_axes_are_in_process_0s_manifest(four, tmp_path, partitioned):
+    """T5X's rule. What process 0 does not hold whole is an array: T5X would keep process 0's part of it alone."""
+    four.run('save_factors', tmp_path, partitioned)
+    manifest = t5x_rules.check(tmp_path / 'checkpoint_1')
+    stored = {key for key, leaf in manifest.items() if independent_reader.is_spec(leaf)}
+    assert stored == {'target/w', 'state/param_states/v_col'}
+    found = independent_reader.read(tmp_path / 'checkpoint_1')
+    for name in ('v_row', 'v_col'):
+        assert_same(found[f'state/param_states/{name}'], scenarios.full(name, (32_128,), 'float32'), name)
+
+
 def test_without_a_partitioner_each_process_has_a_data_shard(four, tmp_path):
     four.run('save_iterators', tmp_path, None)
     names = sorted(path.name for path in (tmp_path / 'checkpoint_1').glob('train_ds-*'))

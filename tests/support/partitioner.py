@@ -78,8 +78,8 @@ def mesh(shape: tuple[int, ...] = (2, 4), names: tuple[str, ...] = ('data', 'mod
 
 
 def t5x_rules(key: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-    """Like T5X's: the larger divisible dimension over 'model'; scalars and dummies are not partitioned."""
-    if not shape or shape == (1,) or key == 'state/step':
+    """Like T5X's: the larger divisible dimension over 'model'; scalars, dummies and Adafactor's factors have no axes."""
+    if not shape or shape == (1,) or key == 'state/step' or key.endswith(('/v_row', '/v_col')):
         return None
     order = sorted(range(len(shape)), key=lambda d: -shape[d])
     for dim in order:

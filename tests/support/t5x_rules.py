@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -38,6 +39,21 @@ def check(step_dir: pathlib.Path) -> dict[str, Any]:
             check_inline(key, leaf)
     check_files(step_dir, {path.rstrip('/') for path in directories})
     return leaves
+
+
+def check_axes(step_dir: pathlib.Path, rules: Callable[[str, tuple[int, ...]], Any], small: int = 16 * 1024) -> None:
+    """T5X's rule for every leaf: one without axes is in the manifest, since T5X cannot restore it from an array.
+
+    One with axes is an array, or small: T5X reads what is in the manifest everywhere.
+    """
+    for key, leaf in check(step_dir).items():
+        if leaf is None:
+            continue
+        shape = tuple(leaf['metadata']['shape'] if independent_reader.is_spec(leaf) else leaf.shape)
+        if rules(key, shape) is None:
+            assert not independent_reader.is_spec(leaf), f'{key} {shape}: T5X cannot restore it, it has no mesh axes'
+        elif not independent_reader.is_spec(leaf):
+            assert leaf.nbytes <= small, f'{key} {shape}: {leaf.nbytes} bytes in the manifest'
 
 
 def check_inline(key: str, leaf: Any) -> None:

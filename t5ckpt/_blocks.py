@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TypeVar
 
 import numpy as np
 
 from t5ckpt._tree import LeafInfo
+from t5ckpt._workers import Pool
 
 __all__ = ['BLOCK_BYTES', 'Block', 'batches_of', 'blocks_of', 'pieces_of', 'run_all']
 
@@ -100,7 +101,7 @@ def pieces_of(block: np.ndarray) -> Iterator[np.ndarray]:
 
 def run_all(work: Iterator[Callable[[], Result]], threads: int) -> Iterator[Result]:
     """Runs jobs in threads and yields what they return, in any order; at most two jobs a thread are begun or waiting."""
-    with ThreadPoolExecutor(threads) as executor:
+    with Pool(threads) as executor:
         begun: set[Future[Result]] = set()
         try:
             for job in work:

@@ -43,6 +43,7 @@ from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt._stream import StreamRequest, check_room, resume_text, unfinished
 from t5ckpt._types import Clock, Progress
 from t5ckpt._version import __version__
+from t5ckpt._workers import Pool
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.steps import Located, locate, refuse_within
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
@@ -311,7 +312,7 @@ class _Copy:
         for parent in sorted({name.rpartition('/')[0] for name in waiting}):
             self._to.make_dir(join(work.directory, parent))
         moved = 0
-        with concurrent.futures.ThreadPoolExecutor(self._options.workers, 't5ckpt-copy') as pool:
+        with Pool(self._options.workers, 't5ckpt-copy') as pool:
             futures = [pool.submit(self._copy_one, work, name, size, ledger) for name, size in waiting.items()]
             try:
                 for future in concurrent.futures.as_completed(futures):

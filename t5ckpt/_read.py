@@ -31,6 +31,7 @@ from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu, place
 from t5ckpt._plan_restore import StoredRead
 from t5ckpt._reader import ArrayReader, start_read
 from t5ckpt._types import Path, Progress, leaf_name
+from t5ckpt._workers import Pool
 from t5ckpt.errors import T5CkptError
 from t5ckpt.planning.resizing import clipped
 from t5ckpt.storage import foreign_errors
@@ -71,7 +72,7 @@ def read_arrays(
         needed = sum(_bytes_wanted(read) for read in here)
         check_memory(needed, f'{leaf_name(here[0].path)}{f" and {len(here) - 1} more leaves" if len(here) > 1 else ""}')
     if rest:
-        with concurrent.futures.ThreadPoolExecutor(_threads(), 't5ckpt-read') as pool:
+        with Pool(_threads(), 't5ckpt-read') as pool:
             try:
                 values |= _Flight(reader, budget, report, pool).run(rest)
             except BaseException:

@@ -23,6 +23,7 @@ import xxhash
 
 from t5ckpt._fence import Fence
 from t5ckpt._layout import join
+from t5ckpt._workers import Pool
 from t5ckpt.errors import T5CkptError
 from t5ckpt.storage import Storage, foreign_errors
 
@@ -126,7 +127,7 @@ def in_threads(items: Iterable[Any], work: Callable[[Any], Any], threads: int = 
       In the order of the items (item, result), or (item, error) for an error of ours.
     """
     count = threads or max(_MIN_THREADS, 2 * (os.cpu_count() or 1))
-    with concurrent.futures.ThreadPoolExecutor(count, 't5ckpt-scan') as pool:
+    with Pool(count, 't5ckpt-scan') as pool:
         waiting: collections.deque[tuple[Any, concurrent.futures.Future[Any]]] = collections.deque()
         try:
             for item in items:

@@ -7,14 +7,18 @@ finished then. These threads are daemons: whoever gives them work waits for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ['Workers']
+__all__ = ['Pool', 'Workers']
 
+_Result = TypeVar('_Result')
+_Given = ParamSpec('_Given')
 _Task = tuple[Callable[[], None], 'Future[None]']
 
 
@@ -70,3 +74,69 @@ def _do(function: Callable[[], None], future: Future[None]) -> None:
         future.set_exception(error)
     else:
         future.set_result(None)
+
+
+class Pool(Executor):
+    """``ThreadPoolExecutor``, but it takes work also while the interpreter ends: a restore in ``atexit`` needs it.
+
+    Where the system starts no more threads, as Python 3.12 does at its end, the work is done in ``submit``.
+    """
+
+    def __init__(self, count: int, name: str = 't5ckpt'):
+        """Starts nothing."""
+        self._count = count
+        self._name = name
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def submit(self, fn: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs) -> Future[_Result]:
+        """Has it called; the future has what it returns."""
+        future: Future[_Result] = Future()
+        task = (functools.partial(fn, *args, **kwargs), future)
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError('the pool is closed')
+            if len(self._threads) < self._count:
+                thread = threading.Thread(target=self._work, name=f'{self._name}-{len(self._threads)}', daemon=True)
+                with contextlib.suppress(RuntimeError):
+                    thread.start()
+                    self._threads.append(thread)
+            is_queued = bool(self._threads)
+            if is_queued:
+                self._tasks.put(task)
+        if not is_queued:
+            _call(*task)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends the threads when what was submitted is done or, with ``cancel_futures``, what was begun."""
+        with self._lock:
+            if cancel_futures:
+                with contextlib.suppress(queue.Empty):
+                    while (task := self._tasks.get_nowait()) is not None:
+                        task[1].cancel()
+            if not self._is_closed or cancel_futures:
+                for _ in self._threads:
+                    self._tasks.put(None)
+            self._is_closed = True
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            _call(*task)
+            del task
+
+
+def _call(function: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001 - raised by the future
+        future.set_exception(error)
+    else:
+        future.set_result(result)

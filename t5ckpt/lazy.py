@@ -10,13 +10,14 @@ Notes: nothing is cached; each ``get`` reads again. All methods may be called fr
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
+
+from t5ckpt._workers import Pool
 
 __all__ = ['LazyArray', 'LazyAwaitableArray', 'LazyThreadPoolArray', 'run_coroutine']
 
@@ -27,7 +28,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+    with Pool(1) as executor:
         return executor.submit(asyncio.run, coroutine).result()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import re
@@ -21,6 +20,7 @@ from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
+from t5ckpt._workers import Pool
 from t5ckpt.steps import locate
 from t5ckpt.view import lazy_leaf
 
@@ -112,7 +112,7 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: 
             path: whole[path] if path in whole else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()
         }
     # The reads wait in C++ threads; a thread of ours keeps an event loop of the caller out of the way.
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+    with Pool(1) as executor:
         values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()
     return {path: values[path] if path in values else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()}
 

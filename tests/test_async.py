@@ -669,3 +669,34 @@ def test_a_process_forked_after_a_save_is_told_to_spawn(tmp_path, where):
     done = run_python(FORKED.replace('sys.argv[-1]', repr(where)), tmp_path)
     uses = ('save', 'another save', 'background', 'restore', 'load', 'view')
     assert done.stdout.splitlines() == [*(f'{use} 0' for use in uses), '[1, 9]'], done.stdout + done.stderr
+
+
+AT_EXIT = """
+import atexit, sys
+import numpy as np, t5ckpt
+run = sys.argv[1]
+state = {'w': np.arange(2.0**16).reshape(256, 256), 'step': 1}
+with t5ckpt.Checkpointer(state, checkpoints_dir=run) as ck:
+    ck.save(state, step=1)
+
+def last():
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run) as ck:
+        restored = ck.restore()['w']
+    loaded = t5ckpt.load_t5x_checkpoint(run)['w']
+    corner = t5ckpt.open_checkpoint(run)['w'][:5, :5]
+    t5ckpt.copy_checkpoint(run, f'{run}-copy')
+    report = t5ckpt.verify(f'{run}-copy/checkpoint_1')
+    print(restored.sum(), loaded.sum(), corner.sum(), report.ok)
+
+atexit.register(last)
+"""
+
+
+@pytest.mark.multiprocess
+def test_restores_copies_and_checks_at_the_end_of_the_interpreter(tmp_path):
+    """Their threads take work while ``concurrent.futures`` does not anymore."""
+    done = subprocess.run(
+        [sys.executable, '-c', AT_EXIT, str(tmp_path / 'run')], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ''
+    assert done.stdout == '2147450880.0 2147450880.0 12850.0 True\n'

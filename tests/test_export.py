@@ -1,9 +1,11 @@
 """Plain exports: any tree as one safetensors or npz file, and back; read by the packages whose formats they are."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
+import time
 import zipfile
 from typing import Any
 
@@ -188,14 +190,14 @@ def test_a_checkpoint_that_is_damaged_leaves_no_file(run: str, tmp_path: pathlib
 
 
 @pytest.mark.parametrize('kind', EXPORTS)
-def test_a_full_disk_leaves_no_file(run: str, tmp_path: pathlib.Path, kind: str):
+def test_a_file_that_cannot_be_written_to_its_end_is_removed(run: str, tmp_path: pathlib.Path, kind: str):
     code = f"""
 import resource, signal, t5ckpt
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     t5ckpt.export_{kind}({run!r}, {str(tmp_path / 'out')!r})
-except t5ckpt.errors.NoSpaceError as error:
+except t5ckpt.errors.StorageError as error:
     print('said:', error)
 """
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
@@ -308,3 +310,20 @@ def test_what_is_not_there_or_not_to_be_had(tmp_path: pathlib.Path):
 def test_exports_go_to_local_disks(run: str):
     with pytest.raises(UnsupportedFormatError, match='local file system'):
         t5ckpt.export_npz(run, 'memory://exports/x.npz')
+
+
+@pytest.mark.parametrize(('pid', 'age', 'stays'), [(2**22 + 1, 601, False), (2**22 + 1, 60, True), ('live', 601, True)])
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path, pid, age, stays):
+    """A process may have the number on another machine, so what was written to lately stays, too."""
+    state = {'w': np.ones((4, 4), np.float32)}
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
+    left = tmp_path / f'out.npz.tmp-{os.getppid() if pid == "live" else pid}'
+    left.mkdir()
+    (left / 'part').write_bytes(b'x')
+    others = [tmp_path / 'out.npz.tmp-mine', tmp_path / 'other.npz.tmp-4194305']
+    for path in (left / 'part', left, *others):
+        path.touch()
+        os.utime(path, (time.time() - age,) * 2)
+    t5ckpt.export_npz(tmp_path / 'run', tmp_path / 'out.npz')
+    assert left.exists() == stays
+    assert all(path.exists() for path in others)

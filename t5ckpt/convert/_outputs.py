@@ -1,8 +1,9 @@
 """Files and directories that appear whole or not at all, and are not overwritten unless asked.
 
 Exports go to a local file system. What is written lies under ``<name>.tmp-<pid>`` beside its target and is renamed when
-it is durable; a crash leaves that name behind, which nobody takes for the result. A directory that is replaced is moved
-to ``<name>.old-<pid>`` first: a crash between the two renames leaves it there.
+it is durable; a crash leaves that name behind, which nobody takes for the result. The next export to the same name removes it
+when no process has that number and nothing was written there for ten minutes, since other machines may share the directory.
+A directory that is replaced is moved to ``<name>.old-<pid>`` first: a crash between the two renames leaves it there.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Generator
 
+from t5ckpt._in_place import TAKE_OVER_SECONDS
 from t5ckpt.errors import OutputExistsError, UnsupportedFormatError
 from t5ckpt.storage import foreign_errors, open_storage
 
@@ -73,6 +76,7 @@ def output(path: str, force: bool, is_ours: Callable[[str], bool] | None = None)
     with foreign_errors(path, writing=True):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         _remove(temporary)
+        _remove_dead(path)
         if is_ours is not None:
             os.mkdir(temporary)
     try:
@@ -83,6 +87,35 @@ def output(path: str, force: bool, is_ours: Callable[[str], bool] | None = None)
         with contextlib.suppress(OSError):
             _remove(temporary)
         raise
+
+
+def _remove_dead(path: str) -> None:
+    """Removes what exports to ``path`` that were killed left."""
+    beginning = f'{os.path.basename(path)}.tmp-'
+    for name in os.listdir(os.path.dirname(path)):
+        pid = name.removeprefix(beginning)
+        if not name.startswith(beginning) or not pid.isdecimal() or _is_running(int(pid)):
+            continue
+        left = os.path.join(os.path.dirname(path), name)
+        with contextlib.suppress(OSError):
+            if time.time() - _last_written(left) > TAKE_OVER_SECONDS:
+                _remove(left)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _last_written(path: str) -> float:
+    """The newest modification time of a file, or of a directory and the files in it."""
+    inside = [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)] if os.path.isdir(path) else []
+    return max([os.lstat(path).st_mtime, *inside])
 
 
 def _publish(temporary: str, path: str, force: bool, is_ours: Callable[[str], bool] | None) -> None:

@@ -77,4 +77,7 @@ def test_exit_codes(run: pathlib.Path, tmp_path: pathlib.Path):
 def test_every_format_explains_itself_with_an_example(verb: str, kind: str):
     text = t5ckpt_cli(verb, kind, '--help')
     assert f't5ckpt {verb} {kind} ' in text.partition('Example')[2]
-    assert all(option in text for option in ('--json', '--dry-run', '--force', '--step', '--dtype'))
+    assert all(
+        option in text
+        for option in ('--json', '--dry-run', '--force', '--step' if verb == 'export' else '--as-step', '--dtype')
+    )

@@ -337,6 +337,13 @@ def test_a_step_that_means_nothing_there_is_an_error_that_says_what_to_write(wor
     assert cure in done.output
 
 
+def test_as_step_names_the_step_to_write(files, tmp_path):
+    for kind in ('npz', 'safetensors'):
+        words = ['import', kind, str(files / f'x.{kind}'), str(tmp_path / kind), '--as-step', '7']
+        assert CliRunner().invoke(app, words).exit_code == 0
+        assert t5ckpt.all_steps(tmp_path / kind) == [7]
+
+
 def rm(*words, code=0):
     done = CliRunner().invoke(app, ['rm', *map(str, words)], standalone_mode=False)
     if done.exception is not None:

@@ -60,7 +60,8 @@ def moved_option(old: str, cure: str) -> Any:
         if value:
             raise click.UsageError(f'{ctx.command_path} takes no {param.opts[0]}: {cure}', ctx)
 
-    return click.option(old, type=str, multiple=True, hidden=True, expose_value=False, callback=refuse)
+    # A name of its own: click mixes up options that share one.
+    return click.option(old, 'moved', type=str, multiple=True, hidden=True, expose_value=False, callback=refuse)
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -19,8 +19,23 @@ LAYOUT_KEY = 't5ckpt'
 """In a Hugging Face file's metadata: how T5X kept the arrays, for the way back."""
 
 
+class _Casting:
+    """The cast that the options of an export or an import ask for; checked when they are made."""
+
+    dtype: Any
+    cast_leaves: str | re.Pattern[str] | None
+
+    def __post_init__(self) -> None:
+        _ = self.cast
+
+    @property
+    def cast(self) -> Cast | None:
+        """The cast, checked."""
+        return Cast.of(self.dtype, self.cast_leaves, 'dtype')
+
+
 @dataclasses.dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(_Casting):
     """How to export.
 
     Attributes:
@@ -45,17 +60,9 @@ class ExportOptions:
     progress: Progress | None = None
     cast_leaves: str | re.Pattern[str] | None = None
 
-    def __post_init__(self) -> None:
-        _ = self.cast
-
-    @property
-    def cast(self) -> Cast | None:
-        """The cast, checked."""
-        return Cast.of(self.dtype, self.cast_leaves, 'dtype')
-
 
 @dataclasses.dataclass(frozen=True)
-class ImportOptions:
+class ImportOptions(_Casting):
     """How to import.
 
     Attributes:
@@ -77,14 +84,6 @@ class ImportOptions:
     dry_run: bool = False
     progress: Progress | None = None
     cast_leaves: str | re.Pattern[str] | None = None
-
-    def __post_init__(self) -> None:
-        _ = self.cast
-
-    @property
-    def cast(self) -> Cast | None:
-        """The cast, checked."""
-        return Cast.of(self.dtype, self.cast_leaves, 'dtype')
 
 
 @dataclasses.dataclass(frozen=True)

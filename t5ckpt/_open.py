@@ -28,7 +28,8 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.reading.safetensors import decode_tensors, is_safetensors, read_tensors
+from t5ckpt.format.safetensors import is_safetensors
+from t5ckpt.reading.safetensors import decode_tensors, read_tensors
 from t5ckpt.steps import Located
 from t5ckpt.storage import Storage
 

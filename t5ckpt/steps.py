@@ -17,7 +17,7 @@ from t5ckpt._foreign import foreign_file, foreign_layout
 from t5ckpt._index import has_whole_manifest, indexed_steps
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
-from t5ckpt.reading.safetensors import WHOLE_NAMES, is_safetensors
+from t5ckpt.format.safetensors import WHOLE_NAMES, is_safetensors
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 __all__ = [

@@ -18,7 +18,22 @@ import numpy as np
 from t5ckpt._dtypes import dtype_from_name
 from t5ckpt.errors import CorruptCheckpointError
 
-__all__ = ['DTYPE_NAMES', 'MAX_HEADER', 'METADATA', 'Header', 'Tensor', 'header_bytes', 'parse_header']
+__all__ = [
+    'DTYPE_NAMES',
+    'INDEX_SUFFIX',
+    'MAX_HEADER',
+    'METADATA',
+    'WHOLE_NAMES',
+    'Header',
+    'Tensor',
+    'header_bytes',
+    'is_safetensors',
+    'parse_header',
+]
+
+WHOLE_NAMES = ('model.safetensors.index.json', 'model.safetensors')
+"""The files for which a directory counts as a checkpoint in this format, in this order."""
+INDEX_SUFFIX = '.safetensors.index.json'
 
 DTYPE_NAMES = {
     'bool': 'BOOL',
@@ -62,6 +77,11 @@ class Header:
 
     tensors: tuple[Tensor, ...]
     metadata: dict[str, str]
+
+
+def is_safetensors(name: str) -> bool:
+    """Whether a file name is that of a safetensors file or of an index of several."""
+    return name.endswith(('.safetensors', INDEX_SUFFIX))
 
 
 def header_bytes(first: bytes, size: int, where: str) -> int:

@@ -20,19 +20,10 @@ from t5ckpt._manifest import Manifest
 from t5ckpt._specs import SpecDict, StoredArray
 from t5ckpt._types import Path, path_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.format.safetensors import header_bytes, parse_header
+from t5ckpt.format.safetensors import INDEX_SUFFIX, header_bytes, parse_header
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['WHOLE_NAMES', 'decode_tensors', 'is_safetensors', 'read_tensors']
-
-WHOLE_NAMES = ('model.safetensors.index.json', 'model.safetensors')
-"""What a directory is looked through for."""
-_INDEX = '.safetensors.index.json'
-
-
-def is_safetensors(name: str) -> bool:
-    """Whether a file name is that of a safetensors file or of an index of several."""
-    return name.endswith(('.safetensors', _INDEX))
+__all__ = ['decode_tensors', 'read_tensors']
 
 
 def read_tensors(storage: Storage, directory: str, name: str, *, follow_links: bool = False) -> bytes:
@@ -49,7 +40,7 @@ def read_tensors(storage: Storage, directory: str, name: str, *, follow_links: b
             f'{storage.url(join(directory, name))}: safetensors are read from local files only. Copy it to a local disk.'
         )
     fence = Fence(root, follow_links=follow_links)
-    if not name.endswith(_INDEX):
+    if not name.endswith(INDEX_SUFFIX):
         return json.dumps({name: _entries(fence, root, name)}).encode()
     where = os.path.join(root, name)
     try:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StepMismatchWarning,
         T5CkptWarning,
         TemplateMismatchWarning,
+        UnreadLayoutWarning,
     )
     from t5ckpt.export import export_weights
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
@@ -147,6 +148,7 @@ __all__ = [
     'T5CkptWarning',
     'TemplateMismatchWarning',
     'TensorBoardMetrics',
+    'UnreadLayoutWarning',
     'VerifyReport',
     'WarmStart',
     'YoungDaly',
@@ -243,6 +245,7 @@ _MODULES = {
     'Series': 'runs',
     'StepInfo': 'policies',
     'T5CkptWarning': 'errors',
+    'UnreadLayoutWarning': 'errors',
     'TensorBoardMetrics': 'metrics',
     'VerifyReport': '_damage',
     'WarmStart': 'resume',

@@ -17,7 +17,8 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt._holds import held_steps
@@ -33,28 +34,24 @@ from t5ckpt._in_place import (
 from t5ckpt._index import mark_step
 from t5ckpt._layout import (
     MANIFEST,
-    PINNED,
     SIDECAR,
-    deleted_dir,
     join,
     parse_leftover,
     step_dir,
     tmp_dir,
 )
-from t5ckpt._manifest import decode_manifest
 from t5ckpt._open import check_opens
 from t5ckpt._types import Clock
+from t5ckpt.commit.deletion import move_aside, remove_checkpoint, renamed_for_deletion
+from t5ckpt.commit.occupancy import listed_elsewhere, occupancy
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     FormatError,
     SaveFailedError,
     StorageError,
     T5CkptError,
-    UnsupportedFormatError,
 )
-from t5ckpt.steps import is_orbax
 from t5ckpt.storage import Storage
 
 __all__ = [
@@ -65,7 +62,6 @@ __all__ = [
     'begin',
     'commit',
     'hide_checkpoint',
-    'is_free',
     'leave',
     'remove_hidden',
     'take_lease',
@@ -114,35 +110,6 @@ def writer_facts(version: str) -> dict[str, Any]:
     return {'name': 't5ckpt', 'version': version, 'host': socket.gethostname(), 'pid': os.getpid()}
 
 
-def is_free(storage: Storage, step: int) -> bool:
-    """Whether a step may be written: there is nothing, or only what is proven broken.
-
-    Raises:
-      UnsupportedFormatError: what is there is whole for somebody else (Orbax, a newer version), or broken but pinned.
-    """
-    directory = step_dir(step)
-    if storage.renames and storage.kind(directory) is None:
-        return True
-    key = join(directory, MANIFEST)
-    if storage.is_file(key):
-        try:
-            decode_manifest(storage.read(key), storage.url(key))
-        except CorruptCheckpointError:
-            pass
-        else:
-            return False
-    elif not storage.renames and not storage.names(directory, ''):
-        # One listing in the place of a question for each file that could be there.
-        return True
-    elif is_orbax(storage, directory):
-        raise UnsupportedFormatError(
-            f'{storage.url(directory)} is a checkpoint of Orbax. Move it away to save this step.'
-        )
-    if storage.is_file(join(directory, PINNED)):
-        raise UnsupportedFormatError(f'{storage.url(directory)} is broken, but pinned. Unpin it or move it away.')
-    return True
-
-
 def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None:
     """Writes the owner's record into the directory and keeps it fresh, until the claim is closed."""
     key = join(work.directory, SIDECAR)
@@ -150,14 +117,19 @@ def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None
     work.claim.start()
 
 
-def begin(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Workspace:
+def begin(
+    storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any], others: Collection[str] = ()
+) -> Workspace:
     """Makes the directory that a save writes into, and locks it.
 
     Garbage collection comes first: on stores without rename it also writes the markers of steps that have none, which
-    nobody looks for once the marker of this one is there.
+    nobody looks for once the marker of this one is there. ``others`` are the names of other layouts' steps that it found.
     """
     storage.make_dir('')
     if not storage.renames:
+        found = listed_elsewhere(storage, step, others)
+        if found is not None:
+            raise AlreadyCommittedError(f'{storage.url(found.name)} is in the layout of {found.layout}')
         return _begin_in_place(storage, step, clock)
     unix = int(clock())
     while True:
@@ -240,7 +212,7 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories:
     old = _take_place(work, final, clock)
     work.directory = final
     if old is not None:
-        _remove_leftover(storage, old)
+        _remove_leftover(work, old, clock)
     work.claim.close()
     return final
 
@@ -274,11 +246,16 @@ def _take_place(work: Workspace, final: str, clock: Clock) -> str | None:
     """Renames the directory to its final name; where what stood there is now, or None."""
     storage = work.storage
     old = None
-    if storage.kind(final) == 'dir' and _vacate(work):
+    standing = storage.kind(final)
+    if standing is not None:
+        _vacate(work)
+    if standing == 'file':
+        move_aside(storage, final, work.step, clock, ())
+    elif standing == 'dir':
         if storage.exchange(work.directory, final):
             return _set_aside(storage, work.step, work.directory, clock)
         # Without an exchange there is a moment in which neither is listed.
-        old = _rename_away(storage, work.step, clock)
+        old = renamed_for_deletion(storage, final, work.step, clock)
     try:
         storage.publish(work.directory, final)
     except StorageError as error:
@@ -292,18 +269,25 @@ def _take_place(work: Workspace, final: str, clock: Clock) -> str | None:
 
 
 def _vacate(work: Workspace) -> bool:
-    """Whether what lies at the final name is broken, or to be replaced, and makes room."""
-    if not work.replaces and not is_free(work.storage, work.step):
-        raise AlreadyCommittedError(work.storage.url(step_dir(work.step)))
-    return True
+    """Whether nothing lies at the final name; what does is broken, or to be replaced, and makes room.
+
+    Raises:
+      AlreadyCommittedError: it is a complete step.
+    """
+    if work.replaces:
+        return False
+    there = occupancy(work.storage, work.step)
+    if there.found is not None:
+        raise AlreadyCommittedError(work.storage.url(there.found.name))
+    return there.is_empty
 
 
-def _remove_leftover(storage: Storage, name: str) -> None:
+def _remove_leftover(work: Workspace, name: str, clock: Clock) -> None:
     """Removes what no listing shows any more; the checkpoint is committed, so a failure is only logged."""
     try:
-        storage.delete_tree(name)
+        remove_checkpoint(work.storage, name, work.step, clock)
     except T5CkptError as error:
-        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', storage.url(name), error)
+        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', work.storage.url(name), error)
 
 
 def leave(work: Workspace) -> None:
@@ -324,7 +308,8 @@ def abandon(work: Workspace) -> None:
             remove_step(storage, work.step)
             work.hold.release()
         else:
-            storage.delete_tree(_out_of_the_way(work))
+            leftover = _out_of_the_way(work)
+            remove_checkpoint(storage, leftover, work.step, time.time)
     except T5CkptError as error:
         _log.warning('t5ckpt: could not remove %s after a failed save: %s', storage.url(work.directory), error)
     finally:
@@ -336,7 +321,7 @@ def _out_of_the_way(work: Workspace) -> str:
     leftover = parse_leftover(work.directory)
     if leftover is not None:
         try:
-            return _rename_away(work.storage, work.step, lambda: leftover.unix, work.directory)
+            return renamed_for_deletion(work.storage, work.directory, work.step, lambda: leftover.unix)
         except T5CkptError:
             pass
     work.storage.delete_file(join(work.directory, MANIFEST))
@@ -346,17 +331,9 @@ def _out_of_the_way(work: Workspace) -> str:
 def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
     """Gives the old checkpoint, whose place is taken, a name that every sweep removes, however little is left of it."""
     try:
-        return _rename_away(storage, step, clock, name)
+        return renamed_for_deletion(storage, name, step, clock)
     except T5CkptError:
         return name
-
-
-def _rename_away(storage: Storage, step: int, clock: Clock, name: str = '') -> str:
-    unix = int(clock())
-    while storage.kind(deleted_dir(step, unix)) is not None:
-        unix += 1
-    storage.publish(name or step_dir(step), deleted_dir(step, unix))
-    return deleted_dir(step, unix)
 
 
 def hide_checkpoint(storage: Storage, step: int, clock: Clock) -> str | None:
@@ -375,7 +352,7 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock) -> str | None:
     if step in held_steps(storage, clock):
         return None
     if storage.renames:
-        doomed = _rename_away(storage, step, clock)
+        doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
         if step in held_steps(storage, clock):
             storage.publish(doomed, step_dir(step))
             return None
@@ -392,6 +369,8 @@ def remove_hidden(storage: Storage, directory: str, clock: Clock) -> None:
     if claim is None:
         return
     try:
-        storage.delete_tree(directory)
+        leftover = parse_leftover(directory)
+        if leftover is not None:
+            remove_checkpoint(storage, directory, leftover.step, clock)
     finally:
         claim.close()

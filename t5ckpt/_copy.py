@@ -25,12 +25,13 @@ from t5ckpt._budget import ByteBudget
 from t5ckpt._commit import AlreadyCommittedError, Workspace, begin, commit, leave, writer_facts
 from t5ckpt._digest import digest
 from t5ckpt._in_place import remove_step, take
-from t5ckpt._index import complete_index
+from t5ckpt._index import ensured_index
 from t5ckpt._layout import (
     DATASET_REMOVED,
     PINNED,
     SIDECAR,
     TRAIN_DS_PREFIX,
+    foreign_keys,
     is_integrity_file,
     join,
     parse_step_dir,
@@ -40,13 +41,14 @@ from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
 from t5ckpt._open import Identity
 from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
-from t5ckpt._stream import StreamRequest, check_room, resume_text, unfinished
+from t5ckpt._stream import resume_text, unfinished
 from t5ckpt._types import Clock, Progress
 from t5ckpt._version import __version__
 from t5ckpt._workers import Pool
+from t5ckpt.commit.occupancy import check_room, listed_elsewhere
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.steps import Located, locate, refuse_within
-from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
+from t5ckpt.steps import Located, locate, open_run_storage, refuse_within
+from t5ckpt.storage import Storage, foreign_errors, split_path
 
 __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
 
@@ -138,9 +140,9 @@ def copy_checkpoint(
             'directory with another tool.'
         )
     number = _step_of(located, target)
-    storage = open_storage(target, options.target_options)
+    storage = open_run_storage(target, options.target_options)
     refuse_within(storage, located)
-    check_room(StreamRequest(storage, number, overwrite=options.overwrite))
+    check_room(storage, number, overwrite=options.overwrite)
     source_now = Identity.now(located)
     try:
         with source_now.told('copied'):
@@ -166,11 +168,13 @@ def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) 
     if storage.renames:
         again = unfinished(storage, step, clock, facts)
         return begin(storage, step, clock, facts) if again is None else again
-    complete_index(storage)
+    found = listed_elsewhere(storage, step, ensured_index(storage).others)
+    if found is not None:
+        raise AlreadyCommittedError(storage.url(found.name))
     work = Workspace(storage, step, step_dir(step), hold=take(storage, step, clock))
     try:
-        check_room(StreamRequest(storage, step))
         if resume_text(storage, work.directory) != facts['resume']:
+            check_room(storage, step)
             remove_step(storage, step)
             owner = Sidecar(extra={'writer': dict(facts), 'step': step})
             storage.write(join(work.directory, SIDECAR), encode_sidecar(owner))
@@ -297,7 +301,7 @@ class _Copy:
     def _there(self, work: Workspace, names: Sequence[str], ledger: Ledger) -> set[str]:
         """The files that an earlier attempt has copied; what it had besides goes."""
         found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
-        for name in found.keys() - {*names, SIDECAR}:
+        for name in found.keys() - {*names, SIDECAR} - {*foreign_keys(found)}:
             self._to.delete_file(join(work.directory, name))
         is_local = self._from.local_path(self._base) is not None
         known = {name for name in names if name in found and (is_local or name in ledger)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from t5ckpt._layout import join
+from t5ckpt._layout import join, parse_step_dir
 from t5ckpt.storage import Storage
 
-__all__ = ['foreign_file', 'foreign_layout']
+__all__ = ['foreign_file', 'foreign_layout', 'unread_contents']
 
 _STEP = re.compile(r'(?:step[_-])?([0-9]+)')
 # What a directory is known by, the first that matches one of its names; for single checkpoints and files.
@@ -72,3 +72,16 @@ def foreign_layout(storage: Storage) -> str | None:
                 return f'{what}, with {len(steps)} step(s): {more}{shown}. {cure}; {storage.url(join(latest))} is one'
     names = [entry.name for entry in entries]
     return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
+
+
+def unread_contents(storage: Storage) -> str | None:
+    """What a run without a step holds that looks like one, for the end of a sentence; None where there is nothing."""
+    known = foreign_layout(storage)
+    if known is not None:
+        return f'it looks like {known}'
+    if not storage.renames:
+        # What a save left that was stopped lies there under the step's own name.
+        return None
+    names = [entry.name for entry in storage.entries() if parse_step_dir(entry.name) is not None]
+    holding = [name for name in names if storage.kind(name) == 'file' or storage.entries(name)]
+    return f'it holds {", ".join(holding[:5])}, none of which is a complete checkpoint' if holding else None

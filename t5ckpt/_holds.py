@@ -11,8 +11,9 @@ import contextlib
 import secrets
 from collections.abc import Generator
 
-from t5ckpt._layout import HOLD_PREFIX, MANIFEST, hold_file, join, parse_hold, step_dir
+from t5ckpt._layout import HOLD_PREFIX, hold_file, parse_hold
 from t5ckpt._types import Clock
+from t5ckpt.steps import has_step
 from t5ckpt.storage import Storage
 
 __all__ = ['held', 'held_steps']
@@ -24,7 +25,7 @@ def held(storage: Storage, step: int, seconds: float, clock: Clock) -> Generator
     name = hold_file(step, int(clock() + seconds) + 1, secrets.token_hex(8))
     storage.write(name, b'')
     try:
-        yield storage.kind(join(step_dir(step), MANIFEST)) == 'file'
+        yield has_step(storage, step)
     finally:
         storage.delete_file(name)
 

@@ -31,13 +31,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from t5ckpt._index import complete_index, mark_step, read_index
+from t5ckpt._index import ensured_index, mark_step, read_index
 from t5ckpt._layout import MANIFEST, busy_marker, join, parse_step_dir, step_dir, step_marker
 from t5ckpt._sidecar import Sidecar, encode_sidecar
 from t5ckpt._types import Clock
+from t5ckpt.commit.deletion import remove_own_keys
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage import Storage
 
@@ -243,11 +244,11 @@ def _taken(storage: Storage, step: int, owner: Owner | None) -> str:
 
 
 def remove_step(storage: Storage, step: int) -> None:
-    """Removes all of a step that is held: first what makes it visible."""
+    """Removes all that T5X or t5ckpt wrote of a step that is held: first what makes it visible."""
     directory = step_dir(step)
     _delete_manifest(storage, join(directory, MANIFEST))
     storage.delete_file(step_marker(step))
-    storage.delete_tree(directory)
+    remove_own_keys(storage, directory)
 
 
 def _delete_manifest(storage: Storage, key: str) -> None:
@@ -309,7 +310,7 @@ def remove_in_place(storage: Storage, directory: str, clock: Clock) -> None:
     try:
         if not storage.is_file(join(directory, MANIFEST)):
             # Its marker went when it was hidden.
-            storage.delete_tree(directory)
+            remove_own_keys(storage, directory)
     except BaseException:
         hold.close()
         raise
@@ -330,11 +331,11 @@ def _taken_to_hide(storage: Storage, step: int, clock: Clock, key: str) -> Write
             time.sleep(_RIVAL_POLL_SECONDS)
 
 
-def sweep_in_place(storage: Storage, clock: Clock, stale_after: float) -> list[str]:
+def sweep_in_place(storage: Storage, clock: Clock, stale_after: float) -> tuple[list[str], Collection[str]]:
     """Ends what dead writers and deleters began, and writes the markers of steps that have none.
 
     Returns:
-      The directories that were removed.
+      The directories that were removed, and the names of the steps in other layouts.
     """
     removed: list[str] = []
     index = read_index(storage)
@@ -345,8 +346,8 @@ def sweep_in_place(storage: Storage, clock: Clock, stale_after: float) -> list[s
         except T5CkptError as error:
             _log.warning('t5ckpt: could not sweep %s: %s', storage.url(step_dir(step)), error)
     if not index.is_complete:
-        complete_index(storage)
-    return removed
+        index = ensured_index(storage)
+    return removed, index.others
 
 
 def _sweep_one(storage: Storage, step: int, now: float, stale_after: float) -> bool:

@@ -7,6 +7,7 @@ there, whatever the markers say, and each is asked for.
 
     steps/<step>   committed, and not deleted by us since
     busy/<step>    being written or deleted, or left by who died over it; see _in_place.py
+    others/<name>  a step in another layout lies under this name, see catalog/layouts.py
     complete       the run's address: every step that was there has its marker
 
 Without ``complete`` (a run that T5X or a copy made) everything is walked, once: the next save marks what it finds. A copy
@@ -31,18 +32,21 @@ from t5ckpt._layout import (
     MANIFEST,
     STEP_PREFIX,
     join,
+    other_marker,
     parse_index,
-    parse_step_dir,
+    parse_other,
+    parse_step_name,
     step_dir,
     step_marker,
 )
-from t5ckpt._manifest import is_whole
+from t5ckpt.catalog.layouts import ListedStep, inspect_name, one_a_step
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import Storage, open_storage
 
-__all__ = ['complete_index', 'has_whole_manifest', 'indexed_steps', 'mark_step', 'read_index', 'reindex_steps']
+__all__ = ['Index', 'ensured_index', 'indexed_steps', 'mark_step', 'read_index', 'reindex_steps']
 
-_WALKED_BYTES = 64 * 2**20
+# A step of an Orbax CheckpointManager is a directory whose name is its number.
+_STEP_PREFIXES = (STEP_PREFIX, *'0123456789')
 _log = logging.getLogger('t5ckpt')
 
 
@@ -53,6 +57,7 @@ class Index:
     steps: frozenset[int]
     busy: frozenset[int]
     is_complete: bool
+    others: frozenset[str] = frozenset()
 
 
 def read_index(storage: Storage) -> Index:
@@ -64,7 +69,8 @@ def read_index(storage: Storage) -> Index:
         if parsed is not None:
             marked[parsed[0]].add(parsed[1])
     is_complete = INDEX_COMPLETE in keys and _is_of_here(storage)
-    return Index(frozenset(marked['steps']), frozenset(marked['busy']), is_complete)
+    others = frozenset(name for key in keys if (name := parse_other(key)) is not None)
+    return Index(frozenset(marked['steps']), frozenset(marked['busy']), is_complete, others)
 
 
 def _is_of_here(storage: Storage) -> bool:
@@ -74,46 +80,34 @@ def _is_of_here(storage: Storage) -> bool:
         return False
 
 
-def indexed_steps(storage: Storage) -> list[int]:
-    """The complete steps of a run on a store without rename, ascending."""
+def indexed_steps(storage: Storage) -> list[ListedStep]:
+    """The complete steps of a run on a store without rename, ascending, in whichever layout."""
     return _steps(storage, read_index(storage))
 
 
-def _steps(storage: Storage, index: Index) -> list[int]:
+def _steps(storage: Storage, index: Index) -> list[ListedStep]:
     known = sorted(index.steps | index.busy)
-    others: list[int] = []
+    unmarked: list[str] = []
     if not index.is_complete or storage.seeks:
-        others = _unmarked(storage, known)
-    if others and not index.is_complete:
+        unmarked = _unmarked(storage, index)
+    if unmarked and not index.is_complete:
         _log.info(
             't5ckpt: %s has no markers of its steps, so all its keys were listed; the next save writes them.',
             storage.url(),
         )
     there = storage.are_files([join(step_dir(step), MANIFEST) for step in known])
     # A manifest is one PUT, so one that we wrote is whole.
-    steps = [step for step, is_there in zip(known, there, strict=True) if is_there]
-    return sorted([*steps, *(step for step in others if has_whole_manifest(storage, step_dir(step)))])
+    steps = [ListedStep(step, step_dir(step)) for step, is_there in zip(known, there, strict=True) if is_there]
+    looked_at = [inspect_name(storage, name) for name in sorted(index.others.union(unmarked))]
+    return one_a_step([*steps, *(found for found in looked_at if found is not None)])
 
 
-def _unmarked(storage: Storage, known: list[int]) -> list[int]:
-    names = storage.names('', STEP_PREFIX, [step_dir(step) for step in known])
-    return [step for name in names if (step := parse_step_dir(name)) is not None]
-
-
-def has_whole_manifest(storage: Storage, directory: str) -> bool:
-    """Whether a directory holds a manifest that does not end in the middle."""
-    key = join(directory, MANIFEST)
-    if storage.renames:
-        size = storage.size(key)
-        if size is None:
-            return False
-        if size > _WALKED_BYTES:
-            return True
-    try:
-        return is_whole(storage.read(key))
-    except CheckpointNotFoundError:
-        # Deleted by another process since it was listed.
-        return False
+def _unmarked(storage: Storage, index: Index) -> list[str]:
+    known = {*map(step_dir, index.steps | index.busy), *index.others}
+    beginnings = (STEP_PREFIX,) if index.is_complete else _STEP_PREFIXES
+    names = storage.names('', beginnings, known)
+    # A file is not left out with the directories.
+    return [name for name in names if name not in known and parse_step_name(name) is not None]
 
 
 def mark_step(storage: Storage, step: int) -> None:
@@ -121,21 +115,20 @@ def mark_step(storage: Storage, step: int) -> None:
     storage.write(step_marker(step), b'')
 
 
-def complete_index(storage: Storage, *, again: bool = False) -> list[int]:
-    """Gives every complete step its marker, unless that was done before; with ``again`` also then.
-
-    Returns:
-      The steps that got one.
-    """
+def ensured_index(storage: Storage, *, again: bool = False) -> Index:
+    """The index, after every step that is there got its marker, unless that was done before; with ``again`` also then."""
     index = read_index(storage)
     if index.is_complete and not again:
-        return []
-    index = dataclasses.replace(index, is_complete=False)
-    missing = [step for step in _steps(storage, index) if step not in index.steps]
-    for step in missing:
+        return index
+    found = _steps(storage, dataclasses.replace(index, is_complete=False))
+    steps = {each.step for each in found if each.is_t5x}
+    others = {each.name for each in found if not each.is_t5x}
+    for step in sorted(steps - index.steps):
         mark_step(storage, step)
+    for name in sorted(others - index.others):
+        storage.write(other_marker(name), b'')
     storage.write(INDEX_COMPLETE, storage.url().encode())
-    return missing
+    return Index(index.steps | steps, index.busy, True, index.others | others)
 
 
 def reindex_steps(
@@ -151,4 +144,8 @@ def reindex_steps(
       The steps that were not known. On a file system, which needs no markers, none.
     """
     storage = open_storage(checkpoints_dir, storage_options)
-    return [] if storage.renames else complete_index(storage, again=True)
+    if storage.renames:
+        return []
+    before, after = read_index(storage), ensured_index(storage, again=True)
+    others = [step for name in after.others - before.others if (step := parse_step_name(name)) is not None]
+    return sorted({*(after.steps - before.steps), *others})

@@ -5,9 +5,12 @@ The layout is T5X's (t5x/checkpoints.py): ``checkpoint_<step>/checkpoint`` is th
 stored array lies in the directory of its name with ``/`` turned into ``.``. Ours are ``t5ckpt.json``,
 ``integrity.<process>.json``, ``DATASET_REMOVED``, which says that the iterator files are gone on purpose,
 ``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out, ``checkpoint_<step>.damaged-<unix seconds>``, which
-could not be restored, and ``held_<step>.<unix seconds>.<who>``, with which a reader asks until that second that the step
+could not be restored, ``checkpoint_<step>.foreign-<unix seconds>``, which stood in the place of a step and holds files of
+other programs, and ``held_<step>.<unix seconds>.<who>``, with which a reader asks until that second that the step
 not be deleted. On object stores also
-``.t5ckpt/steps/<step>`` and ``.t5ckpt/busy/<step>``, see ``_index.py``.
+``.t5ckpt/steps/<step>``, ``.t5ckpt/busy/<step>`` and ``.t5ckpt/others/<name>``, see ``_index.py``.
+
+Which of the names in a step's directory T5X or t5ckpt gives is decided by :func:`foreign_keys`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 __all__ = [
     'DATASET_REMOVED',
@@ -34,16 +37,22 @@ __all__ = [
     'damaged_dir',
     'dataset_prefix',
     'deleted_dir',
+    'foreign_dir',
+    'foreign_keys',
     'hold_file',
     'integrity_file',
     'is_inside',
     'is_integrity_file',
     'join',
+    'other_marker',
     'parse_damaged',
+    'parse_foreign',
     'parse_hold',
     'parse_index',
     'parse_leftover',
+    'parse_other',
     'parse_step_dir',
+    'parse_step_name',
     'step_dir',
     'step_marker',
     'tmp_dir',
@@ -64,8 +73,17 @@ _INTEGRITY = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted)-([0-9]{1,12})')
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
+_FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
+_OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
 _HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
+_NUMBER = re.compile(r'[0-9]{1,18}')
 _MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})')
+# A chunk of an array, in the array's directory; with '/' between the numbers where the array's metadata say so.
+_CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
+_NESTED_CHUNK = re.compile(r'[0-9]+([./][0-9]+)*')
+_ARRAY_METADATA = '.zarray'
+# What a write that is under way, ours or TensorStore's, adds to the name of its file.
+_PARTIAL = ('.__partial', '.__lock')
 # One component of a file key. Everything else (a slash, a control character, a leading dot) is not put on disk.
 _SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
 _MAX_COMPONENT = 200
@@ -140,6 +158,17 @@ def parse_damaged(name: str) -> int | None:
     return None if match is None else int(match.group(1))
 
 
+def foreign_dir(step: int, unix: int) -> str:
+    """The directory's name of what stood in the place of a step and holds files of other programs."""
+    return f'checkpoint_{step}.foreign-{unix}'
+
+
+def parse_foreign(name: str) -> int | None:
+    """The step in :func:`foreign_dir`, or None for any other name."""
+    match = _FOREIGN.fullmatch(name)
+    return None if match is None else int(match.group(1))
+
+
 def hold_file(step: int, until: int, who: str) -> str:
     """The file, beside the steps, with which a reader holds a step."""
     return f'held_{step}.{until}.{who}'
@@ -161,6 +190,17 @@ def busy_marker(step: int) -> str:
     return f'{INDEX}/busy/{step}'
 
 
+def other_marker(name: str) -> str:
+    """The key that says that a step in another layout lies under this name."""
+    return f'{INDEX}/others/{name}'
+
+
+def parse_other(key: str) -> str | None:
+    """The name in :func:`other_marker`, or None for any other key."""
+    match = _OTHER.fullmatch(key)
+    return None if match is None else match.group(1)
+
+
 def parse_index(key: str) -> tuple[str, int] | None:
     """``('steps', 5)`` or ``('busy', 5)``, or None for any other key."""
     match = _MARKER.fullmatch(key)
@@ -171,6 +211,11 @@ def parse_step_dir(name: str) -> int | None:
     """The step in ``checkpoint_<step>``, or None for any other name."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match.group(1))
+
+
+def parse_step_name(name: str) -> int | None:
+    """The step in ``checkpoint_<step>`` or in ``<step>``, as an Orbax CheckpointManager names it; else None."""
+    return int(name) if _NUMBER.fullmatch(name) else parse_step_dir(name)
 
 
 def parse_leftover(name: str) -> Leftover | None:
@@ -192,6 +237,41 @@ def is_integrity_file(name: str) -> bool:
 def dataset_prefix(shard_id: int, num_shards: int) -> str:
     """The prefix of a data shard's iterator files, T5X's ``train_ds-000-of-001``."""
     return f'{TRAIN_DS_PREFIX}-{shard_id:03}-of-{num_shards:03}'
+
+
+def foreign_keys(keys: Iterable[str]) -> list[str]:
+    """The files in a step's directory that neither T5X nor t5ckpt writes, told by their names.
+
+    Theirs are the manifest, the sidecar, the lists of checksums, ``PINNED``, ``DATASET_REMOVED``, everything that begins
+    with ``train_ds-``, and in a directory of an array its metadata and its chunks.
+
+    Args:
+      keys: all files of the directory, relative to it.
+    """
+    there = list(keys)
+    is_step = MANIFEST in there or SIDECAR in there
+    arrays = {key.removesuffix(f'/{_ARRAY_METADATA}') for key in there if key.endswith(f'/{_ARRAY_METADATA}')}
+    # T5X and t5ckpt put every array directly below the step. A manifest may name deeper ones.
+    arrays = {array for array in arrays if is_step or '/' not in array}
+    return [key for key in there if not _is_own(key, arrays)]
+
+
+def _is_own(key: str, arrays: Collection[str]) -> bool:
+    for suffix in _PARTIAL:
+        key = key.removesuffix(suffix)
+    top, slash, _ = key.partition('/')
+    if top.startswith(f'{TRAIN_DS_PREFIX}-'):
+        return True
+    if not slash:
+        return top in (MANIFEST, SIDECAR, PINNED, DATASET_REMOVED) or is_integrity_file(top)
+    directory, _, name = key.rpartition('/')
+    if name == _ARRAY_METADATA:
+        return directory in arrays or '/' not in directory
+    if _CHUNK.fullmatch(name) and ('/' not in directory or directory in arrays):
+        # The metadata may be gone already, or not yet there.
+        return True
+    parents = [directory[: match.start()] for match in re.finditer('/', directory)]
+    return any(array in arrays and _NESTED_CHUNK.fullmatch(key[len(array) + 1 :]) for array in parents)
 
 
 def array_dirs(names: Iterable[str]) -> dict[str, str]:

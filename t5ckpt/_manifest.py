@@ -34,6 +34,7 @@ __all__ = [
     'decode_ext',
     'decode_manifest',
     'encode_manifest',
+    'is_of_others',
     'is_whole',
     'manifest_of',
 ]
@@ -41,6 +42,7 @@ __all__ = [
 VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
 _CHUNKED = '__msgpack_chunked_array__'
+_TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
 _MAX_RANK = 32
 _MAX_DEPTH = 250
 # The decoder makes a list as long as its header claims before it has seen one item, at each level of nesting.
@@ -81,7 +83,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
       UnsupportedFormatError: a TensorFlow state file, a newer version, or msgpack of something else.
       CorruptCheckpointError: truncated or not msgpack.
     """
-    if data.startswith((b'model_checkpoint_path', b'all_model_checkpoint_paths')):
+    if data.startswith(_TENSORFLOW):
         raise UnsupportedFormatError(
             f'{where} is the state file of a TensorFlow checkpoint, not a T5X manifest. '
             'Convert it with T5X (Checkpointer.convert_from_tf_checkpoint) first.'
@@ -112,6 +114,24 @@ def is_whole(data: bytes) -> bool:
         return is_map and unpacker.tell() == len(data)
     except (ValueError, msgpack.UnpackException, RecursionError):
         return False
+
+
+def is_of_others(data: bytes) -> bool:
+    """Whether a file called ``checkpoint`` is whole for another program: TensorFlow's state file, msgpack of something else.
+
+    One or two bytes are nothing that a program would write.
+    """
+    if data.startswith(_TENSORFLOW):
+        return True
+    if len(data) <= 2 or 0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF):
+        return False
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data) + 1)
+    unpacker.feed(data)
+    try:
+        unpacker.skip()
+    except (ValueError, msgpack.UnpackException, RecursionError):
+        return False
+    return unpacker.tell() == len(data)
 
 
 def manifest_of(contents: Any, where: str) -> Manifest:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from t5ckpt._books import below, files_of, is_own, source_of
-from t5ckpt._commit import AlreadyCommittedError, Workspace, abandon, begin, commit, is_free, writer_facts
+from t5ckpt._commit import AlreadyCommittedError, Workspace, abandon, begin, commit, writer_facts
 from t5ckpt._cure import Cure, RepairOptions, cure_of, lost_error
 from t5ckpt._damage import Damage
 from t5ckpt._digest import digest
@@ -34,17 +34,18 @@ from t5ckpt._ledger import Ledger, encode_ledger
 from t5ckpt._open import Identity
 from t5ckpt._scan import Scanner, in_threads
 from t5ckpt._sidecar import encode_sidecar
-from t5ckpt._sweep import sweep
+from t5ckpt._sweep import collect
 from t5ckpt._types import Clock, Progress
 from t5ckpt._version import __version__
+from t5ckpt.commit.occupancy import check_room
 from t5ckpt.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.steps import Located, refuse_within
-from t5ckpt.storage import Storage, open_storage, split_path
+from t5ckpt.steps import Located, open_run_storage, refuse_within
+from t5ckpt.storage import Storage, split_path
 
 __all__ = ['RepairOptions', 'RepairReport', 'repair']
 
@@ -110,7 +111,7 @@ def repair(
     wanted = bool(cure.rebuilt or cure.dropped)
     where, files = located.storage.url(located.directory), 0
     if wanted:
-        target = located.storage if output is None else open_storage(output, options.target_options)
+        target = located.storage if output is None else open_run_storage(output, options.target_options)
         where = target.url(step_dir(number))
         if in_place:
             _check_in_place(located, number)
@@ -163,10 +164,7 @@ def _check_in_place(located: Located, step: int) -> None:
 def _check_output(target: Storage, output: str | os.PathLike[str], step: int) -> None:
     if parse_step_dir(split_path(output)[1]) is not None:
         raise ValueError(f'{os.fspath(output)} is a directory of a step. Give that of the run, its parent.')
-    if not is_free(target, step):
-        raise CheckpointExistsError(
-            f'{target.url(step_dir(step))} is there already. Write to another run, or in place.'
-        )
+    check_room(target, step)
 
 
 class _StillDamagedError(CorruptCheckpointError):
@@ -193,9 +191,9 @@ class _Surgery:
 
     def run(self, in_place: bool) -> int:
         """Writes, verifies and commits; returns the number of files."""
-        sweep(self._target, self._clock)
+        _, others = collect(self._target, self._clock)
         try:
-            work = begin(self._target, self._step, self._clock, writer_facts(__version__))
+            work = begin(self._target, self._step, self._clock, writer_facts(__version__), others)
         except AlreadyCommittedError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
         work.replaces = in_place

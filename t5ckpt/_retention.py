@@ -3,6 +3,9 @@
 The plan is pure (``policies.retention_plan``); here its facts are gathered, and it is carried out: each step that goes is
 made invisible in one atomic operation, and then removed in the background. A crash in between leaves a directory that no
 listing shows and that the next save sweeps. One deletion that fails is logged and does not stop the others.
+
+Only steps in T5X's layout are looked at. A step of Orbax or Flax stays, and takes no place among the latest or the best; who
+wants it gone removes its directory. A step that cannot be looked at stays, too, and is logged.
 """
 
 from __future__ import annotations
@@ -14,12 +17,19 @@ from typing import Any
 
 from t5ckpt._commit import hide_checkpoint, remove_hidden
 from t5ckpt._holds import held_steps
-from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, step_dir
+from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, parse_step_name, step_dir
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError, StorageError, T5CkptError
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    StepKeptError,
+    StorageError,
+    T5CkptError,
+    UnsupportedFormatError,
+)
 from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
-from t5ckpt.steps import steps_in
+from t5ckpt.steps import listing, steps_in
 from t5ckpt.storage import Storage
 
 __all__ = ['Retention', 'delete_step', 'deletion', 'saved_facts']
@@ -54,12 +64,27 @@ class Retention:
         self._told: set[tuple[int, str]] = set()
 
     def steps(self) -> list[int]:
-        """The complete steps, ascending."""
+        """The complete steps, ascending, in whichever layout."""
         return steps_in(self._storage)
+
+    def others(self) -> list[Decision]:
+        """The steps that the policy is not asked about, and why they stay."""
+        found = listing(self._storage)
+        written = [
+            Decision(each.step, True, f'in the layout of {each.layout}') for each in found.steps if not each.is_t5x
+        ]
+        unreadable = [
+            Decision(parse_step_name(name) or 0, True, f'unreadable: {error}')
+            for name, error in found.unreadable.items()
+        ]
+        return sorted([*written, *unreadable], key=lambda decision: decision.step)
+
+    def _prunable(self) -> list[int]:
+        return [each.step for each in listing(self._storage).steps if each.is_t5x]
 
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts that the policy sees, ascending by step; ``names`` are the metrics to look for instead of its own."""
-        steps = steps_in(self._storage)
+        steps = self._prunable()
         held = held_steps(self._storage, self._clock)
         self._facts = {
             step: self._facts[step] if step in self._facts else saved_facts(self._storage, step) for step in steps
@@ -173,7 +198,7 @@ class Retention:
         keep = self.keep_datasets
         if keep is None:
             return
-        files = {step: _dataset_files(self._storage, step) for step in steps_in(self._storage)}
+        files = {step: _dataset_files(self._storage, step) for step in self._prunable()}
         having = [step for step, names in files.items() if names]
         for step in having[:-keep]:
             if step == just_saved or self._storage.is_file(join(step_dir(step), PINNED)):
@@ -197,10 +222,18 @@ def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = F
 
     Raises:
       CheckpointNotFoundError: with the steps that are there.
+      UnsupportedFormatError: the step is in another layout.
     """
     directory = step_dir(step)
     if not storage.is_file(join(directory, MANIFEST)):
-        shown = ', '.join(map(str, steps_in(storage)[-10:])) or 'none'
+        steps = listing(storage).steps
+        for found in steps:
+            if found.step == step and not found.is_t5x:
+                raise UnsupportedFormatError(
+                    f'{storage.url(found.name)} is in the layout of {found.layout}, which t5ckpt does not delete. Remove it with '
+                    'the program that wrote it.'
+                )
+        shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
         raise CheckpointNotFoundError(
             f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'
         )

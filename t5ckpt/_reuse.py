@@ -30,7 +30,7 @@ from t5ckpt._ledger import decode_ledger
 from t5ckpt._place import is_private
 from t5ckpt._plan import ArrayWrite
 from t5ckpt.errors import T5CkptError
-from t5ckpt.steps import steps_in
+from t5ckpt.steps import listing
 from t5ckpt.storage import Storage
 
 __all__ = ['Previous', 'files_of', 'find_previous', 'leaves_of_writes']
@@ -106,7 +106,7 @@ def find_previous(storage: Storage) -> Previous | None:
     """The latest checkpoint on storage for the first save after a start."""
     if storage.local_path('') is None:
         return None
-    for step in reversed(steps_in(storage)[-1:]):
+    for step in [each.step for each in listing(storage).steps if each.is_t5x][-1:]:
         try:
             key = join(step_dir(step), integrity_file(0))
             files = decode_ledger(storage.read(key), storage.url(key))

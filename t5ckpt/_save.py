@@ -20,7 +20,6 @@ from t5ckpt._commit import (
     abandon,
     begin,
     commit,
-    is_free,
     writer_facts,
 )
 from t5ckpt._compress import AUTO, choose_codec
@@ -39,10 +38,11 @@ from t5ckpt._reuse import Previous, leaves_of_writes
 from t5ckpt._sidecar import Sidecar, TreeFacts, encode_sidecar
 from t5ckpt._specs import StoredArray, spec_of
 from t5ckpt._stage import Staging
-from t5ckpt._sweep import sweep
+from t5ckpt._sweep import collect
 from t5ckpt._transform import LeafAxes, transformed
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, write_arrays
+from t5ckpt.commit.occupancy import occupancy
 from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning
 from t5ckpt.lazy import LazyArray
 from t5ckpt.policies import fields_of
@@ -139,10 +139,12 @@ def prepare_save(
 
 
 def _is_free(request: SaveRequest) -> bool:
-    if is_free(request.storage, request.step) or request.replaces():
+    found = occupancy(request.storage, request.step).found
+    if found is None or (found.is_t5x and request.replaces()):
         return True
-    where = request.storage.url(step_dir(request.step))
-    _log.warning('Skipping save checkpoint for step %d (directory %s already exists)', request.step, where)
+    where = request.storage.url(found.name)
+    written = '' if found.is_t5x else f', in the layout of {found.layout.capitalize()}'
+    _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', request.step, where, written)
     return False
 
 
@@ -241,8 +243,8 @@ def _begin(job: _Job, notes: Sequence[Any], held: list[Workspace]) -> dict[str, 
         for location, (sample, dtype) in job.samples.items()
     }
     try:
-        sweep(request.storage, request.clock)
-        held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__)))
+        _, others = collect(request.storage, request.clock)
+        held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__), others))
         held[0].replaces = request.replaces()
     except AlreadyCommittedError as error:
         return _dropped(request.step, error)

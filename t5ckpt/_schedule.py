@@ -269,12 +269,9 @@ class SaveSchedule:
         return view
 
     def _first_view(self, now: float) -> _View:
-        if not self._names:
-            steps = self._retention.steps()
-        else:
-            infos = self._retention.infos()
-            steps = [info.step for info in infos]
-            for info in infos:
+        steps = self._retention.steps()
+        if self._names:
+            for info in self._retention.infos():
                 self._best = _with_best(self._best, info.metrics)
         return _View(now, steps[-1] if steps else None, now)
 

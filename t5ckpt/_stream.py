@@ -32,7 +32,6 @@ from t5ckpt._commit import (
     abandon,
     begin,
     commit,
-    is_free,
     leave,
     take_lease,
     writer_facts,
@@ -40,7 +39,7 @@ from t5ckpt._commit import (
 from t5ckpt._compress import AUTO
 from t5ckpt._digest import digest
 from t5ckpt._in_place import TAKE_OVER_SECONDS
-from t5ckpt._layout import MANIFEST, PINNED, SIDECAR, integrity_file, join, parse_leftover, step_dir
+from t5ckpt._layout import MANIFEST, SIDECAR, integrity_file, join, parse_leftover, step_dir
 from t5ckpt._leaves import LeafTable, nest
 from t5ckpt._ledger import encode_ledger
 from t5ckpt._manifest import encode_manifest
@@ -50,10 +49,11 @@ from t5ckpt._reuse import files_of
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt._specs import spec_of
 from t5ckpt._stage import Staging
-from t5ckpt._sweep import is_abandoned, sweep
+from t5ckpt._sweep import collect, is_abandoned
 from t5ckpt._types import Clock, Path, Progress
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, write_arrays
+from t5ckpt.commit.occupancy import check_room
 from t5ckpt.errors import CheckpointExistsError, FormatError
 from t5ckpt.storage import Storage
 
@@ -108,30 +108,9 @@ class _Taken:
         self.array_bytes += write.array.nbytes
 
 
-def check_room(request: StreamRequest) -> None:
-    """Says before anything is read that the step is taken.
-
-    Raises:
-      CheckpointExistsError: a complete checkpoint is there, and replacing it was not asked for or is not possible.
-      UnsupportedFormatError: what is there is another program's.
-    """
-    storage, directory = request.storage, step_dir(request.step)
-    if is_free(storage, request.step):
-        return
-    where = storage.url(directory)
-    if not request.overwrite:
-        raise CheckpointExistsError(
-            f'{where} is there already. Write to another directory, or replace it (overwrite, --force).'
-        )
-    if storage.kind(join(directory, PINNED)) == 'file':
-        raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')
-    if not storage.renames:
-        raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
-
-
 def rehearse(table: LeafTable, request: StreamRequest) -> None:
     """Raises what :func:`write_stream` would before it reads or writes anything; for dry runs."""
-    check_room(request)
+    check_room(request.storage, request.step, overwrite=request.overwrite)
     plan_save(table, {}, request.options, rule=request.rule)
 
 
@@ -143,12 +122,12 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
       request: where and how.
 
     Raises:
-      CheckpointExistsError: see :func:`check_room`; nothing was read.
+      CheckpointExistsError: see ``commit/occupancy.check_room``; nothing was read.
       UnsupportedLeafError: a leaf cannot be written; nothing was.
       StorageError: nothing became visible.
     """
     started = time.monotonic()
-    check_room(request)
+    check_room(request.storage, request.step, overwrite=request.overwrite)
     plan = plan_save(table, {}, request.options, rule=request.rule)
     try:
         work = _workspace(request, plan)
@@ -179,8 +158,8 @@ def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
         facts['resume'] = digest(plan_text(plan, header).encode())
         again = unfinished(storage, request.step, request.clock, facts)
     # The lock of the unfinished one is held by now, so it is not swept.
-    sweep(storage, request.clock)
-    work = begin(storage, request.step, request.clock, facts) if again is None else again
+    _, others = collect(storage, request.clock)
+    work = begin(storage, request.step, request.clock, facts, others) if again is None else again
     work.replaces = request.overwrite
     return work
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Collection
 
 from t5ckpt._in_place import TAKE_OVER_SECONDS, parse_owner, sweep_in_place
-from t5ckpt._layout import HOLD_PREFIX, SIDECAR, Leftover, deleted_dir, join, parse_hold, parse_leftover
+from t5ckpt._layout import HOLD_PREFIX, SIDECAR, Leftover, join, parse_hold, parse_leftover
 from t5ckpt._sidecar import decode_sidecar
 from t5ckpt._types import Clock
+from t5ckpt.commit.deletion import remove_checkpoint, renamed_for_deletion
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.storage import Storage
 
-__all__ = ['STALE_AFTER_SECONDS', 'is_abandoned', 'sweep']
+__all__ = ['STALE_AFTER_SECONDS', 'collect', 'is_abandoned', 'sweep']
 
 STALE_AFTER_SECONDS = 3600.0
 _log = logging.getLogger('t5ckpt')
@@ -32,6 +34,13 @@ def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECON
     Returns:
       The names that were removed. One that cannot be removed is logged and does not stop the rest.
     """
+    return collect(storage, clock, stale_after)[0]
+
+
+def collect(
+    storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS
+) -> tuple[list[str], Collection[str]]:
+    """The same; also returns what the look at the index of an object store has shown, the names of other layouts' steps."""
     _collect_read_leases(storage, clock() - TAKE_OVER_SECONDS)
     if not storage.renames:
         return sweep_in_place(storage, clock, stale_after)
@@ -50,7 +59,7 @@ def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECON
             _log.warning('t5ckpt: could not sweep %s: %s', storage.url(entry.name), error)
     if removed:
         _log.info('t5ckpt: swept %s from %s', ', '.join(removed), storage.url())
-    return removed
+    return removed, ()
 
 
 def _collect_read_leases(storage: Storage, before: float) -> None:
@@ -77,19 +86,12 @@ def _sweep_one(storage: Storage, leftover: Leftover, now: float, stale_after: fl
         else:
             is_dead = is_abandoned(storage, leftover, now, stale_after, has_lock=claim.is_held)
         if is_dead:
-            storage.delete_tree(_renamed(storage, leftover))
+            name = leftover.name
+            if leftover.state != 'deleted':
+                # A removal that is killed may have taken what the rest is known by.
+                name = renamed_for_deletion(storage, name, leftover.step, lambda: leftover.unix)
+            remove_checkpoint(storage, name, leftover.step, lambda: leftover.unix)
         return is_dead
-
-
-def _renamed(storage: Storage, leftover: Leftover) -> str:
-    """The name under which a leftover is removed: a removal that is killed may have taken what the rest is known by."""
-    if leftover.state == 'deleted':
-        return leftover.name
-    unix = leftover.unix
-    while storage.kind(deleted_dir(leftover.step, unix)) is not None:
-        unix += 1
-    storage.publish(leftover.name, deleted_dir(leftover.step, unix))
-    return deleted_dir(leftover.step, unix)
 
 
 def is_abandoned(storage: Storage, leftover: Leftover, now: float, stale_after: float, *, has_lock: bool) -> bool:

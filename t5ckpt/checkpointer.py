@@ -670,7 +670,8 @@ class Checkpointer(FromTensorFlow):
 
     def latest_step(self) -> int | None:
         """The largest complete step, or None."""
-        return max(self.all_steps(), default=None)
+        newest = steps.listing(self._storage).newest
+        return None if newest is None else newest.step
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps that hold data-iterator state, ascending."""

@@ -39,7 +39,8 @@ And every warning, each given once for its cause; ``warnings.simplefilter('error
     ├── MissingMetricWarning                                  a policy looks at a metric that the steps do not have
     ├── NoEffectWarning                                       an option that does nothing here
     ├── StepMismatchWarning                                   a step is saved under another number than its own
-    └── TemplateMismatchWarning                               what is saved does not fit what it would be restored to
+    ├── TemplateMismatchWarning                               what is saved does not fit what it would be restored to
+    └── UnreadLayoutWarning                                   a new run where steps lie that t5ckpt does not read
 
 Each is also the builtin that callers of T5X already catch. ``TreeMismatchError`` carries its differences as data in
 ``problems``, so that a program need not parse the text.
@@ -89,6 +90,7 @@ __all__ = [
     'TreeMismatchError',
     'UnexpectedLeaves',
     'UnmatchedPattern',
+    'UnreadLayoutWarning',
     'UnsafeSpecError',
     'UnsupportedFormatError',
     'UnsupportedLeafError',
@@ -114,6 +116,10 @@ class T5CkptWarning(UserWarning):
 
 class NoEffectWarning(T5CkptWarning):
     """An option was given and does nothing here, for the reason that the message names."""
+
+
+class UnreadLayoutWarning(T5CkptWarning):
+    """A run starts anew in a directory that holds steps which t5ckpt does not read; the message names them."""
 
 
 class CheckpointNotFoundError(T5CkptError, FileNotFoundError, ValueError):

@@ -14,16 +14,25 @@ import logging
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from t5ckpt._foreign import unread_contents
 from t5ckpt._layout import PINNED, damaged_dir, join, step_dir
 from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest, view_state
 from t5ckpt._specs import is_spec
 from t5ckpt._types import Path, leaf_name, path_of
 from t5ckpt.checkpointer import Checkpointer
-from t5ckpt.errors import CorruptCheckpointError, FormatError, NotADirectoryStorageError, RemoteError, T5CkptError
-from t5ckpt.steps import get_checkpoint_dir
+from t5ckpt.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    NotADirectoryStorageError,
+    RemoteError,
+    T5CkptError,
+    UnreadLayoutWarning,
+)
+from t5ckpt.steps import get_checkpoint_dir, listing
 from t5ckpt.translate import apply_assignment_map
 from t5ckpt.view import open_checkpoint
 
@@ -139,6 +148,7 @@ def restore_or_init(
             f'{checkpointer.checkpoints_dir}: none of the steps {sorted(failed)} can be restored; the log says why. Repair '
             'one, or move them away to start anew.'
         )
+    _warn_of_unread(checkpointer)
     if initial_checkpoint is None:
         return init_fn()
     given = (
@@ -148,6 +158,17 @@ def restore_or_init(
         raise ValueError('initial_checkpoint is empty: pass a path or a WarmStart in it, or None.')
     warm = [source if isinstance(source, WarmStart) else WarmStart(source) for source in given]
     return _warm_start(checkpointer, init_fn, warm, donate)
+
+
+def _warn_of_unread(checkpointer: Checkpointer) -> None:
+    """Says that a run which starts anew has the directory of another one, before it is mistaken for the first start."""
+    text: str | None = checkpointer.agree('a new run', None, lambda _: unread_contents(checkpointer.storage))
+    if text is not None:
+        warnings.warn(
+            f'{checkpointer.checkpoints_dir} has no step that t5ckpt reads, so the run starts anew, but {text}',
+            UnreadLayoutWarning,
+            stacklevel=3,
+        )
 
 
 def _kind(error: T5CkptError) -> str:
@@ -169,9 +190,15 @@ def _verdict(kinds: Sequence[str]) -> str:
 def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
     """Renames what is damaged. What another program or a newer version wrote stays, and so does what is pinned."""
     storage = checkpointer.storage
+    others = {each.step: each.name for each in listing(storage).steps if not each.is_t5x} if failed else {}
     for step, kind in failed.items():
-        directory = step_dir(step)
-        if kind != 'corrupt' or not storage.renames or storage.kind(join(directory, PINNED)) is not None:
+        directory = others.get(step, step_dir(step))
+        if (
+            step in others
+            or kind != 'corrupt'
+            or not storage.renames
+            or storage.kind(join(directory, PINNED)) is not None
+        ):
             _log.warning('t5ckpt: %s stays, and so this run cannot save that step again', storage.url(directory))
             continue
         aside = damaged_dir(step, int(time.time()))

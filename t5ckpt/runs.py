@@ -88,13 +88,13 @@ class Run(Mapping[int, CheckpointView]):
         return self._storage.url()
 
     def summaries(self) -> list[StepSummary]:
-        """What is known of each complete step without opening it, ascending."""
-        return [summary for summary in summaries(self._storage) if summary.complete]
+        """What is known of each step without opening it, ascending; of an unreadable one the reason."""
+        return [summary for summary in summaries(self._storage) if summary.complete or summary.reason]
 
     @property
     def steps(self) -> list[int]:
         """The complete steps, ascending."""
-        return [summary.step for summary in self.summaries()]
+        return [summary.step for summary in self.summaries() if summary.complete]
 
     def __getitem__(self, step: int) -> CheckpointView:
         try:
@@ -127,7 +127,7 @@ class Run(Mapping[int, CheckpointView]):
         values: dict[int, Any] = {}
         missing: Exception | None = None
         for summary in self.summaries():
-            if summary.step < since:
+            if summary.step < since or not summary.complete:
                 continue
             key = (summary.step, summary.created, name, fn)
             if key not in self._series:
@@ -172,7 +172,7 @@ class Run(Mapping[int, CheckpointView]):
                 human_bytes(item.nbytes),
                 '' if _saved(item) is None else f'{_saved(item):%Y-%m-%d %H:%M:%S}',
                 *['' if name not in item.metrics else f'{item.metrics[name]:.6g}' for name in names],
-                item.kept,
+                ', '.join(filter(None, [item.kept, item.state if item.reason else '', item.reason])),
             ]
             for item in found
         ]

@@ -1,8 +1,8 @@
 """Finding and listing checkpoints, and pinning them.
 
-A step is listed if and only if its directory holds the manifest, which is written last, and the manifest is whole: one
-of up to 64 MiB is walked through to its end, a larger one is taken at its word, since a listing must not read gigabytes.
-On object stores ``_index.py`` knows the steps.
+A step is listed if and only if it can be restored: its directory holds the manifest, which is written last, and the
+manifest is whole (one of up to 64 MiB is walked through to its end, a larger one is taken to be); or it is in a layout of
+Orbax or Flax, see ``catalog/layouts.py``. On object stores ``_index.py`` knows the steps.
 Signatures are T5X's (t5x/checkpoints.py, checkpoint_utils.py).
 """
 
@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt._foreign import foreign_file, foreign_layout
-from t5ckpt._index import has_whole_manifest, indexed_steps
-from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, step_dir
-from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from t5ckpt._index import indexed_steps
+from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, parse_step_name, step_dir
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_orbax, one_a_step
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.safetensors import WHOLE_NAMES, is_safetensors
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
@@ -27,19 +28,20 @@ __all__ = [
     'dataset_steps_in',
     'find_checkpoint',
     'get_checkpoint_dir',
+    'has_step',
     'is_orbax',
     'is_pinned_checkpoint',
     'latest_step',
+    'listing',
     'locate',
     'locate_step',
     'open_run_storage',
     'pin_checkpoint',
     'refuse_within',
+    'refuse_within_step',
     'steps_in',
     'unpin_checkpoint',
 ]
-
-_ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +74,33 @@ def open_run_storage(
     """Opens a run's directory; it need not exist. An empty path gives a storage that raises when it is used.
 
     Raises:
-      CheckpointNotFoundError: it is a step of a run. What would be saved there would lie within a checkpoint.
+      CheckpointNotFoundError: it is a step of a run, or lies in one. What would be saved there would lie within a
+        checkpoint, and go with it.
     """
     if not isinstance(path, Storage) and not os.fspath(path):
         return AbsentStorage()
     storage = open_storage(path, storage_options)
-    parent, _, name = storage.url().rstrip('/').rpartition('/')
-    step = parse_step_dir(name)
-    if step is not None and storage.is_file(MANIFEST):
-        raise CheckpointNotFoundError(f'{storage.url()} is step {step} of a run, and no run. Give the run: {parent}')
+    refuse_within_step(storage, storage_options)
     return storage
+
+
+def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Looks whether a directory that is to be a run's lies in that of a step. Costs nothing where no name says so.
+
+    Raises:
+      CheckpointNotFoundError: it does, or is a step's itself.
+    """
+    here = above = storage.url().rstrip('/')
+    while '/' in above:
+        parent, _, name = above.rpartition('/')
+        # A number alone names a step of Orbax, but mostly something else; on an object store a look is a request.
+        step = parse_step_name(name) if storage.renames else parse_step_dir(name)
+        if step is not None:
+            place = storage if above == here else open_storage(above, storage_options)
+            if place.is_file(MANIFEST) or is_orbax(place, ''):
+                what = 'is' if above == here else f'lies in {above}, which is'
+                raise CheckpointNotFoundError(f'{here} {what} step {step} of a run, and no run. Give the run: {parent}')
+        above = parent
 
 
 def get_checkpoint_dir(checkpoints_dir: str | os.PathLike[str], step: int) -> str:
@@ -95,15 +114,26 @@ def get_checkpoint_dir(checkpoints_dir: str | os.PathLike[str], step: int) -> st
 
 
 def steps_in(storage: Storage) -> list[int]:
-    """The complete steps below a storage's root, ascending."""
+    """The complete steps below a storage's root, ascending, in whichever layout."""
+    return listing(storage).numbers
+
+
+def listing(storage: Storage) -> Listing:
+    """The same with the layout of each, and with what cannot be looked at."""
     if not storage.renames:
-        return indexed_steps(storage)
-    found: list[int] = []
+        return Listing(tuple(indexed_steps(storage)))
+    found: list[ListedStep] = []
+    unreadable: dict[str, T5CkptError] = {}
     for entry in storage.entries():
-        step = parse_step_dir(entry.name) if entry.is_dir else None
-        if step is not None and has_whole_manifest(storage, entry.name):
-            found.append(step)
-    return sorted(found)
+        if parse_step_name(entry.name) is None:
+            continue
+        try:
+            step = inspect_name(storage, entry.name)
+        except T5CkptError as error:
+            unreadable[entry.name] = error
+            continue
+        found += [] if step is None else [step]
+    return Listing(tuple(one_a_step(found)), unreadable)
 
 
 def all_steps(
@@ -127,8 +157,8 @@ def latest_step(
       checkpoints_dir: the run's directory.
       storage_options: see docs/storage.md.
     """
-    steps = all_steps(checkpoints_dir, storage_options=storage_options)
-    return steps[-1] if steps else None
+    newest = listing(open_storage(checkpoints_dir, storage_options)).newest
+    return None if newest is None else newest.step
 
 
 def all_dataset_checkpoint_steps(
@@ -146,11 +176,11 @@ def all_dataset_checkpoint_steps(
 def dataset_steps_in(storage: Storage) -> list[int]:
     """Likewise, below a storage's root; on an object store those of complete steps alone."""
     if storage.renames:
-        parsed = [parse_step_dir(entry.name) for entry in storage.entries() if entry.is_dir]
-        steps = sorted(step for step in parsed if step is not None)
+        names = [entry.name for entry in storage.entries() if entry.is_dir]
     else:
-        steps = indexed_steps(storage)
-    return [step for step in steps if storage.names(step_dir(step), f'{TRAIN_DS_PREFIX}-')]
+        names = [each.directory for each in indexed_steps(storage) if each.directory]
+    steps = {name: step for name in names if (step := parse_step_name(name)) is not None}
+    return sorted({step for name, step in steps.items() if storage.names(name, f'{TRAIN_DS_PREFIX}-')})
 
 
 def find_checkpoint(
@@ -191,9 +221,13 @@ def locate(
         grand, directory = split_path(parent)
         if step is not None and step != parse_step_dir(directory):
             raise CheckpointNotFoundError(f'{path}: is one checkpoint, not a run: step {step} cannot be taken from it.')
+        number = parse_step_dir(directory)
+        if number is None:
+            # A file of Flax says it itself.
+            number = parse_step_dir(name)
         if directory:
-            return Located(open_storage(grand, storage_options), directory, name, parse_step_dir(directory))
-        return Located(outer, '', name, None)
+            return Located(open_storage(grand, storage_options), directory, name, number)
+        return Located(outer, '', name, number)
     if storage.renames and storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: no such file or directory, so no checkpoint.')
     if tensors and step is None and storage.local_path('') is not None and not storage.is_file(MANIFEST):
@@ -208,7 +242,7 @@ def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None
     if step is None and storage.is_file(MANIFEST):
         return Located(outer, name, MANIFEST, parse_step_dir(name))
     if step is None and is_orbax(storage, ''):
-        return Located(outer, name, '', parse_step_dir(name))
+        return Located(outer, name, '', parse_step_name(name))
     return locate_step(storage, step)
 
 
@@ -218,31 +252,45 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     Raises:
       CheckpointNotFoundError: with the steps that are there.
     """
-    steps = steps_in(storage)
+    if step is not None and storage.is_file(join(step_dir(step), MANIFEST)):
+        # Whole or not: its decoder says what is wrong with it.
+        return Located(storage, step_dir(step), MANIFEST, step)
+    found = listing(storage).newest if step is None else _step_at(storage, step)
+    if found is not None:
+        return Located(storage, found.directory, found.manifest, found.step)
     if step is None:
-        # A damaged step is opened when there is nothing better: its decoder says what is wrong with it.
-        step = max(steps or _orbax_steps(storage) or _damaged_steps(storage), default=None)
-    if step is None:
+        # A damaged step is opened when there is nothing better.
+        damaged = max(_damaged_steps(storage), default=None)
+        if damaged is not None:
+            return Located(storage, step_dir(damaged), MANIFEST, damaged)
         raise CheckpointNotFoundError(
             f'{storage.url()}: no complete checkpoint there; {_contents(storage)}. Check the path.'
         )
-    directory = step_dir(step)
-    if storage.is_file(join(directory, MANIFEST)):
-        return Located(storage, directory, MANIFEST, step)
-    for candidate in (directory, str(step)):
-        if storage.is_file(join(candidate, MANIFEST)):
-            return Located(storage, candidate, MANIFEST, step)
-        if is_orbax(storage, candidate):
-            return Located(storage, candidate, '', step)
     if storage.is_file(MANIFEST):
         raise CheckpointNotFoundError(
             f'{storage.url()} is one checkpoint, not a run: step {step} cannot be taken from it.'
         )
-    shown = ', '.join(map(str, steps[-10:])) or 'none'
+    shown = ', '.join(str(each.step) for each in listing(storage).steps[-10:]) or 'none'
     raise CheckpointNotFoundError(
-        f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}. Pass one of them, or none to take '
-        'the latest.'
+        f'{storage.url(step_dir(step))}: step {step} is not there, complete steps are: {shown}. Pass one of them, or none to '
+        'take the latest.'
     )
+
+
+def _step_at(storage: Storage, step: int) -> ListedStep | None:
+    """A complete step by its number: under the usual names at once, else, with leading zeros, by a listing."""
+    for name in (step_dir(step), str(step)):
+        found = inspect_name(storage, name)
+        if found is not None:
+            return found
+    names = [entry.name for entry in storage.entries()] if storage.renames else []
+    others = [name for name in names if parse_step_name(name) == step]
+    return next((found for name in others if (found := inspect_name(storage, name)) is not None), None)
+
+
+def has_step(storage: Storage, step: int) -> bool:
+    """Whether a step is there, in whichever layout."""
+    return storage.is_file(join(step_dir(step), MANIFEST)) or _step_at(storage, step) is not None
 
 
 def refuse_within(target: Storage | None, located: Located) -> None:
@@ -258,22 +306,6 @@ def refuse_within(target: Storage | None, located: Located) -> None:
     inner, outer = os.path.realpath(inner), os.path.realpath(outer)
     if inner == outer or inner.startswith(f'{outer}{os.sep}'):
         raise ValueError(f'{inner} is inside of the checkpoint {outer} that is to be copied. Write elsewhere.')
-
-
-def is_orbax(storage: Storage, directory: str) -> bool:
-    """Whether a directory looks like Orbax's: a tree, or items one of which is a tree."""
-    marks = [*_ORBAX_MARKERS, *(f'{item}/_METADATA' for item in ('state', 'default'))]
-    return any(storage.are_files([join(directory, mark) for mark in marks]))
-
-
-def _orbax_steps(storage: Storage) -> list[int]:
-    """Steps that Orbax wrote: ``checkpoint_<step>`` (T5X's use of it) or ``<step>`` (its own)."""
-    found: list[int] = []
-    for entry in storage.entries():
-        step = int(entry.name) if entry.name.isdecimal() else parse_step_dir(entry.name)
-        if entry.is_dir and step is not None and is_orbax(storage, entry.name):
-            found.append(step)
-    return found
 
 
 def _damaged_steps(storage: Storage) -> list[int]:

@@ -42,6 +42,7 @@ ROWS = (
         '_fence',
         '_scan',
         '_foreign',
+        'catalog',
         '_index',
         'reading',
         'steps',
@@ -78,6 +79,7 @@ ROWS = (
         '_damage',
         '_implied',
         '_integrity',
+        'commit',
         '_in_place',
         '_commit',
         '_sweep',
@@ -110,8 +112,8 @@ MAX_MODULE_LINES = 400
 MAX_BODY_LINES = 50
 MAX_PARAMETERS = 6
 # The one class that users hold in their hands: each of its methods is a docstring and a few lines that pass its
-# arguments on. Splitting it would hide the interface, not shorten it.
-LONGER_MODULES = {'checkpointer': 750}
+# arguments on. Splitting it would hide the interface, not shorten it. errors.py is a list of classes, one a cause.
+LONGER_MODULES = {'checkpointer': 750, 'errors': 450}
 LONGER_BODIES = {'checkpointer.Checkpointer.__init__': 80}
 # Signatures that T5X's callers use by position and keyword; everything else groups its parameters in a type.
 T5X_SIGNATURES = {

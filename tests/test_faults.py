@@ -61,7 +61,7 @@ def operations(kind, tmp_path, options):
 @pytest.mark.parametrize('kind', ['file', 'direct', 'memory'])
 def test_a_fault_at_every_operation(tmp_path, kind, options, sticky):
     count = operations(kind, tmp_path, options)
-    assert count > 20
+    assert count > 15
     raised = 0
     for fail_at in range(count):
         place = place_of(kind, tmp_path / str(fail_at))

@@ -203,9 +203,9 @@ def test_a_step_whose_writer_has_died_elsewhere_is_free_after_ten_minutes(bucket
     owner = {'nonce': 'n', 'host': 'other', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock() - 601}
     storage = open_storage(url)
     storage.write('.t5ckpt/busy/5', json.dumps(owner).encode())
-    storage.write('checkpoint_5/old', b'chunk')
+    storage.write('checkpoint_5/w/0', b'chunk')
     assert checkpointer(url, clock).save(state(5), step=5) is not None
-    assert not storage.is_file('checkpoint_5/old')
+    assert not storage.is_file('checkpoint_5/w/0')
     check(url, must=(5,))
 
 

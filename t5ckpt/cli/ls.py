@@ -33,7 +33,8 @@ __all__ = ['command']
 def command(path: str, show_all: bool, as_json: bool) -> None:
     """Lists the steps of the run at PATH: size, age, metrics, why each is kept.
 
-    A step is listed when it is complete. Sizes, times and metrics come from the sidecars that t5ckpt writes; sizes and
+    A step is listed when it is complete, in whichever layout; a column names it where one is not T5X's. A step that cannot
+    be read is listed with the reason. Sizes, times and metrics come from the sidecars that t5ckpt writes; sizes and
     times of what others wrote are those of the files. Why a step stays is what the keep policy says, under which the
     latest step was saved.
 
@@ -44,7 +45,7 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     storage = open_run_storage(path)
     if storage.renames and storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: there is no such directory.')
-    found = [entry for entry in summaries(storage) if entry.complete or show_all]
+    found = [entry for entry in summaries(storage) if entry.complete or entry.reason or show_all]
     foreign = None if found else foreign_layout(storage)
     if foreign is not None:
         raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')
@@ -56,15 +57,16 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     names = sorted({name for entry in found for name in entry.metrics})
     columns = [Column('step', right=True), Column('size', right=True), Column('age', right=True)]
     columns += [Column(name, right=True) for name in names]
-    columns += [Column('state'), Column('kept because')]
-    print_table(columns, [_row(entry, names, now) for entry in found])
+    has_layouts = any(entry.layout != 't5x' for entry in found)
+    columns += [Column('layout')] * has_layouts + [Column('state'), Column('kept because')]
+    print_table(columns, [_row(entry, names, now, has_layouts) for entry in found])
     if not found:
         say(f'no complete checkpoint in {storage.url()}', err=True)
 
 
 def _with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary]:
     """With what the keep policy says, that the latest step was saved under."""
-    complete = [entry for entry in found if entry.complete]
+    complete = [entry for entry in found if entry.complete and entry.layout == 't5x']
     policy = policy_of(complete[-1].policy) if complete else None
     if policy is None:
         return found
@@ -87,11 +89,19 @@ def _with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummar
         step: decision.reason if decision.keep else f'goes with the next save: {decision.reason}'
         for step, decision in plan.items()
     }
-    return [dataclasses.replace(entry, kept=reasons[entry.step]) if entry.complete else entry for entry in found]
+    return [dataclasses.replace(entry, kept=reasons[entry.step]) if entry in complete else entry for entry in found]
 
 
-def _row(entry: StepSummary, names: list[str], now: float) -> list[str]:
+def _row(entry: StepSummary, names: list[str], now: float, has_layouts: bool) -> list[str]:
     age = '' if entry.created is None else human_age(now - entry.created)
     metrics = ['' if name not in entry.metrics else f'{entry.metrics[name]:.6g}' for name in names]
-    state = 'complete' if entry.complete else entry.state
-    return [str(entry.step), human_bytes(entry.nbytes), age, *metrics, state, entry.kept]
+    layout = [entry.layout] * has_layouts
+    return [
+        str(entry.step),
+        human_bytes(entry.nbytes),
+        age,
+        *metrics,
+        *layout,
+        entry.state,
+        f'{entry.kept}; {entry.reason}' if entry.kept and entry.reason else entry.kept or entry.reason,
+    ]

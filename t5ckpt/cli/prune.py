@@ -36,8 +36,9 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     """Deletes the steps of the run at PATH that no rule keeps, and says why each goes or stays.
 
     A step stays if any of the options keeps it. The latest stays always, and so do pinned ones and those that a reader
-    holds. It is the plan that a trainer with the same policy carries out. A metric is what was given to save, or what
-    TensorBoard's files below PATH say: with --best train/loss, of the tag loss in PATH/train.
+    holds, and those in the layout of Orbax or Flax: remove their directories yourself. It is the plan that a trainer with the
+    same policy carries out. A metric is what was given to save, or what TensorBoard's files below PATH say: with --best
+    train/loss, of the tag loss in PATH/train.
 
     \b
     Exit codes: 0 done, or nothing to do; 1 a step could not be deleted.
@@ -50,7 +51,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     if storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: there is no such directory.')
     retention = Retention(storage, _policy(keep), time.time, None, TensorBoardMetrics(storage))
-    plan = retention.plan()
+    plan = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
     _say_if_unknown(retention, keep['metric'])
     _say_if_absent(keep['steps'], [decision.step for decision in plan])
     doomed = [decision.step for decision in plan if not decision.keep]
@@ -63,7 +64,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
         deleted = retention.carry_out()
         retention.wait()
     # What another process has deleted meanwhile is gone, as was wanted.
-    failed = [] if dry_run or not doomed else sorted(set(doomed) & set(retention.steps()))
+    failed = [] if dry_run or not doomed else sorted(set(doomed) & {info.step for info in retention.infos()})
     if as_json:
         print_json(
             {

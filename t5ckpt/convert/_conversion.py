@@ -15,7 +15,8 @@ from t5ckpt._leaves import MAX_STEP, LeafTable
 from t5ckpt._plan import CODECS, SaveOptions
 from t5ckpt._stream import STREAM_BYTES, StreamRequest, rehearse, write_stream
 from t5ckpt._types import Path, Progress
-from t5ckpt.storage import Storage, open_storage, split_path
+from t5ckpt.steps import open_run_storage
+from t5ckpt.storage import Storage, split_path
 
 __all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish']
 
@@ -123,7 +124,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         raise ValueError('the source does not say which step it is of: pass one (step=, --as-step).')
     if not isinstance(directory, Storage) and parse_step_dir(split_path(directory)[1]) is not None:
         raise ValueError(f'{os.fspath(directory)} is a directory of a step. Give that of the run, its parent.')
-    storage = open_storage(directory)
+    storage = open_run_storage(directory)
     request = StreamRequest(
         storage,
         step,

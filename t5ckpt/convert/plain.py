@@ -35,7 +35,8 @@ from t5ckpt.convert._sources import Source, cast, open_sources, slices_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.progress import Meter
-from t5ckpt.storage import foreign_errors, open_storage
+from t5ckpt.steps import open_run_storage
+from t5ckpt.storage import foreign_errors
 
 __all__ = ['export_npz', 'export_safetensors', 'import_npz', 'import_safetensors']
 
@@ -253,7 +254,7 @@ def _import(
     nest(table)
     step = _step(table) if options.step is None else options.step
     request = StreamRequest(
-        open_storage(checkpoints_dir),
+        open_run_storage(checkpoints_dir),
         step,
         SaveOptions(options.cast),
         overwrite=options.force,

@@ -45,7 +45,7 @@ from t5ckpt.errors import (
     UnsupportedTopologyError,
 )
 from t5ckpt.lazy import LazyArray
-from t5ckpt.steps import Located
+from t5ckpt.steps import Located, open_run_storage
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 from t5ckpt.view import lazy_leaf, open_checkpoint
 
@@ -189,7 +189,9 @@ def import_seqax(
     """
     table, found = read_seqax(path, step)
     source = {'format': 'seqax', 'path': os.fspath(path), 'step': found}
-    return write_stream(table, StreamRequest(open_storage(checkpoints_dir), found, overwrite=overwrite, source=source))
+    return write_stream(
+        table, StreamRequest(open_run_storage(checkpoints_dir), found, overwrite=overwrite, source=source)
+    )
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class Storage(ABC):
     def entries(self, key: str = '') -> list[Entry]:
         """What lies directly below ``key``, by name; empty when there is nothing."""
 
-    def names(self, key: str, beginning: str, without: Collection[str] = ()) -> list[str]:
+    def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
         """The names directly below ``key`` that begin so, in order; those of the directories ``without`` left out.
 
         Where there are no directories this lists everything that lies below these names, and nothing else.
@@ -176,6 +176,11 @@ class Storage(ABC):
     @abstractmethod
     def delete_file(self, key: str) -> None:
         """Removes one key; nothing happens when there is none."""
+
+    def delete_files(self, keys: Sequence[str]) -> None:
+        """Removes many keys, all at once where that helps."""
+        for key in keys:
+            self.delete_file(key)
 
     @abstractmethod
     def delete_tree(self, key: str) -> None:

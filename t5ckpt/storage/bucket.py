@@ -126,17 +126,18 @@ class BucketStorage(Storage):
         full = self._key(key)
         return f'{full}/' if full else ''
 
-    def _keys(self, key: str, beginning: str = '') -> list[str]:
-        """What lies below ``key`` and begins with some text, relative to it, in order."""
+    def _keys(self, key: str, beginnings: Sequence[str] = ('',)) -> list[str]:
+        """What lies below ``key`` and begins with one of some texts, relative to it, in order."""
         below = self._below(key)
         with bucket_errors(self.url(key)):
-            found = self._list(_range(below + beginning))
+            found = self._list([_range(below + beginning) for beginning in beginnings])
         # A key that ends with a slash is what consoles make to show a directory.
         return sorted(name for raw in found if (name := raw.decode()[len(below) :]) and not name.endswith('/'))
 
-    def _list(self, keys: Any) -> list[bytes]:
+    def _list(self, ranges: Sequence[Any]) -> list[bytes]:
         try:
-            found = self.wait(self._kvstore().list(keys))
+            futures = [self._kvstore().list(keys) for keys in ranges]
+            found = [name for future in futures for name in self.wait(future)]
         except ValueError:
             # S3's driver parses an answer that is no listing, and does not say why the server refused.
             self._explain()
@@ -305,12 +306,17 @@ class BucketStorage(Storage):
                 found[first] = Entry(first, bool(slash), size)
         return [found[name] for name in sorted(found)]
 
-    def names(self, key: str, beginning: str, without: Collection[str] = ()) -> list[str]:
+    def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
+        beginnings = (beginning,) if isinstance(beginning, str) else beginning
         if not (without and self.seeks):
-            found = {name.partition('/')[0] for name in self._keys(key, beginning)}
+            found = {name.partition('/')[0] for name in self._keys(key, beginnings)}
             return sorted(found.difference(without))
         below = self._below(key)
-        ranges = _gaps(below + beginning, [f'{below}{name}/' for name in without if name.startswith(beginning)])
+        ranges = [
+            gap
+            for each in beginnings
+            for gap in _gaps(below + each, [f'{below}{name}/' for name in without if name.startswith(each)])
+        ]
         with bucket_errors(self.url(key)):
             futures = [self._kvstore().list(ts.KvStore.KeyRange(*ends)) for ends in ranges]
             keys = [raw.decode()[len(below) :] for future in futures for raw in self.wait(future)]
@@ -340,6 +346,11 @@ class BucketStorage(Storage):
     def delete_file(self, key: str) -> None:
         with bucket_errors(self.url(key)):
             self.wait(self._kvstore().write(self._key(key), None))
+
+    def delete_files(self, keys: Sequence[str]) -> None:
+        with bucket_errors(self.url()):
+            for future in [self._kvstore().write(self._key(key), None) for key in keys]:
+                self.wait(future)
 
     def delete_tree(self, key: str) -> None:
         with bucket_errors(self.url(key)):

@@ -87,7 +87,7 @@ class FaultyStorage(Storage):
         self._count('are_files', ' '.join(keys))
         return self._inner.are_files(keys)
 
-    def names(self, key: str, beginning: str, without: Collection[str] = ()) -> list[str]:
+    def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
         self._count('names', f'{key}/{beginning}')
         return self._inner.names(key, beginning, without)
 

@@ -1,0 +1,1 @@
+"""Which checkpoints there are, and in which layout each one is."""

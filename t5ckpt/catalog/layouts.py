@@ -1,0 +1,154 @@
+"""In which layout a step of a run is stored: the one place that decides it, for every finder and every save.
+
+    t5x     ``checkpoint_<step>/checkpoint`` is a whole T5X manifest; what t5ckpt and T5X's own checkpointer write
+    orbax   ``checkpoint_<step>`` as T5X writes it through Orbax, or ``<step>`` of an Orbax CheckpointManager
+    flax    ``checkpoint_<step>`` is a file, as ``flax.training.checkpoints`` writes it
+
+All three are listed and restored. Only steps of the first are written, replaced, pruned or repaired.
+
+Notes: a directory costs one read of its manifest and, where there is none, a look for five names. Loads no TensorStore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from t5ckpt._layout import MANIFEST, join, parse_step_dir, parse_step_name, step_dir
+from t5ckpt._manifest import is_whole
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.storage import Storage
+
+__all__ = ['FLAX', 'ORBAX', 'T5X', 'ListedStep', 'Listing', 'inspect_name', 'is_orbax', 'one_a_step', 'orbax_marks']
+
+T5X, ORBAX, FLAX = 't5x', 'orbax', 'flax'
+# Larger manifests are taken to be whole: a listing must not read gigabytes.
+_WALKED_BYTES = 64 * 2**20
+# Orbax's older layout is Flax msgpack in which each array is this text.
+_PLACEHOLDER = b'PLACEHOLDER://'
+_ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedStep:
+    """A complete step of a run.
+
+    Attributes:
+      step: its number.
+      name: of its directory, or of its file in Flax's layout, below the run.
+      layout: ``'t5x'``, ``'orbax'`` or ``'flax'``.
+      manifest: the file to decode, in :attr:`directory`; '' where there is none, in Orbax's newer layout.
+    """
+
+    step: int
+    name: str
+    layout: str = T5X
+    manifest: str = MANIFEST
+
+    @property
+    def directory(self) -> str:
+        """The directory that the step's files lie in, a key of the run's storage; '' for a single file."""
+        return '' if self.layout == FLAX else self.name
+
+    @property
+    def is_t5x(self) -> bool:
+        """Whether it is in T5X's layout, so that t5ckpt may replace and delete it."""
+        return self.layout == T5X
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """The steps of a run.
+
+    Attributes:
+      steps: those that are complete, ascending, in whichever layout.
+      unreadable: why a name that is a step's cannot be looked at.
+    """
+
+    steps: tuple[ListedStep, ...]
+    unreadable: Mapping[str, T5CkptError] = dataclasses.field(default_factory=dict[str, T5CkptError])
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the steps.
+
+        Raises:
+          T5CkptError: one cannot be looked at. To leave it out would make the run seem shorter than it is.
+        """
+        for error in self.unreadable.values():
+            raise error
+        return [each.step for each in self.steps]
+
+    @property
+    def newest(self) -> ListedStep | None:
+        """The step with the largest number.
+
+        Raises:
+          T5CkptError: one with a larger number cannot be looked at.
+        """
+        last = self.steps[-1] if self.steps else None
+        for name, error in self.unreadable.items():
+            if last is None or (parse_step_name(name) or 0) > last.step:
+                raise error
+        return last
+
+
+def orbax_marks(directory: str) -> list[str]:
+    """The files one of which every directory of Orbax has: a tree's, or those of items one of which is a tree."""
+    marks = [*_ORBAX_MARKERS, *(f'{item}/_METADATA' for item in ('state', 'default'))]
+    return [join(directory, mark) for mark in marks]
+
+
+def is_orbax(storage: Storage, directory: str) -> bool:
+    """Whether a directory looks like Orbax's."""
+    return any(storage.are_files(orbax_marks(directory)))
+
+
+def inspect_name(storage: Storage, name: str) -> ListedStep | None:
+    """What lies under a name of the run, if that is a complete step in one of the layouts.
+
+    Raises:
+      StorageError: it cannot be looked at.
+    """
+    step = parse_step_name(name)
+    if step is None:
+        return None
+    key = join(name, MANIFEST)
+    manifest = _map_file(storage, key)
+    if manifest is not None:
+        is_t5x = name == step_dir(step) and _PLACEHOLDER not in manifest
+        return ListedStep(step, name) if is_t5x else ListedStep(step, name, ORBAX)
+    if is_orbax(storage, name):
+        return ListedStep(step, name, ORBAX, manifest='')
+    if parse_step_dir(name) is not None and _is_flax_file(storage, name):
+        return ListedStep(step, name, FLAX, manifest=name)
+    return None
+
+
+def _map_file(storage: Storage, key: str) -> bytes | None:
+    """A file that is one msgpack map to its end; of a large one nothing is read."""
+    if storage.renames:
+        size = storage.size(key)
+        if size is None:
+            return None
+        if size > _WALKED_BYTES:
+            return b''
+    try:
+        data = storage.read(key)
+    except CheckpointNotFoundError:
+        # Deleted by another process since it was listed.
+        return None
+    return data if is_whole(data) else None
+
+
+def _is_flax_file(storage: Storage, name: str) -> bool:
+    # A bucket tells no sizes, and the file may be large.
+    return _map_file(storage, name) is not None if storage.renames else storage.is_file(name)
+
+
+def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
+    """Ascending, each number once: where a step is there in two layouts, T5X's counts."""
+    by_step: dict[int, ListedStep] = {}
+    for each in sorted(found, key=lambda each: (each.step, each.is_t5x)):
+        by_step[each.step] = each
+    return [*by_step.values()]

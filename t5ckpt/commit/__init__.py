@@ -1,0 +1,1 @@
+"""From a temporary directory to a visible checkpoint, and back."""

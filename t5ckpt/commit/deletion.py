@@ -1,0 +1,158 @@
+"""Removing directories of steps: only what T5X or t5ckpt wrote is ever removed.
+
+``_layout.foreign_keys`` tells by their names which files are whose. A directory without files of others goes as a whole. One
+with such files is renamed to ``checkpoint_<step>.foreign-<unix seconds>``, which no listing shows and no garbage
+collection removes, and the log names them; if it was a checkpoint, its own files are removed from there. A store that
+cannot rename keeps the other files where they are.
+
+The names are looked at when a directory is removed, not when it is hidden: that is in the background, and costs one more
+listing of what is to be removed anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from t5ckpt._layout import (
+    MANIFEST,
+    SIDECAR,
+    deleted_dir,
+    foreign_dir,
+    foreign_keys,
+    is_integrity_file,
+    join,
+)
+from t5ckpt._ledger import decode_ledger
+from t5ckpt._manifest import is_of_others
+from t5ckpt._sidecar import decode_sidecar
+from t5ckpt._types import Clock
+from t5ckpt.errors import CheckpointNotFoundError, FormatError
+from t5ckpt.storage import Storage
+
+__all__ = ['foreign_files', 'move_aside', 'remove_checkpoint', 'remove_own_keys', 'renamed_for_deletion']
+
+_log = logging.getLogger('t5ckpt')
+
+
+def foreign_files(storage: Storage, directory: str) -> list[str]:
+    """The files in a step's directory that neither T5X nor t5ckpt wrote, relative to it."""
+    return _foreign(storage, directory, _keys_below(storage, directory))
+
+
+def _keys_below(storage: Storage, directory: str) -> list[str]:
+    return [key[len(directory) + 1 :] for key, _ in storage.walk(directory)]
+
+
+def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]:
+    found = foreign_keys(keys)
+    if found:
+        # What else lies in the source of a copy comes along, and a converted checkpoint lists it.
+        known = _listed(storage, directory, keys)
+        found = (
+            []
+            if SIDECAR in keys and _is_unfinished_copy(storage, directory)
+            else [key for key in found if key not in known]
+        )
+    if MANIFEST in keys and SIDECAR not in keys and _is_another_manifest(storage, join(directory, MANIFEST)):
+        found.append(MANIFEST)
+    return found
+
+
+def _listed(storage: Storage, directory: str, keys: Sequence[str]) -> set[str]:
+    listed: set[str] = set()
+    for name in keys:
+        if is_integrity_file(name):
+            with contextlib.suppress(FormatError, CheckpointNotFoundError):
+                listed |= decode_ledger(storage.read(join(directory, name)), name).keys()
+    return listed
+
+
+def _is_unfinished_copy(storage: Storage, directory: str) -> bool:
+    key = join(directory, SIDECAR)
+    try:
+        writer = decode_sidecar(storage.read(key), storage.url(key)).extra.get('writer')
+    except FormatError:
+        return False
+    return isinstance(writer, Mapping) and 'resume' in writer
+
+
+def _is_another_manifest(storage: Storage, key: str) -> bool:
+    size = storage.size(key) if storage.renames else 0
+    # Nobody's file of this name is that large but a manifest.
+    return size is not None and size < 2**20 and is_of_others(storage.read(key))
+
+
+def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> None:
+    """Removes a directory that no listing shows any more, on a storage that renames; what others wrote stays.
+
+    Args:
+      storage: the run's.
+      name: the directory.
+      step: whose it is, or was to be.
+      clock: unix seconds.
+    """
+    local = storage.local_path(name)
+    if local is not None and os.path.islink(local):
+        # The link goes; what it leads to was not made here.
+        storage.delete_tree(name)
+        return
+    keys = _keys_below(storage, name)
+    foreign = _foreign(storage, name, keys)
+    if not foreign:
+        storage.delete_tree(name)
+        return
+    aside = move_aside(storage, name, step, clock, foreign)
+    if SIDECAR in keys or (MANIFEST in keys and MANIFEST not in foreign):
+        kept = {key.partition('/')[0] for key in foreign}
+        for entry in storage.entries(aside):
+            if entry.name not in kept:
+                (storage.delete_tree if entry.is_dir else storage.delete_file)(join(aside, entry.name))
+
+
+def move_aside(storage: Storage, name: str, step: int, clock: Clock, foreign: Sequence[str]) -> str:
+    """Gives what holds files of others a name that nothing looks for, and says so; returns the name."""
+    aside = _free_name(storage, lambda unix: foreign_dir(step, unix), clock)
+    storage.publish(name, aside)
+    _log.warning(
+        't5ckpt: %s holds what neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
+        storage.url(name),
+        few(foreign) or 'a file in the place of a directory',
+        storage.url(aside),
+    )
+    return aside
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names of many."""
+    more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+    return ', '.join(names[:3]) + more
+
+
+def renamed_for_deletion(storage: Storage, name: str, step: int, clock: Clock) -> str:
+    """Renames a directory to one that every garbage collection removes; returns the name."""
+    doomed = _free_name(storage, lambda unix: deleted_dir(step, unix), clock)
+    storage.publish(name, doomed)
+    return doomed
+
+
+def _free_name(storage: Storage, name_at: Callable[[int], str], clock: Clock) -> str:
+    unix = int(clock())
+    while storage.kind(name_at(unix)) is not None:
+        unix += 1
+    return name_at(unix)
+
+
+def remove_own_keys(storage: Storage, directory: str) -> None:
+    """Removes what T5X or t5ckpt wrote below a directory of a store that cannot rename; the rest stays and is logged."""
+    keys = _keys_below(storage, directory)
+    if not keys:
+        return
+    foreign = _foreign(storage, directory, keys)
+    storage.delete_files([join(directory, key) for key in sorted({*keys}.difference(foreign))])
+    if not foreign:
+        return
+    where = storage.url(directory)
+    _log.warning('t5ckpt: %s keeps what neither T5X nor t5ckpt wrote: %s', where, few(foreign))

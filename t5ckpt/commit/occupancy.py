@@ -1,0 +1,157 @@
+"""Whether a step may be written: what stands in its place.
+
+nothing, or a broken checkpoint of T5X's format     it is written, the broken one replaced
+a complete step, in any layout                      the save is skipped, as T5X skips it
+files of others                                     moved aside by a save, where the storage can rename; else refused
+a broken checkpoint that is pinned                  refused
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from t5ckpt._layout import MANIFEST, PINNED, join, parse_step_name, step_dir
+from t5ckpt._manifest import decode_manifest, is_of_others, is_whole
+from t5ckpt.catalog.layouts import ORBAX, ListedStep, inspect_name, orbax_marks
+from t5ckpt.commit.deletion import few, foreign_files
+from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.storage import Storage
+
+__all__ = ['Occupancy', 'check_room', 'listed_elsewhere', 'occupancy']
+
+
+@dataclasses.dataclass(frozen=True)
+class Occupancy:
+    """What stands in the place of a step.
+
+    Attributes:
+      found: a complete step, in whichever layout.
+      is_empty: there is nothing at all.
+    """
+
+    found: ListedStep | None = None
+    is_empty: bool = False
+
+
+def occupancy(storage: Storage, step: int) -> Occupancy:
+    """Looks at the place of a step.
+
+    Raises:
+      UnsupportedFormatError: what is there can neither be skipped nor replaced, see the top of this module.
+    """
+    return _on_disk(storage, step) if storage.renames else _in_place(storage, step)
+
+
+def _on_disk(storage: Storage, step: int) -> Occupancy:
+    names = [name for name in (step_dir(step), str(step)) if storage.kind(name) is not None]
+    for name in names:
+        found = inspect_name(storage, name)
+        if found is not None and _decodes(storage, found):
+            return Occupancy(found)
+    directory = step_dir(step)
+    if directory in names and storage.is_file(join(directory, PINNED)):
+        raise _pinned(storage, directory)
+    return Occupancy(is_empty=directory not in names)
+
+
+def _decodes(storage: Storage, found: ListedStep) -> bool:
+    """Whether a listed step is whole, also behind what a listing looks at.
+
+    Raises:
+      UnsupportedFormatError: it is of a newer version.
+    """
+    if not found.is_t5x:
+        return True
+    key = join(found.name, MANIFEST)
+    try:
+        decode_manifest(storage.read(key), storage.url(key))
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
+def _in_place(storage: Storage, step: int) -> Occupancy:
+    directory = step_dir(step)
+    key = join(directory, MANIFEST)
+    found = ListedStep(step, directory)
+    data = storage.read(key) if storage.is_file(key) else None
+    if data is not None and is_whole(data) and _decodes(storage, found):
+        return Occupancy(found)
+    keys = [each[len(directory) + 1 :] for each, _ in storage.walk(directory)]
+    if not keys:
+        return Occupancy(is_empty=True)
+    if not {*orbax_marks('')}.isdisjoint(keys):
+        return Occupancy(ListedStep(step, directory, ORBAX, manifest=''))
+    if PINNED in keys:
+        raise _pinned(storage, directory)
+    foreign = foreign_files(storage, directory)
+    if foreign or (data is not None and is_of_others(data)):
+        raise UnsupportedFormatError(_foreign_text(storage, directory, foreign))
+    return Occupancy()
+
+
+def _pinned(storage: Storage, directory: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(f'{storage.url(directory)} is broken, but pinned. Unpin it or move it away.')
+
+
+def _foreign_text(storage: Storage, directory: str, foreign: list[str]) -> str:
+    names = few(foreign) or 'a file in the place of a directory'
+    return (
+        f'{storage.url(directory)} holds what neither T5X nor t5ckpt wrote ({names}). Move it away to save this step.'
+    )
+
+
+def listed_elsewhere(storage: Storage, step: int, others: Collection[str]) -> ListedStep | None:
+    """On an object store, a step that lies there under another name or as a file.
+
+    Args:
+      storage: the run.
+      step: the number.
+      others: the names of steps in other layouts, from the index.
+    """
+    for name in sorted(others):
+        found = inspect_name(storage, name) if parse_step_name(name) == step else None
+        if found is not None:
+            return found
+    return None
+
+
+def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
+    """Says, before anything is read, that a copy or a conversion cannot be written as this step.
+
+    Raises:
+      CheckpointExistsError: a complete checkpoint is there, or files of others are, and replacing them was not asked for or
+        is not possible.
+      UnsupportedFormatError: what is there is a step in another layout, which is never replaced.
+    """
+    directory = step_dir(step)
+    found = occupancy(storage, step).found
+    if found is not None and not found.is_t5x:
+        raise UnsupportedFormatError(
+            f'{storage.url(found.name)} is a checkpoint of {found.layout.capitalize()}, which is not replaced. Move it away, '
+            'or write to another directory.'
+        )
+    where = storage.url(directory)
+    if found is None:
+        foreign = [] if overwrite or not storage.renames else _foreign_at(storage, directory)
+        if foreign:
+            raise CheckpointExistsError(
+                f'{where} holds what neither T5X nor t5ckpt wrote ({few(foreign)}). Move it away, write to another directory, '
+                'or have it moved aside (overwrite, --force).'
+            )
+        return
+    if not overwrite:
+        raise CheckpointExistsError(
+            f'{where} is there already. Write to another directory, or replace it (overwrite, --force).'
+        )
+    if storage.kind(join(directory, PINNED)) == 'file':
+        raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')
+    if not storage.renames:
+        raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
+
+
+def _foreign_at(storage: Storage, directory: str) -> list[str]:
+    """The files of others in the place of a step; the place itself, where it is no directory."""
+    kind = storage.kind(directory)
+    return [] if kind is None else foreign_files(storage, directory) if kind == 'dir' else [directory]

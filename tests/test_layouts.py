@@ -1,0 +1,306 @@
+"""Steps in the layouts of Orbax and Flax beside ours: listed, restored, never written over; and files of others stay."""
+
+import json
+import os
+import pathlib
+
+import flax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner
+from flax.training import checkpoints as flax_checkpoints
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.cli._app import app
+from t5ckpt.convert.plain import ImportOptions, import_npz
+from t5ckpt.storage import open_storage
+
+STATE = {'w': np.arange(6000, dtype=np.float32), 'step': np.int32(7)}
+
+
+def state(step):
+    return {'w': STATE['w'] + step, 'step': np.int32(step)}
+
+
+def open_ck(run, **options):
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **options)
+
+
+def t5x_orbax(run, step):
+    """checkpoint_<step>/state, as T5X's use_orbax=True writes it."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(run / f'checkpoint_{step}' / 'state', state(step))
+
+
+def manager(run, step):
+    """<step>/default of an Orbax CheckpointManager."""
+    with ocp.CheckpointManager(run) as each:
+        each.save(step, args=ocp.args.StandardSave(state(step)))
+
+
+def flax_file(run, step):
+    """checkpoint_<step>, a msgpack file."""
+    with flax.config.temp_flip_flag('use_orbax_checkpointing', False), pytest.warns(DeprecationWarning, match='Orbax'):
+        flax_checkpoints.save_checkpoint(run, state(step), step, keep=9, overwrite=True)
+
+
+def flax_orbax(run, step):
+    """checkpoint_<step> of Flax through Orbax."""
+    handler = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    flax_checkpoints.save_checkpoint(run, state(step), step, orbax_checkpointer=handler)
+
+
+MAKERS = [(t5x_orbax, 'orbax'), (manager, 'orbax'), (flax_file, 'flax'), (flax_orbax, 'orbax')]
+
+
+def tree(root: pathlib.Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob('*') if path.is_file()}
+
+
+@pytest.mark.parametrize(('make', 'layout'), MAKERS)
+def test_every_finder_agrees_with_restore(run_dir, make, layout, caplog):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    before = tree(run_dir)
+    with open_ck(run_dir, keep=1) as ck:
+        assert ck.restore()['w'][0] == 7
+        assert ck.all_steps() == t5ckpt.all_steps(run_dir) == [7]
+        assert ck.latest_step() == t5ckpt.latest_step(run_dir) == 7
+        assert t5ckpt.find_checkpoint(run_dir) == t5ckpt.find_checkpoint(run_dir, 7)
+        assert next(t5ckpt.checkpoints_iterator(run_dir, timeout=5)) == 7
+        assert next(t5ckpt.checkpoints_iterator(run_dir, timeout=5, hold_seconds=60)) == 7
+        assert t5ckpt.restore_or_init(ck, lambda: pytest.fail('a fresh start'))['w'][0] == 7
+        assert ck.restored_step == 7
+        caplog.clear()
+        assert ck.save(state(7), step=7) is None
+        assert 'already exists' in caplog.text
+        ck.save(state(8), step=8)
+        ck.save(state(9), step=9)
+        assert ck.restore()['w'][0] == 9
+        assert ck.all_steps() == [7, 9]
+        assert ck.restore(step=7)['w'][0] == 7
+    assert {key: data for key, data in tree(run_dir).items() if key in before} == before
+    run = t5ckpt.open_run(run_dir)
+    assert [(each.step, each.layout) for each in run.summaries()] == [(7, layout), (9, 't5x')]
+    assert run[7]['w'][0] == 7
+    shown = json.loads(CliRunner().invoke(app, ['ls', str(run_dir), '--json']).output)
+    assert [(each['step'], each['layout']) for each in shown] == [(7, layout), (9, 't5x')]
+    assert layout in CliRunner().invoke(app, ['ls', str(run_dir)]).output
+    assert layout in str(CliRunner().invoke(app, ['rm', str(run_dir), '--step', '7', '--yes']).exception)
+    pruned = CliRunner().invoke(app, ['prune', str(run_dir), '--keep', '1', '--yes'])
+    assert f'in the layout of {layout}' in pruned.output
+    assert t5ckpt.all_steps(run_dir) == [7, 9]
+
+
+def test_t5xs_own_orbax_run_goes_on(golden, tmp_path):
+    source = golden / 'case10_orbax'
+    run = tmp_path / 'run'
+    run.mkdir()
+    os.symlink(source / 'checkpoint_12', run / 'checkpoint_12')
+    assert t5ckpt.all_steps(run) == [12]
+    with open_ck(run) as ck:
+        assert ck.save(STATE, step=12) is None
+        ck.save(STATE, step=13)
+    assert t5ckpt.all_steps(run) == [12, 13]
+
+
+def test_a_bucket_knows_steps_of_others_by_markers(bucket, tmp_path):
+    t5x_orbax(tmp_path, 5)
+    manager(tmp_path, 7)
+    flax_file(tmp_path, 6)
+    url = bucket.url()
+    for key, data in tree(tmp_path).items():
+        bucket.put(f'{url}/{key}', data)
+    assert t5ckpt.all_steps(url) == [5, 6, 7]
+    with open_ck(url, keep=1) as ck:
+        assert [ck.save(state(step), step=step) for step in (5, 6, 7)] == [None] * 3
+        ck.save(state(8), step=8)
+        ck.save(state(9), step=9)
+        # Until what retention has hidden is gone.
+        ck.close()
+        bucket.proxy.clear()
+        assert ck.all_steps() == [5, 6, 7, 9]
+        kinds = [request.kind for request in bucket.proxy.clear()]
+        assert kinds.count('list') <= (1 if bucket.scheme == 's3' else 12)
+        assert len(kinds) < 40
+        assert [float(ck.restore(step=step)['w'][0]) for step in (5, 6, 7, 9)] == [5, 6, 7, 9]
+
+
+def test_a_fresh_start_over_an_unreadable_layout_warns(run_dir):
+    step = run_dir / 'step-100'
+    step.mkdir(parents=True)
+    (step / '.metadata').write_bytes(b'')
+    with open_ck(run_dir) as ck, pytest.warns(t5ckpt.UnreadLayoutWarning, match=r'torchtitan.*100'):
+        assert t5ckpt.restore_or_init(ck, lambda: 'new') == 'new'
+
+
+@pytest.mark.parametrize(
+    'name', ['model.safetensors', 'pytorch_model.bin', 'global_step500/mp_rank_00.pt', 'w/notes.txt']
+)
+def test_a_fresh_start_over_a_step_that_nobody_reads_warns(run_dir, name):
+    put(run_dir / 'checkpoint_500' / name)
+    with open_ck(run_dir) as ck, pytest.warns(t5ckpt.UnreadLayoutWarning, match='checkpoint_500'):
+        t5ckpt.restore_or_init(ck, lambda: 'new')
+
+
+# --- only what we wrote is removed -------------------------------------------------------------------------------------
+
+
+def put(path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b'somebody else')
+
+
+THEIRS = [
+    'model.safetensors',
+    'pytorch_model.bin',
+    'global_step500/mp_rank_00.pt',
+    'latest',
+    'a/b/c',
+    '.zgroup',
+    'w/.zattrs',
+]
+
+
+@pytest.mark.parametrize('name', THEIRS)
+def test_a_save_moves_files_of_others_aside(run_dir, name, caplog):
+    put(run_dir / 'checkpoint_500' / name)
+    put(run_dir / 'checkpoint_500' / 'w' / '0')
+    with open_ck(run_dir) as ck:
+        assert ck.save(STATE, step=500).step == 500
+        assert name in caplog.text
+        (aside,) = run_dir.glob('checkpoint_500.foreign-*')
+        assert (aside / name).read_bytes() == (aside / 'w' / '0').read_bytes() == b'somebody else'
+        ck.save(STATE, step=501)
+    assert (aside / name).is_file()
+    assert t5ckpt.all_steps(run_dir) == [500, 501]
+
+
+@pytest.mark.parametrize('name', THEIRS[:3])
+def test_copies_and_imports_refuse_files_of_others(tmp_path, name):
+    for run in ('source', 'target'):
+        put(tmp_path / 'target' / 'checkpoint_500' / name) if run == 'target' else open_ck(tmp_path / run).save(
+            STATE, step=500
+        )
+    before = tree(tmp_path / 'target')
+    with pytest.raises(errors.CheckpointExistsError, match=name):
+        t5ckpt.copy_checkpoint(tmp_path / 'source', tmp_path / 'target')
+    np.savez(tmp_path / 'a.npz', w=np.ones(3))
+    with pytest.raises(errors.CheckpointExistsError, match=name):
+        import_npz(tmp_path / 'a.npz', tmp_path / 'target', ImportOptions(step=500))
+    assert tree(tmp_path / 'target') == before
+
+
+def test_retention_and_overwrites_leave_what_others_put_into_a_step(run_dir):
+    with open_ck(run_dir, keep=1) as ck:
+        ck.save(STATE, step=1)
+        put(run_dir / 'checkpoint_1' / 'eval' / 'scores.json')
+        ck.save(STATE, step=2)
+        ck.save(STATE, step=3)
+    (aside,) = run_dir.glob('checkpoint_1.foreign-*')
+    assert list(tree(aside)) == ['eval/scores.json']
+    put(run_dir / 'checkpoint_3' / 'eval.json')
+    open_ck(run_dir.parent / 'other').save(state(3), step=3)
+    t5ckpt.copy_checkpoint(run_dir.parent / 'other', run_dir, options=t5ckpt.CopyOptions(overwrite=True))
+    (aside,) = run_dir.glob('checkpoint_3.foreign-*')
+    assert list(tree(aside)) == ['eval.json']
+    assert open_ck(run_dir).restore()['w'][0] == 3
+
+
+def test_garbage_collection_leaves_files_of_others(run_dir):
+    put(run_dir / 'checkpoint_5.tmp-1000' / 'w' / '0')
+    put(run_dir / 'checkpoint_6.tmp-1000' / 'model.pt')
+    open_ck(run_dir).save(STATE, step=9)
+    names = sorted(path.name for path in run_dir.iterdir())
+    assert names == ['checkpoint_6.foreign-1000', 'checkpoint_9']
+
+
+def test_on_a_bucket_files_of_others_are_refused_and_stay(bucket):
+    url = bucket.url()
+    bucket.put(f'{url}/checkpoint_500/model.safetensors', b'somebody else')
+    with open_ck(url, keep=1) as ck:
+        with pytest.raises(errors.UnsupportedFormatError, match=r'model\.safetensors'):
+            ck.save(STATE, step=500)
+        ck.save(STATE, step=501)
+        bucket.put(f'{url}/checkpoint_501/scores.json', b'somebody else')
+        ck.save(STATE, step=502)
+    assert bucket.raw(f'{url}/checkpoint_500/model.safetensors') == b'somebody else'
+    assert [key for key, _ in open_storage(url).walk('checkpoint_501')] == ['checkpoint_501/scores.json']
+
+
+@pytest.mark.parametrize('data', [b'', b'\x01', b'\x82', b'\x90', b'\xa1x', b'\xc0\xc0', b'\x81\xa1'])
+def test_one_or_two_bytes_of_rubbish_are_replaced(run_dir, data):
+    (run_dir / 'checkpoint_3').mkdir(parents=True)
+    (run_dir / 'checkpoint_3' / 'checkpoint').write_bytes(data)
+    with open_ck(run_dir) as ck:
+        assert ck.all_steps() == []
+        assert ck.save(STATE, step=3).step == 3
+        assert ck.restore()['w'][1] == 1
+    assert [path.name for path in run_dir.iterdir()] == ['checkpoint_3']
+
+
+def test_what_is_whole_for_another_program_is_moved_aside(run_dir):
+    (run_dir / 'checkpoint_3').mkdir(parents=True)
+    (run_dir / 'checkpoint_3' / 'checkpoint').write_bytes(b'model_checkpoint_path: "model.ckpt-3"\n')
+    open_ck(run_dir).save(STATE, step=3)
+    (aside,) = run_dir.glob('checkpoint_3.foreign-*')
+    assert (aside / 'checkpoint').read_bytes().startswith(b'model_checkpoint_path')
+
+
+# --- one unreadable step -----------------------------------------------------------------------------------------------
+
+
+def spoil_sidecar(step):
+    (step / 't5ckpt.json').write_text('{')
+
+
+def sidecar_is_a_directory(step):
+    (step / 't5ckpt.json').unlink()
+    (step / 't5ckpt.json').mkdir()
+
+
+def manifest_loops(step):
+    (step / 'checkpoint').unlink()
+    os.symlink('checkpoint', step / 'checkpoint')
+
+
+@pytest.mark.parametrize('spoil', [spoil_sidecar, sidecar_is_a_directory, manifest_loops])
+def test_one_unreadable_step_does_not_hide_the_others(run_dir, spoil):
+    with open_ck(run_dir) as ck:
+        for step in (1, 2, 3):
+            ck.save(STATE, step=step)
+    spoil(run_dir / 'checkpoint_2')
+    found = t5ckpt.open_run(run_dir).summaries()
+    assert [each.step for each in found] == [1, 2, 3]
+    assert [each.state for each in found] == ['complete', 'unreadable', 'complete']
+    assert 'checkpoint_2' in found[1].reason
+    assert 'unreadable' in repr(t5ckpt.open_run(run_dir))
+    shown = CliRunner().invoke(app, ['ls', str(run_dir), '--json'])
+    assert shown.exit_code == 0
+    assert [(each['step'], each['state'], bool(each['reason'])) for each in json.loads(shown.output)] == [
+        (1, 'complete', False),
+        (2, 'unreadable', True),
+        (3, 'complete', False),
+    ]
+    assert 'unreadable' in CliRunner().invoke(app, ['ls', str(run_dir)]).output
+    assert t5ckpt.latest_step(run_dir) == 3
+    with open_ck(run_dir, keep=1) as ck:
+        ck.save(STATE, step=4)
+    assert not (run_dir / 'checkpoint_1').exists()
+
+
+# --- a run within a step -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('below', ['', 'eval', 'eval/deep/run', 'w'])
+def test_a_run_below_a_step_is_refused(run_dir, below):
+    open_ck(run_dir).save(STATE, step=5)
+    inner = run_dir / 'checkpoint_5' / below
+    for use in (open_ck, t5ckpt.open_run, lambda path: t5ckpt.copy_checkpoint(run_dir, path)):
+        with pytest.raises((errors.CheckpointNotFoundError, ValueError), match='checkpoint_5'):
+            use(inner)
+    manager(run_dir, 7)
+    with pytest.raises(errors.CheckpointNotFoundError, match='step 7'):
+        open_ck(run_dir / '7' / 'default')

@@ -222,7 +222,11 @@ class PendingSave:
                 return
             try:
                 callback(self)
-            except Exception:  # noqa: BLE001 - logged with its traceback; the save itself has not failed
+            except BaseException as error:
+                # Logged with its traceback, since the save itself has not failed. In the caller's thread an interrupt goes on;
+                # in that of the save nobody would hear of a SystemExit, and the other callbacks would be lost.
+                if not isinstance(error, Exception) and threading.get_ident() != self._thread:
+                    raise
                 _log.exception('t5ckpt: a callback of the save of step %d failed', self.step)
 
     def wait(self, timeout: float | None = None) -> bool:

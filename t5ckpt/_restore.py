@@ -225,15 +225,14 @@ def fit_leaves(
     where: str,
     state: Any,
     partitioner: Partitioner | None,
-    cast: Cast | None = None,
-    keys: Mapping[Path, str] | None = None,
+    options: RestoreOptions | None = None,
 ) -> RestorePlan:
     """Matches leaves that come from elsewhere than a checkpoint, LazyArrays among them, with a model.
 
     Raises:
       TreeMismatchError: with every difference.
     """
-    options = RestoreOptions(cast, keys=keys)
+    options = RestoreOptions() if options is None else options
     return plan_restore(leaves, _targets(view_state(state), state, partitioner), options, where)
 
 

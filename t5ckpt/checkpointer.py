@@ -25,7 +25,7 @@ from t5ckpt._leaves import LeafTable, step_of, view_state
 from t5ckpt._meetings import Meetings
 from t5ckpt._pending import PendingSave
 from t5ckpt._plan import SaveOptions
-from t5ckpt._plan_restore import STRICTNESS
+from t5ckpt._plan_restore import STRICTNESS, RestoreOptions
 from t5ckpt._process import DEFAULT_TIMEOUT_SECONDS, Processes, Round
 from t5ckpt._reader import ReadOptions
 from t5ckpt._restore import RestoreRequest, fit_leaves, run_restore
@@ -417,8 +417,9 @@ class Checkpointer(FromTensorFlow):
         return self._pending is not None and not self._pending.done()
 
     def _match(self, leaves: LeafTable, keys: Mapping[Path, str]) -> None:
-        """Matches leaves with the template, as a restore does."""
-        fit_leaves(leaves, 'the state', self._train_state, self._partitioner, keys=keys)
+        """Matches leaves with the template, as a restore without options does."""
+        options = RestoreOptions(self._restore_cast(), keys=keys, strict=self._strictness(None))
+        fit_leaves(leaves, 'the state', self._train_state, self._partitioner, options)
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         """Meets all processes of the job: each brings a note, process 0 decides on all of them, and all get its answer.

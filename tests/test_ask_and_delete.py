@@ -299,11 +299,14 @@ def test_callbacks(slow, tmp_path, caplog):
     def broken(pending):
         raise RuntimeError('of the callback')
 
+    def leaving(pending):
+        raise SystemExit('of the program')
+
     with Checkpointer(state(), checkpoints_dir=slow) as ck:
         slow.go.clear()
         pending = ck.save_async(state(), step=1)
-        pending.add_done_callback(broken)
-        pending.add_done_callback(note)
+        for callback in (broken, leaving, note):
+            pending.add_done_callback(callback)
         assert called == []
         slow.go.set()
         ck.wait_until_finished()
@@ -311,7 +314,10 @@ def test_callbacks(slow, tmp_path, caplog):
         while len(called) < 1:
             pass
         assert called == [(1, False, True, [1])]
-        assert 'a callback of the save of step 1 failed' in caplog.text
+        assert caplog.text.count('a callback of the save of step 1 failed') == 2
+        # Here it is the caller's own.
+        with pytest.raises(SystemExit):
+            pending.add_done_callback(leaving)
         # Of a save that has ended it is called at once, here.
         pending.add_done_callback(lambda _: called.append(threading.get_ident()))
         assert called[1] == threading.get_ident()

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import partitioner, states
+from support.golden import nest
 
 import t5ckpt
 from t5ckpt import (
@@ -137,6 +139,30 @@ def test_a_state_that_does_not_fit_the_template(tmp_path, caught, abstract):
         ck.save(STATE, step=4)
         assert len(caught) == 2
         assert ck.all_steps() == [0, 1, 2, 3, 4]
+
+
+def test_a_leaf_that_grows_is_told_once(tmp_path, caught):
+    with Checkpointer({'buffer': np.zeros(1)}, checkpoints_dir=tmp_path) as ck:
+        for step in range(2, 6):
+            ck.save({'buffer': np.zeros(step)}, step=step)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize('kind', ['protocol', 'partitioner', 'pytree'])
+def test_leaves_that_a_restore_leaves_out_are_no_difference(tmp_path, caught, kind):
+    """T5X's rule for T5X's states, with a partitioner and without; for any other tree they are one."""
+    flat = {'state/step': np.int32(1), 'target/w': np.zeros(4, np.float32)}
+    more = flat | {'state/param_states/w': np.zeros(4, np.float32)}
+    make = nest if kind == 'pytree' else states.t5x_state
+    parts = partitioner.Partitioner(partitioner.mesh(), partitioner.t5x_rules) if kind == 'partitioner' else None
+    with Checkpointer(make(flat), parts, tmp_path) as ck:
+        ck.save(make(more), step=1)
+        if kind == 'pytree':
+            (warning,) = caught
+            assert 'state/param_states/w: checkpoint float32 (4,), not in the model' in str(warning.message)
+        else:
+            ck.restore(step=1)
+            assert caught == []
 
 
 def test_what_a_restore_takes_is_no_difference(tmp_path):

@@ -163,8 +163,7 @@ def test_leaves_of_which_the_partitioner_says_nothing(run_dir):
     state = states.t5x_state(flat)
     less = {key: leaf for key, leaf in flat.items() if not key.startswith('flax_mutables')}
     parts = partitioner.Partitioner(partitioner.mesh(), wide_rules)
-    with pytest.warns(t5ckpt.errors.TemplateMismatchWarning, match='flax_mutables/statistics/mean'):
-        step_dir = saved(state, run_dir, parts, template=states.shapes_of(states.t5x_state(less)))
+    step_dir = saved(state, run_dir, parts, template=states.shapes_of(states.t5x_state(less)))
     assert independent_reader.is_spec(t5x_rules.check(step_dir)['flax_mutables/statistics/mean'])
     assert_reads_back(step_dir, flat)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._dtypes import Cast
 from t5ckpt._leaves import LeafTable, view_state
+from t5ckpt._plan_restore import RestoreOptions
 from t5ckpt._restore import fit_leaves, place_leaves
 from t5ckpt._stream import StreamRequest, write_stream
 from t5ckpt._transform import LeafAxes, transformed
@@ -31,7 +32,7 @@ Asked: TypeAlias = tuple[str | os.PathLike[str], bool, CheckpointTranslator | No
 def restore_tf(asked: Asked, cast: Cast | None, state: Any, partitioner: Partitioner | None) -> Any:
     """A state of the structure of ``state``; each tensor is read whole, put where it belongs, and let go of."""
     found = _found(asked, state)
-    return place_leaves(fit_leaves(found.table, _where(found), state, partitioner, cast), state)
+    return place_leaves(fit_leaves(found.table, _where(found), state, partitioner, RestoreOptions(cast)), state)
 
 
 def convert_tf_to_model(

@@ -82,9 +82,7 @@ class TemplateCheck:
         return ()
 
     def _tell(self, step: int) -> None:
-        problems = [
-            problem for problem in self._problems if self._is_strict or self._notices.is_new(('leaf', str(problem)))
-        ]
+        problems = [problem for problem in self._problems if self._is_strict or self._notices.is_new(_cause(problem))]
         if not problems:
             return
         lines = [f'  {problem}' for problem in problems[:_SHOWN]]
@@ -99,9 +97,14 @@ class TemplateCheck:
             f'step {step} is saved, but does not fit {where}, so a restore with that template fails:\n{differences}\n{cure} '
             'strict_save=True makes this an error.'
         )
-        self._notices.warn(('tree', *map(str, problems)), TemplateMismatchWarning(text))
+        self._notices.warn(('tree', *map(_cause, problems)), TemplateMismatchWarning(text))
         for problem in problems:
-            self._notices.add(('leaf', str(problem)))
+            self._notices.add(_cause(problem))
+
+
+def _cause(problem: LeafProblem) -> tuple[str, str, str]:
+    """Without the values: the shape of a buffer that grows is another one at every save."""
+    return 'leaf', problem.leaf, problem.kind
 
 
 def _fingerprint(table: LeafTable) -> list[Any]:

@@ -164,9 +164,11 @@ def test_facts_of_the_tree(four, tmp_path):
 def test_unchanged_arrays_are_linked_by_each_writer(four, tmp_path):
     for step in (1, 2, 3):
         four.run('save_frozen', tmp_path, step, step)
-    for leaf in ('frozen', 'replicated'):
-        for path in (tmp_path / 'checkpoint_1' / leaf).iterdir():
-            assert path.stat().st_nlink == 3, path
+    # An array whose memory is NumPy's may have changed, so its chunks are compared and its .zarray is written.
+    for pattern in ('frozen/*', 'frozen/.zarray', 'replicated/[0-9]*'):
+        paths = list((tmp_path / 'checkpoint_1').glob(pattern))
+        assert paths
+        assert [path.stat().st_nlink for path in paths] == [3] * len(paths)
     assert all(path.stat().st_nlink == 1 for path in (tmp_path / 'checkpoint_3' / 'new').glob('0.*'))
     for step in (1, 2, 3):
         t5x_rules.check(tmp_path / f'checkpoint_{step}')

@@ -109,7 +109,7 @@ def test_metadata_that_is_damaged(tmp_path):
     [
         ('.metadata', 'torch.distributed'),
         ('model.ckpt-5.index', 'TensorFlow'),
-        ('model.safetensors', 'safetensors'),
+        ('adapter_model-7.safetensors', 'safetensors'),
         ('pytorch_model.bin', 'PyTorch'),
         ('.zgroup', 'zarr group'),
         ('notes.txt', 'notes.txt'),

@@ -47,7 +47,7 @@ from t5ckpt._version import __version__
 from t5ckpt._workers import Pool
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.steps import Located, locate, open_run_storage, refuse_within
+from t5ckpt.steps import Located, locate, open_run_storage, refuse_within, with_links
 from t5ckpt.storage import Storage, foreign_errors, split_path
 
 __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
@@ -133,7 +133,7 @@ def copy_checkpoint(
     """
     options = CopyOptions() if options is None else options
     started = time.monotonic()
-    located = locate(source, step, options.source_options)
+    located = with_links(locate(source, step, options.source_options), options.follow_links)
     if not located.manifest:
         raise UnsupportedFormatError(
             f'{located.url} is a checkpoint of Orbax, which has no file that makes it complete. Convert it, or copy its '
@@ -199,7 +199,7 @@ class _Copy:
         self._options = options
         self._budget = ByteBudget(_IN_FLIGHT_BYTES)
         self._done = 0
-        self._scanner = Scanner(located.storage, located.directory, follow_links=options.follow_links)
+        self._scanner = Scanner(located.storage, located.directory, follow_links=located.follow_links)
 
     def run(self, started: float, clock: Clock = time.time) -> CopyReport:
         self._check_links()

@@ -44,7 +44,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsafeSpecError,
 )
-from t5ckpt.steps import Located, locate
+from t5ckpt.steps import Located, locate, with_links
 from t5ckpt.storage import Entry, open_storage, split_path
 
 __all__ = ['locate_or_broken', 'verify', 'verify_located']
@@ -80,7 +80,7 @@ def verify(
 
     Notes: any checkpoint that restores can be verified, also those of T5X and Orbax. Full runs at the disk's speed.
     """
-    located = dataclasses.replace(locate_or_broken(path, step, storage_options), follow_links=follow_links)
+    located = with_links(locate_or_broken(path, step, storage_options), follow_links)
     return verify_located(located, full=full, progress=progress)
 
 

@@ -42,7 +42,7 @@ from t5ckpt.datasets import DatasetState, warn_of_unused
 from t5ckpt.errors import DisagreementError, NoEffectWarning, RemoteError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.resizing import Resize, resized
-from t5ckpt.steps import Located, locate, locate_step
+from t5ckpt.steps import Located, locate, locate_step, no_links_text
 from t5ckpt.storage import Storage, is_same_kind
 from t5ckpt.view import lazy_leaf
 
@@ -194,9 +194,7 @@ def _warn_of_idle(request: RestoreRequest, located: Located, model: LeafTable, f
                 f'mmap has no effect: {where} is not on a local file system, so its files are read. Leave it out.'
             )
         if request.reading.follow_links:
-            texts.append(
-                f'follow_links has no effect: {where} is not on a local file system and has no links. Leave it out.'
-            )
+            texts.append(no_links_text(located))
     for text in texts if request.meeting.is_first else ():
         warnings.warn(text, NoEffectWarning, stacklevel=5)
 

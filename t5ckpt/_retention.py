@@ -80,7 +80,11 @@ class Retention:
         return sorted([*written, *unreadable], key=lambda decision: decision.step)
 
     def _prunable(self) -> list[int]:
-        return [each.step for each in listing(self._storage).steps if each.is_t5x]
+        steps = listing(self._storage).steps
+        for each in steps:
+            if not each.is_t5x:
+                self._tell(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
+        return [each.step for each in steps if each.is_t5x]
 
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts that the policy sees, ascending by step; ``names`` are the metrics to look for instead of its own."""

@@ -25,7 +25,7 @@ from t5ckpt._pending import PendingSave
 from t5ckpt._process import Channel
 from t5ckpt._retention import Retention
 from t5ckpt._types import Clock
-from t5ckpt.errors import DisagreementError, MissingMetricWarning, RemoteError
+from t5ckpt.errors import DisagreementError, MissingMetricWarning, NoEffectWarning, RemoteError
 from t5ckpt.save import Notices, metric_numbers
 from t5ckpt.save_policies import Moment, SaveOnPreemption, SavePolicy, parts_of
 
@@ -121,6 +121,8 @@ class SaveSchedule:
         self._epoch = self._check = 0
         self._gap = 1
         self.should_stop = False
+        self.is_used = False
+        """Whether anybody asked the policy, or for a preemption."""
 
     def save_if_due(
         self, step: int, metrics: Mapping[str, Any] | None, save: Callable[[Mapping[str, float]], PendingSave]
@@ -162,6 +164,7 @@ class SaveSchedule:
         """Whether a process of the job was told to end; the same at the same step in all."""
         if not self._has_notice:
             raise ValueError('reached_preemption: pass preempted=PreemptionNotice() to the constructor.')
+        self.is_used = True
         if self._view is None:
             self._meet()
         others = self._others
@@ -180,7 +183,21 @@ class SaveSchedule:
         if self._begun is not None and self._begun.last_step == step:
             self._begun = dataclasses.replace(self._begun, last_step=latest)
 
+    def warn_if_unused(self) -> None:
+        """Warns of a policy and of a notice of preemption that nobody asked for; to be called after a save, at the end."""
+        given = {'save_policy': self._policy is not None, 'preempted': self._has_notice}
+        names = [name for name, is_given in given.items() if is_given]
+        if not names or self.is_used or self._meetings.of_job().index != 0:
+            return
+        methods = 'maybe_save' if self._policy is not None else 'maybe_save or reached_preemption'
+        text = (
+            f'{" and ".join(names)} had no effect: steps were saved, and {methods} was never called. Call it at every step, or '
+            f'leave {" and ".join(names)} out.'
+        )
+        self._notices.warn('unused', NoEffectWarning(text))
+
     def _given_policy(self, method: str) -> SavePolicy:
+        self.is_used = True
         if self._policy is None:
             raise ValueError(f'{method}: pass save_policy= to the constructor, such as SaveEvery(1000).')
         return self._policy

@@ -207,7 +207,10 @@ class Checkpointer(FromTensorFlow):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            # A loop that an error has ended may not have come to maybe_save.
+            self._schedule.is_used = True
         self.close()
 
     def __reduce__(self) -> Any:
@@ -453,6 +456,8 @@ class Checkpointer(FromTensorFlow):
         self.wait_until_finished()
         self._retention.wait()
         self.check_for_errors()
+        if self._pending is not None:
+            self._schedule.warn_if_unused()
 
     # --- restoring ---------------------------------------------------------------------------------------------------
 
@@ -628,6 +633,7 @@ class Checkpointer(FromTensorFlow):
           ValueError: no policy, or more than one, says which metric or mode.
         """
         self.wait_until_finished()
+        self._schedule.is_used = True
         name, best = monitored(self._monitored, metric, mode)
         sign = 1 if best == 'max' else -1
         values = {info.step: info.metrics.get(name, math.nan) for info in self._retention.infos((name,))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
 from t5ckpt._workers import Pool
-from t5ckpt.steps import locate
+from t5ckpt.steps import locate, with_links
 from t5ckpt.view import lazy_leaf
 
 __all__ = ['load_t5x_checkpoint']
@@ -74,7 +73,7 @@ def load_t5x_checkpoint(
       StorageError: it cannot be read.
     """
     cast = Cast.of(restore_dtype, cast_leaves, 'restore_dtype')
-    located = dataclasses.replace(locate(path, step, storage_options, tensors=True), follow_links=follow_links)
+    located = with_links(locate(path, step, storage_options, tensors=True), follow_links)
     reading = ReadOptions(mmap, verify)
     ledgers = reading.checks_all(located.storage, lazy=lazy_parameters)
     contents = read_contents(located, read_raw(located, ledgers=ledgers))

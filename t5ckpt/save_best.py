@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from t5ckpt._types import Partitioner
+from t5ckpt._types import Partitioner, warn_no_effect
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import KeepAll, KeepBest, KeepPolicy, check_metric_mode, check_metric_name
@@ -58,6 +58,18 @@ class SaveBestCheckpointer(Checkpointer):
                 return KeepAll()
             return KeepBest(count, metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics, period)
 
+        idle = [
+            name
+            for name, is_given in {
+                'keep_checkpoints_without_metrics': not keep_checkpoints_without_metrics,
+                'force_keep_period': period is not None,
+            }.items()
+            if is_given and keep is None
+        ]
+        if idle:
+            warn_no_effect(
+                f'{" and ".join(idle)} has no effect while keep is None, since all steps stay. Pass keep=, or leave it out.'
+            )
         super().__init__(
             train_state,
             partitioner,

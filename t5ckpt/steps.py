@@ -16,6 +16,7 @@ from typing import Any
 from t5ckpt._foreign import foreign_file, foreign_layout
 from t5ckpt._index import indexed_steps
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, parse_step_name, step_dir
+from t5ckpt._types import warn_no_effect
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_orbax, one_a_step
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.safetensors import WHOLE_NAMES, is_safetensors
@@ -35,12 +36,14 @@ __all__ = [
     'listing',
     'locate',
     'locate_step',
+    'no_links_text',
     'open_run_storage',
     'pin_checkpoint',
     'refuse_within',
     'refuse_within_step',
     'steps_in',
     'unpin_checkpoint',
+    'with_links',
 ]
 
 
@@ -66,6 +69,18 @@ class Located:
     def url(self) -> str:
         """The manifest, or the directory in Orbax's case, as a user would write it."""
         return self.storage.url(join(self.directory, self.manifest))
+
+
+def with_links(located: Located, follow_links: bool) -> Located:
+    """The same, with symbolic links that may lead out of its directory; warns where there are no links."""
+    if follow_links and located.storage.local_path('') is None:
+        warn_no_effect(no_links_text(located))
+    return dataclasses.replace(located, follow_links=follow_links)
+
+
+def no_links_text(located: Located) -> str:
+    """What to say to ``follow_links`` on a storage without links."""
+    return f'follow_links has no effect: {located.storage.url()} is not on a local file system and has no links. Leave it out.'
 
 
 def open_run_storage(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import os
 from collections.abc import Generator, Iterator, Mapping
@@ -26,7 +25,7 @@ from t5ckpt._types import Path, Progress, leaf_name, path_of
 from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.plots import plot_heatmap
-from t5ckpt.steps import locate
+from t5ckpt.steps import locate, with_links
 
 __all__ = ['CheckpointView', 'lazy_leaf', 'open_checkpoint']
 
@@ -59,7 +58,7 @@ def open_checkpoint(
     Raises:
       CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
     """
-    located = dataclasses.replace(locate(path, step, storage_options, tensors=True), follow_links=follow_links)
+    located = with_links(locate(path, step, storage_options, tensors=True), follow_links)
     reading = ReadOptions(mmap, verify)
     ledgers = reading.checks_all(located.storage, lazy=True)
     contents = read_contents(located, read_raw(located, ledgers=ledgers))

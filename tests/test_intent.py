@@ -22,6 +22,7 @@ from t5ckpt._holds import held
 from t5ckpt._retention import delete_step
 from t5ckpt.cli import VERBS
 from t5ckpt.cli._app import app, run as run_verb
+from t5ckpt.convert.tf import TfCheckpoint, tf_leaves
 from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -243,9 +244,36 @@ def test_an_average_of_nothing_and_moving_averages_of_nothing_are_errors(run, tm
         t5ckpt.rewrite_checkpoint(run, tmp_path / 'ema', rule)
 
 
-def test_an_optimizer_that_is_not_found_is_warned_of(run, tmp_path):
+def without_optimizer(convert):
+    def call(run, out):
+        (run / 'checkpoint.flax').write_bytes(serialization.to_bytes(nnx_state(2)))
+        return convert(run, out, ConvertOptions(optimizer=False, step=2))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    'convert',
+    [
+        lambda run, out, options: t5ckpt.rewrite_checkpoint(run, out, options=options),
+        convert_to_orbax,
+        lambda run, out, options: t5ckpt.convert_checkpoint('flax', run / 'checkpoint.flax', out, options),
+    ],
+    ids=['rewrite', 'orbax', 'flax'],
+)
+def test_an_optimizer_that_is_not_found_is_warned_of(convert, run, tmp_path):
     with pytest.warns(NoEffectWarning, match=r'optimizer=False .* the tree has model/, optimizer/, step.*drop'):
-        t5ckpt.rewrite_checkpoint(run, tmp_path / 'out', options=ConvertOptions(optimizer=False))
+        done = without_optimizer(convert)(run, tmp_path / 'out')
+    assert done.without_effect == ('optimizer',)
+
+
+def test_an_optimizer_that_tensorflow_has_not_is_warned_of():
+    tensors = {'global_step': np.int32(1), 'decoder/w': KERNEL}
+    rules = t5ckpt.CheckpointTranslator()
+    rules.add(r'(.*)')(lambda opts, key, value, name: (name, value))
+    with pytest.warns(NoEffectWarning, match=r'optimizer=False .* the tree has decoder/, global_step'):
+        found = tf_leaves(TfCheckpoint('model.ckpt-1', tensors), rules, optimizer=False)
+    assert found.without_effect == ('optimizer',)
 
 
 def test_the_command_line_casts_what_it_is_told_to(run, tmp_path):
@@ -454,12 +482,23 @@ def checkpointer(**options):
     return t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='memory://idle', **options)
 
 
-def restored_with(run, *, fallback=None, donate=False, **options):
+def in_memory(run):
+    """The run on a storage without links."""
     place = 'memory://idle-restore'
-    t5ckpt.copy_checkpoint(run, place, options=t5ckpt.CopyOptions(overwrite=False)) if not t5ckpt.all_steps(
-        place
-    ) else None
+    if not t5ckpt.all_steps(place):
+        t5ckpt.copy_checkpoint(run, place)
+    return place
+
+
+def saved_without_maybe_save(**options):
+    place = f'memory://idle-{"-".join(options)}'
     with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=place, **options) as checkpointer:
+        checkpointer.save(nnx_state())
+    checkpointer.close()
+
+
+def restored_with(run, *, fallback=None, donate=False, **options):
+    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=in_memory(run), **options) as checkpointer:
         return checkpointer.restore(fallback_state=fallback, donate=donate)
 
 
@@ -471,6 +510,21 @@ IDLE = {
     'follow_links': lambda run: restored_with(run, follow_links=True),
     'donate': lambda run: restored_with(run, donate=True),
     'fallback_state': lambda run: restored_with(run, fallback={'modell': {'w': KERNEL}}),
+    'follow_links of load': lambda run: t5ckpt.load_t5x_checkpoint(in_memory(run), follow_links=True),
+    'follow_links of open': lambda run: t5ckpt.open_checkpoint(in_memory(run), follow_links=True),
+    'follow_links of verify': lambda run: t5ckpt.verify(in_memory(run), follow_links=True),
+    'follow_links of copy': lambda run: t5ckpt.copy_checkpoint(
+        in_memory(run), run.parent / 'copied', options=t5ckpt.CopyOptions(follow_links=True)
+    ),
+    'force_keep_period of SaveBest': lambda run: t5ckpt.SaveBestCheckpointer(nnx_state(), force_keep_period=5),
+    'keep_checkpoints_without_metrics and force_keep_period': lambda run: t5ckpt.SaveBestCheckpointer(
+        nnx_state(), force_keep_period=5, keep_checkpoints_without_metrics=False
+    ),
+    'save_policy': lambda run: saved_without_maybe_save(save_policy=t5ckpt.SaveEvery(5)),
+    'preempted': lambda run: saved_without_maybe_save(preempted=lambda: False),
+    'save_policy and preempted': lambda run: saved_without_maybe_save(
+        save_policy=t5ckpt.SaveOnPreemption(), preempted=lambda: False
+    ),
 }
 
 
@@ -479,6 +533,30 @@ def test_an_option_without_an_effect_is_warned_of_once(name, run):
     with pytest.warns(NoEffectWarning, match=f'^{name.split()[0]} ') as told:
         IDLE[name](run)
     assert len(told) == 1
+
+
+def ended_early(options):
+    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='memory://asked-not', **options) as checkpointer:
+        checkpointer.save(nnx_state())
+        return 1 / 0
+
+
+def test_a_policy_that_somebody_asks_is_not_warned_of():
+    ways = {
+        'maybe': lambda checkpointer: checkpointer.maybe_save(1, nnx_state()),
+        'should': lambda checkpointer: checkpointer.should_save(1) and checkpointer.save(nnx_state()),
+        'reached': lambda checkpointer: checkpointer.reached_preemption(1) or checkpointer.save(nnx_state()),
+        'best': lambda checkpointer: checkpointer.save(nnx_state()) and checkpointer.best_step('loss', 'min'),
+    }
+    for name, way in ways.items():
+        place = f'memory://asked-{name}'
+        options = {'save_policy': t5ckpt.SaveEvery(1), 'preempted': lambda: False}
+        with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=place, **options) as checkpointer:
+            way(checkpointer)
+        assert t5ckpt.all_steps(place) == [1]
+    # A loop that an error ends may not have come to it.
+    with pytest.raises(ZeroDivisionError):
+        ended_early(options)
 
 
 IMPOSSIBLE = {
@@ -533,11 +611,26 @@ def verb(*words):
 def test_what_was_not_done_is_told(run, tmp_path):
     done = verb('show', run, '--grep', 'kernl', '--json')
     assert done.return_value == 1
+    assert json.loads(done.stdout)['unmatched'] == ['--grep kernl']
+    assert json.loads(verb('show', run, '--json').stdout)['unmatched'] == []
+    words = ['prune', run, '--best', 'acc', '--keep-step', 9, '--dry-run', '--json']
+    assert json.loads(verb(*words).stdout)['unmatched'] == ['--best acc', '--keep-step 9']
     assert "--grep 'kernl' is found in no name" in done.stderr
     assert 'there is no step 7, 9' in verb('prune', run, '--keep-step', 9, '--keep-step', 7, '--dry-run').stderr
     t5ckpt.pin_checkpoint(run / 'checkpoint_2')
     assert 'left out: PINNED' in verb('cp', run, tmp_path / 'a').output
     assert json.loads(verb('cp', run, tmp_path / 'b', '--json').output)['left_out'] == ['PINNED']
+
+
+def test_a_step_of_another_layout_that_stays_is_logged_once(tmp_path, caplog):
+    caplog.set_level('INFO', 't5ckpt')
+    (tmp_path / 'checkpoint_1').write_bytes(serialization.to_bytes(nnx_state(1)))
+    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=tmp_path, keep=1) as checkpointer:
+        for step in (2, 3, 4):
+            checkpointer.save(nnx_state(step))
+    told = [message for message in caplog.messages if 'whatever the keep policy says' in message]
+    assert [message.rpartition(': ')[2] for message in told] == ['in the layout of flax']
+    assert t5ckpt.all_steps(tmp_path) == [1, 4]
 
 
 def test_a_step_that_a_pin_keeps_against_the_policy_is_logged_once(tmp_path, caplog):

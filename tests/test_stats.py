@@ -230,9 +230,10 @@ def test_without_values_nothing_is_read(tmp_path):
 
 
 def test_a_run_is_its_steps(tmp_path):
-    with t5ckpt.Checkpointer({'w': np.zeros(3)}, checkpoints_dir=tmp_path) as checkpointer:
-        for step in (0, 5, 10):
-            checkpointer.save({'w': np.full(3, step, np.float32), **({'v': np.ones(2)} if step else {})}, step=step)
+    for step in (0, 5, 10):
+        state = {'w': np.full(3, step, np.float32), **({'v': np.ones(2)} if step else {})}
+        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+            checkpointer.save(state, step=step)
     run = t5ckpt.open_run(tmp_path)
     assert list(run) == run.steps == [0, 5, 10]
     np.testing.assert_array_equal(run[5]['w'], 5)

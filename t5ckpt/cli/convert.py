@@ -96,6 +96,8 @@ def print_conversion(done: Conversion, dry_run: bool) -> None:
     say(f'mapped {len(done.mapped)} names, {len(renamed)} of them to new ones{_some(renamed)}')
     say(f'added {len(done.added)} leaves{_some(done.added)}')
     say(f'dropped {len(done.dropped)} names{_some(done.dropped)}')
+    for option in done.without_effect:
+        say(f'without effect: {option}=False')
 
 
 def _some(names: Any) -> str:

@@ -52,8 +52,10 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
         raise CheckpointNotFoundError(f'{path}: there is no such directory.')
     retention = Retention(storage, _policy(keep), time.time, None, TensorBoardMetrics(storage))
     plan = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
-    _say_if_unknown(retention, keep['metric'])
-    _say_if_absent(keep['steps'], [decision.step for decision in plan])
+    unmatched = [
+        *_say_if_unknown(retention, keep['metric']),
+        *_say_if_absent(keep['steps'], [decision.step for decision in plan]),
+    ]
     doomed = [decision.step for decision in plan if not decision.keep]
     if not as_json:
         columns = [Column('step', right=True), Column(''), Column('because')]
@@ -71,6 +73,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
                 'plan': [dataclasses.asdict(decision) for decision in plan],
                 'deleted': [decision.step for decision in deleted],
                 'failed': failed,
+                'unmatched': unmatched,
             }
         )
     elif failed:
@@ -79,17 +82,21 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
         raise click.exceptions.Exit(1)
 
 
-def _say_if_unknown(retention: Retention, metric: str | None) -> None:
-    """A name that no step has is kept to, but more likely misspelt."""
+def _say_if_unknown(retention: Retention, metric: str | None) -> list[str]:
+    """A name that no step has is kept to, but more likely misspelt; returns it as the option was given."""
     known = sorted({name for info in retention.infos() for name in info.metrics}) if metric is not None else []
-    if metric is not None and metric not in known:
-        say(f'no step has the metric {metric}; there are: {", ".join(known) or "none"}', err=True)
+    if metric is None or metric in known:
+        return []
+    say(f'no step has the metric {metric}; there are: {", ".join(known) or "none"}', err=True)
+    return [f'--best {metric}']
 
 
-def _say_if_absent(wanted: Sequence[int], steps: Sequence[int]) -> None:
+def _say_if_absent(wanted: Sequence[int], steps: Sequence[int]) -> list[str]:
+    """Names the steps to keep that are not there; returns them as the options were given."""
     absent = sorted(set(wanted) - set(steps))
     if absent:
         say(f'--keep-step: there is no step {", ".join(map(str, absent))}', err=True)
+    return [f'--keep-step {step}' for step in absent]
 
 
 def _policy(keep: Mapping[str, Any]) -> KeepPolicy:

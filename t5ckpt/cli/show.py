@@ -53,10 +53,13 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
         say(f'--grep {pattern!r} is found in no name of {view.path}', err=True)
     if sort != 'tree':
         infos.sort(key=lambda info: info.name if sort == 'name' else (-info.nbytes, info.name))
-    code = int(pattern is not None and not infos)
+    unmatched = [f'--grep {pattern}'] if pattern is not None and not infos else []
+    code = len(unmatched)
     if as_json:
         leaves = [_fields(info) for info in infos]
-        print_json({'path': view.path, 'step': view.step, 'metrics': view.metrics, 'leaves': leaves})
+        print_json(
+            {'path': view.path, 'step': view.step, 'metrics': view.metrics, 'leaves': leaves, 'unmatched': unmatched}
+        )
         return code
     tree = build_tree(infos)
     rows = _tree_rows(tree, depth, 0) if sort == 'tree' else [_leaf_row(info.name, info) for info in infos]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt._budget import bytes_of_gb
@@ -14,11 +14,11 @@ from t5ckpt._layout import parse_step_dir, step_dir
 from t5ckpt._leaves import MAX_STEP, LeafTable
 from t5ckpt._plan import CODECS, SaveOptions
 from t5ckpt._stream import STREAM_BYTES, StreamRequest, rehearse, write_stream
-from t5ckpt._types import Path, Progress
+from t5ckpt._types import Path, Progress, warn_no_effect
 from t5ckpt.steps import open_run_storage
 from t5ckpt.storage import Storage, split_path
 
-__all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish']
+__all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish', 'warn_no_optimizer']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Conversion:
       mapped: name in the source to leaf.
       added: leaves that the source does not have.
       dropped: names in the source that were left out.
+      without_effect: options that found nothing to do: 'optimizer'.
     """
 
     step: int
@@ -82,6 +83,7 @@ class Conversion:
     mapped: Mapping[str, str]
     added: tuple[str, ...]
     dropped: tuple[str, ...]
+    without_effect: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Found:
       extra: fields of the sidecar that come along: metrics, the keep policy.
       inline: leaves that the source holds in its manifest and that the copy is to hold there, too, whatever their size: T5X
         cannot restore one without mesh axes that is stored.
+      without_effect: options that found nothing to do.
     """
 
     table: LeafTable
@@ -110,6 +113,15 @@ class Found:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     inline: Collection[Path] = ()
+    without_effect: tuple[str, ...] = ()
+
+
+def warn_no_optimizer(roots: Sequence[str]) -> None:
+    """Says that ``optimizer=False`` found no optimizer state in a tree with these names at its root."""
+    warn_no_effect(
+        f"optimizer=False (--no-optimizer) leaves nothing out: no leaf is under 'opt_state' or 'param_states'; the tree has "
+        f'{", ".join(roots[:8])}. Name other leaves with drop (t5ckpt cp --drop).'
+    )
 
 
 def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: ConvertOptions) -> Conversion:
@@ -137,7 +149,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         extra=found.extra,
         rule=dict.fromkeys(found.inline, True),
     )
-    facts = (dict(found.mapped), found.added, found.dropped)
+    facts = (dict(found.mapped), found.added, found.dropped, found.without_effect)
     if options.dry_run:
         rehearse(found.table, request)
         return Conversion(step, storage.url(step_dir(step)), 0, 0.0, *facts)

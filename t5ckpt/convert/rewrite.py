@@ -104,7 +104,8 @@ def rewrite_checkpoint(
     table = _averaged(contents, changes.parameters)
     if changes.ema is not None:
         table = _with_ema(table, changes.ema, changes.parameters)
-    kept, dropped = _dropped(table, changes.drop, options.optimizer)
+    of_optimizer = set[Path]() if options.optimizer else optimizer_leaves(table)
+    kept, dropped = _dropped(table, changes.drop, of_optimizer)
     names = _renamed(kept, changes.rename)
     identity = {
         'format': 't5x',
@@ -121,6 +122,7 @@ def rewrite_checkpoint(
         files=_iterator_files(located),
         extra=_extra(contents[-1].sidecar),
         inline=_inline_of(contents, names),
+        without_effect=() if options.optimizer or of_optimizer else ('optimizer',),
     )
     refuse_within(open_storage(directory), located)
     return finish(found, directory, options)
@@ -269,11 +271,12 @@ def _recorded(changes: Changes) -> dict[str, Any]:
     }
 
 
-def _dropped(table: LeafTable, given: Sequence[str | re.Pattern[str]], optimizer: bool) -> tuple[LeafTable, list[Path]]:
+def _dropped(
+    table: LeafTable, given: Sequence[str | re.Pattern[str]], of_optimizer: set[Path]
+) -> tuple[LeafTable, list[Path]]:
     patterns = [re.compile(pattern) for pattern in given]
     unused = set(patterns)
     dropped: list[Path] = []
-    of_optimizer = set[Path]() if optimizer else optimizer_leaves(table)
     for path in table:
         hits = {pattern for pattern in patterns if pattern.fullmatch(leaf_name(path))}
         unused -= hits

@@ -18,8 +18,8 @@ import numpy as np
 
 from t5ckpt._fence import open_source
 from t5ckpt._leaves import LeafTable
-from t5ckpt._types import path_of
-from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
+from t5ckpt._types import path_of, root_names
+from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
 from t5ckpt.convert._tf_bundle import read_bundle
 from t5ckpt.convert.tf_rules import (
     PARAM_STATES,
@@ -173,8 +173,12 @@ def tf_leaves(
     rules = T5_RULES if translator is None else translator
     translation = with_shared_relpos(rules.translate(checkpoint.tensors))
     leaves, mapped, dropped = translation.leaves, translation.mapped, translation.dropped
+    idle: tuple[str, ...] = ()
     if not optimizer:
         leaves = {name: value for name, value in leaves.items() if not name.startswith(PARAM_STATES)}
+        if len(leaves) == len(translation.leaves):
+            idle = ('optimizer',)
+            warn_no_optimizer(root_names(map(path_of, leaves)))
         dropped += tuple(old for old, new in mapped.items() if new not in leaves)
         mapped = {old: new for old, new in mapped.items() if new in leaves}
     if translator is None:
@@ -188,7 +192,9 @@ def tf_leaves(
             step = added[STEP] = np.int32(match[1])
     table: LeafTable = {path_of(name): value for name, value in (leaves | added).items()}
     number = None if step is None else int(np.asarray(step))
-    return Found(table, number, checkpoint.source, mapped, tuple(sorted(added)), tuple(sorted(dropped)))
+    return Found(
+        table, number, checkpoint.source, mapped, tuple(sorted(added)), tuple(sorted(dropped)), without_effect=idle
+    )
 
 
 def convert_tf(

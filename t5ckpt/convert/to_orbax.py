@@ -73,7 +73,8 @@ def convert_to_orbax(
     check_cast(options.cast, {path: array_dtype(leaf) for path, leaf in kept.items()})
     leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in kept.items()}
     names = {leaf_name(path): leaf_name(path) for path in leaves}
-    found = (names, (), tuple(sorted(map(leaf_name, dropped))))
+    idle = () if options.optimizer or dropped else ('optimizer',)
+    found = (names, (), tuple(sorted(map(leaf_name, dropped))), idle)
     step = contents.located.step or 0
     started = time.monotonic()
     nbytes = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,14 +21,13 @@ from t5ckpt._orbax import array_leaves
 from t5ckpt._scan import Scanner
 from t5ckpt._sidecar import Sidecar
 from t5ckpt._types import Path, leaf_name, root_names
-from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
+from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
 from t5ckpt.convert._flax_file import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingDependencyError,
-    NoEffectWarning,
     UnsupportedFormatError,
 )
 from t5ckpt.lazy import LazyArray
@@ -52,13 +50,7 @@ def optimizer_leaves(table: Iterable[Path]) -> set[Path]:
     paths = list(table)
     found = {path for path in paths if not _OPTIMIZER_SCOPES.isdisjoint(path)}
     if not found:
-        roots = ', '.join(root_names(paths)[:8])
-        warnings.warn(
-            f"optimizer=False (--no-optimizer) leaves nothing out: no leaf is under 'opt_state' or 'param_states'; the tree has "
-            f'{roots}. Name other leaves with drop (t5ckpt cp --drop).',
-            NoEffectWarning,
-            stacklevel=2,
-        )
+        warn_no_optimizer(root_names(paths))
     return found
 
 
@@ -108,7 +100,8 @@ def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], opti
     dropped = set[Path]() if optimizer else optimizer_leaves(table)
     kept = {path: leaf for path, leaf in table.items() if path not in dropped}
     names = {leaf_name(path): leaf_name(path) for path in kept}
-    return Found(kept, step, identity, names, dropped=tuple(sorted(map(leaf_name, dropped))))
+    idle = () if optimizer or dropped else ('optimizer',)
+    return Found(kept, step, identity, names, dropped=tuple(sorted(map(leaf_name, dropped))), without_effect=idle)
 
 
 def _open_orbax(source: str) -> Contents:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Collection, Hashable, Mapping
-from types import FrameType
 
+from t5ckpt._types import caller_level
 from t5ckpt.errors import MissingMetricWarning, T5CkptWarning
 
 __all__ = ['Notices']
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Notices:
@@ -37,7 +33,7 @@ class Notices:
         """Warns, unless that was done for this cause."""
         if cause in self._given:
             return
-        warnings.warn(warning, stacklevel=_caller_level())
+        warnings.warn(warning, stacklevel=caller_level())
         self._given.add(cause)
 
     def missing_metrics(self, missing: Mapping[str, tuple[int, Collection[str]]]) -> None:
@@ -48,12 +44,3 @@ class Notices:
                 f'Pass metrics={{{name!r}: ...}} to save, or name another metric in the policy.'
             )
             self.warn(('keep_policy', name), MissingMetricWarning(text))
-
-
-def _caller_level() -> int:
-    """The stack level of the code that called the package, as seen from the caller of this function."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way before Python 3.12
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from t5ckpt._cure import RepairOptions
     from t5ckpt._damage import Damage, VerifyReport
     from t5ckpt._diff import CheckpointDiff, LeafDiff, diff
+    from t5ckpt._foreign import CheckpointTypes, detect_checkpoint_type
     from t5ckpt._index import reindex_steps
     from t5ckpt._integrity import verify
     from t5ckpt._pending import PendingSave
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from t5ckpt.errors import (
         MissingMetricWarning,
         NoEffectWarning,
+        ObsoleteArgumentWarning,
         StepMismatchWarning,
         T5CkptWarning,
         TemplateMismatchWarning,
@@ -93,6 +95,7 @@ __all__ = [
     'CheckpointDiff',
     'CheckpointStats',
     'CheckpointTranslator',
+    'CheckpointTypes',
     'CheckpointView',
     'Checkpointer',
     'CommittedCheckpoint',
@@ -121,6 +124,7 @@ __all__ = [
     'MissingMetricWarning',
     'Moment',
     'NoEffectWarning',
+    'ObsoleteArgumentWarning',
     'ParameterInfo',
     'PendingSave',
     'PreemptionNotice',
@@ -159,6 +163,7 @@ __all__ = [
     'checkpoints_iterator',
     'convert_checkpoint',
     'copy_checkpoint',
+    'detect_checkpoint_type',
     'diff',
     'export_hf',
     'export_npz',
@@ -194,6 +199,7 @@ _MODULES = {
     'CheckpointDiff': '_diff',
     'CheckpointStats': '_stats',
     'CheckpointTranslator': 'translate',
+    'CheckpointTypes': '_foreign',
     'CheckpointView': 'view',
     'Checkpointer': 'checkpointer',
     'CommittedCheckpoint': '_commit',
@@ -221,6 +227,7 @@ _MODULES = {
     'LeafStats': '_stats',
     'Moment': 'save_policies',
     'NoEffectWarning': 'errors',
+    'ObsoleteArgumentWarning': 'errors',
     'ParameterInfo': '_types',
     'PendingSave': '_pending',
     'PreemptionNotice': 'preemption',
@@ -256,6 +263,7 @@ _MODULES = {
     'copy_checkpoint': '_copy',
     'checkpoints_iterator': 'watch',
     'convert_checkpoint': 'convert',
+    'detect_checkpoint_type': '_foreign',
     'diff': '_diff',
     'export_hf': 'convert.huggingface',
     'export_npz': 'convert.plain',

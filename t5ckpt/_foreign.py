@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import enum
+import logging
+import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from t5ckpt._layout import join, parse_step_dir
-from t5ckpt.storage import Storage
+from t5ckpt._layout import MANIFEST, join, parse_step_dir
+from t5ckpt._manifest import is_whole
+from t5ckpt.errors import UnsupportedFormatError
+from t5ckpt.storage import Storage, open_storage, split_path
 
-__all__ = ['foreign_file', 'foreign_layout', 'unread_contents']
+__all__ = ['CheckpointTypes', 'detect_checkpoint_type', 'foreign_file', 'foreign_layout', 'unread_contents']
+
+_log = logging.getLogger('t5ckpt')
 
 _STEP = re.compile(r'(?:step[_-])?([0-9]+)')
 # What a directory is known by, the first that matches one of its names; for single checkpoints and files.
@@ -85,3 +94,56 @@ def unread_contents(storage: Storage) -> str | None:
     names = [entry.name for entry in storage.entries() if parse_step_dir(entry.name) is not None]
     holding = [name for name in names if storage.kind(name) == 'file' or storage.entries(name)]
     return f'it holds {", ".join(holding[:5])}, none of which is a complete checkpoint' if holding else None
+
+
+class CheckpointTypes(enum.Enum):
+    """What T5X calls the formats that its programs meet (t5x/checkpoint_utils.py)."""
+
+    ORBAX = 'ORBAX'
+    T5X = 'T5X'
+    T5X_TF = 'T5X_TF'
+
+
+def detect_checkpoint_type(
+    checkpoint_path: str | os.PathLike[str],
+    expected: CheckpointTypes | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CheckpointTypes:
+    """The format of a checkpoint, by T5X's rules.
+
+    Args:
+      checkpoint_path: its file ``checkpoint``, or the directory of a step.
+      expected: the log says so where the format is another; nothing is raised.
+      storage_options: see docs/storage.md.
+
+    Returns:
+      ORBAX where a ``_METADATA`` lies beside the file, T5X_TF for the state file of a TensorFlow checkpoint, else T5X.
+
+    Raises:
+      CheckpointNotFoundError: there is no such file.
+      UnsupportedFormatError: the file holds neither that nor one whole msgpack map.
+    """
+    parent, name = split_path(checkpoint_path)
+    storage = open_storage(parent, storage_options)
+    if not storage.is_file(name):
+        storage, name = open_storage(checkpoint_path, storage_options), MANIFEST
+    found = _type_of(storage, name)
+    if expected is not None and found is not expected:
+        text = 'Expected the checkpoint at %s to be %s format, but the actual detected format was %s.'
+        _log.warning(text, storage.url(name), expected, found)
+    return found
+
+
+def _type_of(storage: Storage, name: str) -> CheckpointTypes:
+    if storage.is_file('_METADATA'):
+        return CheckpointTypes.ORBAX
+    data = storage.read(name)
+    if data.startswith(b'model_checkpoint_path'):
+        return CheckpointTypes.T5X_TF
+    if not is_whole(data):
+        raise UnsupportedFormatError(
+            f'{storage.url(name)} is neither one whole msgpack map nor the state file of a TensorFlow checkpoint, so its '
+            'format is not known. Check the path, or copy the checkpoint again.'
+        )
+    return CheckpointTypes.T5X

@@ -132,9 +132,9 @@ def is_inside(name: str) -> bool:
     return not any(part in ('', '.', '..') or '\0' in part or '\\' in part for part in components)
 
 
-def step_dir(step: int) -> str:
-    """The directory's name of a complete checkpoint."""
-    return f'checkpoint_{step}'
+def step_dir(step: int, digits: int = 0) -> str:
+    """The directory's name of a complete checkpoint; with ``digits`` as T5X pads it, which no listing finds."""
+    return f'checkpoint_{step:0{digits}d}'
 
 
 def tmp_dir(step: int, unix: int) -> str:

@@ -50,7 +50,14 @@ from t5ckpt._types import (
     number,
 )
 from t5ckpt.datasets import DatasetState
-from t5ckpt.errors import CheckpointNotFoundError, ClosedError, DisagreementError, NoEffectWarning, ReadOnlyError
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    DisagreementError,
+    NoEffectWarning,
+    ObsoleteArgumentWarning,
+    ReadOnlyError,
+)
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.save import Notices, Reuse, SaveCall, SaveRequest, TemplateCheck, in_order, monitored, monitored_metrics
@@ -99,6 +106,7 @@ class Checkpointer(FromTensorFlow):
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
       strict_save: a state that does not fit ``train_state`` is an error of ``save``, which otherwise warns.
       read_only: saving and deleting raise ReadOnlyError.
+      use_gda: of older versions of T5X; ignored with a DeprecationWarning.
 
     Notes: one save at a time, a second one waits for the first. Call the methods from one thread, the one that trains.
       Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
@@ -137,7 +145,11 @@ class Checkpointer(FromTensorFlow):
         follow_links: bool = False,
         strict_save: bool = False,
         read_only: bool = False,
+        use_gda: bool | None = None,
     ):
+        if use_gda is not None:
+            text = f'use_gda={use_gda!r} has no effect: arrays are always global. T5X removed it in 2023; leave it out.'
+            warnings.warn(text, ObsoleteArgumentWarning, stacklevel=2)
         if isinstance(partitioner, (str, os.PathLike, Storage)):
             raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError
                 f'partitioner is {partitioner!r:.80}, which looks like a directory. Pass it as checkpoints_dir=.'

@@ -38,6 +38,7 @@ And every warning, each given once for its cause; ``warnings.simplefilter('error
     T5CkptWarning                 UserWarning
     ├── MissingMetricWarning                                  a policy looks at a metric that the steps do not have
     ├── NoEffectWarning                                       an option that does nothing here
+    ├── ObsoleteArgumentWarning   DeprecationWarning          an argument of older versions of T5X, which does nothing
     ├── StepMismatchWarning                                   a step is saved under another number than its own
     ├── TemplateMismatchWarning                               what is saved does not fit what it would be restored to
     └── UnreadLayoutWarning                                   a new run where steps lie that t5ckpt does not read
@@ -74,6 +75,7 @@ __all__ = [
     'NoSpaceError',
     'NotADirectoryStorageError',
     'NotEnoughMemoryError',
+    'ObsoleteArgumentWarning',
     'OutputExistsError',
     'ProcessMissingError',
     'ReadOnlyError',
@@ -120,6 +122,10 @@ class NoEffectWarning(T5CkptWarning):
 
 class UnreadLayoutWarning(T5CkptWarning):
     """A run starts anew in a directory that holds steps which t5ckpt does not read; the message names them."""
+
+
+class ObsoleteArgumentWarning(T5CkptWarning, DeprecationWarning):
+    """An argument that older versions of T5X take was given. It has no effect."""
 
 
 class CheckpointNotFoundError(T5CkptError, FileNotFoundError, ValueError):

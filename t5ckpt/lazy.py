@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from t5ckpt._workers import Pool
@@ -165,6 +166,12 @@ class LazyArray(ABC):
         return values if values.dtype == self._dtype else values.astype(self._dtype)
 
 
+def _dtype_of_spec(spec: Mapping[str, Any]) -> Any:
+    """The dtype that a spec names at its top, or in its metadata as zarr writes it; that is numpy's, or 'bfloat16'."""
+    name = spec.get('dtype', spec['metadata'].get('dtype'))
+    return getattr(ml_dtypes, name) if isinstance(name, str) and hasattr(ml_dtypes, name) else name
+
+
 class LazyThreadPoolArray(LazyArray):
     """A lazy array whose ``get_fn`` blocks; ``get_async`` runs it in the loop's thread pool."""
 
@@ -184,6 +191,28 @@ class LazyAwaitableArray(LazyArray):
     def from_array(cls, array: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None) -> LazyAwaitableArray:
         """A lazy array with the shape of ``array`` and its dtype, or ``dtype``."""
         return cls(array.shape, array.dtype if dtype is None else dtype, get_fn)
+
+    @classmethod
+    def from_tensor_store_spec(
+        cls, ts_spec: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None
+    ) -> LazyAwaitableArray:
+        """A lazy array with the shape and the dtype, or ``dtype``, of a ``tensorstore.Spec`` or of its dict.
+
+        uint16 is bfloat16: version 2 of the format holds its bits so.
+        """
+        spec = ts_spec if isinstance(ts_spec, Mapping) else ts_spec.to_json()
+        wanted = np.dtype(_dtype_of_spec(spec) if dtype is None else dtype)
+        wanted = np.dtype(ml_dtypes.bfloat16) if wanted == np.uint16 else wanted
+        return cls(spec['metadata']['shape'], wanted, get_fn)
+
+    @classmethod
+    def from_tensor_store_spec_or_array(
+        cls, maybe_ts_spec: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None
+    ) -> LazyAwaitableArray:
+        """``from_tensor_store_spec`` of a spec, ``from_array`` of anything else."""
+        is_spec = isinstance(maybe_ts_spec, Mapping) or hasattr(maybe_ts_spec, 'to_json')
+        make = cls.from_tensor_store_spec if is_spec else cls.from_array
+        return make(maybe_ts_spec, get_fn, dtype)
 
     def get(self) -> Any:
         """Reads and returns the values; works inside a running event loop too."""

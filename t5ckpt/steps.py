@@ -118,14 +118,17 @@ def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | No
         above = parent
 
 
-def get_checkpoint_dir(checkpoints_dir: str | os.PathLike[str], step: int) -> str:
+def get_checkpoint_dir(
+    checkpoints_dir: str | os.PathLike[str], step: int, step_format_fixed_length: int | None = None
+) -> str:
     """The directory of a step, ``<checkpoints_dir>/checkpoint_<step>``; nothing is looked up.
 
     Args:
       checkpoints_dir: the run's directory.
       step: its number.
+      step_format_fixed_length: pads the number with zeros to so many digits, as in T5X; such directories are not listed.
     """
-    return f'{os.fspath(checkpoints_dir).rstrip("/")}/{step_dir(step)}'
+    return f'{os.fspath(checkpoints_dir).rstrip("/")}/{step_dir(step, step_format_fixed_length or 0)}'
 
 
 def steps_in(storage: Storage) -> list[int]:
@@ -205,7 +208,7 @@ def find_checkpoint(
 
     Args:
       path: a run's directory, a step's directory, or the manifest file itself.
-      step: which step, where ``path`` is a run's directory; None takes the latest.
+      step: which step, where ``path`` is a run's directory; None takes the latest. For a file it has no meaning, as in T5X.
       storage_options: see docs/storage.md.
 
     Returns:
@@ -214,6 +217,9 @@ def find_checkpoint(
     Raises:
       CheckpointNotFoundError: with what is there instead.
     """
+    parent, name = split_path(path)
+    if step is not None and name and open_storage(parent, storage_options).is_file(name):
+        step = None
     return locate(path, step, storage_options).url
 
 

@@ -3,16 +3,22 @@
 None of T5X's code runs here. The state and the partitioner have T5X's protocols (support/partitioner.py).
 """
 
+import dataclasses
+import functools
 import logging
 import pathlib
 import re
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import partitioner, states
+from support import partitioner, states, t5x_rules
 from support.bits import assert_same
 from support.golden import flatten, nest
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
 
 import t5ckpt
 
@@ -126,3 +132,239 @@ def test_a_partitioner_says_that_any_tree_is_t5xs(run_dir):
     assert_state(
         t5ckpt.restore_or_init(t5ckpt.Checkpointer(inference(state), parts(), run_dir), None), inference(state)
     )
+
+
+# ---- t5x/train.py, t5x/utils.py: a run, its restart, and the programs that read it ----
+
+
+@dataclasses.dataclass
+class SaveConfig:
+    """utils.SaveCheckpointConfig, as far as a checkpointer sees it."""
+
+    checkpointer_cls: Any = t5ckpt.Checkpointer
+    dtype: Any = 'float32'
+    keep: Any = None
+    keep_dataset_checkpoints: Any = None
+    save_dataset: bool = True
+    state_transformation_fns: Any = ()
+
+
+@dataclasses.dataclass
+class RestoreConfig:
+    """utils.RestoreCheckpointConfig; mode 'specific' where ``path`` is a step's."""
+
+    path: str
+    checkpointer_cls: Any = t5ckpt.Checkpointer
+    dtype: Any = None
+    restore_dataset: bool = True
+    strict: bool = True
+    state_transformation_fns: Any = ()
+    fallback: bool = False
+
+
+class Positions:
+    """clu.data.DatasetIterator: save(filename), load(filename)."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __next__(self):
+        self.position += 1
+        return self.position
+
+    def save(self, filename):
+        pathlib.Path(f'{filename}.index').write_text(str(self.position), encoding='utf-8')
+
+    def load(self, filename):
+        self.position = int(pathlib.Path(f'{filename}.index').read_text(encoding='utf-8'))
+
+
+class Manager:
+    """utils.LegacyCheckpointManager and utils.LegacyCheckpointer: the calls that they make of a checkpointer."""
+
+    def __init__(self, *, save_cfg, restore_cfg, train_state_shape, partitioner, ds_iter=None, model_dir=None):
+        self.saver = self.restorer = None
+        if save_cfg is not None:
+            # LegacyCheckpointManager.__init__, by keyword
+            self.saver = save_cfg.checkpointer_cls(
+                train_state=train_state_shape,
+                partitioner=partitioner,
+                checkpoints_dir=model_dir,
+                dataset_iterator=ds_iter if save_cfg.save_dataset else None,
+                save_dtype=save_cfg.dtype,
+                keep=save_cfg.keep,
+                keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
+            )
+        if restore_cfg:
+            # LegacyCheckpointManager.__init__: restore_cfg.checkpointer_cls(...), 'unused for restore'
+            self.restorer = restore_cfg.checkpointer_cls(
+                train_state=train_state_shape,
+                partitioner=partitioner,
+                checkpoints_dir='',
+                dataset_iterator=ds_iter if restore_cfg.restore_dataset else None,
+                restore_dtype=jnp.dtype(restore_cfg.dtype) if restore_cfg.dtype else None,
+            )
+
+    def save(self, train_state, state_transformation_fns=()):
+        # LegacyCheckpointer.save: positional transforms, concurrent_gb by keyword
+        self.saver.save(train_state, state_transformation_fns, concurrent_gb=128)
+
+    def restore(self, paths, restore_cfg=None, fallback_state=None):
+        # LegacyCheckpointManager.restore, LegacyCheckpointer.restore
+        if restore_cfg is None:
+            return None
+        (path,) = paths
+        return self.restorer.restore(
+            path=path,
+            state_transformation_fns=restore_cfg.state_transformation_fns,
+            fallback_state=fallback_state,
+            lazy_parameters=False,
+        )
+
+
+def train(model_dir, save_cfg, total_steps, period=2, restore_cfg=None):
+    """t5x/train.py, train(): restore or start, save, loop, save; returns the state, the iterator, where it began."""
+    partitioned, ds_iter = parts(), Positions()
+    # train.py: restore_cfgs = [RestoreCheckpointConfig(path=model_dir, mode='latest', ...), checkpoint_cfg.restore]
+    own = RestoreConfig(str(model_dir), save_cfg.checkpointer_cls, save_cfg.dtype, save_cfg.save_dataset)
+    # utils.get_first_valid_restore_config_and_paths: checkpoints.all_steps(ckpt_dir), then ckpt_paths[-1:]
+    paths = [f'{model_dir}/checkpoint_{step}' for step in t5ckpt.all_steps(str(model_dir))][-1:]
+    valid = own if paths else restore_cfg
+    paths = paths or ([restore_cfg.path] if restore_cfg else [])
+    # utils.TrainStateInitializer.__init__, whose global_train_state_shape comes from jax.eval_shape
+    shape = states.shapes_of(trained(0))
+    # utils.get_fallback_state, the state dict of from_scratch
+    fallback = trained(0).state_dict() if valid and valid.fallback else None
+    # utils.create_checkpoint_manager_and_restore
+    manager = Manager(
+        save_cfg=save_cfg,
+        restore_cfg=valid,
+        train_state_shape=shape,
+        partitioner=partitioned,
+        ds_iter=ds_iter,
+        model_dir=str(model_dir),
+    )
+    restored = manager.restore(paths, valid, fallback)
+    # train.py, 'If no checkpoint to restore, init from scratch'
+    state = restored or trained(0)
+    # train.py, host_step, through utils.get_local_data
+    first = host_step = int(state.step.addressable_data(0))
+    # train.py: 'Saving checkpoint before the training loop starts.', also of the step just restored
+    manager.save(state, save_cfg.state_transformation_fns)
+    while host_step < total_steps:
+        # trainer.train: a donating step
+        next(ds_iter)
+        state = STEP(state)
+        host_step += 1
+        # train.py: 'Saving checkpoint.', at the period and in the last epoch
+        if (host_step - first) % period == 0 or host_step == total_steps:
+            manager.save(state, save_cfg.state_transformation_fns)
+    return state, ds_iter, first
+
+
+jax.tree_util.register_pytree_node(
+    partitioner.T5XState, lambda state: ((state.tree,), None), lambda _, children: partitioner.T5XState(*children)
+)
+STEP = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+
+
+def accuracy_of(step):
+    """Step 2 is the best."""
+    return 10.0 - abs(step - 2)
+
+
+def write_metrics(directory):
+    """trainer.MetricsManager: the summaries of every step, in <model_dir>/train."""
+    (directory / 'train').mkdir(parents=True)
+    writer = EventsWriter(str(directory / 'train' / 'events'), '')
+    for step in range(9):
+        shown = [summary_pb2.Summary.Value(tag='accuracy', simple_value=accuracy_of(step))]
+        writer.write_event(event_pb2.Event(step=step, wall_time=1.0, summary=summary_pb2.Summary(value=shown)))
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ('make', 'before', 'after'),
+    [
+        (t5ckpt.Checkpointer, [4, 5], [7, 8]),
+        # gin: SaveBestCheckpointer.metric_name_to_monitor = ..., which T5X's programs bind with functools.partial
+        (functools.partial(t5ckpt.SaveBestCheckpointer, metric_name_to_monitor='train/accuracy'), [2, 4, 5], [2, 4, 8]),
+    ],
+    ids=['Checkpointer', 'SaveBestCheckpointer'],
+)
+def test_a_run_and_its_restart(run_dir, make, before, after, caplog):
+    """Losing the job after step 5 changes nothing of the final state or of the position in the data."""
+    for name in ('never', 'lost'):
+        write_metrics(run_dir / name)
+    save_cfg = SaveConfig(make, keep=2, keep_dataset_checkpoints=1)
+    whole, whole_iter, _ = train(run_dir / 'never', save_cfg, 8)
+    train(run_dir / 'lost', save_cfg, 5)
+    assert t5ckpt.all_steps(run_dir / 'lost') == before
+    caplog.set_level(logging.WARNING, 't5ckpt')
+    state, ds_iter, first = train(run_dir / 'lost', save_cfg, 8)
+    assert first == 5
+    # The save of the restored step was skipped, in T5X's words.
+    assert 'Skipping save checkpoint for step 5' in caplog.text
+    assert_state(state, whole)
+    assert ds_iter.position == whole_iter.position == 8
+    assert t5ckpt.all_steps(run_dir / 'lost') == after
+    assert t5ckpt.all_dataset_checkpoint_steps(run_dir / 'lost') == [8]
+    for step in t5ckpt.all_steps(run_dir / 'lost'):
+        t5x_rules.check_axes(run_dir / 'lost' / f'checkpoint_{step}', partitioner.t5x_rules)
+
+
+def test_the_programs_that_read_a_run(run_dir):
+    """t5x/infer.py and t5x/eval.py: an InferenceState, one after another of all steps; then a fine-tuning run."""
+    final, *_ = train(run_dir, SaveConfig(dtype='bfloat16'), 4)
+    template = inference(states.shapes_of(trained(0)))
+    # eval.py, evaluate(): checkpoints.get_checkpoint_dir(ckpt_dir, step) for step in checkpoints.all_steps(ckpt_dir)
+    for step in t5ckpt.all_steps(str(run_dir)):
+        path = t5ckpt.get_checkpoint_dir(str(run_dir), step)
+        # infer.py, infer(): restore_checkpoint_cfg.strict = False, save_checkpoint_cfg=None
+        cfg = RestoreConfig(path, dtype='float32', restore_dataset=False, strict=False)
+        manager = Manager(save_cfg=None, restore_cfg=cfg, train_state_shape=template, partitioner=parts())
+        restored = manager.restore([path], cfg)
+        assert int(restored.step) == step
+        leaves = flatten(restored.state_dict())
+        assert {leaf.dtype.name for key, leaf in leaves.items() if key.startswith('target/')} == {'float32'}
+    assert_same(
+        np.asarray(leaves['target/encoder/encoder_norm/scale']),
+        np.asarray(final.tree['target']['encoder']['encoder_norm']['scale']).astype('bfloat16').astype(np.float32),
+    )
+    # utils.RestoreCheckpointConfig.__post_init__: partial(apply_assignment_map, assignment_map=...); train.py passes
+    # functools.partial(fn, is_resuming=True) for a run's own checkpoints
+    rules = [(re.compile(r'state/param_states/.*'), None)]
+    fns = [functools.partial(t5ckpt.apply_assignment_map, assignment_map=rules)]
+    cfg = RestoreConfig(
+        str(run_dir / 'checkpoint_4'),
+        dtype='float32',
+        restore_dataset=False,
+        fallback=True,
+        state_transformation_fns=fns,
+    )
+    tuned, ds_iter, first = train(run_dir / 'tuned', SaveConfig(), 6, restore_cfg=cfg)
+    assert (first, int(tuned.step), ds_iter.position) == (4, 6, 2)
+    resumed = [functools.partial(fn, is_resuming=True) for fn in fns]
+    own = RestoreConfig(str(run_dir / 'tuned' / 'checkpoint_6'), restore_dataset=True, state_transformation_fns=resumed)
+    ds_iter = Positions()
+    manager = Manager(
+        save_cfg=None, restore_cfg=own, train_state_shape=states.shapes_of(tuned), partitioner=parts(), ds_iter=ds_iter
+    )
+    assert_state(manager.restore([own.path], own), tuned)
+    assert ds_iter.position == 2
+
+
+def test_what_programs_change_after_construction(run_dir):
+    """checkpointer.keep is an attribute in T5X, which _remove_old_checkpoints reads at each save."""
+    state, ds_iter = trained(0), Positions()
+    # positional, as in t5x/scripts and in tests of T5X's users
+    checkpointer = t5ckpt.Checkpointer(states.shapes_of(state), parts(), str(run_dir), ds_iter)
+    for step in range(4):
+        checkpointer.save(trained(step))
+    assert checkpointer.all_steps() == checkpointer.all_dataset_checkpoint_steps() == [0, 1, 2, 3]
+    checkpointer.keep, checkpointer.keep_dataset_checkpoints = 2, 1
+    checkpointer.save(trained(4))
+    checkpointer.close()
+    assert checkpointer.all_steps() == [3, 4]
+    assert checkpointer.all_dataset_checkpoint_steps() == [4]
+    assert int(checkpointer.restore().step) == checkpointer.latest_step() == 4

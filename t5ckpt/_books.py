@@ -30,6 +30,7 @@ from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._scan import Scanner, in_threads
 from t5ckpt._sidecar import Sidecar, decode_sidecar
 from t5ckpt._specs import StoredArray, zarray_bytes
+from t5ckpt._text import Lines, lines
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.steps import Located
 
@@ -287,9 +288,9 @@ def below(names: Iterable[str], places: Collection[str]) -> set[str]:
     return {name for name in names if any(name == each or name.startswith(f'{each}/') for each in places)}
 
 
-def hopeless_text(damages: Sequence[Damage]) -> str:
+def hopeless_text(damages: Sequence[Damage]) -> Lines:
     """The damages for which there is no cure, as they are shown."""
-    return f'not to be repaired:\n{listed(damages)}'.rstrip()
+    return lines('not to be repaired:', *([listed(damages)] if damages else []))
 
 
 def _is_hopeless(damage: Damage, manifest: str) -> bool:
@@ -299,6 +300,8 @@ def _is_hopeless(damage: Damage, manifest: str) -> bool:
 def _refuse(located: Located, damages: Sequence[Damage]) -> None:
     if damages:
         raise CorruptCheckpointError(
-            f'{located.url}: {hopeless_text(damages)}\nRestore an older step, or copy the checkpoint again. Nothing was '
-            'written.'
+            lines(
+                lines(located.url, hopeless_text(damages), between=': '),
+                'Restore an older step, or copy the checkpoint again. Nothing was written.',
+            )
         )

@@ -25,6 +25,7 @@ from t5ckpt._open import Contents, leaves_of
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._sidecar import Sidecar, TreeFacts
 from t5ckpt._specs import is_spec
+from t5ckpt._text import lines
 from t5ckpt._types import Clock, Path, check_patterns, leaf_name
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_names
 from t5ckpt.steps import Located
@@ -161,11 +162,14 @@ def _same(names: Sequence[str]) -> dict[str, str]:
 
 def _unproven(lost: Sequence[Damage], void: Collection[str]) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f'{hopeless_text(lost)}\n{", ".join(sorted(void))}: damaged or gone, and the files that are there do not give what '
-        't5ckpt.json recorded: one or more of them have changed, or are missing (also on purpose, for '
-        'keep_dataset_checkpoints), or were added, and nothing says which. Restore an older '
-        'step, or copy the checkpoint again. To take all of it as it is, right or wrong: trust_files, --trust-files. '
-        'Nothing was written.'
+        lines(
+            hopeless_text(lost),
+            f'{", ".join(sorted(void))}: damaged or gone, and the files that are there do not give what '
+            't5ckpt.json recorded: one or more of them have changed, or are missing (also on purpose, for '
+            'keep_dataset_checkpoints), or were added, and nothing says which. Restore an older '
+            'step, or copy the checkpoint again. To take all of it as it is, right or wrong: trust_files, --trust-files. '
+            'Nothing was written.',
+        )
     )
 
 
@@ -226,16 +230,19 @@ def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequenc
         raise lost_error(left)
     strange = [damage for damage in lost if not damage.leaf and not damage.file.startswith(f'{TRAIN_DS_PREFIX}-')]
     if strange:
-        text = f'{hopeless_text(strange)}\nThis is no leaf that could be left out. Nothing was written.'
-        raise CorruptCheckpointError(text)
+        cure = 'This is no leaf that could be left out. Nothing was written.'
+        raise CorruptCheckpointError(lines(hopeless_text(strange), cure))
     return {damage.leaf for damage in lost if damage.leaf}, {damage.file for damage in lost if not damage.leaf}
 
 
 def lost_error(damages: Sequence[Damage]) -> CorruptCheckpointError:
     names = sorted({re.escape(_named(damage)) for damage in damages})
     return CorruptCheckpointError(
-        f'{hopeless_text(damages)}\nThese values are lost. Restore an older step, copy the checkpoint again, or leave them out '
-        f'by naming them: drop={names[:3]}. Nothing was written.'
+        lines(
+            hopeless_text(damages),
+            'These values are lost. Restore an older step, copy the checkpoint again, or leave them out '
+            f'by naming them: drop={names[:3]}. Nothing was written.',
+        )
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from t5ckpt._chunks import Box
-from t5ckpt._text import printable
+from t5ckpt._text import Lines, lines, printable
 from t5ckpt.errors import CorruptCheckpointError
 
 __all__ = ['Damage', 'VerifyReport', 'listed']
@@ -85,27 +85,28 @@ class VerifyReport:
         """Raises CorruptCheckpointError with the damages, if there are any."""
         if self.damages:
             raise CorruptCheckpointError(
-                f'{self.path} is damaged in {len(self.damages)} place(s):\n{self._listed()}\nRestore an older step, '
-                'or copy the checkpoint again.'
+                lines(
+                    f'{self.path} is damaged in {len(self.damages)} place(s):',
+                    self._listed(),
+                    'Restore an older step, or copy the checkpoint again.',
+                )
             )
 
-    def _listed(self) -> str:
+    def _listed(self) -> Lines:
         return listed(self.damages, ', all of them in .damages')
 
     def __str__(self) -> str:
         how = 'every byte read' if self.full else 'presence and sizes'
         how += '' if self.has_checksums else ', no checksums recorded'
         result = 'whole' if self.ok else f'damaged in {len(self.damages)} place(s)'
-        head = (
-            f'{printable(self.path)}: {result} ({how}; {self.leaves} arrays, {self.files} files, {self.nbytes:,} bytes)'
-        )
-        lines = [self._listed()] if self.damages else []
-        return '\n'.join([head, *lines, *(f'  note: {printable(note)}' for note in self.notes)])
+        head = f'{self.path}: {result} ({how}; {self.leaves} arrays, {self.files} files, {self.nbytes:,} bytes)'
+        listed_ = [self._listed()] if self.damages else []
+        return lines(head, *listed_, *(f'  note: {note}' for note in self.notes))
 
 
-def listed(damages: Sequence[Damage], rest: str = '') -> str:
+def listed(damages: Sequence[Damage], rest: str = '') -> Lines:
     """The first of them, a line each; ``rest`` says where the others are."""
-    lines = [f'  {damage}' for damage in damages[:_SHOWN]]
+    shown = [f'  {damage}' for damage in damages[:_SHOWN]]
     if len(damages) > _SHOWN:
-        lines.append(f'  ... and {len(damages) - _SHOWN} more{rest}')
-    return '\n'.join(lines)
+        shown.append(f'  ... and {len(damages) - _SHOWN} more{rest}')
+    return lines(*shown)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._flag import Flag
+from t5ckpt._text import lines, printable
 from t5ckpt._types import check_callables
 from t5ckpt.errors import SaveFailedError
 
@@ -186,7 +187,7 @@ class PendingSave:
 
     def __repr__(self) -> str:
         state = 'under way' if not self.done() else 'done' if self._error is None else f'failed: {self._error}'
-        return f'PendingSave(step={self.step}, {state})'
+        return printable(f'PendingSave(step={self.step}, {state})')
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -278,9 +279,8 @@ class PendingSave:
         """Raises the error of a save that has ended and whose ``result`` nobody asked for; once."""
         if self.done() and self._error is not None and not self._seen:
             self._seen = True
-            raise SaveFailedError(
-                f'the save of step {self.step} in the background failed: {self._error}'
-            ) from self._error
+            text = f'the save of step {self.step} in the background failed: '
+            raise SaveFailedError(lines(text, str(self._error), between='')) from self._error
 
 
 def _wait_until(flag: Flag, end: float | None) -> bool:

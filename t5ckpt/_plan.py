@@ -29,6 +29,7 @@ from t5ckpt._leaves import Empty, LeafTable, Target, check_has_values, is_jax_ar
 from t5ckpt._owners import HeldShard, Owners, grid_for
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
+from t5ckpt._text import lines
 from t5ckpt._types import ParameterInfo, Path, integer, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.tree.leaf_values import base_number, valued_leaf
@@ -200,7 +201,7 @@ def _examine_all(table: LeafTable, infos: Mapping[Path, ParameterInfo], options:
             problems.append(str(error))
     problems += [f'{leaf_name(path)}: {text}' for path, text in _spec_lookalikes(table)]
     if problems:
-        raise UnsupportedLeafError('the state cannot be saved as it is:\n  ' + '\n  '.join(problems))
+        raise UnsupportedLeafError(lines('the state cannot be saved as it is:', *problems, between='\n  '))
     return leaves
 
 
@@ -330,14 +331,14 @@ def _refuse_local(leaves: Sequence[_Leaf], count: int) -> None:
     local = [leaf for leaf in leaves if is_jax_array(leaf.value) and leaf.value.is_fully_addressable]
     if local:
         names = [f'{leaf_name(leaf.path)} {leaf.target.shape} on {leaf.value.sharding}' for leaf in local[:20]]
-        more = f'\n  and {len(local) - 20} more' if len(local) > 20 else ''
-        raise UnsupportedLeafError(
-            f'these arrays lie on this process alone, and each of the {count} processes has its own:\n  '
-            + '\n  '.join(names)
-            + f'{more}\nMake them global: create them in a jitted function with out_shardings over the mesh of all '
+        names += [f'and {len(local) - 20} more'] if len(local) > 20 else []
+        head = f'these arrays lie on this process alone, and each of the {count} processes has its own:'
+        cure = (
+            'Make them global: create them in a jitted function with out_shardings over the mesh of all '
             'processes, or with jax.make_array_from_process_local_data; values that are the same everywhere may also be '
             'given as numpy arrays or numbers, which are taken from process 0.'
         )
+        raise UnsupportedLeafError(lines(lines(head, *names, between='\n  '), cure))
 
 
 def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, owners: Owners) -> ArrayWrite:

@@ -8,6 +8,7 @@ from typing import Any
 
 from t5ckpt._digest import digest
 from t5ckpt._plan import ArrayWrite, InlineWrite, SavePlan
+from t5ckpt._text import lines
 from t5ckpt._types import leaf_name
 from t5ckpt.errors import DisagreementError
 
@@ -54,13 +55,13 @@ def _devices_text(sharding: Any) -> str:
 
 def difference(first: str, other: str, process: int) -> DisagreementError:
     """The error for a process whose plan is not process 0's."""
-    lines = difflib.unified_diff(
+    changes = difflib.unified_diff(
         first.splitlines(), other.splitlines(), 'process 0', f'process {process}', '', '', 0, ''
     )
-    shown = [line for line in lines if not line.startswith('@@')]
-    more = f'\n  ... and {len(shown) - _MAX_DIFF_LINES} more lines' if len(shown) > _MAX_DIFF_LINES else ''
+    shown = [line for line in changes if not line.startswith('@@')]
+    more = [f'... and {len(shown) - _MAX_DIFF_LINES} more lines'] if len(shown) > _MAX_DIFF_LINES else []
+    head = 'the processes were asked to save different things; nothing was written:'
+    listed = lines(head, *shown[:_MAX_DIFF_LINES], *more, between='\n  ')
     return DisagreementError(
-        'the processes were asked to save different things; nothing was written:\n  '
-        + '\n  '.join(shown[:_MAX_DIFF_LINES])
-        + f'{more}\nEvery process has to save the same tree, to the same directory, as the same step.'
+        lines(listed, 'Every process has to save the same tree, to the same directory, as the same step.')
     )

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from t5ckpt._text import lines_of_error
 from t5ckpt.errors import ProcessMissingError, RemoteError, T5CkptError
 
 __all__ = [
@@ -261,7 +262,7 @@ class Round:
             self._raise_failures(phase, notes)
             value = decide(notes)
         except BaseException as error:
-            self.processes.put(f'{at}/answer', json.dumps({'error': f'{type(error).__name__}: {error}'}).encode())
+            self.processes.put(f'{at}/answer', json.dumps({'error': lines_of_error(error)}).encode())
             raise
         self.processes.put(f'{at}/answer', json.dumps({'value': value}).encode())
         return value
@@ -312,7 +313,7 @@ class Round:
         is_known = any(isinstance(each, ProcessMissingError) for each in (error, error.__cause__))
         if not self.is_alone and not is_known:
             with contextlib.suppress(T5CkptError):
-                self.agree(phase, {'error': f'{type(error).__name__}: {error}'}, lambda _: None)
+                self.agree(phase, {'error': lines_of_error(error)}, lambda _: None)
 
     def share(self, name: str, data: bytes | None) -> bytes:
         """Gives process 0's bytes to all; the others pass None. No barrier."""

@@ -35,7 +35,7 @@ from t5ckpt._plan_restore import InlineRead, RestoreOptions, RestorePlan, Stored
 from t5ckpt._process import READ_EVENT, Round, record_duration
 from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader, ReadOptions
-from t5ckpt._text import some_of
+from t5ckpt._text import lines_of_error, some_of
 from t5ckpt._transform import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
 from t5ckpt.datasets import DatasetState, warn_of_unused
@@ -276,7 +276,7 @@ def _found(request: RestoreRequest) -> tuple[Located, RawFiles]:
             place = [located.directory, located.manifest, located.step]
             head = {'url': located.url, 'place': place, 'held': held, 'asked': _asked(request)}
         except Exception as error:
-            meeting.share('found', json.dumps({'error': f'{type(error).__name__}: {error}'}).encode())
+            meeting.share('found', json.dumps({'error': lines_of_error(error)}).encode())
             raise
         meeting.share('found', json.dumps(head).encode())
         meeting.share('files', b''.join(data for data in files.values() if data is not None))

@@ -24,6 +24,7 @@ from t5ckpt._meetings import Meetings
 from t5ckpt._pending import PendingSave
 from t5ckpt._process import Channel
 from t5ckpt._retention import Retention
+from t5ckpt._text import lines_of_error
 from t5ckpt._types import Clock
 from t5ckpt.errors import DisagreementError, MissingMetricWarning, NoEffectWarning, RemoteError
 from t5ckpt.save import Notices, metric_numbers
@@ -324,7 +325,7 @@ class SaveSchedule:
                 seen = self._look(step, watched)
                 seen.preempted = seen.preempted or others.was_called('preempted')
             except Exception as error:
-                others.tell(name, json.dumps([None, f'{type(error).__name__}: {error}']).encode(), action)
+                others.tell(name, json.dumps([None, lines_of_error(error)]).encode(), action)
                 raise
             others.tell(name, json.dumps([step, dataclasses.asdict(seen)]).encode(), action)
             return seen

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 
-__all__ = ['aligned', 'human_age', 'human_bytes', 'printable', 'some_of']
+__all__ = ['Lines', 'aligned', 'human_age', 'human_bytes', 'lines', 'lines_of_error', 'printable', 'some_of']
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
@@ -25,12 +27,52 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
     ]
 
 
-def printable(text: str, also: str = '') -> str:
-    """Text in which nothing but letters is left, and what is in ``also``.
+class Lines(str):
+    """Printable text of several lines; :func:`lines` makes it. All other text is one line, whatever it holds."""
 
-    Names come from checkpoints, and a terminal obeys what it is shown.
+    __slots__ = ()
+
+
+def lines(*texts: str, between: str = '\n') -> Lines:
+    """Joins texts with line breaks of our own. Each is made printable first, so a name in it begins no line.
+
+    Args:
+      texts: parts; one that is ``Lines`` keeps its line breaks.
+      between: what is put between two of them.
     """
-    return ''.join(letter if letter.isprintable() or letter in also else ascii(letter)[1:-1] for letter in text)
+    return Lines(between.join(map(printable, texts)))
+
+
+def lines_of_error(error: BaseException) -> Lines:
+    """``'SomeError: what it says'``; the line breaks of errors that are not ours are escaped."""
+    return lines(type(error).__name__, str(error), between=': ')
+
+
+def printable(text: str) -> str:
+    """Text on one line in which control characters, line breaks and marks of direction are escaped.
+
+    Names come from checkpoints, and a terminal obeys what it is shown. ``Lines`` are returned as they are.
+    """
+    if isinstance(text, Lines) or text.isprintable():
+        return text
+    return ''.join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+class _PrintableArguments(logging.Filter):
+    """Makes the text that is filled into a log line printable: names and messages of errors come from outside."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(_shown(value) for value in record.args)
+        return True
+
+
+def _shown(value: object) -> object:
+    return printable(str(value)) if isinstance(value, (str, os.PathLike, BaseException)) else value
+
+
+# Of the logger itself, so that no module can log past it.
+logging.getLogger('t5ckpt').addFilter(_PrintableArguments())
 
 
 def human_bytes(nbytes: int | None) -> str:

@@ -54,7 +54,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from t5ckpt._text import printable
+from t5ckpt._text import lines, printable
 
 __all__ = [
     'AccessDeniedError',
@@ -102,17 +102,24 @@ __all__ = [
 ]
 
 
-class T5CkptError(Exception):
-    """Root of the tree.
+class _Printable(Exception):  # noqa: N818 - no error of its own
+    """Escapes its text when it is shown.
 
-    Its text holds names from checkpoints, which a stranger may have chosen: nothing of them reaches a terminal as a command.
+    The text holds names from checkpoints, which a stranger may have chosen: nothing of them reaches a terminal as a command
+    or begins a line. What has several lines is built with ``_text.lines``.
     """
 
     def __str__(self) -> str:
-        return printable(super().__str__(), also='\n')
+        if len(self.args) == 1 and isinstance(self.args[0], str):
+            return printable(self.args[0])
+        return printable(super().__str__())
 
 
-class T5CkptWarning(UserWarning):
+class T5CkptError(_Printable):
+    """Root of the tree."""
+
+
+class T5CkptWarning(_Printable, UserWarning):
     """Root of all warnings; ``warnings.simplefilter('error', t5ckpt.T5CkptWarning)`` makes them errors."""
 
 
@@ -228,7 +235,8 @@ class RemoteError(T5CkptError, RuntimeError):
     """Another process failed, and with it the whole job's save or restore; ``processes`` says which."""
 
     def __init__(self, message: str, processes: tuple[int, ...] = ()):
-        super().__init__(message)
+        # The other process escaped what its error says, see _text.lines_of_error; the line breaks that are left are ours.
+        super().__init__(lines(*message.split('\n')))
         self.processes = processes
 
 
@@ -360,14 +368,14 @@ def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchE
     """
     kinds = sorted({problem.kind for problem in problems})
     cls = _CLASSES[kinds[0]] if len(kinds) == 1 else TreeMismatchError
-    lines = [f'{where} does not fit the model in {len(problems)} place(s):']
-    lines += [f'  {problem}' for problem in problems[:_SHOWN]]
+    shown = [f'{where} does not fit the model in {len(problems)} place(s):']
+    shown += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
-        lines.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
-    lines += _renaming(problems)
-    lines += [_CURES[kind] for kind in kinds]
-    lines.append('There is an example of each in docs/changed-models.md.')
-    return cls('\n'.join(lines), problems)
+        shown.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
+    shown += _renaming(problems)
+    shown += [_CURES[kind] for kind in kinds]
+    shown.append('There is an example of each in docs/changed-models.md.')
+    return cls(lines(*shown), problems)
 
 
 def _renaming(problems: Sequence[LeafProblem]) -> list[str]:

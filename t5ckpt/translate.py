@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from t5ckpt._text import lines
 from t5ckpt._types import Path, leaf_name, path_of
 from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
 
@@ -90,9 +91,10 @@ class CheckpointTranslator:
             problems.append(f'no rule for {", ".join(unmatched[:_SHOWN])}{_more(unmatched)}.')
         if problems:
             raise TreeMismatchError(
-                'the checkpoint cannot be translated:\n  '
-                + '\n  '.join(problems[:_SHOWN])
-                + '\nAdd or correct a rule; one that returns (None, None) drops a key.'
+                lines(
+                    lines('the checkpoint cannot be translated:', *problems[:_SHOWN], between='\n  '),
+                    'Add or correct a rule; one that returns (None, None) drops a key.',
+                )
             )
         mapped = {key: new for key, new in became.items() if new is not None}
         return Translation(leaves, mapped, tuple(key for key, new in became.items() if new is None))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import click
 
-from t5ckpt._text import printable
+from t5ckpt._text import lines, printable
 from t5ckpt._version import __version__
 from t5ckpt.cli import VERBS
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, InvalidPathError, StorageError, T5CkptError
@@ -61,8 +61,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
         _fail('interrupted', _INTERRUPTED)
     except click.ClickException as error:
         text = io.StringIO()
+        # The message holds words of the user and names of a checkpoint; the line breaks are click's.
+        vars(error)['message'] = printable(error.message)
         error.show(text)
-        click.echo(printable(text.getvalue(), also='\n'), err=True, nl=False)
+        click.echo(lines(*text.getvalue().split('\n')), err=True, nl=False)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader, such as head, has seen enough; click exits so, too. Python flushes once more on its way out.
@@ -74,7 +76,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Shows a warning of the library as the program's own words, without a line of source."""
-    click.echo(printable(f't5ckpt: warning: {message}', also='\n'), err=True)
+    click.echo(lines('t5ckpt: warning: ', str(message), between=''), err=True)
 
 
 def _code_of(error: T5CkptError) -> int:
@@ -86,5 +88,5 @@ def _code_of(error: T5CkptError) -> int:
 
 
 def _fail(text: str, code: int) -> None:
-    click.echo(printable(f't5ckpt: {text}', also='\n'), err=True)
+    click.echo(lines('t5ckpt: ', text, between=''), err=True)
     sys.exit(code)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import runpy
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from t5ckpt._text import human_bytes
+from t5ckpt._text import human_bytes, lines
 from t5ckpt.cli._output import as_step_option, json_option, print_json, progress, say
 from t5ckpt.cli._reports import words as words_of
 from t5ckpt.convert import CODEC_NAMES, FORMATS, convert_checkpoint
@@ -93,17 +94,13 @@ def print_conversion(done: Conversion, dry_run: bool) -> None:
     what = 'would be written' if dry_run else f'written: {human_bytes(done.nbytes)} in {done.seconds:.1f} s'
     say(f'{done.path} {what}')
     renamed = [f'{old} -> {new}' for old, new in done.mapped.items() if old != new]
-    say(f'mapped {len(done.mapped)} names, {len(renamed)} of them to new ones{_some(renamed)}')
-    say(f'added {len(done.added)} leaves{_some(done.added)}')
-    say(f'dropped {len(done.dropped)} names{_some(done.dropped)}')
+    _say_some(f'mapped {len(done.mapped)} names, {len(renamed)} of them to new ones', renamed)
+    _say_some(f'added {len(done.added)} leaves', done.added)
+    _say_some(f'dropped {len(done.dropped)} names', done.dropped)
     for option in done.without_effect:
         say(f'without effect: {option}=False')
 
 
-def _some(names: Any) -> str:
-    shown = ''.join(f'\n  {name}' for name in names[:_SHOWN])
-    return (
-        f':{shown}{f"{chr(10)}  and {len(names) - _SHOWN} more (--json lists all)" if names[_SHOWN:] else ""}'
-        if names
-        else ''
-    )
+def _say_some(head: str, names: Sequence[str]) -> None:
+    more = [f'and {len(names) - _SHOWN} more (--json lists all)'] if names[_SHOWN:] else []
+    say(lines(f'{head}:', *names[:_SHOWN], *more, between='\n  ') if names else head)

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt._fence import open_source
+from t5ckpt._text import lines
 from t5ckpt.convert._t5_names import LOCAL, SELF, TRANSIENT_GLOBAL, T5Model
 from t5ckpt.errors import FormatError, UnsupportedFormatError
 
@@ -203,7 +204,7 @@ def check_config(model: T5Model, config: Mapping[str, Any]) -> None:
     if gated != model.gated and 'e' not in model.sizes:
         wrong.append(f'feed_forward_proj: configuration {config["feed_forward_proj"]!r}, weights gated: {model.gated}')
     if wrong:
-        raise UnsupportedFormatError('the configuration contradicts the weights:\n  ' + '\n  '.join(wrong))
+        raise UnsupportedFormatError(lines('the configuration contradicts the weights:', *wrong, between='\n  '))
     combined = [
         name
         for name, there in (

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from t5ckpt._text import lines
 from t5ckpt.convert._t5_names import LOCAL, SELF, TRANSIENT_GLOBAL, Layout, Pair, T5Model, known_leaf
 from t5ckpt.errors import LeafProblem, TreeMismatchError, UnsupportedFormatError, near_names
 
@@ -159,12 +160,12 @@ def _check(expected: Shapes, found: Shapes, where: str) -> None:
     problems += [LeafProblem(name, 'unexpected', str(found[name]), '') for name in found if name not in expected]
     if not problems:
         return
-    lines = [f'{where} is no T5 that both sides know, in {len(problems)} place(s):']
-    lines += [f'  {problem}' for problem in problems[:_SHOWN]]
+    shown = [f'{where} is no T5 that both sides know, in {len(problems)} place(s):']
+    shown += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
-        lines.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
-    lines.append('`t5ckpt export safetensors` and `t5ckpt import safetensors` take any tree, under its own names.')
-    raise TreeMismatchError('\n'.join(lines), problems)
+        shown.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
+    shown.append('`t5ckpt export safetensors` and `t5ckpt import safetensors` take any tree, under its own names.')
+    raise TreeMismatchError(lines(*shown), problems)
 
 
 def _find(shapes: Shapes, pattern: str, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from t5ckpt._leaves import Empty, LeafTable, flatten_nested
 from t5ckpt._open import Contents, read_contents
 from t5ckpt._sidecar import Sidecar
 from t5ckpt._specs import is_spec
+from t5ckpt._text import lines
 from t5ckpt._types import Path, check_patterns, leaf_name, path_of, root_names
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves
@@ -250,9 +251,9 @@ def _with_ema(table: LeafTable, scope: str, parameters: str | re.Pattern[str] | 
     if not missing and not taken:
         raise MissingLeaves(_no_parameters(table, parameters, 'no moving average would be taken'))
     if missing:
-        more = f'\n  and {len(missing) - 20} more' if len(missing) > 20 else ''
-        text = '\n  '.join(missing[:20])
-        raise MissingLeaves(f'no moving average of every parameter at {pattern!r}:\n  {text}{more}')
+        head = f'no moving average of every parameter at {pattern!r}:'
+        more = [f'and {len(missing) - 20} more'] if len(missing) > 20 else []
+        raise MissingLeaves(lines(head, *missing[:20], *more, between='\n  '))
     gone = set(taken.values())
     return {path: table[taken.get(path, path)] for path in table if path not in gone}
 
@@ -314,7 +315,7 @@ def _renamed(table: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]
         if above is not None:
             clashes.append(f'{leaf_name(old)} would become {leaf_name(new)!r}, below what {leaf_name(above)} becomes')
     if clashes:
-        raise TreeMismatchError('the leaves cannot be renamed so:\n  ' + '\n  '.join(clashes[:20]))
+        raise TreeMismatchError(lines('the leaves cannot be renamed so:', *clashes[:20], between='\n  '))
     _refuse_unused([pattern.pattern for pattern, _ in rules if pattern in unused], table)
     return names
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt._text import lines
 from t5ckpt.errors import MissingLeaves, UnsupportedFormatError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.translate import CheckpointTranslator, Translation
@@ -175,8 +176,8 @@ def check_complete(leaves: Mapping[str, Any]) -> None:
     """
     missing = [*_missing_in_layers(leaves), *_missing_slots(leaves)]
     if missing:
-        more = f'\n  and {len(missing) - _SHOWN} more' if len(missing) > _SHOWN else ''
-        raise MissingLeaves('the checkpoint is no whole T5:\n  ' + '\n  '.join(missing[:_SHOWN]) + more)
+        more = [f'and {len(missing) - _SHOWN} more'] if len(missing) > _SHOWN else []
+        raise MissingLeaves(lines('the checkpoint is no whole T5:', *missing[:_SHOWN], *more, between='\n  '))
 
 
 def _missing_in_layers(leaves: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._leaves import Empty, LeafTable, target_of, view_state
+from t5ckpt._text import lines
 from t5ckpt._types import Path
 from t5ckpt.errors import (
     LeafProblem,
@@ -85,18 +86,15 @@ class TemplateCheck:
         problems = [problem for problem in self._problems if self._is_strict or self._notices.is_new(_cause(problem))]
         if not problems:
             return
-        lines = [f'  {problem}' for problem in problems[:_SHOWN]]
-        lines += [f'  ... and {len(problems) - _SHOWN} more'] if len(problems) > _SHOWN else []
-        differences = '\n'.join(lines)
+        shown = [f'  {problem}' for problem in problems[:_SHOWN]]
+        shown += [f'  ... and {len(problems) - _SHOWN} more'] if len(problems) > _SHOWN else []
         where = f'the template that this checkpointer was made with in {len(problems)} place(s)'
         cure = 'Make the checkpointer with a template of the structure that is saved, such as jax.eval_shape(init).'
         if self._is_strict:
-            text = f'step {step} is not saved, since it does not fit {where}:\n{differences}\n{cure}'
+            text = lines(f'step {step} is not saved, since it does not fit {where}:', *shown, cure)
             raise TreeMismatchError(text, self._problems)
-        text = (
-            f'step {step} is saved, but does not fit {where}, so a restore with that template fails:\n{differences}\n{cure} '
-            'strict_save=True makes this an error.'
-        )
+        head = f'step {step} is saved, but does not fit {where}, so a restore with that template fails:'
+        text = lines(head, *shown, f'{cure} strict_save=True makes this an error.')
         self._notices.warn(('tree', *map(_cause, problems)), TemplateMismatchWarning(text))
         for problem in problems:
             self._notices.add(_cause(problem))

@@ -1,5 +1,6 @@
 """The tables of docs/migration.md: each column of code is a program, and runs; both sides of one do the same."""
 
+import inspect
 import pathlib
 import re
 import runpy
@@ -20,7 +21,8 @@ def programs(section: str) -> list[str]:
     rows = re.findall(r'^\| `(.*?)` \| `(.*?)` \|$', text, re.MULTILINE)
     # Two lines of a table are its head.
     assert len(rows) == len(re.findall(r'^\|', text, re.MULTILINE)) - 2 > 4, 'a cell is more than one piece of code'
-    return ['\n'.join(column) for column in zip(*rows, strict=True)]
+    # A bar within a cell is written with a backslash.
+    return ['\n'.join(column).replace('\\|', '|') for column in zip(*rows, strict=True)]
 
 
 def names(here: pathlib.Path) -> dict:
@@ -54,6 +56,42 @@ def test_t5x(here):
     space = run(ours, space)
     assert (np.asarray(space['state'].state_dict()['target']['w']) == 1).all()
     assert t5ckpt.is_pinned_checkpoint('run/checkpoint_100')
+
+
+def test_blocks_that_are_not_run_name_what_is_there():
+    """T5X and gin are not installed here: of their blocks at least our names and options exist."""
+    section = re.search(r'^## From T5X\n(.*?)^## ', PAGE, re.DOTALL | re.MULTILINE).group(1)
+    blocks = ''.join(re.findall(r'^```(?:sh|gin)\n(.*?)^```', section, re.DOTALL | re.MULTILINE))
+    assert {getattr(t5ckpt, name).__name__ for name in re.findall(r't5ckpt\.(\w+)', blocks)} == {
+        'Checkpointer',
+        'SaveBestCheckpointer',
+    }
+    options = re.findall(r'^t5ckpt\.Checkpointer\.(\w+) =', blocks, re.MULTILINE)
+    assert options
+    assert set(options) <= set(inspect.signature(t5ckpt.Checkpointer).parameters)
+
+
+class Positions:
+    """A data iterator with a position."""
+
+    def save(self, filename):
+        pathlib.Path(filename).write_text('7', encoding='utf-8')
+
+    def load(self, filename):
+        assert pathlib.Path(filename).read_text(encoding='utf-8') == '7'
+
+
+@pytest.mark.parametrize('section', ['MaxText', 'levanter', 'EasyLM'])
+def test_programs_around_a_checkpointer(here, section):
+    """Theirs are not installed; ours are run."""
+    theirs, ours = programs(f'From {section}')
+    compile(theirs, 'theirs', 'exec')
+    space = run(ours, {**names(here), 'jnp': jnp, 'data_iterator': Positions()})
+    assert_state(space['state'])
+    assert (np.asarray(space['params']['kernel']) == np.asarray(space['start']['params']['kernel'])).all()
+    assert t5ckpt.all_steps('run') == [100]
+    if 'weights' in ours:
+        assert set(t5ckpt.load_t5x_checkpoint('weights')) == {'params'}
 
 
 def test_orbax(here):

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 
-__all__ = ['Fence', 'open_source']
+__all__ = ['Fence', 'check_size', 'open_source', 'read_source']
 
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
@@ -39,6 +39,24 @@ def open_source(path: str) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     raise UnsupportedFormatError(f'{path} is not a regular file (mode {stat.filemode(mode)}). Copy it to one first.')
+
+
+def read_source(path: str, limit: int) -> bytes:
+    """All bytes of such a file, which describes others and is small.
+
+    Raises:
+      CorruptCheckpointError: it has more than ``limit`` bytes; nothing was read.
+      UnsupportedFormatError, OSError: as for :func:`open_source`.
+    """
+    with open_source(path) as file:
+        check_size(os.fstat(file.fileno()).st_size, limit, path)
+        return file.read(limit)
+
+
+def check_size(size: int, limit: int, where: str) -> None:
+    """Refuses a file that would fill the memory, and cannot be what its name says."""
+    if size > limit:
+        raise CorruptCheckpointError(f'{where} has {size:,} bytes, expected at most {limit:,}. Copy it again.')
 
 
 class Fence:

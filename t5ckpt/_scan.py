@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from t5ckpt._fence import Fence
+from t5ckpt._fence import Fence, check_size
 from t5ckpt._layout import join
 from t5ckpt._workers import Pool
 from t5ckpt.errors import T5CkptError
@@ -57,12 +57,17 @@ class Scanner:
             with foreign_errors(self._storage.url(join(self._directory, name))):
                 self._fence.check(name, leaf)
 
-    def read(self, file: str) -> bytes:
+    def read(self, file: str, limit: int | None = None) -> bytes:
         """All bytes of a small file.
 
         Raises:
           CheckpointNotFoundError, StorageError, FormatError: as the storage and the fence say.
+          CorruptCheckpointError: it has more than ``limit`` bytes. In a bucket it is read before that is known.
         """
+        if limit is not None:
+            key = join(self._directory, file)
+            size = self._storage.size(key) if self._fence is not None else None
+            check_size(size or 0, limit, self._storage.url(key))
         return b''.join(bytes(block) for block in self._blocks(file))
 
     def read_with_version(self, file: str) -> tuple[bytes, Any]:

@@ -11,12 +11,15 @@ import zipfile
 import numpy as np
 import pytest
 
+import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert import convert_checkpoint
 from t5ckpt.convert._t5_config import read_config
 from t5ckpt.convert._tf_bundle import read_bundle
 from t5ckpt.convert.huggingface import import_hf
 from t5ckpt.convert.plain import import_npz, import_safetensors
+from t5ckpt.convert.seqax import import_seqax, write_seqax
+from t5ckpt.convert.tf import open_tf
 
 
 def fifo(path):
@@ -118,6 +121,85 @@ def test_safetensors_that_lie(tmp_path, header):
     with pytest.raises(errors.CorruptCheckpointError):
         import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+    ('header', 'values'),
+    [
+        ({'a': tensor(0, 8), 'long' * 40: tensor(4, 20, (4,))}, 'begins at byte 4, .* ends at 8'),
+        ({'a': tensor(0, 8), 'b': tensor(8, 16)}, 'end at byte 16 of 20'),
+        ({'long' * 40: tensor(0, 8, (3,))}, 'need 12 bytes; its are from 0 to 8 of 20'),
+        ({'a': tensor(0, 24, (6,))}, 'from 0 to 24 of 20'),
+        ({'a': tensor(0, 8, (-2,))}, 'a: -2 is no size, expected an integer'),
+    ],
+)
+def test_lies_are_named_with_what_the_file_holds(tmp_path, header, values):
+    text = json.dumps(header).encode()
+    (tmp_path / 'x.safetensors').write_bytes(struct.pack('<Q', len(text)) + text + bytes(20))
+    with pytest.raises(errors.CorruptCheckpointError, match=values):
+        import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'run')
+
+
+def huge(path, beginning=b''):
+    """A file that no memory holds, of one hole."""
+    with open(path, 'wb') as file:
+        file.write(beginning)
+        file.truncate(2**42)
+    return path
+
+
+def seqax_step(tmp_path):
+    step = tmp_path / 'seqax' / '0000000001'
+    write_seqax(step.parent, 1, {'w': np.ones(3, np.float32), 'b': np.ones(2, np.float32)})
+    return step
+
+
+def replaced(path, make):
+    path.unlink()
+    return make(path)
+
+
+DESCRIPTIONS = {
+    'seqax array': lambda at, make: import_seqax(
+        replaced(seqax_step(at) / "['w']" / '.zarray', make).parents[1], at / 'run'
+    ),
+    'seqax attributes': lambda at, make: import_seqax(replaced(seqax_step(at) / '.zattrs', make).parent, at / 'run'),
+    'tensorflow index': lambda at, make: read_bundle(str(make(at / 'm.index').with_suffix(''))),
+    'tensorflow state': lambda at, make: open_tf(make(at / 'checkpoint').parent),
+    'safetensors index': lambda at, make: t5ckpt.open_checkpoint(make(at / 'model.safetensors.index.json')),
+    'configuration': lambda at, make: read_config(make(at / 'config.json')),
+}
+
+
+@pytest.mark.parametrize('make', [fifo, huge], ids=['fifo', 'huge'])
+@pytest.mark.parametrize('what', DESCRIPTIONS)
+def test_what_describes_other_files_is_small_and_a_file(tmp_path, what, make):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(errors.T5CkptError) as caught:
+        DESCRIPTIONS[what](tmp_path, make)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024
+    assert not (tmp_path / 'run').exists()
+    if make is huge and 'attributes' not in what:
+        assert f'{2**42:,}' in str(caught.value)
+
+
+def test_a_fifo_among_the_chunks_of_seqax(tmp_path):
+    replaced(seqax_step(tmp_path) / "['w']" / '0', fifo)
+    with pytest.raises(errors.CorruptCheckpointError, match='regular file'):
+        import_seqax(tmp_path / 'seqax', tmp_path / 'run')
+    assert t5ckpt.all_steps(tmp_path / 'run') == []
+
+
+@pytest.mark.parametrize('lost', ['.zarray', '.zarray 0', 'link'])
+def test_an_array_of_seqax_without_its_description_is_not_left_out(tmp_path, lost):
+    step = seqax_step(tmp_path)
+    if lost == 'link':
+        replaced(step / "['w']" / '.zarray', lambda path: path.symlink_to(tmp_path / 'elsewhere'))
+    else:
+        for name in lost.split():
+            (step / "['w']" / name).unlink()
+    with pytest.raises(errors.CorruptCheckpointError, match=r"\['w'\].*\.zarray"):
+        import_seqax(step, tmp_path / 'run')
 
 
 @pytest.mark.parametrize('length', [0, 7, 10**18, 2**64 - 1])

@@ -22,7 +22,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt._fence import open_source
+from t5ckpt._fence import read_source
 from t5ckpt._text import lines
 from t5ckpt.convert._t5_names import LOCAL, SELF, TRANSIENT_GLOBAL, T5Model
 from t5ckpt.errors import FormatError, UnsupportedFormatError
@@ -77,11 +77,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
     if not text.lstrip().startswith('{'):
         where = text
         try:
-            with open_source(text) as file:
-                data = file.read(_MAX_BYTES + 1)
-            if len(data) > _MAX_BYTES:
-                raise FormatError(f'{where} has more than {_MAX_BYTES:,} bytes, a configuration has a few thousand.')
-            text = data.decode()
+            text = read_source(text, _MAX_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise FormatError(f'{where}: no configuration can be read there ({error}).') from error
     try:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._dtypes import dtype_from_name
-from t5ckpt._fence import open_source
+from t5ckpt._fence import open_source, read_source
 from t5ckpt.convert._flat import FlatArray
 from t5ckpt.errors import CorruptCheckpointError, MissingDependencyError, UnsupportedFormatError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
@@ -37,6 +37,8 @@ __all__ = ['read_bundle']
 _FOOTER_BYTES, _TRAILER_BYTES = 48, 5
 _MAGIC = 0xDB4775248B80FB57
 _READ_BYTES = 8 * 2**20
+# A tensor takes about 100 bytes of an index.
+_INDEX_BYTES = 256 * 2**20
 _CURE = 'Copy the checkpoint again.'
 # core/framework/types.proto
 _DTYPES = {
@@ -63,8 +65,8 @@ def read_bundle(prefix: str) -> dict[str, LazyArray]:
     """
     checksum = _checksum_function()
     path = f'{prefix}.index'
-    with foreign_errors(path), open_source(path) as file:
-        data = file.read()
+    with foreign_errors(path):
+        data = read_source(path, _INDEX_BYTES)
     try:
         entries = list(_entries(data, prefix))
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, OverflowError) as error:

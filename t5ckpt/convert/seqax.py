@@ -32,6 +32,7 @@ from t5ckpt._leaves import Empty, LeafTable, is_jax_array, view_state
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._process import jax_processes
 from t5ckpt._reader import ArrayReader
+from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray
 from t5ckpt._stream import StreamRequest, write_stream
 from t5ckpt._types import Path, TrainState, leaf_name, path_of
@@ -39,6 +40,7 @@ from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FormatError,
     TreeMismatchError,
     UnsupportedFormatError,
     UnsupportedLeafError,
@@ -53,6 +55,7 @@ __all__ = ['export_seqax', 'import_seqax', 'read_seqax', 'seqax_steps', 'write_s
 
 _STEP = re.compile(r'[0-9]{10}')
 _DONE = 'write_completed'
+_METADATA_BYTES = 2**20
 _CHUNKS_UNDER_WAY = 4
 # One component of jax.tree_util.keystr: an attribute, or the repr of a key or index in brackets.
 _COMPONENT = re.compile(
@@ -78,8 +81,8 @@ def _is_done(storage: Storage, directory: str) -> bool:
     if storage.kind(join(directory, '.zattrs')) != 'file':
         return False
     try:
-        attributes = json.loads(storage.read(join(directory, '.zattrs')))
-    except ValueError:
+        attributes = json.loads(Scanner(storage, directory).read('.zattrs', _METADATA_BYTES))
+    except (FormatError, ValueError, RecursionError):
         return False
     return isinstance(attributes, dict) and _DONE in attributes
 
@@ -131,9 +134,20 @@ def _found(path: str | os.PathLike[str], step: int | None) -> tuple[Storage, str
 
 
 def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]:
-    """Arrays of a group and of the groups in it, which zarr makes of a '/' in a name."""
+    """Arrays of a group and of the groups in it, which zarr makes of a '/' in a name.
+
+    Raises:
+      CorruptCheckpointError: a directory holds chunks, or nothing, and no ``.zarray``: an array would be left out.
+    """
     names: list[str] = []
-    for entry in storage.entries(join(directory, below)):
+    entries = storage.entries(join(directory, below))
+    chunks = [entry.name for entry in entries if not entry.is_dir and not entry.name.startswith('.')]
+    if below and (chunks or not entries or any(entry.name == '.zarray' for entry in entries)):
+        held = f'{len(chunks)} other files ({chunks[0]})' if chunks else 'nothing else'
+        raise CorruptCheckpointError(
+            f'{storage.url(join(directory, below))}: no regular file .zarray there, and {held}. Copy the checkpoint again.'
+        )
+    for entry in entries:
         if entry.is_dir:
             name = join(below, entry.name)
             is_array = storage.kind(join(directory, name, '.zarray')) == 'file'
@@ -143,11 +157,12 @@ def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]
 
 def _stored_array(storage: Storage, directory: str, name: str) -> StoredArray:
     where = storage.url(join(directory, name))
+    data = Scanner(storage, directory).read(join(name, '.zarray'), _METADATA_BYTES)
     try:
-        metadata = json.loads(storage.read(join(directory, name, '.zarray')))
+        metadata = json.loads(data)
         shape = tuple(int(size) for size in metadata['shape'])
         dtype = dtype_from_typestr(str(metadata['dtype']))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where}: .zarray does not decode ({error!s:.120}).') from error
     if dtype is None:
         raise UnsupportedFormatError(f'{where}: dtype {metadata["dtype"]!r:.40} is not known.')

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._fence import open_source
+from t5ckpt._fence import read_source
 from t5ckpt._leaves import LeafTable
 from t5ckpt._types import path_of, root_names
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
@@ -111,9 +111,9 @@ def _latest_in(directory: str) -> str:
     """The checkpoint that the state file names, or the only one there."""
     found = sorted(name.removesuffix('.index') for name in os.listdir(directory) if name.endswith('.index'))
     state = os.path.join(directory, _STATE_FILE)
-    if os.path.isfile(state):
-        with foreign_errors(state), open_source(state) as file:
-            text = file.read(_STATE_BYTES).decode(errors='replace')
+    if os.path.exists(state) and not os.path.isdir(state):
+        with foreign_errors(state):
+            text = read_source(state, _STATE_BYTES).decode(errors='replace')
         match = re.search(r'^model_checkpoint_path: *"(.*)"', text, re.MULTILINE)
         # The directory has often been copied from elsewhere since the name was written.
         if match is not None and os.path.basename(match[1]) in found:

@@ -112,29 +112,43 @@ def parse_header(text: bytes, size: int, where: str) -> Header:
         return Header(_tensors(header, 8 + len(text), size), metadata)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(
-            f'{where}: the header does not decode ({error!s:.120}). Copy the file again.'
+            f'{where}: the header does not decode ({error!s:.300}). Copy the file again.'
         ) from error
 
 
 def _tensors(header: dict[str, Any], data: int, size: int) -> tuple[Tensor, ...]:
     tensors: list[Tensor] = []
-    spans: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         if entry['dtype'] not in _DTYPES:
             raise ValueError(f'{name} has the dtype {entry["dtype"]!r:.40}, which numpy does not hold')
         dtype = dtype_from_name(_DTYPES[entry['dtype']])
-        shape, (start, end) = tuple(map(_size, entry['shape'])), map(_size, entry['data_offsets'])
-        if len(shape) > 32 or math.prod(shape) * dtype.itemsize != end - start or data + end > size:
-            raise ValueError(f'{name}: shape {shape} of {dtype.name} at bytes {start} to {end} of {size - data}')
-        spans.append((start, end))
+        shape = tuple(_size(value, name) for value in entry['shape'])
+        start, end = (_size(value, name) for value in entry['data_offsets'])
+        needed = math.prod(shape) * dtype.itemsize
+        if len(shape) > 32 or needed != end - start or data + end > size:
+            raise ValueError(
+                f'{name:.80}: {len(shape)} dimensions of {dtype.name} need {needed:,} bytes; its are from {start:,} to {end:,} '
+                f'of {size - data:,}'
+            )
+        spans.append((start, end, name))
         tensors.append(Tensor(name, dtype, shape, data + start))
-    spans.sort()
-    if [start for start, _ in spans] + [size - data] != [0] + [end for _, end in spans]:
-        raise ValueError('the tensors overlap, leave holes, or do not fill the file')
+    _check_whole(sorted(spans), size - data)
     return tuple(tensors)
 
 
-def _size(value: Any) -> int:
+def _check_whole(spans: list[tuple[int, int, str]], size: int) -> None:
+    """Compares where each tensor begins with where the one before it ends."""
+    at = 0
+    for start, end, name in spans:
+        if start != at:
+            raise ValueError(f'{name:.80} begins at byte {start:,}, and what stands before it ends at {at:,}')
+        at = end
+    if at != size:
+        raise ValueError(f'the tensors end at byte {at:,} of {size:,}')
+
+
+def _size(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise ValueError(f'{value!r:.40} is no size')
+        raise ValueError(f'{name:.80}: {value!r:.40} is no size, expected an integer from 0 to 2**62')
     return value

@@ -13,14 +13,14 @@ import os
 from typing import Any
 
 from t5ckpt._dtypes import dtype_from_name
-from t5ckpt._fence import Fence
+from t5ckpt._fence import Fence, check_size
 from t5ckpt._layout import is_inside, join
 from t5ckpt._leaves import nest
 from t5ckpt._manifest import Manifest
 from t5ckpt._specs import SpecDict, StoredArray
 from t5ckpt._types import Path, path_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.format.safetensors import INDEX_SUFFIX, header_bytes, parse_header
+from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, header_bytes, parse_header
 from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['decode_tensors', 'read_tensors']
@@ -43,8 +43,9 @@ def read_tensors(storage: Storage, directory: str, name: str, *, follow_links: b
     if not name.endswith(INDEX_SUFFIX):
         return json.dumps({name: _entries(fence, root, name)}).encode()
     where = os.path.join(root, name)
+    index = _read(fence, root, name, None)
     try:
-        by_tensor = json.loads(_read(fence, root, name, None))['weight_map']
+        by_tensor = json.loads(index)['weight_map']
         files = sorted({str(file) for file in by_tensor.values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}). Copy it again.') from error
@@ -74,6 +75,8 @@ def _entries(fence: Fence, root: str, file: str) -> tuple[int, list[Any]]:
 def _read(fence: Fence, root: str, file: str, count: int | None) -> bytes:
     fd, size = _open(fence, root, file)
     with os.fdopen(fd, 'rb') as opened, foreign_errors(os.path.join(root, file)):
+        if count is None:
+            check_size(size, MAX_HEADER, os.path.join(root, file))
         return opened.read(size if count is None else count)
 
 

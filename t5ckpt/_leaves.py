@@ -213,6 +213,8 @@ def _flatten_into(table: LeafTable, tree: Mapping[Any, Any], is_leaf: Callable[[
 
 def lookup(tree: Any, path: Path, default: Any = None) -> Any:
     """The node at ``path`` in a tree of mappings, sequences and attributes, or ``default`` where it ends early."""
+    from jax.sharding import PartitionSpec
+
     node: Any = tree
     for key in path:
         if node is None:
@@ -222,7 +224,8 @@ def lookup(tree: Any, path: Path, default: Any = None) -> Any:
         elif isinstance(node, (list, tuple)) and key.isdigit() and int(key) < len(node):
             node = node[int(key)]
         else:
-            node = getattr(node, key, default)
+            # A PartitionSpec is a leaf of a tree of axes: a key below it does not name its method (``count``, ``index``).
+            node = default if isinstance(node, PartitionSpec) else getattr(node, key, default)
         if node is default:
             return default
     return node
@@ -236,8 +239,8 @@ class Target:
     """What a model wants at one leaf.
 
     Attributes:
-      kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none', 'empty' or 'skip' (``...``, a
-        leaf that a restore leaves out).
+      kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none', 'empty', 'skip' (``...``, a
+        leaf that a restore leaves out) or 'unread' (one that this restore is not asked for).
       shape: of the array; of the key data for keys.
       dtype: numpy dtype; uint32 for keys. None for text, none, empty and skip.
       device: whether the result is a jax.Array.
@@ -259,7 +262,7 @@ class Target:
 
     def left_out(self) -> Target:
         """The target of a leaf of which nothing is read."""
-        return dataclasses.replace(self, kind='skip', sharding=None)
+        return dataclasses.replace(self, kind='unread', sharding=None)
 
 
 def target_of(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -> Target:

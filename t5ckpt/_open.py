@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt._digest import digest
@@ -113,21 +113,32 @@ class Identity:
             raise
 
     @contextlib.contextmanager
-    def reading(self, doing: str = 'read') -> Generator[None]:
+    def reading(self, doing: str = 'read', file: str | None = None) -> Generator[None]:
         """The same, and an overwrite is an error also where nothing fails: the values may be of both checkpoints.
 
-        Notes: costs a look at one file; on an object store, one small request.
+        Args:
+          doing: what is done with the checkpoint, for the message.
+          file: the only file of safetensors that is read; None for all of them.
+
+        Notes: costs a look at one file, of safetensors at each; on an object store, one small request.
         """
         with self.told(doing):
             yield
         storage = self.located.storage
-        # A directory is replaced as a whole; in a bucket an equal manifest has an equal version, but no equal sidecar.
-        name = SIDECAR if SIDECAR in self.versions and not storage.renames else self.located.manifest
-        if name in self.versions:
+        for name in self._witnesses() if file is None else (file,):
             version = storage.version(join(self.located.directory, name))
             # Whatever was read of a directory that is gone was read before it was, and is whole.
             if version != self.versions[name] and not (version is None and storage.renames):
                 self.check(doing)
+
+    def _witnesses(self) -> Collection[str]:
+        """The files whose versions tell of an overwrite."""
+        if is_safetensors(self.located.manifest):
+            # Each is replaced, or written to, by itself.
+            return self.versions
+        # A directory is replaced as a whole; in a bucket an equal manifest has an equal version, but no equal sidecar.
+        is_bucket = SIDECAR in self.versions and not self.located.storage.renames
+        return self.versions.keys() & {SIDECAR if is_bucket else self.located.manifest}
 
     def check(self, doing: str, cause: Exception | None = None) -> None:
         """Looks whether the checkpoint is still the one that was opened.
@@ -141,6 +152,8 @@ class Identity:
             # Nobody can tell; the first error says more.
             return
         cure = 'Read another step, or pin one that is to stay' if change == 'deleted' else 'Open it again'
+        if change == 'deleted' and is_safetensors(self.located.manifest):
+            cure = 'Copy it again'
         if change is not None:
             raise ChangedMeanwhileError(
                 f'{self.located.url} was {change} while it was being {doing}. {cure}.'
@@ -150,6 +163,8 @@ class Identity:
         storage, directory, manifest = self.located.storage, self.located.directory, self.located.manifest
         # Without a version the manifest was not there before, either: what is left to ask for is the directory.
         found = {name: storage.version(join(directory, name)) for name in self.versions}
+        if is_safetensors(manifest) and None in found.values():
+            return 'deleted'
         if found[manifest] is None if manifest in found else storage.kind(directory) is None:
             return 'deleted'
         return None if found == self.versions else 'replaced'
@@ -189,8 +204,8 @@ def read_raw(located: Located, *, ledgers: bool = False) -> RawFiles:
     if not located.manifest:
         return RawFiles()
     if is_safetensors(located.manifest):
-        data = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
-        return RawFiles(data)
+        data, found = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
+        return RawFiles(data, versions=found)
     files = Scanner(storage, directory, follow_links=located.follow_links)
     versions: dict[str, Any] = {}
     manifest, versions[located.manifest] = files.read_with_version(located.manifest)
@@ -222,7 +237,7 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
     if raw.manifest is None:
         return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), Sidecar())
     if is_safetensors(located.manifest):
-        return Contents(located, decode_tensors(raw.manifest), Sidecar())
+        return Contents(located, decode_tensors(raw.manifest), Sidecar(), None, raw.versions)
     where = storage.url(join(directory, SIDECAR))
     sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
     known = ledger_entries(sidecar.extra.get('digests', {}), where)

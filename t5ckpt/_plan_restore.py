@@ -46,7 +46,8 @@ __all__ = [
 # 'contains' may hold more than the model.
 STRICTNESS = ('exact', 'up_to_dtype', 'contains')
 # What a model has where it has no leaf.
-_NO_PLACE = ('none', 'empty', 'skip')
+_LEFT_OUT = ('skip', 'unread')
+_NO_PLACE = ('none', 'empty', *_LEFT_OUT)
 # Close names are looked for this many times: it takes milliseconds each, and nobody reads more of them.
 _HINTED = 20
 
@@ -261,7 +262,7 @@ class _Matcher:
             wrong = self._shardings.problem(target)
             if wrong:
                 self.problems.append(LeafProblem(leaf_name(path), 'sharding', '', wrong))
-        if target.kind in ('none', 'skip'):
+        if target.kind in ('none', *_LEFT_OUT):
             self.kept[path] = None if target.kind == 'none' else ...
         elif target.kind in ('empty', 'text'):
             self._keep(path, target, found)
@@ -352,7 +353,7 @@ class _Matcher:
     def leftovers(self) -> None:
         """Leaves of the checkpoint that the model has no place for."""
         places = {path: target.kind for path, target in self._targets.items() if target.kind in _NO_PLACE}
-        skips = {path for path, kind in places.items() if kind == 'skip'}
+        skips = {path for path, kind in places.items() if kind in _LEFT_OUT}
         used = set[Path]()
         for path, found in self._leaves.items():
             if (path in self._targets and path not in places) or found is None or isinstance(found, Empty):
@@ -367,7 +368,11 @@ class _Matcher:
                 self.ignored.append(path)
             else:
                 self._excess(path, found, places)
-        self.notes += [f'{leaf_name(path)}: ... in the model, and nothing in the checkpoint' for path in skips - used]
+        self.notes += [
+            f'{leaf_name(path)}: ... in the model, and nothing in the checkpoint'
+            for path in skips - used
+            if places[path] == 'skip'
+        ]
 
     def _excess(self, path: Path, found: Any, places: Mapping[Path, str]) -> None:
         name, above = leaf_name(path), first_in(path, places)

@@ -179,7 +179,8 @@ class ArrayReader:
         if self._identity is None:
             return self._read(leaf, name, index)
         # What is compared with a checksum needs no other look.
-        with self._identity.told() if self._compares_all() else self._identity.reading():
+        file = leaf.array.location if leaf.array.container == 'file' else None
+        with self._identity.told() if self._compares_all() else self._identity.reading(file=file):
             return self._read(leaf, name, index)
 
     def _compares_all(self) -> bool:

@@ -58,12 +58,13 @@ from t5ckpt.errors import (
     ObsoleteArgumentWarning,
     ReadOnlyError,
 )
-from t5ckpt.planning.resizing import Resize
+from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.save import Notices, Reuse, SaveCall, SaveRequest, TemplateCheck, in_order, monitored, monitored_metrics
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.steps import open_run_storage
-from t5ckpt.storage import AbsentStorage, Storage, require_directory
+from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
+from t5ckpt.view import CheckpointView, open_checkpoint
 
 __all__ = ['Checkpointer']
 
@@ -484,7 +485,7 @@ class Checkpointer(FromTensorFlow):
         strict: str | None = None,
         donate: bool = False,
         restore_iterator: bool = True,
-        resize: str | Sequence[str] | None = None,
+        resize: Patterns | None = None,
     ) -> Any:
         """Restores a train state of the constructor's structure.
 
@@ -553,7 +554,7 @@ class Checkpointer(FromTensorFlow):
         state_transformation_fns: Sequence[RestoreStateTransformationFn] = (),
         *,
         strict: str | None = None,
-        resize: str | Sequence[str] | None = None,
+        resize: Patterns | None = None,
     ) -> dict[Path, Any]:
         """Restores some leaves of the state, by path, and reads nothing else; for ``restore_or_init`` from several sources.
 
@@ -582,6 +583,12 @@ class Checkpointer(FromTensorFlow):
             only=frozenset(leaves),
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
+
+    def open_elsewhere(self, path: str | os.PathLike[str]) -> CheckpointView:
+        """Opens a checkpoint of another run for looking, as :meth:`restore` with ``path`` opens it; for ``restore_or_init``."""
+        place = os.fspath(path)
+        options = self._storage_options if is_same_kind(place, self._storage) else None
+        return open_checkpoint(place, storage_options=options, follow_links=self._reading.follow_links)
 
     def _restore_cast(self) -> Cast | None:
         # ``restore_dtype`` may have been set since, as in T5X.

@@ -32,9 +32,9 @@ from t5ckpt.errors import (
     T5CkptError,
     UnreadLayoutWarning,
 )
+from t5ckpt.planning.resizing import Patterns
 from t5ckpt.steps import get_checkpoint_dir, listing
 from t5ckpt.translate import apply_assignment_map
-from t5ckpt.view import open_checkpoint
 
 __all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
 
@@ -73,7 +73,7 @@ class WarmStart:
     rename: Sequence[tuple[str | re.Pattern[str], str | None]] = ()
     missing: str = 'error'
     strict: str | None = None
-    resize: str | Sequence[str] | None = None
+    resize: Patterns | None = None
 
     def __post_init__(self) -> None:
         if self.missing not in ('error', 'init'):
@@ -271,7 +271,7 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, model: LeafTable, before
     Raises:
       ValueError: a pattern names nothing, or the sources before this one leave nothing for it.
     """
-    held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(open_checkpoint(warm.place)))
+    held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.place)))
     found = warm.transform(_names(held), nest({path: _value(leaf) for path, leaf in model.items()}))
     _check_patterns(warm, [*map(leaf_name, model), *held])
     have = set(flatten_nested(found, is_spec))

@@ -224,3 +224,82 @@ def test_what_needs_a_checkpoint_refuses_it(one_file, tmp_path):
         with pytest.raises(UnsupportedFormatError, match='is a safetensors file, not a checkpoint'):
             refused(one_file)
     assert t5ckpt.open_checkpoint(one_file).stats()
+
+
+@pytest.mark.parametrize('in_place', [True, False])
+def test_a_file_that_is_replaced_or_deleted_meanwhile(shards, one_file, tmp_path, in_place):
+    """Sizes and names stay: nothing but the file itself tells that values are of two checkpoints."""
+    second = shards.parent / 'model-00002-of-00002.safetensors'
+    for path, file, name in ((one_file, one_file, 'model.embed.weight'), (shards, second, 'model.norm')):
+        view, lazy = t5ckpt.open_checkpoint(path), t5ckpt.load_t5x_checkpoint(path, lazy_parameters=True)
+        view[name][:3]
+        held = file.read_bytes()
+        changed = held[:-4] + b'\0\0\1\0'
+        if in_place:
+            file.write_bytes(changed)
+        else:
+            (tmp_path / 'other').write_bytes(changed)
+            (tmp_path / 'other').replace(file)
+        for read in (lambda v=view, n=name: v[n][:3], lazy[name].get, view.stats):
+            with pytest.raises(CheckpointNotFoundError, match=r'was replaced while it was being read\. Open it again'):
+                read()
+        if path == shards:
+            # The other file is the one that was opened.
+            assert view['model.embed.weight'][0, 1] == 1
+        file.unlink()
+        with pytest.raises(CheckpointNotFoundError, match=r'was deleted while it was being read\. Copy it again'):
+            view[name][:3]
+
+
+def test_a_file_that_is_replaced_during_a_restore(one_file):
+    data = one_file.read_bytes()
+
+    def rewrite(state, _):
+        one_file.write_bytes(data[:-4] + b'\0\0\1\0')
+        return state
+
+    with pytest.raises(CheckpointNotFoundError, match='was replaced'):
+        restore(one_file, state_transformation_fns=[rename, rewrite])
+
+
+def test_an_index_names_one_of_several_files_and_none_for_a_tensor(shards):
+    index = json.loads(shards.read_text())
+    first, second = (f'model-0000{number}-of-00002.safetensors' for number in (1, 2))
+    extra = {'model.norm': np.full(5, 9, np.int32)}
+    safetensors.save_file({name: TENSORS[name] for name in list(TENSORS)[:2]} | extra, shards.parent / first)
+    for file, value in ((first, 9), (second, 0)):
+        index['weight_map']['model.norm'] = file
+        shards.write_text(json.dumps(index))
+        assert t5ckpt.open_checkpoint(shards)['model.norm'][0] == value
+    del index['weight_map']['model.norm']
+    shards.write_text(json.dumps(index))
+    with pytest.raises(
+        CorruptCheckpointError, match=f'norm is in no file by the index, and in {first} and {second} by'
+    ):
+        restore(shards)
+    index['weight_map'] |= {'model.norm': second, 'model.gone': second}
+    shards.write_text(json.dumps(index))
+    with pytest.raises(CorruptCheckpointError, match=f'gone is in {second} by the index, and in no file by'):
+        restore(shards)
+
+
+@pytest.mark.parametrize(
+    ('names', 'text'),
+    [
+        (('a\\b', 'a\\\\b'), 'have the same place in a tree'),
+        (('a', 'a/b'), r"model\.safetensors: a '/' in a name begins a level.*a/b: its path goes through another leaf"),
+    ],
+)
+def test_names_that_no_tree_has_side_by_side(tmp_path, names, text):
+    path = tmp_path / 'model.safetensors'
+    safetensors.save_file({name: np.full(number + 1, number) for number, name in enumerate(names)}, path)
+    with pytest.raises(UnsupportedFormatError, match=text):
+        t5ckpt.open_checkpoint(path)
+
+
+def test_a_warm_start_opens_it_as_a_restore_does(shards, tmp_path):
+    second = shards.parent / 'model-00002-of-00002.safetensors'
+    second.rename(tmp_path / 'blob')
+    second.symlink_to(tmp_path / 'blob')
+    with Checkpointer(template(), checkpoints_dir=tmp_path / 'run', follow_links=True) as checkpointer:
+        check(restore_or_init(checkpointer, None, initial_checkpoint=WarmStart(shards, rename=NAMES))['params'])

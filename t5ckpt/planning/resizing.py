@@ -7,26 +7,34 @@ zero, and the rest of a larger checkpoint is not read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from t5ckpt._chunks import Box
 from t5ckpt._types import Path, check_patterns, leaf_name
 
-__all__ = ['Resize', 'clipped', 'resized']
+__all__ = ['Patterns', 'Resize', 'clipped', 'resized']
+
+Patterns: TypeAlias = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
+"""One regular expression or several, as text or compiled."""
 
 
 class Resize:
     """Which leaves may be resized."""
 
-    def __init__(self, patterns: str | Sequence[str] | None):
-        """Takes regular expressions for the whole names of leaves.
+    def __init__(self, patterns: Patterns | None):
+        """Takes regular expressions, as text or compiled, for the whole names of leaves.
 
         Raises:
           ValueError: one of them is not a regular expression.
         """
-        self.patterns = () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        given: Any = patterns
+        if given is None or not isinstance(given, Collection) or isinstance(given, (str, bytes)):
+            # Also what is no pattern at all, which the check names.
+            given = () if given is None else (given,)
+        self.patterns: tuple[str | re.Pattern[str], ...] = tuple(given)
         check_patterns(self.patterns, 'resize')
 
     def __bool__(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt._dtypes import dtype_from_name
@@ -19,18 +20,23 @@ from t5ckpt._leaves import nest
 from t5ckpt._manifest import Manifest
 from t5ckpt._specs import SpecDict, StoredArray
 from t5ckpt._types import Path, path_of
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, header_bytes, parse_header
 from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['decode_tensors', 'read_tensors']
 
 
-def read_tensors(storage: Storage, directory: str, name: str, *, follow_links: bool = False) -> bytes:
+def read_tensors(
+    storage: Storage, directory: str, name: str, *, follow_links: bool = False
+) -> tuple[bytes, dict[str, Any]]:
     """The tensors of a file, or of all files that an index names, as JSON for :func:`decode_tensors`.
 
+    Returns:
+      The JSON, and the ``Storage.version`` of each file from before it was read.
+
     Raises:
-      UnsupportedFormatError: the storage has no local files.
+      UnsupportedFormatError: the storage has no local files, or two tensors have the same place in a tree.
       CheckpointNotFoundError: a file that the index names is missing.
       CorruptCheckpointError: a header or the index does not decode, or the two disagree.
     """
@@ -40,27 +46,84 @@ def read_tensors(storage: Storage, directory: str, name: str, *, follow_links: b
             f'{storage.url(join(directory, name))}: safetensors are read from local files only. Copy it to a local disk.'
         )
     fence = Fence(root, follow_links=follow_links)
-    if not name.endswith(INDEX_SUFFIX):
-        return json.dumps({name: _entries(fence, root, name)}).encode()
+    versions: dict[str, Any] = {}
+
+    def entries(file: str) -> tuple[int, list[Any]]:
+        versions[file] = storage.version(join(directory, file))
+        return _entries(fence, root, file)
+
     where = os.path.join(root, name)
-    index = _read(fence, root, name, None)
+    if not name.endswith(INDEX_SUFFIX):
+        found = {name: entries(name)}
+    else:
+        versions[name] = storage.version(join(directory, name))
+        by_tensor = _weight_map(_read(fence, root, name, None), where)
+        found = _chosen(by_tensor, {file: entries(file) for file in sorted(set(by_tensor.values()))}, where)
+    _check_places([tensor[0] for _, tensors in found.values() for tensor in tensors], where)
+    return json.dumps(found).encode(), versions
+
+
+def _weight_map(text: bytes, where: str) -> dict[str, str]:
+    """The file of each tensor by an index.
+
+    Raises:
+      CorruptCheckpointError: the index does not decode, or names a file that is not below its directory.
+    """
     try:
-        by_tensor = json.loads(index)['weight_map']
-        files = sorted({str(file) for file in by_tensor.values()})
+        by_tensor = {name: str(file) for name, file in json.loads(text)['weight_map'].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}). Copy it again.') from error
-    outside = [file for file in files if not is_inside(file)]
+    outside = [file for file in by_tensor.values() if not is_inside(file)]
     if outside:
         raise CorruptCheckpointError(f'{where} names {outside[0]!r:.80}, which is not below its directory.')
-    found = {file: _entries(fence, root, file) for file in files}
-    held = {tensor[0]: file for file, (_, tensors) in found.items() for tensor in tensors}
-    wrong = sorted(tensor for tensor in by_tensor.keys() | held.keys() if held.get(tensor) != by_tensor.get(tensor))
+    return by_tensor
+
+
+def _chosen(
+    by_tensor: Mapping[str, str], found: Mapping[str, tuple[int, list[Any]]], where: str
+) -> dict[str, tuple[int, list[Any]]]:
+    """The tensors of each file that the index takes from it: of one that several files hold, the index names one.
+
+    Raises:
+      CorruptCheckpointError: a file lacks a tensor that the index takes from it, or the index lacks a tensor.
+    """
+    held: dict[str, list[str]] = {}
+    for file, (_, tensors) in found.items():
+        for tensor in tensors:
+            held.setdefault(tensor[0], []).append(file)
+    wrong = sorted(
+        tensor for tensor in by_tensor.keys() | held.keys() if by_tensor.get(tensor) not in held.get(tensor, ())
+    )
     if wrong:
+        first, more = wrong[0], f', and so are {len(wrong) - 1} more' if wrong[1:] else ''
         raise CorruptCheckpointError(
-            f'{where}: {wrong[0]} is in {by_tensor.get(wrong[0])} by the index, and in {held.get(wrong[0])} by the headers'
-            f'{f", and so are {len(wrong) - 1} more" if wrong[1:] else ""}. Copy the directory again.'
+            f'{where}: {first} is in {by_tensor.get(first, "no file")} by the index, and in '
+            f'{" and ".join(held.get(first, ["no file"]))} by the headers{more}. Copy the directory again.'
         )
-    return json.dumps(found).encode()
+    return {
+        file: (size, [tensor for tensor in tensors if by_tensor[tensor[0]] == file])
+        for file, (size, tensors) in found.items()
+    }
+
+
+def _check_places(names: Sequence[str], where: str) -> None:
+    """Raises where a tensor has the path of another, or one below it: the tree could hold one of the two only.
+
+    Raises:
+      UnsupportedFormatError: with the names.
+    """
+    places: dict[Path, str] = {}
+    for name in names:
+        other = places.setdefault(path_of(name), name)
+        if other is not name:
+            raise UnsupportedFormatError(
+                f'{where}: the tensors {other!r:.80} and {name!r:.80} have the same place in a tree, where a backslash escapes. '
+                'Rename one of them in the file.'
+            )
+    try:
+        nest(places)
+    except UnsupportedLeafError as error:
+        raise UnsupportedFormatError(f"{where}: a '/' in a name begins a level of the tree. {error}") from error
 
 
 def _entries(fence: Fence, root: str, file: str) -> tuple[int, list[Any]]:

@@ -126,3 +126,14 @@ def test_the_command_line_knows_them(odd):
     for path, value in leaves(ODD):
         done = CliRunner().invoke(app, ['cat', str(odd), leaf_name(path)])
         assert done.output == f'{value}\n'
+
+
+def test_a_name_that_zip_would_cut_is_refused(tmp_path):
+    """zipfile ends a name at a NUL: two leaves became one name, or a leaf another."""
+    state = {'a\0b': np.ones(2), 'a\0c': np.zeros(2)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(state, step=1)
+    with pytest.raises(UnsupportedLeafError, match='no name with a NUL character'):
+        export_npz(tmp_path / 'run', tmp_path / 'file.npz')
+    export_safetensors(tmp_path / 'run', tmp_path / 'file.safetensors')
+    assert set(t5ckpt.open_checkpoint(tmp_path / 'file.safetensors')) == set(state)

@@ -1,6 +1,7 @@
 """What a restore may be asked for: leaves left out, shardings that do not divide, dtypes, sizes, memory."""
 
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -221,8 +222,8 @@ def test_padded_and_truncated_as_jax_does(tmp_path, options, shape, caplog):
     expected[:rows, :columns] = values[:rows, :columns]
     w = np.zeros(3)
     for leaf in (np.zeros(shape, np.float32), sharded(shape, 'x'), jnp.zeros(shape)):
-        for lazy in (False, True):
-            restored = restore(tmp_path, {'emb': leaf, 'w': w}, resize='em.', lazy_parameters=lazy)
+        for lazy, resize in ((False, 'em.'), (True, re.compile('EM.', re.IGNORECASE))):
+            restored = restore(tmp_path, {'emb': leaf, 'w': w}, resize=resize, lazy_parameters=lazy)
             assert restored['emb'].shape == shape
             np.testing.assert_array_equal(np.asarray(restored['emb']), expected)
     assert f'padded with zeros or truncated: emb: (10, 8) to {shape}' in caplog.text
@@ -249,8 +250,11 @@ def test_nothing_is_resized_unasked(tmp_path, caplog):
         restore(tmp_path, {'a': np.ones((4, 4, 1)), 'b': np.ones((4, 4))}, resize='a')
     with pytest.raises(ValueError, match="resize='c' names no leaf of the model, which has a, b"):
         restore(tmp_path, template, resize=['a', 'c'])
+    for wrong in ('[', 5, ['a', None]):
+        with pytest.raises(ValueError, match=r'resize: .* is no regular expression'):
+            restore(tmp_path, template, resize=wrong)
     caplog.set_level(logging.INFO, 't5ckpt')
-    restore(tmp_path, {'a': np.ones((4, 4)), 'b': np.ones((4, 4))}, resize='a')
+    restore(tmp_path, {'a': np.ones((4, 4)), 'b': np.ones((4, 4))}, resize=(re.compile('a'),))
     assert 'every leaf has the shape of the model' in caplog.text
 
 
@@ -366,3 +370,47 @@ def test_a_part_without_a_state_is_refused(tmp_path):
     nothing = type('Nothing', (), {'state_dict': lambda self: {}, 'load_state_dict': lambda self, state: None})()
     with pytest.raises(UnsupportedLeafError, match=r'loader: state_dict\(\) of Nothing returned \{\}'):
         save(tmp_path, {'loader': nothing})
+
+
+class Counter:
+    """Its entries have the names of methods of PartitionSpec."""
+
+    def __init__(self, count=0, *, fails=False):
+        self.count, self.fails = np.int32(count), fails
+
+    def state_dict(self):
+        return {'count': self.count, 'index': jnp.full(8, self.count)}
+
+    def load_state_dict(self, state):
+        if self.fails:
+            raise RuntimeError('the loader is closed')
+        self.count = state['count']
+
+
+@pytest.mark.parametrize('axes', [PartitionSpec(), None])
+def test_a_part_through_a_partitioner(tmp_path, axes):
+    class Rows:
+        mesh = partitioner.mesh((4,), ('x',))
+        params_on_devices = True
+
+        def get_mesh_axes(self, _):
+            return {'counter': axes, 'w': PartitionSpec('x')}
+
+        def get_data_layout(self):
+            return partitioner.DataLayout()
+
+    save(tmp_path, {'counter': Counter(5), 'w': np.ones(8, np.float32)}, partitioner=Rows())
+    counter = Counter()
+    restored = restore(tmp_path, {'counter': counter, 'w': np.ones(8, np.float32)}, options={'partitioner': Rows()})
+    assert (int(counter.count), counter.count.sharding.spec) == (5, PartitionSpec())
+    assert restored['w'].sharding.spec == PartitionSpec('x')
+
+
+def test_a_part_that_fails_is_named_with_those_before_it(tmp_path):
+    save(tmp_path, {'a': Counter(1), 'b': Counter(2), 'c': Counter(3)})
+    first, second, third = Counter(), Counter(fails=True), Counter()
+    with pytest.raises(RuntimeError, match='the loader is closed') as caught:
+        restore(tmp_path, {'a': first, 'b': second, 'c': third})
+    assert (int(first.count), int(third.count)) == (1, 0)
+    (note,) = caught.value.__notes__
+    assert note.startswith('b: load_state_dict() of Counter failed in a restore, which loaded a before it.')

@@ -113,6 +113,9 @@ def _export(
     for name, spec in specs.items():
         if kind == 'safetensors':
             check_dtype(spec.name, spec.dtype)
+        elif '\0' in name:
+            # zipfile ends the name there, without an error.
+            raise UnsupportedLeafError(f'{name!r:.120}: an npz file has no name with a NUL character. Rename the leaf.')
         elif spec.name == name and _extended(name.rpartition('::')[2], spec.dtype) is not None:
             raise UnsupportedLeafError(
                 f'{name}: an npz file has another use for this end of a name, a dtype that numpy lacks. Rename the leaf.'

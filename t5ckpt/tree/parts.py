@@ -53,7 +53,16 @@ def with_parts(view: Any, view_tree: Callable[[Any], Any]) -> Any:
     def rebuild(values: Mapping[Path, Any]) -> Any:
         for path, part in parts.items():
             of_part = inner[path]
-            part.load_state_dict(of_part.rebuild({rest: values[(*path, *rest)] for rest in of_part.table}))
+            state = of_part.rebuild({rest: values[(*path, *rest)] for rest in of_part.table})
+            try:
+                part.load_state_dict(state)
+            except Exception as error:
+                loaded = ', '.join(map(leaf_name, list(parts)[: list(parts).index(path)])) or 'nothing'
+                error.add_note(
+                    f'{leaf_name(path)}: load_state_dict() of {type(part).__name__} failed in a restore, which loaded '
+                    f'{loaded} before it. Correct it and restore again: the objects are not reset.'
+                )
+                raise
         return view.rebuild({path: parts[path] if path in parts else values[path] for path in view.table})
 
     return dataclasses.replace(view, table=table, rebuild=rebuild)

@@ -281,6 +281,9 @@ def test_an_index_names_one_of_several_files_and_none_for_a_tensor(shards):
     shards.write_text(json.dumps(index))
     with pytest.raises(CorruptCheckpointError, match=f'gone is in {second} by the index, and in no file by'):
         restore(shards)
+    shards.write_text(json.dumps({'weight_map': {'model.norm': '\ud800'}}))
+    with pytest.raises(CorruptCheckpointError, match='does not decode'):
+        restore(shards)
 
 
 @pytest.mark.parametrize(

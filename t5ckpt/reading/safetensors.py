@@ -71,6 +71,9 @@ def _weight_map(text: bytes, where: str) -> dict[str, str]:
     """
     try:
         by_tensor = {name: str(file) for name, file in json.loads(text)['weight_map'].items()}
+        for file in by_tensor.values():
+            # JSON may have half a character, which no file name has.
+            os.fsencode(file)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}). Copy it again.') from error
     outside = [file for file in by_tensor.values() if not is_inside(file)]

@@ -27,6 +27,7 @@ from t5ckpt.view import CheckpointView, open_checkpoint
 __all__ = ['CheckpointDiff', 'LeafDiff', 'diff']
 
 _COLUMNS = ('name', 'what', 'a', 'b', 'relative', 'largest')
+_WAYS = ('added', 'removed', 'shape', 'dtype', 'kind', 'values')
 _SHOWN = 60
 
 
@@ -72,7 +73,13 @@ class CheckpointDiff:
         return bool(self.leaves)
 
     def only(self, what: str) -> list[LeafDiff]:
-        """The leaves that differ in one way: 'added', 'removed', 'shape', 'dtype', 'kind' or 'values'."""
+        """The leaves that differ in one way: 'added', 'removed', 'shape', 'dtype', 'kind' or 'values'.
+
+        Raises:
+          ValueError: any other word.
+        """
+        if what not in _WAYS:
+            raise ValueError(f'what is one of {list(_WAYS)}, got {what!r:.40}.')
         return [leaf for leaf in self.leaves if leaf.what == what]
 
     def top(self, count: int = 10) -> list[LeafDiff]:

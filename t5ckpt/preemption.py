@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
+from t5ckpt._types import warn_no_effect
+
 __all__ = ['PreemptionNotice']
 
 
@@ -27,16 +29,27 @@ class PreemptionNotice:
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM,)):
         """Names the signals; nothing is installed before ``with``."""
         self._signals = tuple(signals)
+        if not self._signals:
+            raise ValueError(
+                'PreemptionNotice: no signal is named, so none would be heard. Leave signals out for SIGTERM.'
+            )
         self._before: dict[int, Any] = {}
         self._came = False
+        self._is_deaf = True
 
     def __call__(self) -> bool:
         """Whether a signal came."""
+        if self._is_deaf:
+            self._is_deaf = False
+            warn_no_effect(
+                'PreemptionNotice hears no signal before it is entered. Write: with PreemptionNotice() as notice: ...'
+            )
         return self._came
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError('PreemptionNotice: signals reach the main thread alone, enter it there.')
+        self._is_deaf = False
         for number in self._signals:
             self._before[number] = signal.signal(number, self._hear)
         return self

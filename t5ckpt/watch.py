@@ -42,6 +42,8 @@ def checkpoints_iterator(
     """
     if hold_seconds is not None and not hold_seconds > 0:
         raise ValueError(f'hold_seconds must be above 0, got {hold_seconds}.')
+    if poll_seconds < 0 or (timeout is not None and timeout < 0):
+        raise ValueError(f'timeout={timeout}, poll_seconds={poll_seconds}: neither may be below 0.')
     storage = open_storage(directory)
     return _steps(storage, after, every, _waiter(timeout, poll_seconds), hold_seconds)
 

@@ -1,5 +1,8 @@
 """What a user asks for is done, or refused, or warned of: no option has no effect in silence."""
 
+import collections.abc
+import importlib
+import inspect
 import json
 import os
 import re
@@ -7,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FunctionType
 
 import click
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from flax import serialization
+from support import intent_table
 
 import t5ckpt
 from t5ckpt import Changes, ConvertOptions, ExportOptions, ImportOptions, NoEffectWarning
@@ -35,7 +40,7 @@ from t5ckpt.errors import (
 from t5ckpt.steps import steps_in
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
-from t5ckpt.training import MetricWriter
+from t5ckpt.training import MetricWriter, ProfilerWindow
 
 ROOT = Path(__file__).resolve().parents[1]
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -318,21 +323,19 @@ STEP_RULES = {
 }
 
 
-def verbs():
-    """Every command by its words, with its options that are shown."""
+def commands():
+    """Every command by its words."""
     for name in VERBS:
         found = app.get_command(click.Context(app), name)
         below = {'': found} if not isinstance(found, click.Group) else found.commands
-        for word, command in below.items():
-            yield (
-                f'{name} {word}'.strip(),
-                {
-                    option: param
-                    for param in command.params
-                    if isinstance(param, click.Option) and not param.hidden
-                    for option in param.opts
-                },
-            )
+        yield from ((f'{name} {word}'.strip(), command) for word, command in below.items())
+
+
+def verbs():
+    """Every command by its words, with its options that are shown."""
+    for name, command in commands():
+        shown = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+        yield name, {option: param for param in shown for option in param.opts}
 
 
 def test_one_rule_says_in_every_verb_which_step_is_meant():
@@ -510,6 +513,7 @@ IDLE = {
     'follow_links': lambda run: restored_with(run, follow_links=True),
     'donate': lambda run: restored_with(run, donate=True),
     'fallback_state': lambda run: restored_with(run, fallback={'modell': {'w': KERNEL}}),
+    'PreemptionNotice': lambda run: [notice() for notice in [t5ckpt.PreemptionNotice()] for _ in range(2)],
     'follow_links of load': lambda run: t5ckpt.load_t5x_checkpoint(in_memory(run), follow_links=True),
     'follow_links of open': lambda run: t5ckpt.open_checkpoint(in_memory(run), follow_links=True),
     'follow_links of verify': lambda run: t5ckpt.verify(in_memory(run), follow_links=True),
@@ -590,6 +594,7 @@ def test_an_option_that_another_format_has_is_an_error(name, run, tmp_path):
         ['show', 'run', '--depth', '1', '--sort', 'size'],
         ['show', 'run', '--depth', '1', '--json'],
         ['diff', 'run', 'run', '--top', '1', '--no-values'],
+        ['repair', 'run', 'new', '--dry-run', '--in-place'],
     ],
     ids=' '.join,
 )
@@ -599,6 +604,39 @@ def test_words_that_another_word_needs_are_an_error(words, run, monkeypatch):
     assert done.exit_code == 2
     assert next(word for word in reversed(words) if word.startswith('--')) in done.output
     assert t5ckpt.all_steps(run) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ('url', 'options', 'name'),
+    [
+        ('gs://bucket/run', {'cache_gb': 5}, 'cache_gb'),
+        ('s3://bucket/run', {'anonymous': True, 'profile': 'p'}, 'profile'),
+        ('run', {'direct_io': 'never', 'direct_bytes': 2**20}, 'direct_bytes'),
+    ],
+)
+def test_a_storage_option_that_another_one_switches_off_is_an_error(url, options, name):
+    with pytest.raises(ValueError, match=f'{name}=.* has no effect with'):
+        open_storage(url, options)
+
+
+def test_a_word_or_a_time_that_means_nothing_is_an_error(run):
+    with pytest.raises(ValueError, match=r"what is one of .*'values'.*, got 'valeus'"):
+        t5ckpt.diff(run / 'checkpoint_1', run / 'checkpoint_2').only('valeus')
+    for wrong in ({'timeout': -1}, {'poll_seconds': -1}):
+        with pytest.raises(ValueError, match=f'{next(iter(wrong))}=-1.* below 0'):
+            t5ckpt.checkpoints_iterator(run, **wrong)
+
+
+def test_a_notice_without_a_signal_is_an_error():
+    with pytest.raises(ValueError, match='no signal is named'):
+        t5ckpt.PreemptionNotice(())
+
+
+def test_a_window_that_no_step_came_to_is_logged(tmp_path, caplog):
+    caplog.set_level('INFO', 't5ckpt')
+    with ProfilerWindow(tmp_path, start=10) as window:
+        window.before(9)
+    assert caplog.messages == ['t5ckpt: no profile: none of the steps 10 to 12 came']
 
 
 # --- what was not done ---------------------------------------------------------------------------------------------------
@@ -645,3 +683,79 @@ def test_a_step_that_a_pin_keeps_against_the_policy_is_logged_once(tmp_path, cap
     told = [message for message in caplog.messages if 'whatever the keep policy says' in message]
     assert [message.rpartition(': ')[2] for message in told] == ['pinned', 'held by a reader']
     assert t5ckpt.all_steps(tmp_path) == [1, 4, 5]
+
+
+# --- every parameter has an answer ---------------------------------------------------------------------------------------
+
+PUBLIC = ('', 'convert.seqax', 'datasets', 'plots', 'storage.options', 'training')
+ANSWERS = {'error', 'warning', 'report', 'hint'}
+# Public names of these modules that no user calls.
+INTERNAL = {
+    'storage.options': {'Retries', 'parse_options', 'retries_within'},
+    'datasets': {'DatasetState', 'StateIterator', 'TfDataIterator', 'decode_state', 'encode_state', 'warn_of_unused'},
+}
+
+
+def rows(text):
+    """The answer of each name in a table, checked."""
+    found = {}
+    for line in text.strip().splitlines():
+        names, answer, reason = map(str.strip, line.split(' | '))
+        assert answer in ANSWERS, line
+        assert reason, line
+        assert not found.keys() & names.split(), line
+        found |= dict.fromkeys(names.split(), answer)
+    return found
+
+
+def public_callables():
+    """Each public function, constructor and method by its name."""
+    returned = intent_table.RETURNED.split()
+    for module in PUBLIC:
+        place = importlib.import_module(f't5ckpt.{module}'.rstrip('.'))
+        for name in set(place.__all__) - INTERNAL.get(module, set()):
+            value = getattr(place, name)
+            if not callable(value) or getattr(value, '__module__', '').split('.')[0] != 't5ckpt':
+                continue
+            if not inspect.isclass(value):
+                yield f'{module}.{name}'.lstrip('.'), value
+            elif not issubclass(value, BaseException):
+                if name not in returned:
+                    yield f'{module}.{name}'.lstrip('.'), value
+                for method in dir(value):
+                    held = inspect.getattr_static(value, method)
+                    is_ours = method in vars(value) or not any(
+                        hasattr(base, method) for base in value.__mro__[1:] if base.__name__ in t5ckpt.__all__
+                    )
+                    is_asked = not method.startswith('_') and method not in vars(collections.abc.Mapping)
+                    if is_ours and is_asked and isinstance(held, (FunctionType, classmethod, staticmethod)):
+                        yield f'{module}.{name}.{method}'.lstrip('.'), getattr(value, method)
+
+
+def test_every_public_parameter_has_an_answer():
+    common, used, missing = rows(intent_table.COMMON), {}, []
+    for name, function in public_callables():
+        own = rows(intent_table.PYTHON.get(name, ''))
+        parameters = [each for each in inspect.signature(function).parameters if each != 'self']
+        missing += [f'{name}: {each}' for each in parameters if each not in own and each not in common]
+        used[name] = set(parameters)
+    assert not missing, 'say in tests/support/intent_table.py what is said when these have no effect:\n' + '\n'.join(
+        missing
+    )
+    stale = [
+        f'{name}: {each}'
+        for name, text in intent_table.PYTHON.items()
+        for each in rows(text)
+        if each not in used.get(name, ())
+    ]
+    assert stale == []
+
+
+def test_every_option_of_a_verb_has_an_answer():
+    common, missing, stale = rows(intent_table.COMMON_OPTIONS), [], []
+    for name, command in commands():
+        own = rows(intent_table.VERBS.get(name, ''))
+        words = {each.opts[0] for each in command.params if not getattr(each, 'hidden', False)}
+        missing += [f'{name}: {word}' for word in words - own.keys() - common.keys()]
+        stale += [f'{name}: {word}' for word in own.keys() - words]
+    assert (missing, stale) == ([], [])

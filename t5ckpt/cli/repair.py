@@ -41,7 +41,7 @@ def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: b
       t5ckpt repair run/checkpoint_1000 --in-place --drop 'opt_state/.*/mu/.*'
     """
     dry_run = how['dry_run']
-    if not dry_run and (output is None) != in_place:
+    if (output is not None and in_place) or not (dry_run or in_place or output is not None):
         raise click.UsageError('say where the repaired checkpoint goes: OUTPUT, or --in-place.')
     if in_place and not dry_run:
         confirm(f'Replace {path} by its repaired copy?', yes)

@@ -120,7 +120,20 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
         raise ValueError(f'storage_options: {path} has no option {", ".join(unknown)}; {known} can be given.')
     for name, value in given.items():
         _check(name, value, fields[name].default)
+    _refuse_idle(given, path)
     return cls(**given)
+
+
+def _refuse_idle(given: Mapping[str, Any], path: str) -> None:
+    """Refuses an option that another one, or the lack of one, leaves without an effect."""
+    idle = {
+        'cache_gb': (given.get('cache_dir') is None, 'without cache_dir. Pass both, or neither'),
+        'direct_bytes': (given.get('direct_io') == 'never', "with direct_io='never'. Leave one of them out"),
+        'profile': (given.get('anonymous') is True, 'with anonymous=True. Leave one of them out'),
+    }
+    for name, (is_idle, why) in idle.items():
+        if is_idle and given.get(name) is not None:
+            raise ValueError(f'storage_options: {path}: {name}={given[name]!r:.80} has no effect {why}.')
 
 
 def _check(name: str, value: Any, default: Any) -> None:

@@ -40,11 +40,14 @@ class ProfilerWindow:
         self._directory = directory
         self._steps = range(start, start + count)
         self._local: str | None = None
+        self._has_started = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._has_started and jax_processes().index == 0:
+            _log.info('t5ckpt: no profile: none of the steps %d to %d came', self._steps[0], self._steps[-1])
         self._stop()
 
     def before(self, step: int, wait_for: Any = None) -> None:
@@ -67,6 +70,7 @@ class ProfilerWindow:
     def _start(self) -> None:
         import jax
 
+        self._has_started = True
         self._local = tempfile.mkdtemp(prefix='t5ckpt-profile-')
         jax.profiler.start_trace(self._local)
 

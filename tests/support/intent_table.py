@@ -1,0 +1,304 @@
+"""What is said where a parameter or an option has no effect: a row for each that is public.
+
+A row is ``names | answer | when it has no effect, and what is said``. The answers:
+
+    error    it is refused
+    warning  a T5CkptWarning, once for its cause
+    report   a log line, or a field of what is returned or printed
+    hint     no word is needed, for the reason given
+"""
+
+# The same wherever they are taken, with one answer each. Everything else has a row of its own below.
+COMMON = """
+path checkpoints_dir ckpt_dir directory source sources target a b checkpoint file path_or_dir | error | nothing is there
+step | error | there is no such step, or the path names one already
+storage_options source_options target_options | error | a key that the scheme lacks, or that another one switches off
+progress | hint | a wish to be told; nothing is called where no byte moves
+train_state state state_dict | error | a leaf that is none
+options changes | error | by its fields, which have rows of their own
+infos moment | hint | the library passes them
+key default | hint | as in a Mapping
+dry_run overwrite force | hint | the wish that holds anyway where there is nothing to write or to replace
+"""
+
+PYTHON = {
+    'Changes': """
+ema | error | no leaf is found under it
+drop rename | error | a pattern matches nothing
+parameters | error | nothing is averaged or replaced, or it matches nothing
+""",
+    'CheckpointTranslator.add': 'pattern | hint | a rule for names that may come',
+    'CheckpointTranslator.apply': 'flatdict | error | a name without a rule\nopts | hint | for the rules, which take them or not',
+    'CheckpointTranslator.translate': 'flatdict | error | a name without a rule\nopts | hint | for the rules',
+    'CheckpointView.heatmap': 'name | error | no such leaf\nax | hint | None makes one',
+    'CheckpointView.select': 'pattern | error | it matches nothing',
+    'CheckpointView.stats': 'bins | hint | leaves without a number have no histogram',
+    'Checkpointer': """
+partitioner | hint | one process and one device place everything alike
+dataset_iterator | error | the checkpoint has no position: DatasetStateError at restore
+keep | error | with keep_policy
+keep_policy | report | a pin, a reader or another layout keeps a step; a metric that does not come: MissingMetricWarning
+save_dtype restore_dtype | error | no floating leaf is meant
+cast_leaves | error | without a dtype, or it matches nothing
+restore_concurrent_gb chunk_bytes inline_bytes | hint | limits; larger than what there is
+keep_dataset_checkpoints | warning | there is no iterator
+metric_source | warning | no policy looks at a metric
+save_policy | warning | at close, when steps were saved and nobody asked it
+preempted | warning | the same; a PreemptionNotice that was not entered
+compression | error | unknown; 'auto' may choose none
+staging | hint | numpy leaves and blocking saves need none
+reuse_unchanged | hint | the default; storage without links
+mmap follow_links | warning | at restore, not on a local file system
+clock | hint | time.time by default
+share_replicated processes process_timeout | hint | one process: the same program runs on 1..N
+verify | error | unknown word; 'auto' is documented
+strict_save | hint | a state that fits, or a save with transforms, which is not checked (documented)
+read_only | hint | a program that never saves
+use_gda | warning | always: ObsoleteArgumentWarning
+""",
+    'Checkpointer.agree': 'action note decide | hint | one process decides alone',
+    'Checkpointer.best_step': 'metric mode | error | no policy says which; None where no step has it',
+    'Checkpointer.convert_from_tf_checkpoint': """
+state_transformation_fns | error | as in save
+concurrent_gb | hint | a limit
+translator | error | a name without a rule
+""",
+    'Checkpointer.maybe_save': """
+step | warning | the state is at another: StepMismatchWarning
+state_transformation_fns | hint | nothing is due
+metrics | warning | the policy looks at others
+custom_metadata | hint | nothing is due
+""",
+    'Checkpointer.reached_preemption': 'step | hint | the answer is the same in all processes',
+    'Checkpointer.restore': """
+step path | error | both, or not there
+state_transformation_fns | error | what they return does not fit
+fallback_state | warning | a leaf that the template lacks
+lazy_parameters | error | with a partitioner that puts parameters on devices
+strict | error | unknown word; leaves left out are logged
+donate | warning | the template holds no jax.Array
+restore_iterator | hint | False without an iterator
+resize | error | a pattern matches nothing; each leaf that is resized is logged
+""",
+    'Checkpointer.restore_from_tf_checkpoint': """
+strict | error | what it lacks
+translator | error | a name without a rule
+""",
+    'Checkpointer.restore_leaves': """
+leaves | error | not in the checkpoint
+state_transformation_fns strict | error | as in restore
+resize | error | a pattern matches nothing
+""",
+    'Checkpointer.save': """
+state_transformation_fns | error | what they return does not fit
+concurrent_gb | hint | a limit
+step | warning | the state is at another: StepMismatchWarning
+metrics | warning | the keep policy looks at others; no policy: they are kept for people
+overwrite | error | on object stores; hint where there is nothing to replace
+custom_metadata | report | the step is there already: skipped, which is logged
+""",
+    'Checkpointer.save_async': """
+state_transformation_fns concurrent_gb step metrics overwrite custom_metadata | hint | as save, see there
+""",
+    'Checkpointer.should_save': 'step metrics | error | there is no save policy',
+    'ConvertOptions': """
+save_dtype cast_leaves | error | meant for no floating leaf; without a dtype
+compression concurrent_gb | error | to Orbax
+optimizer | warning | there is no optimizer state; Conversion.without_effect
+""",
+    'CopyOptions': 'workers | hint | a limit\nfollow_links | warning | the source is not on a local file system',
+    'ExportOptions': """
+dtype cast_leaves | error | meant for no floating leaf; with the other format
+select | error | it matches nothing; with Hugging Face
+max_shard_bytes | error | with another format
+piece_bytes | hint | a limit
+""",
+    'ImportOptions': """
+dtype cast_leaves | error | meant for no floating leaf; without a dtype
+scanned split_heads | error | with another format
+""",
+    'KeepAny': 'policies | error | none, or something else',
+    'KeepBest': """
+count metric mode period | error | out of range; a metric that does not come: MissingMetricWarning
+keep_without_metric | hint | every step has it
+""",
+    'KeepEvery': 'steps | error | below 1; a period that no step meets keeps the latest',
+    'KeepEveryHours': 'hours | error | not above 0',
+    'KeepLatest': 'count | error | below 1',
+    'KeepSteps': 'steps | hint | a step that may still come; the command line names it',
+    'LazyArray': 'shape dtype get_fn slice_fn | hint | used when it is read',
+    'LazyAwaitableArray': 'shape dtype get_fn slice_fn | hint | used when it is read',
+    'LazyThreadPoolArray': 'shape dtype get_fn slice_fn | hint | used when it is read',
+    'LazyArray.astype': 'dtype | hint | the dtype that it has',
+    'LazyAwaitableArray.from_array': 'array get_fn dtype | hint | used when it is read',
+    'LazyAwaitableArray.from_tensor_store_spec': 'ts_spec get_fn dtype | hint | used when it is read',
+    'LazyAwaitableArray.from_tensor_store_spec_or_array': 'maybe_ts_spec get_fn dtype | hint | used when it is read',
+    'PendingSave.add_done_callback': 'callback | hint | called at once when the save has ended',
+    'PendingSave.result': 'timeout | hint | the save has ended',
+    'PendingSave.wait': 'timeout | hint | the save has ended',
+    'PreemptionNotice': 'signals | error | none; a notice that is asked and was never entered: NoEffectWarning',
+    'ProgressReporter': 'label stream every clock | hint | how the line looks; at least the last one is written',
+    'RepairOptions': """
+drop | error | names nothing that is damaged
+trust_files add_checksums | report | nothing to repair
+clock | hint | time.time by default
+""",
+    'Run.series': 'name fn | error | no step has the leaf\nsince | hint | before the first step',
+    'SaveAll': 'policies | error | none, or something else',
+    'SaveAny': 'policies | error | none, or something else',
+    'SaveAt': 'steps | hint | steps that may still come; none, where a program computes them',
+    'SaveBestCheckpointer': """
+partitioner dataset_iterator options | hint | as Checkpointer, see there
+keep | hint | None keeps all
+metric_name_to_monitor | warning | a step comes without it: MissingMetricWarning; best_step takes it with keep=None
+metric_mode | hint | best_step takes it with keep=None
+keep_checkpoints_without_metrics force_keep_period | warning | keep is None
+""",
+    'SaveEvery': 'steps min_step | error | out of range',
+    'SaveEverySeconds': 'seconds min_step | error | out of range',
+    'SaveLast': 'step | error | below 0; a step that never comes is the end that never comes',
+    'SaveOnImprovement': """
+metric | warning | it does not come: MissingMetricWarning
+mode least min_step | error | out of range
+""",
+    'SaveWhenIdle': 'min_step | error | out of range',
+    'Series.plot': 'ax | hint | None makes one',
+    'CheckpointStats.plot': 'name | error | no such leaf\nax | hint | None makes one',
+    'CheckpointDiff.only': 'what | error | unknown word',
+    'CheckpointDiff.top': 'count | hint | a limit',
+    'TensorBoardMetrics': 'directory | warning | no event file has the metric: MissingMetricWarning',
+    'TensorBoardMetrics.by_step': 'metric steps | hint | steps without the metric are absent from what is returned',
+    'WarmStart': """
+take leave rename resize | error | a pattern matches nothing
+missing strict | error | unknown word
+""",
+    'WarmStart.is_taken': 'name | hint | asks',
+    'WarmStart.transform': 'target_state_dict | hint | for the rules of rename',
+    'YoungDaly': 'mtbf_seconds first_cost_seconds min_step | error | out of range',
+    'YoungDaly.interval': 'cost_seconds write_seconds | hint | asks',
+    'apply_assignment_map': """
+ckpt_optimizer_state optimizer_state | error | they do not fit
+assignment_map require_all_rules_match | error | a rule matches nothing
+is_resuming | hint | True returns the state as it is, as in T5X
+""",
+    'checkpoints_iterator': """
+after | hint | larger than all steps: it waits
+timeout poll_seconds | error | below 0
+every | hint | one step at a time comes anyway
+hold_seconds | error | not above 0, or no right to write
+""",
+    'convert_checkpoint': "kind | error | unknown\ntranslator | error | for another kind than 'tf'",
+    'detect_checkpoint_type': 'checkpoint_path | error | nothing is there\nexpected | report | another format: logged',
+    'get_checkpoint_dir': 'step_format_fixed_length | hint | a step that is as long already',
+    'diff': 'values | hint | there are no values to compare',
+    'export_hf': 'config | error | it does not fit the weights',
+    'import_hf': 'config | error | it does not fit the weights',
+    'export_weights': """
+dtype | error | nothing that is taken is floating
+take | error | it matches nothing
+partitioner | hint | as Checkpointer
+""",
+    'intersect_state': 'intersect_state_dict | report | what a restore leaves out is logged',
+    'load_t5x_checkpoint': """
+state_transformation_fns remap | hint | remap=False leaves them out, as in T5X
+restore_dtype cast_leaves | error | meant for no floating leaf; without a dtype
+lazy_parameters | hint | numbers and texts are in the manifest
+mmap | hint | the default; what cannot be mapped is read
+verify | error | unknown word
+follow_links | warning | not on a local file system
+""",
+    'open_checkpoint': """
+mmap | hint | the default; what cannot be mapped is read
+verify | error | unknown word
+follow_links | warning | not on a local file system
+""",
+    'pin_checkpoint': 'txt | hint | replaces the reason that is there',
+    'repair': 'output in_place | error | both or neither',
+    'restore_or_init': """
+checkpointer init_fn | hint | called where something is new
+fallback | error | unknown word
+initial_checkpoint | hint | the run has a step of its own (documented); several: one that gives no leaf is an error
+strict | hint | the run has no step of its own
+donate | warning | the template holds no jax.Array
+""",
+    'verify': 'full | hint | no checksums: VerifyReport.notes says so\nfollow_links | warning | not on a local file system',
+    'convert.seqax.export_seqax': 'like | error | other leaves',
+    'datasets.as_dataset_iterator': 'iterator | error | it cannot say where it stands',
+    'plots.plot_heatmap': 'array title ax | hint | how it looks',
+    'plots.plot_histogram': 'counts edges title ax | hint | how it looks',
+    'plots.plot_series': 'values title ax | hint | how it looks',
+    'storage.options.FileOptions': """
+locking direct_io | error | unknown word
+direct_bytes | error | with direct_io='never'
+""",
+    'storage.options.GcsOptions': """
+endpoint anonymous user_project concurrency retry_seconds | error | of another type; what they are for may not come
+cache_dir | hint | what is read once is kept for nobody
+cache_gb | error | without cache_dir
+""",
+    'storage.options.S3Options': """
+endpoint anonymous region requester_pays concurrency retry_seconds | error | of another type; what they are for may not come
+cache_dir | hint | what is read once is kept for nobody
+cache_gb | error | without cache_dir
+profile | error | with anonymous=True
+""",
+    'training.MetricWriter': 'directory | error | not a local file system\nresume_at | hint | nothing was written beyond it',
+    'training.MetricWriter.write': 'metrics | error | a value that is no number',
+    'training.ProfilerWindow': 'start count | report | none of the steps came; count below 1 is an error',
+    'training.ProfilerWindow.before': 'step wait_for | hint | outside the window',
+    'training.Watchdog': 'seconds first_seconds | error | not above 0\nfile kill | hint | no step is late',
+    'training.peak_flops': 'device | hint | None where it is not known',
+    'training.write_hlo': 'name compiled | error | no such thing\nseconds | report | no picture: a warning of the log says why',
+}
+
+COMMON_OPTIONS = """
+path out source directory target a b | error | nothing is there, or something is
+--step --as-step | error | no such step; a verb where it means nothing names the other
+--json | error | with an option of another form
+--dry-run --yes --force | hint | where there is nothing to write, to ask or to replace
+--save-dtype --dtype --cast-leaves | error | meant for no floating leaf; without a dtype
+--no-optimizer | warning | there is no optimizer state
+--compression --concurrent-gb | error | to Orbax
+"""
+
+VERBS = {
+    'cat': 'leaf | error | no such leaf\n--npy | error | with --json, or no array',
+    'convert': 'kind | error | unknown\n--rules | error | not for tf',
+    'cp': """
+--workers --follow-links | error | with changes; on an object store NoEffectWarning
+--drop --rename --ema --average --parameters | error | matches nothing; nothing is averaged
+""",
+    'diff': '--top | error | with --no-values\n--no-values | hint | no values to compare',
+    'export hf': '--config | error | it does not fit\n--max-shard-size | hint | a limit',
+    'export npz': '--select | error | matches nothing',
+    'export safetensors': '--select | error | matches nothing',
+    'import hf': '--config --scanned --split-heads | error | it does not fit',
+    'ls': '--all | hint | there is nothing else',
+    'pin': '--why | hint | replaces the reason that is there',
+    'prune': """
+--keep --every --every-hours | hint | all stay: the table says why
+--best | report | no step has the metric: unmatched
+--keep-best --mode | error | without --best
+--keep-step | report | there is no such step: unmatched
+""",
+    'repair': """
+output --in-place | error | both or neither
+--drop | error | names nothing that is damaged
+--trust-files --add-checksums | report | nothing to repair
+""",
+    'rm': 'numbers | error | no such step\n--pinned | hint | none is pinned',
+    'show': """
+--depth | error | with --sort or --json
+--grep | report | found in no name: unmatched, exit 1
+--sort | hint | how it looks
+""",
+    'stats': 'leaves | error | matches nothing\n--fail-on-nan | hint | there is none: exit 0',
+    'verify': '--full | hint | no checksums: the notes say so\n--follow-links | warning | not on a local file system',
+}
+
+# What the library makes and returns, or passes to a policy or a callback; nobody else calls these.
+RETURNED = """
+CheckpointDiff CheckpointStats CheckpointTypes CheckpointView CommittedCheckpoint Conversion CopyReport Damage
+Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave RepairReport RestoreStateTransformationFn
+Run SaveStateTransformationFn Series StepInfo VerifyReport
+"""

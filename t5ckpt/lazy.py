@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -90,6 +90,14 @@ class LazyArray(ABC):
         if not self._shape:
             raise TypeError('len() of an array without dimensions')
         return self._shape[0]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        # Without this, Python would index until an IndexError: an array without dimensions would look empty.
+        rows = range(len(self))
+        return (self[row] for row in rows)
+
+    def __contains__(self, value: Any) -> bool:
+        return value in np.asarray(self)
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name})'

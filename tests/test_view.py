@@ -216,3 +216,17 @@ def test_a_browser_shows_the_tree(view, tmp_path):
         [program, *options, '--dump-dom', page.as_uri()], check=True, capture_output=True, text=True, timeout=120
     ).stdout
     assert 'title="target/encoder/layers_0/mlp/kernel: stored in chunks of (48, 64)"' in opened
+
+
+def test_a_lazy_array_iterates_and_contains_as_numpy_does(tmp_path):
+    tree = {'s': np.float32(3), 'w': np.arange(6.0).reshape(3, 2), 'e': np.zeros((0, 2))}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+        ck.save(tree, step=1)
+    view = t5ckpt.open_checkpoint(tmp_path)
+    for name in ('w', 'e'):
+        np.testing.assert_array_equal([*view[name]], [*tree[name]])
+        assert (5.0 in view[name]) == (5.0 in tree[name])
+    assert 7.0 not in view['w']
+    assert 3 in view['s']
+    with pytest.raises(TypeError, match='without dimensions'):
+        iter(view['s'])

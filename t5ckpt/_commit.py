@@ -42,8 +42,15 @@ from t5ckpt._layout import (
 )
 from t5ckpt._open import check_opens
 from t5ckpt._types import Clock
-from t5ckpt.commit.deletion import move_aside, remove_checkpoint, renamed_for_deletion
+from t5ckpt.commit.deletion import (
+    kept_by,
+    move_aside,
+    remove_checkpoint,
+    renamed_for_deletion,
+    renamed_for_replacement,
+)
 from t5ckpt.commit.occupancy import listed_elsewhere, occupancy
+from t5ckpt.commit.replacement import NotPutBackError, put_in_place
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
@@ -52,6 +59,7 @@ from t5ckpt.errors import (
     StorageError,
     T5CkptError,
 )
+from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
 
 __all__ = [
@@ -245,27 +253,25 @@ def _commit_in_place(work: Workspace, hold: WriteLease, manifest: bytes) -> None
 def _take_place(work: Workspace, final: str, clock: Clock) -> str | None:
     """Renames the directory to its final name; where what stood there is now, or None."""
     storage = work.storage
-    old = None
     standing = storage.kind(final)
     if standing is not None:
         _vacate(work)
     if standing == 'file':
         move_aside(storage, final, work.step, clock, ())
     elif standing == 'dir':
-        if storage.exchange(work.directory, final):
-            return _set_aside(storage, work.step, work.directory, clock)
-        # Without an exchange there is a moment in which neither is listed.
-        old = renamed_for_deletion(storage, final, work.step, clock)
+        work.directory = renamed_for_replacement(storage, work.directory, work.step, clock)
+        try:
+            return put_in_place(storage, work.step, work.directory, clock, is_whole=work.replaces)
+        except NotPutBackError:
+            work.is_left = True
+            raise
     try:
         storage.publish(work.directory, final)
     except StorageError as error:
-        if old is not None and work.replaces:
-            # Nothing has taken its place.
-            storage.publish(old, final)
-        elif error.errno in (errno.EEXIST, errno.ENOTEMPTY) and storage.kind(join(final, MANIFEST)) == 'file':
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and storage.kind(join(final, MANIFEST)) == 'file':
             raise AlreadyCommittedError(storage.url(final)) from error
         raise
-    return old
+    return None
 
 
 def _vacate(work: Workspace) -> bool:
@@ -328,36 +334,34 @@ def _out_of_the_way(work: Workspace) -> str:
     return work.directory
 
 
-def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
-    """Gives the old checkpoint, whose place is taken, a name that every sweep removes, however little is left of it."""
-    try:
-        return renamed_for_deletion(storage, name, step, clock)
-    except T5CkptError:
-        return name
-
-
-def hide_checkpoint(storage: Storage, step: int, clock: Clock) -> str | None:
+def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> str | None:
     """Makes a step invisible, in one atomic operation.
 
     A reader that takes hold of the step meanwhile has looked, after it wrote its hold, whether the step is still there:
-    so one whose hold is found now may have begun to read, and the step comes back.
+    so one whose hold is found now may have begun to read, and the step comes back. So does one that was pinned meanwhile,
+    unless it goes ``even_pinned``.
 
     Returns:
-      The directory that is to be removed; None when a reader holds the step.
+      The directory that is to be removed; None when a reader holds the step, or it is pinned.
 
     Raises:
       CheckpointNotFoundError: it is gone; another process has deleted it.
       StorageError: it could not be made invisible, and is there whole.
     """
+
+    def is_kept(directory: str) -> bool:
+        reason = kept_by(storage, step, directory, clock)
+        return reason is not None and (reason == HELD or not even_pinned or step in held_steps(storage, clock))
+
     if step in held_steps(storage, clock):
         return None
     if storage.renames:
         doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
-        if step in held_steps(storage, clock):
+        if is_kept(doomed):
             storage.publish(doomed, step_dir(step))
             return None
         return doomed
-    return hide_in_place(storage, step, clock, lambda: step in held_steps(storage, clock))
+    return hide_in_place(storage, step, clock, lambda: is_kept(step_dir(step)))
 
 
 def remove_hidden(storage: Storage, directory: str, clock: Clock) -> None:

@@ -4,11 +4,11 @@ The layout is T5X's (t5x/checkpoints.py): ``checkpoint_<step>/checkpoint`` is th
 ``checkpoint_<step>.tmp-<unix seconds>`` is being written, ``train_ds-SSS-of-NNN*`` is a data iterator's state, and a
 stored array lies in the directory of its name with ``/`` turned into ``.``. Ours are ``t5ckpt.json``,
 ``integrity.<process>.json``, ``DATASET_REMOVED``, which says that the iterator files are gone on purpose,
-``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out, ``checkpoint_<step>.damaged-<unix seconds>``, which
-could not be restored, ``checkpoint_<step>.foreign-<unix seconds>``, which stood in the place of a step and holds files of
-other programs, and ``held_<step>.<unix seconds>.<who>``, with which a reader asks until that second that the step
-not be deleted. On object stores also
-``.t5ckpt/steps/<step>``, ``.t5ckpt/busy/<step>`` and ``.t5ckpt/others/<name>``, see ``_index.py``.
+``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out, ``checkpoint_<step>.replaced-<unix seconds>``,
+which takes another one's place or leaves it, ``checkpoint_<step>.damaged-<unix seconds>``, which could not be restored,
+``checkpoint_<step>.foreign-<unix seconds>``, which stood in the place of a step and holds files of other programs, and
+``held_<step>.<unix seconds>.<who>``, with which a reader asks until that second that the step not be deleted. On object
+stores also ``.t5ckpt/steps/<step>``, ``.t5ckpt/busy/<step>`` and ``.t5ckpt/others/<name>``, see ``_index.py``.
 
 Which of the names in a step's directory T5X or t5ckpt gives is decided by :func:`foreign_keys`, and nowhere else.
 """
@@ -53,6 +53,7 @@ __all__ = [
     'parse_other',
     'parse_step_dir',
     'parse_step_name',
+    'replaced_dir',
     'step_dir',
     'step_marker',
     'tmp_dir',
@@ -71,7 +72,7 @@ INDEX_COMPLETE = '.t5ckpt/complete'
 
 _INTEGRITY = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
-_LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted)-([0-9]{1,12})')
+_LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)-([0-9]{1,12})')
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
 _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
 _OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
@@ -96,7 +97,7 @@ class Leftover:
     Attributes:
       name: the directory's name.
       step: its step.
-      state: ``'tmp'`` or ``'deleted'``.
+      state: ``'tmp'``, ``'deleted'`` or ``'replaced'``.
       unix: the second in the name.
     """
 
@@ -145,6 +146,11 @@ def tmp_dir(step: int, unix: int) -> str:
 def deleted_dir(step: int, unix: int) -> str:
     """The directory's name while the checkpoint is being removed."""
     return f'checkpoint_{step}.deleted-{unix}'
+
+
+def replaced_dir(step: int, unix: int) -> str:
+    """The directory's name of the old or the new checkpoint while the one takes the place of the other."""
+    return f'checkpoint_{step}.replaced-{unix}'
 
 
 def damaged_dir(step: int, unix: int) -> str:

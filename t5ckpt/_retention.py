@@ -20,10 +20,10 @@ from t5ckpt._holds import held_steps
 from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, parse_step_name, step_dir
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
+from t5ckpt.commit.deletion import kept_by, kept_error
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     FormatError,
-    StepKeptError,
     StorageError,
     T5CkptError,
     UnsupportedFormatError,
@@ -144,7 +144,8 @@ class Retention:
                 _log.warning('t5ckpt: could not delete step %d: %s', decision.step, error)
                 continue
             if directory is None:
-                self._tell(Decision(decision.step, True, HELD, overruled=True))
+                reason = kept_by(self._storage, decision.step, step_dir(decision.step), self._clock) or HELD
+                self._tell(Decision(decision.step, True, reason, overruled=True))
             else:
                 hidden.append(directory)
                 done.append(decision)
@@ -261,11 +262,12 @@ def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool 
       StorageError: the storage refused; the step is there whole, or is not listed.
     """
     found = deletion(storage, step, clock, even_pinned=even_pinned)
-    hidden = None if found.keep else hide_checkpoint(storage, step, clock)
+    hidden = None if found.keep else hide_checkpoint(storage, step, clock, even_pinned=even_pinned)
     if hidden is None:
-        reason = found.reason if found.keep else HELD
-        cure = 'Unpin it first.' if reason.startswith('pinned') else 'Try again when the reader is done.'
-        raise StepKeptError(f'{storage.url(step_dir(step))} is {reason}, so it was not deleted. {cure}')
+        if not found.keep:
+            # Something has kept it since.
+            found = deletion(storage, step, clock, even_pinned=even_pinned)
+        raise kept_error(storage, step, found.reason if found.keep else HELD, 'deleted')
     try:
         remove_hidden(storage, hidden, clock)
     except T5CkptError as error:

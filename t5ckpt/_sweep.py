@@ -19,6 +19,7 @@ from t5ckpt._layout import HOLD_PREFIX, SIDECAR, Leftover, join, parse_hold, par
 from t5ckpt._sidecar import decode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.commit.deletion import remove_checkpoint, renamed_for_deletion
+from t5ckpt.commit.replacement import put_back
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.storage import Storage
 
@@ -78,13 +79,15 @@ def _sweep_one(storage: Storage, leftover: Leftover, now: float, stale_after: fl
     if claim is None:
         return False
     with contextlib.closing(claim):
-        if leftover.state == 'deleted' and claim.is_held:
+        if leftover.state != 'tmp' and claim.is_held:
             is_dead = True
-        elif leftover.state == 'deleted':
+        elif leftover.state != 'tmp':
             # Without a lock that works only the age says anything.
             is_dead = leftover.unix < now - stale_after
         else:
             is_dead = is_abandoned(storage, leftover, now, stale_after, has_lock=claim.is_held)
+        if is_dead and leftover.state == 'replaced' and put_back(storage, leftover):
+            return False
         if is_dead:
             name = leftover.name
             if leftover.state != 'deleted':

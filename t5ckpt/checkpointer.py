@@ -303,6 +303,7 @@ class Checkpointer(FromTensorFlow):
 
         Raises:
           UnsupportedLeafError: a leaf cannot be written; nothing was.
+          StepKeptError: the step to overwrite is pinned, or a reader holds it.
           TreeMismatchError: with ``strict_save``, the state does not fit the constructor's; nothing was written.
           StorageError: the checkpoint did not become visible, and what was written of it is gone.
 

@@ -25,6 +25,7 @@ from t5ckpt.errors import (
     ReadOnlyError,
     SaveFailedError,
     StepKeptError,
+    StorageError,
 )
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -53,6 +54,28 @@ class Slow(FaultyStorage):
             assert self.go.wait(30)
             if self.fails:
                 raise NoSpaceError(28, 'injected: no space left')
+
+
+class Acting(FaultyStorage):
+    """Does something once before an operation; may be one that cannot exchange two names."""
+
+    def __init__(self, inner, fail_at=None, *, exchanges=True, **options):
+        super().__init__(inner, fail_at, **options)
+        self.exchanges = exchanges
+        self.acts = {}
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        for wanted in list(self.acts):
+            operation, _, part = wanted.partition(' ')
+            if operation == name and part in key:
+                self.acts.pop(wanted)()
+
+    def exchange(self, source, target):
+        if self.exchanges:
+            return super().exchange(source, target)
+        self._count('exchange', target)
+        return False
 
 
 @pytest.fixture
@@ -246,6 +269,76 @@ def test_what_is_pinned_or_not_ours_is_not_overwritten(tmp_path):
         with pytest.raises(StepKeptError, match='is pinned'):
             ck.save(state(2), step=1, overwrite=True)
         assert value_of(tmp_path, 1) == 1
+
+
+@pytest.mark.parametrize('exchanges', [True, False])
+@pytest.mark.parametrize('keeps', ['pin', 'reader'])
+@pytest.mark.parametrize('when', ['before', 'meanwhile', 'at the swap'])
+def test_what_is_kept_while_it_is_replaced(tmp_path, keeps, when, exchanges):
+    """A pin and a read lease that come at any time before the commit hold; nothing is left over."""
+    run = tmp_path / 'run'
+    steps = t5ckpt.checkpoints_iterator(run, timeout=0, hold_seconds=60)
+
+    def keep():
+        if keeps == 'pin':
+            t5ckpt.pin_checkpoint(run / 'checkpoint_1')
+        else:
+            assert next(steps) == 1
+
+    storage = Acting(open_storage(run), exchanges=exchanges)
+    with Checkpointer(state(), checkpoints_dir=storage) as ck:
+        ck.save(state(1), step=1)
+        storage.acts = {'before': {}, 'meanwhile': {'sync_tree': keep}, 'at the swap': {'exchange': keep}}[when]
+        if when == 'before':
+            keep()
+        with pytest.raises(StepKeptError, match='was not replaced'):
+            ck.save(state(2), step=1, overwrite=True)
+        assert value_of(run, 1) == 1
+        assert [name for name in os.listdir(run) if not name.startswith('held_')] == ['checkpoint_1']
+        t5ckpt.unpin_checkpoint(run / 'checkpoint_1')
+        steps.close()
+        assert ck.save(state(2), step=1, overwrite=True).step == 1
+        assert value_of(run, 1) == 2
+        assert sorted(os.listdir(run)) == ['checkpoint_1']
+
+
+def test_a_pin_that_comes_while_a_step_is_deleted(tmp_path):
+    """After the last look at the pin, before the rename: by delete, and by retention."""
+    storage = Acting(open_storage(tmp_path))
+    with Checkpointer(state(), checkpoints_dir=storage, keep=1) as ck:
+        ck.save(state(1), step=1)
+        storage.acts = {'publish': lambda: t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')}
+        with pytest.raises(StepKeptError, match='is pinned, so it was not deleted'):
+            ck.delete(1)
+        t5ckpt.unpin_checkpoint(tmp_path / 'checkpoint_1')
+        storage.acts = {'publish .deleted': lambda: t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')}
+        ck.save(state(2), step=2)
+        assert ck.all_steps() == [1, 2]
+        assert t5ckpt.is_pinned_checkpoint(tmp_path / 'checkpoint_1')
+
+
+@pytest.mark.parametrize(('exchanges', 'sticky'), [(True, False), (False, True)])
+def test_a_fault_at_every_operation_of_a_replacement(tmp_path, exchanges, sticky):
+    """The old step or the new one is there, whole, after the next save at the latest: also where names cannot be swapped."""
+    at = reached = 0
+    while reached == at:
+        run = tmp_path / str(at)
+        with Checkpointer(state(), checkpoints_dir=run, clock=FakeClock()) as ck:
+            ck.save(state(1), step=1)
+        storage = Acting(open_storage(run), at, exchanges=exchanges, sticky=sticky)
+        try:
+            faulty = Checkpointer(state(), checkpoints_dir=storage, clock=FakeClock())
+            new = faulty.save(state(2), step=1, overwrite=True) is not None
+        except StorageError:
+            new = None
+        with Checkpointer(state(), checkpoints_dir=run, clock=FakeClock(10**10)) as ck:
+            ck.save(state(3), step=2)
+        assert sorted(os.listdir(run)) == ['checkpoint_1', 'checkpoint_2']
+        assert value_of(run, 1) in ([1, 2] if new is None else [2])
+        assert t5ckpt.verify(run / 'checkpoint_1').ok
+        reached += len(storage.operations) > at
+        at += 1
+    assert at > 20
 
 
 def test_a_bucket_cannot_swap(bucket):

@@ -16,23 +16,37 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from t5ckpt._holds import held_steps
 from t5ckpt._layout import (
     MANIFEST,
+    PINNED,
     SIDECAR,
     deleted_dir,
     foreign_dir,
     foreign_keys,
     is_integrity_file,
     join,
+    replaced_dir,
+    step_dir,
 )
 from t5ckpt._ledger import decode_ledger
 from t5ckpt._manifest import is_of_others
 from t5ckpt._sidecar import decode_sidecar
 from t5ckpt._types import Clock
-from t5ckpt.errors import CheckpointNotFoundError, FormatError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError
+from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
 
-__all__ = ['foreign_files', 'move_aside', 'remove_checkpoint', 'remove_own_keys', 'renamed_for_deletion']
+__all__ = [
+    'foreign_files',
+    'kept_by',
+    'kept_error',
+    'move_aside',
+    'remove_checkpoint',
+    'remove_own_keys',
+    'renamed_for_deletion',
+    'renamed_for_replacement',
+]
 
 _log = logging.getLogger('t5ckpt')
 
@@ -136,6 +150,35 @@ def renamed_for_deletion(storage: Storage, name: str, step: int, clock: Clock) -
     doomed = _free_name(storage, lambda unix: deleted_dir(step, unix), clock)
     storage.publish(name, doomed)
     return doomed
+
+
+def renamed_for_replacement(storage: Storage, name: str, step: int, clock: Clock) -> str:
+    """Renames a checkpoint, the old or the new, to a name from which it is brought back where the place is empty."""
+    old = _free_name(storage, lambda unix: replaced_dir(step, unix), clock)
+    storage.publish(name, old)
+    return old
+
+
+def kept_by(storage: Storage, step: int, directory: str, clock: Clock) -> str | None:
+    """Why a checkpoint must not be removed: it is pinned, or a reader holds the step. None where nothing keeps it.
+
+    Asked after the checkpoint was given another name: then nobody can pin it or begin to read it any more.
+
+    Args:
+      storage: the run.
+      step: its step.
+      directory: where it lies now.
+      clock: unix seconds.
+    """
+    if storage.is_file(join(directory, PINNED)):
+        return 'pinned'
+    return HELD if step in held_steps(storage, clock) else None
+
+
+def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKeptError:
+    """The error for a step that is kept for a reason of :func:`kept_by`, and so was not ``action``."""
+    cure = 'Try again when the reader is done.' if reason == HELD else 'Unpin it first.'
+    return StepKeptError(f'{storage.url(step_dir(step))} is {reason}, so it was not {action}. {cure}')
 
 
 def _free_name(storage: Storage, name_at: Callable[[int], str], clock: Clock) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from t5ckpt._layout import MANIFEST, PINNED, join, step_dir
+from t5ckpt._layout import MANIFEST, join, step_dir
 from t5ckpt._plan import SaveOptions
 from t5ckpt._retention import Retention
 from t5ckpt._reuse import Previous, find_previous
 from t5ckpt._types import Clock, Progress
+from t5ckpt.commit.deletion import kept_by, kept_error
 from t5ckpt.datasets import DatasetState
-from t5ckpt.errors import CheckpointExistsError, StepKeptError
+from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.save.arguments import SaveCall
 from t5ckpt.save.notices import Notices
 from t5ckpt.storage import Storage
@@ -39,14 +40,15 @@ class SaveRequest:
         """Whether the save replaces a complete checkpoint in T5X's format; nothing else is ever replaced.
 
         Raises:
-          StepKeptError: it is pinned.
+          StepKeptError: it is pinned, or a reader holds it. The commit looks again, since the save may take long.
           CheckpointExistsError: the storage cannot put one directory in the place of another.
         """
         storage, directory = self.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):
             return False
-        if storage.is_file(join(directory, PINNED)):
-            raise StepKeptError(f'{storage.url(directory)} is pinned, so it was not replaced. Unpin it first.')
+        kept = kept_by(storage, self.step, directory, self.clock)
+        if kept is not None:
+            raise kept_error(storage, self.step, kept, 'replaced')
         if not storage.renames:
             raise CheckpointExistsError(
                 f'{storage.url(directory)}: overwrite=True needs a storage that renames; on this one the old checkpoint would '

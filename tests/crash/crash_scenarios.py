@@ -66,9 +66,9 @@ class Trainer:
         options = {'inline_bytes': 64, 'chunk_bytes': 2**13, 'clock': FakeClock()} | options
         self.checkpointer = t5ckpt.Checkpointer(state(0), checkpoints_dir=root, **options)
 
-    def save(self, step: int) -> Any:
+    def save(self, step: int, **options: Any) -> Any:
         """A blocking save; what it prunes is gone when this returns."""
-        saved = self.checkpointer.save(state(step), step=step)
+        saved = self.checkpointer.save(state(step), step=step, **options)
         self.checkpointer._retention.wait()
         return saved
 
@@ -235,6 +235,11 @@ SCENARIOS = {
     'repair in place': Scenario(_damaged_second, lambda t: _repair(t, in_place=True), mends=_TWO),
     'prune': Scenario(_saved(1, 2, 3), _prune, removes=_ONE | _TWO),
     'delete': Scenario(_saved(1, 2), lambda t: delete(t.root, 1, FakeClock()), removes=_ONE),
+    'delete with the checkpointer': Scenario(_saved(1, 2), lambda t: t.checkpointer.delete(2), removes=_TWO),
+    'replace a step': Scenario(_saved(1, 2), lambda t: t.save(2, overwrite=True), replaces=_TWO, options=_PLAIN),
+    'replace a step, linking and pruning': Scenario(
+        _saved(1, 2), lambda t: t.save(2, overwrite=True), removes=_ONE, replaces=_TWO, options={'keep': 1}
+    ),
     'save and sweep': Scenario(_leftovers, lambda t: t.save(2), adds=_TWO),
     'pin and unpin': Scenario(_pinned_second, _pin),
 }

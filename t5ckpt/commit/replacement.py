@@ -1,0 +1,106 @@
+"""A new checkpoint in the place of an old one, which is whole or broken.
+
+The new one is renamed to ``checkpoint_<step>.replaced-<unix seconds>``, and then exchanged with the old one, so the step is
+listed at every moment. Where the storage cannot exchange two names, the old one gets such a name, too, and the new one is
+published. After a crash, garbage collection brings the first whole one back if the place is empty, and removes the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from t5ckpt._layout import MANIFEST, PINNED, Leftover, join, step_dir
+from t5ckpt._manifest import is_whole as is_whole_manifest
+from t5ckpt._types import Clock
+from t5ckpt.commit.deletion import kept_by, kept_error, renamed_for_deletion, renamed_for_replacement
+from t5ckpt.errors import StorageError, T5CkptError
+from t5ckpt.policies import HELD
+from t5ckpt.storage import Storage
+
+__all__ = ['NotPutBackError', 'put_back', 'put_in_place']
+
+_log = logging.getLogger('t5ckpt')
+
+
+class NotPutBackError(StorageError):
+    """The old checkpoint, which is kept, lies under the name of the new one, since the second exchange failed, too."""
+
+
+def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, is_whole: bool) -> str:
+    """Puts a written directory in the place of the one that stands there.
+
+    Args:
+      storage: the run, which renames.
+      step: of both.
+      directory: what was written, under its name of :func:`renamed_for_replacement`.
+      clock: unix seconds.
+      is_whole: whether the old one is a complete checkpoint; it stays if it is pinned, unless the new one is as well, and
+        if a reader holds it, also where either has come to be since the save began.
+
+    Returns:
+      Where the old one lies now, to be removed.
+
+    Raises:
+      StepKeptError: it stays.
+      StorageError: nothing has changed.
+    """
+    final = step_dir(step)
+    is_pinned = storage.is_file(join(directory, PINNED))
+
+    def check(old: str) -> None:
+        reason = kept_by(storage, step, old, clock) if is_whole else None
+        if reason is not None and (reason == HELD or not is_pinned):
+            raise kept_error(storage, step, reason, 'replaced')
+
+    check(final)
+    with contextlib.ExitStack() as stack:
+        claim = storage.claim(final)
+        if claim is not None:
+            # Garbage collection leaves it alone meanwhile.
+            stack.callback(claim.close)
+        if storage.exchange(directory, final):
+            try:
+                check(directory)
+            except T5CkptError as error:
+                _exchange_back(storage, directory, final, error)
+                raise
+            return _set_aside(storage, step, directory, clock)
+        rename = renamed_for_replacement if is_whole else renamed_for_deletion
+        old = rename(storage, final, step, clock)
+        try:
+            check(old)
+            storage.publish(directory, final)
+        except T5CkptError:
+            if is_whole:
+                storage.publish(old, final)
+            raise
+        return _set_aside(storage, step, old, clock)
+
+
+def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptError) -> None:
+    try:
+        storage.exchange(directory, final)
+    except StorageError as second:
+        text = f'{error} The old checkpoint lies in {storage.url(directory)} and could not be put back: {second}'
+        raise NotPutBackError(second.errno, text) from second
+
+
+def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
+    """Gives the old checkpoint, whose place is taken, a name that every sweep removes, however little is left of it."""
+    try:
+        return renamed_for_deletion(storage, name, step, clock)
+    except T5CkptError:
+        return name
+
+
+def put_back(storage: Storage, leftover: Leftover) -> bool:
+    """Brings back a checkpoint whose place nothing has taken; for one who holds its claim."""
+    final, manifest = step_dir(leftover.step), join(leftover.name, MANIFEST)
+    if storage.kind(final) is not None or not storage.is_file(manifest):
+        return False
+    if not is_whole_manifest(storage.read(manifest)):
+        return False
+    storage.publish(leftover.name, final)
+    _log.warning('t5ckpt: brought back %s, which a writer that died was about to replace', storage.url(final))
+    return True

@@ -18,12 +18,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt._holds import held_steps
 from t5ckpt._in_place import (
     AlreadyCommittedError,
+    Hidden,
     WriteLease,
     hide_in_place,
     remove_in_place,
@@ -31,7 +32,7 @@ from t5ckpt._in_place import (
     sidecar_record,
     take,
 )
-from t5ckpt._index import mark_step
+from t5ckpt._index import Index, mark_step
 from t5ckpt._layout import (
     MANIFEST,
     SIDECAR,
@@ -126,19 +127,19 @@ def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None
 
 
 def begin(
-    storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any], others: Collection[str] = ()
+    storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any], index: Index | None = None
 ) -> Workspace:
     """Makes the directory that a save writes into, and locks it.
 
     Garbage collection comes first: on stores without rename it also writes the markers of steps that have none, which
-    nobody looks for once the marker of this one is there. ``others`` are the names of other layouts' steps that it found.
+    nobody looks for once the marker of this one is there. ``index`` is what it found.
     """
     storage.make_dir('')
     if not storage.renames:
-        found = listed_elsewhere(storage, step, others)
+        found = listed_elsewhere(storage, step, () if index is None else index.others)
         if found is not None:
             raise AlreadyCommittedError(f'{storage.url(found.name)} is in the layout of {found.layout}')
-        return _begin_in_place(storage, step, clock)
+        return _begin_in_place(storage, step, clock, index)
     unix = int(clock())
     while True:
         directory = tmp_dir(step, unix)
@@ -164,8 +165,8 @@ def _has_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> bool
     return True
 
 
-def _begin_in_place(storage: Storage, step: int, clock: Clock) -> Workspace:
-    hold = take(storage, step, clock)
+def _begin_in_place(storage: Storage, step: int, clock: Clock, index: Index | None) -> Workspace:
+    hold = take(storage, step, clock, index)
     work = Workspace(storage, step, step_dir(step), hold=hold)
     try:
         has_leftovers = bool(storage.names(step_dir(step), ''))
@@ -334,15 +335,17 @@ def _out_of_the_way(work: Workspace) -> str:
     return work.directory
 
 
-def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> str | None:
-    """Makes a step invisible, in one atomic operation.
+def hide_checkpoint(
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, has_looked: bool = False
+) -> Hidden | None:
+    """Makes a step invisible, in one atomic operation. With ``has_looked`` the caller has just found no reader that holds it.
 
     A reader that takes hold of the step meanwhile has looked, after it wrote its hold, whether the step is still there:
     so one whose hold is found now may have begun to read, and the step comes back. So does one that was pinned meanwhile,
     unless it goes ``even_pinned``.
 
     Returns:
-      The directory that is to be removed; None when a reader holds the step, or it is pinned.
+      What :func:`remove_hidden` is to remove; None when a reader holds the step, or it is pinned.
 
     Raises:
       CheckpointNotFoundError: it is gone; another process has deleted it.
@@ -353,28 +356,26 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
         reason = kept_by(storage, step, directory, clock)
         return reason is not None and (reason == HELD or not even_pinned or step in held_steps(storage, clock))
 
-    if step in held_steps(storage, clock):
+    if not has_looked and step in held_steps(storage, clock):
         return None
     if storage.renames:
         doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
         if is_kept(doomed):
             storage.publish(doomed, step_dir(step))
             return None
-        return doomed
+        return Hidden(doomed, step)
     return hide_in_place(storage, step, clock, lambda: is_kept(step_dir(step)))
 
 
-def remove_hidden(storage: Storage, directory: str, clock: Clock) -> None:
+def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
     """Removes what :func:`hide_checkpoint` left, unless a sweep has taken it up; a crash leaves it to the next sweep."""
-    if not storage.renames:
-        remove_in_place(storage, directory, clock)
+    if hidden.lease is not None:
+        remove_in_place(storage, hidden, hidden.lease, clock)
         return
-    claim = storage.claim(directory)
+    claim = storage.claim(hidden.directory)
     if claim is None:
         return
     try:
-        leftover = parse_leftover(directory)
-        if leftover is not None:
-            remove_checkpoint(storage, directory, leftover.step, clock)
+        remove_checkpoint(storage, hidden.directory, hidden.step, clock)
     finally:
         claim.close()

@@ -5,7 +5,7 @@ last heartbeat, which a thread renews every minute. The marker is written before
 every leftover of a crash has one, and nothing without one is ever swept.
 
     save     busy, arrays, sidecar, [is the marker still ours?], manifest, steps marker, -busy
-    delete   busy, -manifest, -steps marker, -everything, -busy
+    delete   busy, -manifest, [no read lease?], -steps marker, [is the marker still ours?], -everything, -busy
 
 A marker is dead when its process has ended, which can be seen on the same machine, or when it has not been renewed for a
 time: ten minutes for who wants to write this very step, an hour for who sweeps. What a dead one left is committed if the
@@ -31,11 +31,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5ckpt._index import ensured_index, mark_step, read_index
-from t5ckpt._layout import MANIFEST, busy_marker, join, parse_step_dir, step_dir, step_marker
+from t5ckpt._index import Index, ensured_index, mark_step
+from t5ckpt._layout import MANIFEST, busy_marker, join, step_dir, step_marker
 from t5ckpt._sidecar import Sidecar, encode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.commit.deletion import remove_own_keys
@@ -45,6 +45,7 @@ from t5ckpt.storage import Storage
 __all__ = [
     'TAKE_OVER_SECONDS',
     'AlreadyCommittedError',
+    'Hidden',
     'Owner',
     'WriteLease',
     'parse_owner',
@@ -206,8 +207,17 @@ class WriteLease:
                 _log.warning('t5ckpt: %s stays for the next save: %s', self._key, error)
 
 
-def take(storage: Storage, step: int, clock: Clock) -> WriteLease:
-    """Takes a step for writing or deleting.
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """A step that no listing shows and whose files are still there; in place, with the lease under which they go."""
+
+    directory: str
+    step: int
+    lease: WriteLease | None = None
+
+
+def take(storage: Storage, step: int, clock: Clock, index: Index | None = None) -> WriteLease:
+    """Takes a step for writing or deleting. With the markers as they were just listed one request less is needed.
 
     Raises:
       AlreadyCommittedError: somebody else is at it.
@@ -216,7 +226,7 @@ def take(storage: Storage, step: int, clock: Clock) -> WriteLease:
     if claim is None:
         raise AlreadyCommittedError(f'{storage.url(step_dir(step))} is being written by another save of this process')
     try:
-        hold = _held(storage, step, clock, claim)
+        hold = _held(storage, step, clock, claim, index)
     except BaseException:
         claim.close()
         raise
@@ -224,8 +234,9 @@ def take(storage: Storage, step: int, clock: Clock) -> WriteLease:
     return hold
 
 
-def _held(storage: Storage, step: int, clock: Clock, claim: Any) -> WriteLease:
-    owner = _read_owner(storage, busy_marker(step))
+def _held(storage: Storage, step: int, clock: Clock, claim: Any, index: Index | None) -> WriteLease:
+    is_known_free = index is not None and index.is_fresh and step not in index.busy
+    owner = None if is_known_free else _read_owner(storage, busy_marker(step))
     if owner is not None and not owner.is_dead(clock(), TAKE_OVER_SECONDS):
         raise AlreadyCommittedError(_taken(storage, step, owner))
     hold = WriteLease(storage, busy_marker(step), clock, claim, _encode_marker)
@@ -260,11 +271,11 @@ def _delete_manifest(storage: Storage, key: str) -> None:
             raise
 
 
-def hide_in_place(storage: Storage, step: int, clock: Clock, is_wanted: Callable[[], bool]) -> str | None:
+def hide_in_place(storage: Storage, step: int, clock: Clock, is_wanted: Callable[[], bool]) -> Hidden | None:
     """Makes a checkpoint invisible; with ``is_wanted``, asked afterwards, it comes back.
 
     Returns:
-      The directory that is to be removed, or None where it came back.
+      What :func:`remove_in_place` is to remove, or None where it came back.
 
     Raises:
       CheckpointNotFoundError: it is gone; another process has deleted it.
@@ -281,36 +292,39 @@ def hide_in_place(storage: Storage, step: int, clock: Clock, is_wanted: Callable
             hold.release()
             raise
         _delete_manifest(storage, key)
-        comes_back = is_wanted()
-        if comes_back:
-            storage.write(key, manifest)
-        else:
+        if not is_wanted():
             storage.delete_file(step_marker(step))
+            # The lease stays until all of it is gone.
+            return Hidden(step_dir(step), step, hold)
+        _bring_back(storage, key, manifest, hold)
     except BaseException:
         hold.close()
         raise
-    if comes_back:
-        hold.release()
-        return None
-    # Its marker stays until all of it is gone.
-    hold.close()
-    return step_dir(step)
+    hold.release()
+    return None
 
 
-def remove_in_place(storage: Storage, directory: str, clock: Clock) -> None:
-    """Removes what ``hide_in_place`` made invisible, unless a checkpoint has been written there meanwhile."""
-    step = parse_step_dir(directory)
-    if step is None:
-        return
+def _bring_back(storage: Storage, key: str, manifest: bytes, hold: WriteLease) -> None:
+    if not hold.is_ours():
+        # Two deleters took it in the same moment, and the other one may be removing its arrays.
+        raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it')
+    storage.write(key, manifest)
+
+
+def remove_in_place(storage: Storage, hidden: Hidden, hold: WriteLease, clock: Clock) -> None:
+    """Removes what ``hide_in_place`` made invisible, unless another process does, or has written a checkpoint there."""
     try:
-        hold = take(storage, step, clock)
-    except AlreadyCommittedError:
-        # Another deleter or a sweep removes it.
-        return
-    try:
-        if not storage.is_file(join(directory, MANIFEST)):
-            # Its marker went when it was hidden.
-            remove_own_keys(storage, directory)
+        if not hold.is_ours():
+            hold.close()
+            try:
+                hold = take(storage, hidden.step, clock)
+            except AlreadyCommittedError:
+                return
+            if storage.is_file(join(hidden.directory, MANIFEST)):
+                hold.release()
+                return
+        # Its marker went when it was hidden.
+        remove_own_keys(storage, hidden.directory)
     except BaseException:
         hold.close()
         raise
@@ -331,14 +345,13 @@ def _taken_to_hide(storage: Storage, step: int, clock: Clock, key: str) -> Write
             time.sleep(_RIVAL_POLL_SECONDS)
 
 
-def sweep_in_place(storage: Storage, clock: Clock, stale_after: float) -> tuple[list[str], Collection[str]]:
+def sweep_in_place(storage: Storage, index: Index, clock: Clock, stale_after: float) -> tuple[list[str], Index]:
     """Ends what dead writers and deleters began, and writes the markers of steps that have none.
 
     Returns:
-      The directories that were removed, and the names of the steps in other layouts.
+      The directories that were removed, and the index.
     """
     removed: list[str] = []
-    index = read_index(storage)
     for step in sorted(index.busy):
         try:
             if _sweep_one(storage, step, clock(), stale_after):
@@ -347,7 +360,7 @@ def sweep_in_place(storage: Storage, clock: Clock, stale_after: float) -> tuple[
             _log.warning('t5ckpt: could not sweep %s: %s', storage.url(step_dir(step)), error)
     if not index.is_complete:
         index = ensured_index(storage)
-    return removed, index.others
+    return removed, index if not index.busy else dataclasses.replace(index, is_fresh=False)
 
 
 def _sweep_one(storage: Storage, step: int, now: float, stale_after: float) -> bool:

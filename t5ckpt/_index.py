@@ -8,10 +8,11 @@ there, whatever the markers say, and each is asked for.
     steps/<step>   committed, and not deleted by us since
     busy/<step>    being written or deleted, or left by who died over it; see _in_place.py
     others/<name>  a step in another layout lies under this name, see catalog/layouts.py
-    complete       the run's address: every step that was there has its marker
+    complete.<hash of the run's address>   every step that was there has its marker
+    held_...       read leases, see _holds.py; here, so that they come in the same listing
 
-Without ``complete`` (a run that T5X or a copy made) everything is walked, once: the next save marks what it finds. A copy
-of a run to another place carries another address in ``complete``, and is walked again.
+Without ``complete.*`` (a run that T5X or a copy made) everything is walked, once: the next save marks what it finds. A copy
+of a run to another place carries the hash of another address, and is walked again.
 
 With it, steps that others add to the run are found where the store can list what lies between the known ones (Google's
 can: one request a step); S3, as TensorStore asks it, cannot: there ``reindex_steps`` looks for them. A step that is asked
@@ -23,16 +24,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from t5ckpt._layout import (
     INDEX,
-    INDEX_COMPLETE,
     MANIFEST,
     STEP_PREFIX,
+    Hold,
+    index_complete,
+    is_index_complete,
     join,
     other_marker,
+    parse_hold,
     parse_index,
     parse_other,
     parse_step_name,
@@ -40,10 +44,18 @@ from t5ckpt._layout import (
     step_marker,
 )
 from t5ckpt.catalog.layouts import ListedStep, inspect_name, one_a_step
-from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import Storage, open_storage
 
-__all__ = ['Index', 'ensured_index', 'indexed_steps', 'mark_step', 'read_index', 'reindex_steps']
+__all__ = [
+    'Index',
+    'ensured_index',
+    'indexed_steps',
+    'mark_step',
+    'newest_indexed_step',
+    'read_index',
+    'reindex_steps',
+    'steps_of',
+]
 
 # A step of an Orbax CheckpointManager is a directory whose name is its number.
 _STEP_PREFIXES = (STEP_PREFIX, *'0123456789')
@@ -52,12 +64,25 @@ _log = logging.getLogger('t5ckpt')
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """The markers of a run; ``is_complete`` where every step that is not ``busy`` had one when it was last walked."""
+    """The markers of a run, as one listing has them.
+
+    Attributes:
+      steps: committed.
+      busy: being written or deleted.
+      is_complete: every step that is not busy had a marker when the run was last walked.
+      others: names of steps in other layouts.
+      holds: the read leases.
+      elsewhere: keys that say of other addresses that they are complete.
+      is_fresh: nothing was asked of the store since it was listed.
+    """
 
     steps: frozenset[int]
     busy: frozenset[int]
     is_complete: bool
     others: frozenset[str] = frozenset()
+    holds: tuple[Hold, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    is_fresh: bool = True
 
 
 def read_index(storage: Storage) -> Index:
@@ -68,46 +93,63 @@ def read_index(storage: Storage) -> Index:
         parsed = parse_index(key)
         if parsed is not None:
             marked[parsed[0]].add(parsed[1])
-    is_complete = INDEX_COMPLETE in keys and _is_of_here(storage)
+    own = index_complete(storage.url())
+    elsewhere = tuple(key for key in keys if is_index_complete(key) and key != own)
+    holds = tuple(hold for key in keys if (hold := parse_hold(key.removeprefix(f'{INDEX}/'))) is not None)
     others = frozenset(name for key in keys if (name := parse_other(key)) is not None)
-    return Index(frozenset(marked['steps']), frozenset(marked['busy']), is_complete, others)
-
-
-def _is_of_here(storage: Storage) -> bool:
-    try:
-        return storage.read(INDEX_COMPLETE) == storage.url().encode()
-    except CheckpointNotFoundError:
-        return False
+    return Index(frozenset(marked['steps']), frozenset(marked['busy']), own in keys, others, holds, elsewhere)
 
 
 def indexed_steps(storage: Storage) -> list[ListedStep]:
     """The complete steps of a run on a store without rename, ascending, in whichever layout."""
-    return _steps(storage, read_index(storage))
+    return steps_of(storage, read_index(storage))
 
 
-def _steps(storage: Storage, index: Index) -> list[ListedStep]:
-    known = sorted(index.steps | index.busy)
-    unmarked: list[str] = []
-    if not index.is_complete or storage.seeks:
-        unmarked = _unmarked(storage, index)
-    if unmarked and not index.is_complete:
-        _log.info(
-            't5ckpt: %s has no markers of its steps, so all its keys were listed; the next save writes them.',
-            storage.url(),
-        )
+def newest_indexed_step(storage: Storage) -> ListedStep | None:
+    """The one with the largest number, or None. Smaller ones are asked for only where several layouts may have it."""
+    index = read_index(storage)
+    unmarked = _unmarked(storage, index)
+    if index.others or unmarked:
+        return max(_steps(storage, index, unmarked), key=lambda each: each.step, default=None)
+    for step in sorted(index.steps | index.busy, reverse=True):
+        if storage.is_file(join(step_dir(step), MANIFEST)):
+            return ListedStep(step, step_dir(step))
+    return None
+
+
+def steps_of(storage: Storage, index: Index, just_saved: int | None = None) -> list[ListedStep]:
+    """The complete steps, ascending. The manifest of the one that this process has just committed is not asked for."""
+    return _steps(storage, index, _unmarked(storage, index), just_saved)
+
+
+def _steps(
+    storage: Storage, index: Index, unmarked: Collection[str], just_saved: int | None = None
+) -> list[ListedStep]:
+    own = [step for step in index.steps if step == just_saved]
+    known = sorted((index.steps | index.busy).difference(own))
     there = storage.are_files([join(step_dir(step), MANIFEST) for step in known])
     # A manifest is one PUT, so one that we wrote is whole.
-    steps = [ListedStep(step, step_dir(step)) for step, is_there in zip(known, there, strict=True) if is_there]
+    found = [*own, *(step for step, is_there in zip(known, there, strict=True) if is_there)]
+    steps = [ListedStep(step, step_dir(step)) for step in found]
     looked_at = [inspect_name(storage, name) for name in sorted(index.others.union(unmarked))]
     return one_a_step([*steps, *(found for found in looked_at if found is not None)])
 
 
 def _unmarked(storage: Storage, index: Index) -> list[str]:
+    """The names of steps that have no marker, where the index may lack some or the store lists what lies between."""
+    if index.is_complete and not storage.seeks:
+        return []
     known = {*map(step_dir, index.steps | index.busy), *index.others}
     beginnings = (STEP_PREFIX,) if index.is_complete else _STEP_PREFIXES
     names = storage.names('', beginnings, known)
     # A file is not left out with the directories.
-    return [name for name in names if name not in known and parse_step_name(name) is not None]
+    unmarked = [name for name in names if name not in known and parse_step_name(name) is not None]
+    if unmarked and not index.is_complete:
+        _log.info(
+            't5ckpt: %s has no markers of its steps, so all its keys were listed; the next save writes them.',
+            storage.url(),
+        )
+    return unmarked
 
 
 def mark_step(storage: Storage, step: int) -> None:
@@ -120,15 +162,18 @@ def ensured_index(storage: Storage, *, again: bool = False) -> Index:
     index = read_index(storage)
     if index.is_complete and not again:
         return index
-    found = _steps(storage, dataclasses.replace(index, is_complete=False))
+    found = steps_of(storage, dataclasses.replace(index, is_complete=False))
     steps = {each.step for each in found if each.is_t5x}
     others = {each.name for each in found if not each.is_t5x}
     for step in sorted(steps - index.steps):
         mark_step(storage, step)
     for name in sorted(others - index.others):
         storage.write(other_marker(name), b'')
-    storage.write(INDEX_COMPLETE, storage.url().encode())
-    return Index(index.steps | steps, index.busy, True, index.others | others)
+    storage.write(index_complete(storage.url()), b'')
+    for key in index.elsewhere:
+        # From now on the run here may get steps that it says nothing of.
+        storage.delete_file(key)
+    return Index(index.steps | steps, index.busy, True, index.others | others, index.holds, is_fresh=False)
 
 
 def reindex_steps(

@@ -24,7 +24,6 @@ __all__ = [
     'DATASET_REMOVED',
     'HOLD_PREFIX',
     'INDEX',
-    'INDEX_COMPLETE',
     'MANIFEST',
     'PINNED',
     'SIDECAR',
@@ -40,7 +39,9 @@ __all__ = [
     'foreign_dir',
     'foreign_keys',
     'hold_file',
+    'index_complete',
     'integrity_file',
+    'is_index_complete',
     'is_inside',
     'is_integrity_file',
     'join',
@@ -68,7 +69,7 @@ _OF_OURS = (f'{TRAIN_DS_PREFIX}-', 'integrity.')
 STEP_PREFIX = 'checkpoint_'
 INDEX = '.t5ckpt'
 HOLD_PREFIX = 'held_'
-INDEX_COMPLETE = '.t5ckpt/complete'
+_COMPLETE = '.t5ckpt/complete.'
 
 _INTEGRITY = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
@@ -176,7 +177,7 @@ def parse_foreign(name: str) -> int | None:
 
 
 def hold_file(step: int, until: int, who: str) -> str:
-    """The file, beside the steps, with which a reader holds a step."""
+    """The file with which a reader holds a step: beside the steps, on object stores in ``.t5ckpt/``."""
     return f'held_{step}.{until}.{who}'
 
 
@@ -205,6 +206,16 @@ def parse_other(key: str) -> str | None:
     """The name in :func:`other_marker`, or None for any other key."""
     match = _OTHER.fullmatch(key)
     return None if match is None else match.group(1)
+
+
+def index_complete(url: str) -> str:
+    """The key that says that every step of the run at this address has its marker."""
+    return f'{_COMPLETE}{hashlib.sha256(url.encode()).hexdigest()[:16]}'
+
+
+def is_index_complete(key: str) -> bool:
+    """Whether a key is one of those, of whichever address."""
+    return key.startswith(_COMPLETE)
 
 
 def parse_index(key: str) -> tuple[str, int] | None:

@@ -210,8 +210,13 @@ def read_raw(located: Located, *, ledgers: bool = False) -> RawFiles:
     versions: dict[str, Any] = {}
     manifest, versions[located.manifest] = files.read_with_version(located.manifest)
     sidecar = None
-    if storage.is_file(join(directory, SIDECAR)):
-        sidecar, versions[SIDECAR] = files.read_with_version(SIDECAR)
+    try:
+        # In a bucket the read itself says that there is none.
+        if not storage.renames or storage.is_file(join(directory, SIDECAR)):
+            sidecar, versions[SIDECAR] = files.read_with_version(SIDECAR)
+    except CheckpointNotFoundError:
+        if storage.renames:
+            raise
     names = [entry.name for entry in storage.entries(directory) if is_integrity_file(entry.name)] if ledgers else []
     return RawFiles(manifest, sidecar, {name: files.read(name) for name in names} if ledgers else None, versions)
 

@@ -191,9 +191,9 @@ class _Surgery:
 
     def run(self, in_place: bool) -> int:
         """Writes, verifies and commits; returns the number of files."""
-        _, others = collect(self._target, self._clock)
+        _, index = collect(self._target, self._clock)
         try:
-            work = begin(self._target, self._step, self._clock, writer_facts(__version__), others)
+            work = begin(self._target, self._step, self._clock, writer_facts(__version__), index)
         except AlreadyCommittedError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
         work.replaces = in_place

@@ -15,11 +15,13 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt._commit import hide_checkpoint, remove_hidden
-from t5ckpt._holds import held_steps
+from t5ckpt._commit import Hidden, hide_checkpoint, remove_hidden
+from t5ckpt._holds import held_steps, live_steps
+from t5ckpt._index import read_index, steps_of
 from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, parse_step_name, step_dir
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.commit.deletion import kept_by, kept_error
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -57,6 +59,7 @@ class Retention:
         # Of a complete checkpoint they never change.
         self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
         self._remover: threading.Thread | None = None
+        self._latest: int | None = None
         # For missing_metrics: the steps whose saves had retention carried out, and what the older ones of them lack.
         self._seen: set[int] = set()
         self._lacking: dict[str, tuple[int, Collection[str]]] = {}
@@ -79,8 +82,7 @@ class Retention:
         ]
         return sorted([*written, *unreadable], key=lambda decision: decision.step)
 
-    def _prunable(self) -> list[int]:
-        steps = listing(self._storage).steps
+    def _prunable(self, steps: Sequence[ListedStep]) -> list[int]:
         for each in steps:
             if not each.is_t5x:
                 self._tell(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
@@ -88,23 +90,44 @@ class Retention:
 
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts that the policy sees, ascending by step; ``names`` are the metrics to look for instead of its own."""
-        steps = self._prunable()
-        held = held_steps(self._storage, self._clock)
+        return self._infos(self.policy.metric_names if names is None else names)
+
+    def _infos(self, names: Collection[str], just_saved: int | None = None) -> list[StepInfo]:
+        steps, held = self._steps_and_held(just_saved)
         self._facts = {
             step: self._facts[step] if step in self._facts else saved_facts(self._storage, step) for step in steps
         }
-        found = self._found_metrics(steps, self.policy.metric_names if names is None else names)
-        pins = self._storage.are_files([join(step_dir(step), PINNED) for step in steps])
+        found = self._found_metrics(steps, names)
+        older = [step for step in steps if step != just_saved]
+        pins = self._storage.are_files([join(step_dir(step), PINNED) for step in older])
+        pinned = {step for step, is_pinned in zip(older, pins, strict=True) if is_pinned}
         return [
             StepInfo(
                 step,
-                is_pinned,
+                step in pinned,
                 step in held,
                 self._facts[step][0],
                 {**{name: values[step] for name, values in found.items() if step in values}, **self._facts[step][1]},
             )
-            for step, is_pinned in zip(steps, pins, strict=True)
+            for step in steps
         ]
+
+    def _steps_and_held(self, just_saved: int | None) -> tuple[list[int], set[int]]:
+        """The steps that may go, and those that readers hold. On object stores one listing has both."""
+        if self._storage.renames:
+            return self._prunable(listing(self._storage).steps), held_steps(self._storage, self._clock)
+        index = read_index(self._storage)
+        found = steps_of(self._storage, index, just_saved)
+        return self._prunable(found), live_steps(index.holds, self._clock())
+
+    def note_saved(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
+        self._facts[step] = time_of(extra), metrics_of(extra)
+        self._latest = step if self._latest is None else max(self._latest, step)
+
+    def is_next(self, step: int) -> bool:
+        """Whether a step is above the latest one that this process saved."""
+        return self._latest is not None and step > self._latest
 
     def _found_metrics(self, steps: Sequence[int], names: Collection[str]) -> dict[str, Mapping[int, float]]:
         if self._source is None:
@@ -121,21 +144,21 @@ class Retention:
         Returns:
           The decisions that were carried out.
         """
-        if just_saved is not None:
-            self._facts.pop(just_saved, None)
         plan: list[Decision] = []
         if not isinstance(self.policy, KeepAll):
-            infos = self.infos()
+            infos = self._infos(self.policy.metric_names, just_saved)
             plan = retention_plan(self.policy, infos, just_saved)
             self._note_lacking(infos, just_saved)
         done: list[Decision] = []
-        hidden: list[str] = []
+        hidden: list[Hidden] = []
         for decision in plan:
             if decision.keep:
                 self._tell(decision)
                 continue
             try:
-                directory = hide_checkpoint(self._storage, decision.step, self._clock)
+                # The listing that the plan was made of is as new as that only for the first one.
+                has_looked = not self._storage.renames and not hidden
+                found = hide_checkpoint(self._storage, decision.step, self._clock, has_looked=has_looked)
             except CheckpointNotFoundError:
                 # Another process has deleted it: it is gone, as was wanted.
                 done.append(decision)
@@ -143,11 +166,11 @@ class Retention:
             except T5CkptError as error:
                 _log.warning('t5ckpt: could not delete step %d: %s', decision.step, error)
                 continue
-            if directory is None:
+            if found is None:
                 reason = kept_by(self._storage, decision.step, step_dir(decision.step), self._clock) or HELD
                 self._tell(Decision(decision.step, True, reason, overruled=True))
             else:
-                hidden.append(directory)
+                hidden.append(found)
                 done.append(decision)
                 _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
         self._remove_old_datasets(just_saved)
@@ -190,12 +213,12 @@ class Retention:
             self._remover.join()
             self._remover = None
 
-    def _remove(self, directories: Sequence[str]) -> None:
-        for directory in directories:
+    def _remove(self, found: Sequence[Hidden]) -> None:
+        for hidden in found:
             try:
-                remove_hidden(self._storage, directory, self._clock)
+                remove_hidden(self._storage, hidden, self._clock)
             except T5CkptError as error:
-                where = self._storage.url(directory)
+                where = self._storage.url(hidden.directory)
                 _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
 
     def _remove_old_datasets(self, just_saved: int | None) -> None:
@@ -203,7 +226,7 @@ class Retention:
         keep = self.keep_datasets
         if keep is None:
             return
-        files = {step: _dataset_files(self._storage, step) for step in self._prunable()}
+        files = {step: _dataset_files(self._storage, step) for step in self._prunable(listing(self._storage).steps)}
         having = [step for step, names in files.items() if names]
         for step in having[:-keep]:
             if step == just_saved or self._storage.is_file(join(step_dir(step), PINNED)):
@@ -262,7 +285,7 @@ def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool 
       StorageError: the storage refused; the step is there whole, or is not listed.
     """
     found = deletion(storage, step, clock, even_pinned=even_pinned)
-    hidden = None if found.keep else hide_checkpoint(storage, step, clock, even_pinned=even_pinned)
+    hidden = None if found.keep else hide_checkpoint(storage, step, clock, even_pinned=even_pinned, has_looked=True)
     if hidden is None:
         if not found.keep:
             # Something has kept it since.
@@ -271,7 +294,7 @@ def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool 
     try:
         remove_hidden(storage, hidden, clock)
     except T5CkptError as error:
-        where = storage.url(hidden)
+        where = storage.url(hidden.directory)
         _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
 
 

@@ -139,6 +139,9 @@ def prepare_save(
 
 
 def _is_free(request: SaveRequest) -> bool:
+    if not request.storage.renames and request.retention.is_next(request.step):
+        # What another process wrote above the latest step of this one, ``begin`` sees.
+        return True
     found = occupancy(request.storage, request.step).found
     if found is None or (found.is_t5x and request.replaces()):
         return True
@@ -243,8 +246,8 @@ def _begin(job: _Job, notes: Sequence[Any], held: list[Workspace]) -> dict[str, 
         for location, (sample, dtype) in job.samples.items()
     }
     try:
-        _, others = collect(request.storage, request.clock)
-        held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__), others))
+        _, index = collect(request.storage, request.clock)
+        held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__), index))
         held[0].replaces = request.replaces()
     except AlreadyCommittedError as error:
         return _dropped(request.step, error)
@@ -306,7 +309,8 @@ def _commit(
         raise SaveFailedError(
             f'all processes together wrote {arrays["files"]} files where the arrays have {expected}; nothing is committed.'
         )
-    sidecar = encode_sidecar(_sidecar(job, arrays, files))
+    facts = _sidecar(job, arrays, files)
+    sidecar = encode_sidecar(facts)
     below = sorted({name for note in notes for name in note['directories']})
     directories = [array.location for array in report.arrays.values()] + below
     try:
@@ -315,6 +319,7 @@ def _commit(
         return _dropped(request.step, error)
     # Committed: whatever happens from now on must not take it away.
     held.clear()
+    request.retention.note_saved(request.step, facts.extra)
     return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'stamp': digest(sidecar)}
 
 

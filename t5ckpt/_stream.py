@@ -158,8 +158,8 @@ def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
         facts['resume'] = digest(plan_text(plan, header).encode())
         again = unfinished(storage, request.step, request.clock, facts)
     # The lock of the unfinished one is held by now, so it is not swept.
-    _, others = collect(storage, request.clock)
-    work = begin(storage, request.step, request.clock, facts, others) if again is None else again
+    _, index = collect(storage, request.clock)
+    work = begin(storage, request.step, request.clock, facts, index) if again is None else again
     work.replaces = request.overwrite
     return work
 

@@ -11,11 +11,14 @@ Stores without rename have rules of their own (``_in_place.py``).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Collection
+from collections.abc import Iterable
 
+from t5ckpt._holds import hold_dir, list_holds
 from t5ckpt._in_place import TAKE_OVER_SECONDS, parse_owner, sweep_in_place
-from t5ckpt._layout import HOLD_PREFIX, SIDECAR, Leftover, join, parse_hold, parse_leftover
+from t5ckpt._index import Index, read_index
+from t5ckpt._layout import SIDECAR, Hold, Leftover, join, parse_leftover
 from t5ckpt._sidecar import decode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.commit.deletion import remove_checkpoint, renamed_for_deletion
@@ -38,13 +41,14 @@ def sweep(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECON
     return collect(storage, clock, stale_after)[0]
 
 
-def collect(
-    storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS
-) -> tuple[list[str], Collection[str]]:
-    """The same; also returns what the look at the index of an object store has shown, the names of other layouts' steps."""
-    _collect_read_leases(storage, clock() - TAKE_OVER_SECONDS)
-    if not storage.renames:
-        return sweep_in_place(storage, clock, stale_after)
+def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> tuple[list[str], Index | None]:
+    """The same; also returns the index of an object store, which one listing shows together with the read leases."""
+    index = None if storage.renames else read_index(storage)
+    expired = clock() - TAKE_OVER_SECONDS
+    doomed = [hold for hold in (list_holds(storage) if index is None else index.holds) if hold.until < expired]
+    _remove_read_leases(storage, doomed)
+    if index is not None:
+        return sweep_in_place(storage, dataclasses.replace(index, is_fresh=not doomed), clock, stale_after)
     removed: list[str] = []
     for entry in storage.entries():
         leftover = parse_leftover(entry.name) if entry.is_dir else None
@@ -60,18 +64,16 @@ def collect(
             _log.warning('t5ckpt: could not sweep %s: %s', storage.url(entry.name), error)
     if removed:
         _log.info('t5ckpt: swept %s from %s', ', '.join(removed), storage.url())
-    return removed, ()
+    return removed, None
 
 
-def _collect_read_leases(storage: Storage, before: float) -> None:
-    """Removes the read leases of readers that were killed."""
-    for name in storage.names('', HOLD_PREFIX):
-        hold = parse_hold(name)
-        if hold is not None and hold.until < before:
-            try:
-                storage.delete_file(name)
-            except T5CkptError as error:
-                _log.warning('t5ckpt: could not remove %s: %s', storage.url(name), error)
+def _remove_read_leases(storage: Storage, holds: Iterable[Hold]) -> None:
+    """Removes the leases of readers that were killed."""
+    for key in (join(hold_dir(storage), hold.name) for hold in holds):
+        try:
+            storage.delete_file(key)
+        except T5CkptError as error:
+            _log.warning('t5ckpt: could not remove %s: %s', storage.url(key), error)
 
 
 def _sweep_one(storage: Storage, leftover: Leftover, now: float, stale_after: float) -> bool:

@@ -697,8 +697,8 @@ class Checkpointer(FromTensorFlow):
 
     def latest_step(self) -> int | None:
         """The largest complete step, or None."""
-        newest = steps.listing(self._storage).newest
-        return None if newest is None else newest.step
+        found = steps.newest(self._storage)
+        return None if found is None else found.step
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps that hold data-iterator state, ascending."""

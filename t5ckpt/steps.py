@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt._foreign import foreign_file, foreign_layout
-from t5ckpt._index import indexed_steps
+from t5ckpt._index import indexed_steps, newest_indexed_step
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, parse_step_name, step_dir
 from t5ckpt._types import warn_no_effect
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_orbax, one_a_step
@@ -36,6 +36,7 @@ __all__ = [
     'listing',
     'locate',
     'locate_step',
+    'newest',
     'no_links_text',
     'open_run_storage',
     'pin_checkpoint',
@@ -175,8 +176,13 @@ def latest_step(
       checkpoints_dir: the run's directory.
       storage_options: see docs/storage.md.
     """
-    newest = listing(open_storage(checkpoints_dir, storage_options)).newest
-    return None if newest is None else newest.step
+    found = newest(open_storage(checkpoints_dir, storage_options))
+    return None if found is None else found.step
+
+
+def newest(storage: Storage) -> ListedStep | None:
+    """The step with the largest number, in whichever layout, or None."""
+    return listing(storage).newest if storage.renames else newest_indexed_step(storage)
 
 
 def all_dataset_checkpoint_steps(
@@ -276,7 +282,7 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     if step is not None and storage.is_file(join(step_dir(step), MANIFEST)):
         # Whole or not: its decoder says what is wrong with it.
         return Located(storage, step_dir(step), MANIFEST, step)
-    found = listing(storage).newest if step is None else _step_at(storage, step)
+    found = newest(storage) if step is None else _step_at(storage, step)
     if found is not None:
         return Located(storage, found.directory, found.manifest, found.step)
     if step is None:

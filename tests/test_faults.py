@@ -14,7 +14,8 @@ import pytest
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt._commit import begin, leave, writer_facts
-from t5ckpt._layout import hold_file
+from t5ckpt._holds import hold_dir
+from t5ckpt._layout import hold_file, join
 from t5ckpt._sidecar import decode_sidecar, encode_sidecar
 from t5ckpt._sweep import sweep
 from t5ckpt.storage import open_storage
@@ -161,13 +162,13 @@ def test_an_expired_read_lease_is_collected(tmp_path, kind, request):
     place = places[kind]() if kind in places else request.getfixturevalue(kind).url()
     storage, clock = open_storage(place), FakeClock()
     storage.make_dir('')
-    for name in ('held_1.x', 'held_', 'held_2.1.UP'):
-        storage.write(name, b'')
-    storage.write(hold_file(1, int(clock()) + 60, 'killed'), b'')
+    others = {'held_1.x', 'held_', 'held_2.1.UP'}
+    for name in (*others, hold_file(1, int(clock()) + 60, 'killed')):
+        storage.write(join(hold_dir(storage), name), b'')
     state = {'x': np.arange(8.0)}
 
     def leases():
-        return [entry.name for entry in storage.entries() if entry.name.endswith('killed')]
+        return [name for name in storage.names(hold_dir(storage), 'held_') if name.endswith('killed')]
 
     with t5ckpt.Checkpointer(state, checkpoints_dir=place, clock=clock, keep=1) as ck:
         ck.save(state, step=1)
@@ -177,4 +178,4 @@ def test_an_expired_read_lease_is_collected(tmp_path, kind, request):
         clock.advance(62)
         ck.save(state, step=3)
     assert leases() == []
-    assert {'held_', 'held_1.x', 'held_2.1.UP'} <= {entry.name for entry in storage.entries()}
+    assert others <= set(storage.names(hold_dir(storage), 'held_'))

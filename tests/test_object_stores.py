@@ -12,6 +12,7 @@ from support import independent_reader, t5x_rules
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt._layout import index_complete
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import StorageConformance, mixed_state, t5x_state
 
@@ -233,9 +234,12 @@ def test_listing_asks_for_markers_not_for_chunks(bucket):
         bucket.proxy.clear()
         assert ck.all_steps() == [0, 1, 2, 3, 4]
     passed = counts(bucket)
-    # Markers, where they are from, five manifests; Google's also the gaps between the steps.
+    # Markers, five manifests; Google's also the gaps between the steps.
     assert passed.pop('list') == (1 if bucket.scheme == 's3' else 7)
-    assert sum(passed.values()) == 6
+    assert sum(passed.values()) == 5
+    assert t5ckpt.latest_step(url) == 4
+    # The newest manifest alone.
+    assert sum(counts(bucket).values()) == (2 if bucket.scheme == 's3' else 8)
 
 
 def test_a_run_without_markers_is_listed_and_the_next_save_marks_it(bucket, caplog):
@@ -250,7 +254,7 @@ def test_a_run_without_markers_is_listed_and_the_next_save_marks_it(bucket, capl
     assert 'no markers' in caplog.text
     checkpointer(url).save(state(), step=3)
     assert [key for key, _ in storage.walk('.t5ckpt')] == [
-        '.t5ckpt/complete',
+        index_complete(url),
         *(f'.t5ckpt/steps/{step}' for step in (1, 2, 3)),
     ]
     assert t5ckpt.all_steps(url) == [1, 2, 3]
@@ -376,14 +380,14 @@ def test_damage_is_an_error(bucket):
 # What docs/storage.md says: requests of a save of two chunks, of one that also deletes a step, and of a restore of one of three.
 REQUESTS = {
     's3': [
-        {'write': 8, 'read': 4, 'list': 4, 'head': 1, 'delete': 1},
-        {'write': 10, 'read': 11, 'list': 9, 'head': 8, 'delete': 9},
-        {'read': 6, 'list': 2, 'head': 4},
+        {'write': 8, 'read': 2, 'list': 2, 'delete': 1},
+        {'write': 9, 'read': 6, 'list': 5, 'head': 5, 'delete': 9},
+        {'read': 5, 'list': 2, 'head': 2},
     ],
     'gs': [
-        {'write': 8, 'read': 8, 'list': 4, 'delete': 1},
-        {'write': 10, 'read': 25, 'list': 13, 'delete': 9},
-        {'read': 11, 'list': 5},
+        {'write': 8, 'read': 3, 'list': 2, 'delete': 1},
+        {'write': 9, 'read': 13, 'list': 9, 'delete': 9},
+        {'read': 8, 'list': 5},
     ],
 }
 

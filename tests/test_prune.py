@@ -14,8 +14,10 @@ from test_cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import Checkpointer, KeepLatest, checkpoints_iterator, export_weights
-from t5ckpt._commit import hide_checkpoint
-from t5ckpt._holds import held
+from t5ckpt._commit import hide_checkpoint, remove_hidden
+from t5ckpt._holds import held, hold_dir
+from t5ckpt._in_place import hide_in_place, take
+from t5ckpt._layout import busy_marker
 from t5ckpt._retention import Retention
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import open_storage
@@ -91,7 +93,7 @@ def test_a_held_step_is_not_deleted(tmp_path, kind):
     assert t5ckpt.all_steps(place) == [3]
     with held(storage, 1, 60, clock) as is_there:
         assert not is_there
-    assert not [entry.name for entry in storage.entries() if entry.name.startswith('held_')]
+    assert not storage.names(hold_dir(storage), 'held_')
 
 
 class Late(FileStorage):
@@ -114,6 +116,71 @@ def test_a_hold_that_comes_at_the_last_moment_brings_the_step_back(tmp_path):
     assert t5ckpt.load_t5x_checkpoint(tmp_path, 0)['params']['w'].sum() == 8
     storage.holding.__exit__(None, None, None)
     assert hide_checkpoint(storage, 0, time.time) is not None
+
+
+def rival_of(storage, step):
+    """The marker of a live process elsewhere."""
+    owner = {'nonce': 'rival', 'host': 'elsewhere', 'place': 'boot', 'pid': 1, 'born': '1', 'beat': time.time()}
+    storage.write(busy_marker(step), json.dumps(owner).encode())
+
+
+@pytest.mark.parametrize('rival', ['none', 'live', 'done', 'written anew'])
+def test_what_is_hidden_is_removed_by_whose_marker_it_is(tmp_path, rival):
+    """Two deleters on a store without rename whose markers were written over each other in the same moment."""
+    storage = open_storage(f'memory://{tmp_path.name}/run')
+    save(storage.url(), [0, 1])
+    manifest = storage.read('checkpoint_0/checkpoint')
+    hidden = hide_checkpoint(storage, 0, time.time)
+    assert hidden is not None
+    assert storage.is_file(busy_marker(0))
+    assert t5ckpt.all_steps(storage.url()) == [1]
+    if rival == 'live':
+        rival_of(storage, 0)
+    elif rival != 'none':
+        storage.delete_file(busy_marker(0))
+    if rival == 'written anew':
+        storage.write('checkpoint_0/checkpoint', manifest)
+    remove_hidden(storage, hidden, time.time)
+    assert bool(storage.names('checkpoint_0', '')) == (rival in ('live', 'written anew'))
+    assert storage.is_file(busy_marker(0)) == (rival == 'live')
+    if rival != 'live':
+        take(storage, 0, time.time).release()
+
+
+@pytest.mark.parametrize('has_rival', [False, True])
+def test_a_step_comes_back_by_whose_marker_it_is(tmp_path, has_rival):
+    storage = open_storage(f'memory://{tmp_path.name}/run')
+    save(storage.url(), [0, 1])
+
+    def is_wanted():
+        if has_rival:
+            rival_of(storage, 0)
+        return True
+
+    if has_rival:
+        with pytest.raises(CheckpointNotFoundError, match='another process'):
+            hide_in_place(storage, 0, time.time, is_wanted)
+    else:
+        assert hide_in_place(storage, 0, time.time, is_wanted) is None
+    assert storage.is_file('checkpoint_0/checkpoint') is not has_rival
+    assert storage.is_file(busy_marker(0)) is has_rival
+    assert storage.names('checkpoint_0', '') != []
+
+
+@pytest.mark.parametrize('kind', ['file', 'memory'])
+def test_the_next_step_of_another_process_is_skipped(tmp_path, kind):
+    """Above its own latest step a process does not look before it saves; it finds what is there under its marker."""
+    place = tmp_path if kind == 'file' else f'memory://{tmp_path.name}/run'
+    state = {'params': {'w': np.zeros(8, np.float32)}}
+    with Checkpointer(state, checkpoints_dir=place, keep=2) as ck:
+        ck.save(state, step=0)
+        save(place, [1])
+        assert ck.save(state, step=1) is None
+        assert ck.save(state, step=2) is not None
+    assert t5ckpt.all_steps(place) == [1, 2]
+    assert t5ckpt.load_t5x_checkpoint(place, 1)['params']['w'].sum() == 8
+    if kind == 'memory':
+        assert not open_storage(place).names('.t5ckpt', 'busy')
 
 
 # --- two deleters ---------------------------------------------------------------------------------------------------

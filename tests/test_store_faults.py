@@ -18,6 +18,7 @@ from support.proxy import FAULTS
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt._layout import index_complete
 from t5ckpt.cli._app import run
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock
@@ -80,7 +81,7 @@ def leaves_nothing_behind(url, clock):
     keys = [key for key, _ in open_storage(url).walk('')]
     assert {key.partition('/')[0] for key in keys} == {'.t5ckpt', 'checkpoint_98', 'checkpoint_99'}
     markers = [key for key in keys if key.startswith('.t5ckpt')]
-    assert markers == ['.t5ckpt/complete', '.t5ckpt/steps/98', '.t5ckpt/steps/99']
+    assert markers == [index_complete(url), '.t5ckpt/steps/98', '.t5ckpt/steps/99']
 
 
 @pytest.mark.slow

@@ -77,6 +77,8 @@ def leaves_nothing_behind(url, clock):
     ck = checkpointer(url, clock, keep=2)
     ck.save(state(98), step=98)
     ck.save(state(99), step=99)
+    # Retention removes in the background.
+    ck.close()
     check(url, must=(98, 99))
     keys = [key for key, _ in open_storage(url).walk('')]
     assert {key.partition('/')[0] for key in keys} == {'.t5ckpt', 'checkpoint_98', 'checkpoint_99'}

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -36,6 +36,7 @@ __all__ = [
     'check_kind',
     'check_patterns',
     'check_policies',
+    'check_transforms',
     'given_steps',
     'integer',
     'leaf_name',
@@ -84,7 +85,8 @@ def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            raise ValueError(f'{what}: {pattern!r} is no regular expression: {error}.') from error
+            one = ' Join several with |.' if isinstance(pattern, (list, tuple)) else ''
+            raise ValueError(f'{what}: {pattern!r} is not a regular expression: {error}.{one}') from error
 
 
 def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:
@@ -158,6 +160,18 @@ def check_callables(**functions: Any) -> None:
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f'{name} must be a function, got {value!r:.80}.')
+
+
+def check_transforms(fns: Any) -> None:
+    """Raises ValueError unless the option is a list of functions."""
+    if callable(fns):
+        raise ValueError(  # noqa: TRY004 - as for all options
+            f'state_transformation_fns is a list of functions, got {fns!r:.80}. Put it into a list.'
+        )
+    is_list = isinstance(fns, Sequence) and not isinstance(fns, str)
+    wrong = next((fn for fn in fns if not callable(fn)), None) if is_list else fns
+    if wrong is not None:
+        raise ValueError(f'state_transformation_fns is a list of functions, got {wrong!r:.80}.')
 
 
 def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:

@@ -46,6 +46,7 @@ from t5ckpt._types import (
     check_callables,
     check_flags,
     check_kind,
+    check_transforms,
     integer,
     number,
 )
@@ -151,10 +152,7 @@ class Checkpointer(FromTensorFlow):
         if use_gda is not None:
             text = f'use_gda={use_gda!r} has no effect: arrays are always global. T5X removed it in 2023; leave it out.'
             warnings.warn(text, ObsoleteArgumentWarning, stacklevel=2)
-        if isinstance(partitioner, (str, os.PathLike, Storage)):
-            raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError
-                f'partitioner is {partitioner!r:.80}, which looks like a directory. Pass it as checkpoints_dir=.'
-            )
+        _check_no_directory(train_state=train_state, partitioner=partitioner)
         if keep is not None and keep_policy is not None:
             raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
         check_kind('keep_policy', keep_policy, KeepPolicy, 'KeepLatest(3)')
@@ -515,10 +513,8 @@ class Checkpointer(FromTensorFlow):
           TreeMismatchError: checkpoint and model differ; the error lists every difference.
           FormatError, StorageError: the checkpoint cannot be read.
         """
-        if step is not None and path is not None:
-            raise ValueError("step and path both say what to restore: pass path='run/checkpoint_100'.")
-        if step is not None and not hasattr(step, '__index__'):
-            raise ValueError(f'step must be an integer, got {step!r:.80}. A place is given as path=.')
+        _check_restored(step, path)
+        check_transforms(state_transformation_fns)
         request = RestoreRequest(
             storage=self._storage,
             step=step,
@@ -719,6 +715,28 @@ def _warn_of_idle(policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: 
             'leave it out.'
         )
         warnings.warn(text, NoEffectWarning, stacklevel=3)
+
+
+def _check_no_directory(**options: Any) -> None:
+    """Raises ValueError where a directory was given in the place of something else."""
+    for name, value in options.items():
+        if isinstance(value, (str, os.PathLike, Storage)):
+            raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError
+                f'{name} is {value!r:.80}, which looks like a directory. Pass it as checkpoints_dir=: '
+                'Checkpointer(train_state, checkpoints_dir=...).'
+            )
+
+
+def _check_restored(step: Any, path: Any) -> None:
+    """Raises ValueError unless at most one of the two is given, and is what it should be."""
+    template = 'The structure to restore goes to the constructor: Checkpointer(state, checkpoints_dir=...).'
+    if path is not None and not isinstance(path, (str, bytes, os.PathLike)):
+        raise ValueError(f'path must be the path of a checkpoint, got a {type(path).__name__}. {template}')
+    if step is not None and path is not None:
+        raise ValueError(f'step={step!r:.40} and path={os.fspath(path)!r} both say what to restore: pass one of them.')
+    if step is not None and not hasattr(step, '__index__'):
+        cure = 'Pass it as path=.' if isinstance(step, (str, os.PathLike)) else template
+        raise ValueError(f'step must be an integer, got {step!r:.80}. {cure}')
 
 
 def _latest(keep: int | None) -> KeepPolicy:

@@ -18,7 +18,7 @@ from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._sidecar import TreeFacts
-from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
+from t5ckpt._types import Path, RestoreStateTransformationFn, check_transforms, leaf_name
 from t5ckpt._workers import Pool
 from t5ckpt.steps import locate, with_links
 from t5ckpt.view import lazy_leaf
@@ -73,6 +73,7 @@ def load_t5x_checkpoint(
       StorageError: it cannot be read.
     """
     cast = Cast.of(restore_dtype, cast_leaves, 'restore_dtype')
+    check_transforms(state_transformation_fns)
     located = with_links(locate(path, step, storage_options, tensors=True), follow_links)
     reading = ReadOptions(mmap, verify)
     ledgers = reading.checks_all(located.storage, lazy=lazy_parameters)

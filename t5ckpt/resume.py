@@ -78,6 +78,13 @@ class WarmStart:
     def __post_init__(self) -> None:
         if self.missing not in ('error', 'init'):
             raise ValueError(f"missing is 'error' or 'init', got {self.missing!r:.40}.")
+        rules: Any = self.rename
+        is_list = isinstance(rules, Sequence) and not isinstance(rules, str)
+        if not is_list or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
+            raise ValueError(
+                'WarmStart: rename is a list of (name in the model, name in the checkpoint), such as '
+                f"[('params/(.*)', r'ema/\\1')], got {rules!r:.80}."
+            )
 
     @property
     def place(self) -> str:
@@ -124,6 +131,10 @@ def restore_or_init(
       CorruptCheckpointError: the run has checkpoints and none of them can be read.
       TreeMismatchError: the checkpoint is not of this model.
     """
+    if not callable(init_fn):
+        raise ValueError(  # noqa: TRY004 - as for all options
+            f'init_fn is a function that makes the state, got a {type(init_fn).__name__}. Pass lambda: state.'
+        )
     if fallback not in ('older', None):
         raise ValueError(f"fallback is 'older' or None, got {fallback!r:.40}.")
     steps: list[int] = checkpointer.agree('restore_or_init', None, lambda _: checkpointer.all_steps())

@@ -93,7 +93,7 @@ def open_run_storage(
       CheckpointNotFoundError: it is a step of a run, or lies in one. What would be saved there would lie within a
         checkpoint, and go with it.
     """
-    if not isinstance(path, Storage) and not os.fspath(path):
+    if isinstance(path, (str, bytes, os.PathLike)) and not os.fspath(path):
         return AbsentStorage()
     storage = open_storage(path, storage_options)
     refuse_within_step(storage, storage_options)

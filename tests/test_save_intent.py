@@ -241,3 +241,35 @@ def test_a_metric_that_comes_now_and_then_is_no_mistake(tmp_path, caught):
 def test_preemption_without_a_notice_is_refused(tmp_path):
     with pytest.raises(ValueError, match='SaveOnPreemption never saves without preempted='):
         Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=SaveEvery(10) | SaveOnPreemption())
+
+
+@pytest.mark.parametrize(
+    ('call', 'text'),
+    [
+        (lambda ck, state: ck.save(state, state), "state_transformation_fns is a list of functions, got {'params'"),
+        (lambda ck, state: ck.save(state, [1]), 'state_transformation_fns is a list of functions, got 1'),
+        (lambda ck, state: ck.save('4', state), "the step must be an integer, got '4'"),
+        (lambda ck, state: ck.restore(2, state), 'path must be the path of a checkpoint, got a dict.*constructor'),
+        (lambda ck, state: ck.restore(state), 'step must be an integer, got .*constructor'),
+        (lambda ck, state: ck.restore('run'), "step must be an integer, got 'run'. Pass it as path="),
+        (lambda ck, state: ck.restore(2, 'run/checkpoint_1'), "step=2 and path='run/checkpoint_1' both say"),
+        (lambda ck, state: ck.restore(state_transformation_fns=t5ckpt.intersect_state), 'Put it into a list'),
+        (lambda ck, state: ck.restore(resize=True), 'resize'),
+        (t5ckpt.restore_or_init, 'init_fn is a function .* got a dict'),
+        (lambda ck, state: t5ckpt.Checkpointer('runs/a'), "train_state is 'runs/a', which looks like a directory"),
+        (lambda ck, state: t5ckpt.Checkpointer('run', state), "train_state is 'run', which looks like a directory"),
+        (lambda ck, state: t5ckpt.Checkpointer(state, checkpoints_dir=5), 'A path is text or a pathlib.Path, got 5'),
+        (lambda ck, state: t5ckpt.WarmStart('a', rename=('a', 'b')), r"rename is a list of .*, got \('a', 'b'\)"),
+        (lambda ck, state: t5ckpt.WarmStart('a', rename={'a': 'b'}), "rename is a list of .*, got {'a': 'b'}"),
+        (
+            lambda ck, state: t5ckpt.Checkpointer(state, None, 'run', save_dtype='bfloat16', cast_leaves=['a', 'b']),
+            'cast_leaves: .* is not a regular expression: .* Join several',
+        ),
+    ],
+)
+def test_arguments_in_the_place_of_others(tmp_path, call, text):
+    state = {'params': {'w': np.zeros(3)}, 'step': 1}
+    checkpointer = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run')
+    with pytest.raises(ValueError, match=text):
+        call(checkpointer, state)
+    assert not (tmp_path / 'run').exists()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._budget import bytes_of_gb
-from t5ckpt._types import check_flags, check_kind
+from t5ckpt._types import check_flags, check_kind, check_transforms
 
 __all__ = ['SaveCall', 'in_order', 'metric_numbers', 'plain_json']
 
@@ -56,10 +56,9 @@ class SaveCall:
             raise ValueError(
                 f'save was given the step {first} where the state belongs. Write save(state, step={first}).'
             )
-        if callable(second):
-            raise ValueError(  # noqa: TRY004 - as for all options
-                f'state_transformation_fns is a list of functions, got {second!r:.80}. Put it into a list.'
-            )
+        if isinstance(first, str):
+            raise ValueError(f'the step must be an integer, got {first!r:.80}. Write save(state, step=...).')  # noqa: TRY004 - as for all options
+        check_transforms(second)
         check_flags(overwrite=options['overwrite'])
         metadata = plain_json('custom_metadata', options['custom_metadata'])
         metrics = metric_numbers({} if options['metrics'] is None else options['metrics'])

@@ -44,7 +44,10 @@ def _parse(path: str | bytes | os.PathLike[str]) -> _Location:
     Raises:
       InvalidPathError: it names nothing, or not for certain.
     """
-    given = os.fspath(path)
+    try:
+        given = os.fspath(path)
+    except TypeError:
+        raise InvalidPathError(f'A path is text or a pathlib.Path, got {path!r:.80}.') from None
     text = os.fsdecode(given) if isinstance(given, bytes) else given
     _check_text(text)
     if text.lower().startswith('file:'):

@@ -130,7 +130,7 @@ def test_a_partitioner_says_that_any_tree_is_t5xs(run_dir):
     with pytest.raises(t5ckpt.errors.UnexpectedLeaves, match='state/param_states'):
         t5ckpt.Checkpointer(tree, None, '').restore(path=run_dir)
     assert_state(
-        t5ckpt.restore_or_init(t5ckpt.Checkpointer(inference(state), parts(), run_dir), None), inference(state)
+        t5ckpt.restore_or_init(t5ckpt.Checkpointer(inference(state), parts(), run_dir), dict), inference(state)
     )
 
 

@@ -30,11 +30,11 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
+from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, policy_of, retention_plan
 from t5ckpt.steps import listing, steps_in
 from t5ckpt.storage import Storage
 
-__all__ = ['Retention', 'delete_step', 'deletion', 'saved_facts']
+__all__ = ['Retention', 'delete_step', 'deletion', 'missing_from_all', 'saved_facts']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -128,6 +128,11 @@ class Retention:
     def is_next(self, step: int) -> bool:
         """Whether a step is above the latest one that this process saved."""
         return self._latest is not None and step > self._latest
+
+    def recorded_policy(self) -> KeepPolicy | None:
+        """The keep policy under which the latest step was saved; None where nothing says so."""
+        steps = self._prunable(listing(self._storage).steps)
+        return policy_of(_extra(self._storage, steps[-1]).get('keep')) if steps else None
 
     def _found_metrics(self, steps: Sequence[int], names: Collection[str]) -> dict[str, Mapping[int, float]]:
         if self._source is None:
@@ -300,11 +305,7 @@ def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool 
 
 def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
     """When a step was saved, as unix seconds or None, and the metrics it was saved with."""
-    key = join(step_dir(step), SIDECAR)
-    try:
-        extra = decode_sidecar(storage.read(key), storage.url(key)).extra
-    except (StorageError, FileNotFoundError, FormatError):
-        extra: Mapping[str, Any] = {}
+    extra = _extra(storage, step)
     created = time_of(extra)
     if created is None and storage.renames:
         # T5X's: the manifest is written last.
@@ -312,6 +313,23 @@ def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str,
             next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None
         )
     return created, metrics_of(extra)
+
+
+def _extra(storage: Storage, step: int) -> Mapping[str, Any]:
+    """What a step's sidecar records; nothing where it cannot be read, which must not stop retention."""
+    key = join(step_dir(step), SIDECAR)
+    try:
+        return decode_sidecar(storage.read(key), storage.url(key)).extra
+    except (StorageError, FileNotFoundError, FormatError):
+        return {}
+
+
+def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:
+    """What to say to a metric that no step has, with those there are; None where a step has it or there is no step."""
+    known = sorted({name for info in infos for name in info.metrics})
+    if not infos or metric in known:
+        return None
+    return f'no step has the metric {metric!r}; there are: {", ".join(known) or "none"}.'
 
 
 def _dataset_files(storage: Storage, step: int) -> Collection[str]:

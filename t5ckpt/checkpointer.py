@@ -29,7 +29,7 @@ from t5ckpt._plan_restore import STRICTNESS, RestoreOptions
 from t5ckpt._process import DEFAULT_TIMEOUT_SECONDS, Processes, Round
 from t5ckpt._reader import ReadOptions
 from t5ckpt._restore import RestoreRequest, fit_leaves, run_restore
-from t5ckpt._retention import Retention, delete_step
+from t5ckpt._retention import Retention, delete_step, missing_from_all
 from t5ckpt._save import prepare_save
 from t5ckpt._schedule import Environment, SaveSchedule
 from t5ckpt._stage import STAGING_MODES
@@ -643,16 +643,21 @@ class Checkpointer(FromTensorFlow):
           mode: 'max' or 'min'; None takes the policy's.
 
         Returns:
-          None where no step has the metric.
+          None where there is no step, no step has any metric, or all values are NaN.
 
         Raises:
-          ValueError: no policy, or more than one, says which metric or mode.
+          ValueError: no policy, or more than one, says which metric or mode; or no step has this metric, and some have
+            others, which are named.
         """
         self.wait_until_finished()
         self._schedule.is_used = True
         name, best = monitored(self._monitored, metric, mode)
         sign = 1 if best == 'max' else -1
-        values = {info.step: info.metrics.get(name, math.nan) for info in self._retention.infos((name,))}
+        infos = self._retention.infos({name, *self._retention.policy.metric_names})
+        missing = missing_from_all(infos, name)
+        if missing is not None and any(info.metrics for info in infos):
+            raise ValueError(f'best_step: {missing} Pass one of these.')
+        values = {info.step: info.metrics.get(name, math.nan) for info in infos}
         ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
         return max(ranked)[1] if ranked else None
 

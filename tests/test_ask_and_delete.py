@@ -95,7 +95,8 @@ def test_best_step_and_metrics(tmp_path):
         assert ck.best_step() == ck.best_step('loss') == 3
         assert ck.best_step('acc', 'max') == 3
         assert ck.best_step('acc', 'min') == 0
-        assert ck.best_step('other', 'max') is None
+        with pytest.raises(ValueError, match="no step has the metric 'lss'; there are: acc, loss"):
+            ck.best_step('lss', 'min')
         assert ck.metrics(1) == {'loss': 1.0, 'acc': -1.0}
         assert ck.metrics() == {'loss': 2.0, 'acc': -2.0}
         with pytest.raises(CheckpointNotFoundError, match='no step 7; complete steps are: 0, 1, 2, 3, 4'):
@@ -108,6 +109,9 @@ def test_best_step_and_metrics(tmp_path):
         assert ck.best_step() == 0
     with Checkpointer(state(), checkpoints_dir=tmp_path) as ck, pytest.raises(ValueError, match='they compare: none'):
         ck.best_step()
+    with Checkpointer(state(), checkpoints_dir=tmp_path / 'bare') as ck:
+        ck.save(state(), step=1)
+        assert ck.best_step('loss', 'min') is None, 'no step has any metric'
 
 
 def test_should_save_changes_nothing(tmp_path):

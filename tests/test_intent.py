@@ -651,8 +651,8 @@ def test_what_was_not_done_is_told(run, tmp_path):
     assert done.return_value == 1
     assert json.loads(done.stdout)['unmatched'] == ['--grep kernl']
     assert json.loads(verb('show', run, '--json').stdout)['unmatched'] == []
-    words = ['prune', run, '--best', 'acc', '--keep-step', 9, '--dry-run', '--json']
-    assert json.loads(verb(*words).stdout)['unmatched'] == ['--best acc', '--keep-step 9']
+    words = ['prune', run, '--keep-step', 9, '--dry-run', '--json']
+    assert json.loads(verb(*words).stdout)['unmatched'] == ['--keep-step 9']
     assert "--grep 'kernl' is found in no name" in done.stderr
     assert 'there is no step 7, 9' in verb('prune', run, '--keep-step', 9, '--keep-step', 7, '--dry-run').stderr
     t5ckpt.pin_checkpoint(run / 'checkpoint_2')

@@ -10,15 +10,17 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from test_cli import t5ckpt_cli
 
 import t5ckpt
-from t5ckpt import Checkpointer, KeepLatest, checkpoints_iterator, export_weights
+from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
 from t5ckpt._commit import hide_checkpoint, remove_hidden
 from t5ckpt._holds import held, hold_dir
 from t5ckpt._in_place import hide_in_place, take
 from t5ckpt._layout import busy_marker
 from t5ckpt._retention import Retention
+from t5ckpt.cli._app import app
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.file import FileStorage
@@ -58,15 +60,45 @@ def test_prune_must_be_told_what_to_keep(tmp_path):
     assert 'no such directory' in t5ckpt_cli('prune', tmp_path / 'none', '--keep', 1, code=3)
 
 
-def test_a_metric_that_no_step_has_is_told(tmp_path):
+def pruned(*words, code=0):
+    """What prune says, in this process."""
+    done = CliRunner().invoke(app, ['prune', *map(str, words)])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_a_metric_that_no_step_has_deletes_nothing(tmp_path):
     save(tmp_path, range(3), {0: 5.0, 1: 1.0, 2: 4.0})
-    done = subprocess.run(
-        [sys.executable, '-m', 't5ckpt', 'prune', tmp_path, '--best', 'los', '--dry-run'],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == 'no step has the metric los; there are: loss\n'
+    for words in (['--yes'], ['--dry-run'], ['--mode', 'min', '--json', '--yes']):
+        done = pruned(tmp_path, '--keep', 1, '--best', 'los', *words, code=2)
+        assert "no step has the metric 'los'; there are: loss" in done
+    assert t5ckpt.all_steps(tmp_path) == [0, 1, 2]
+    save(tmp_path / 'bare', range(3))
+    assert 'there are: none' in pruned(tmp_path / 'bare', '--keep', 1, '--best', 'loss', '--yes', code=2)
+    assert t5ckpt.all_steps(tmp_path / 'bare') == [0, 1, 2]
+
+
+def test_the_mode_of_the_best_comes_from_the_policy_that_the_run_was_saved_under(tmp_path):
+    state = {'params': {'w': np.ones(8, np.float32)}}
+    policy = KeepLatest(9) | KeepBest(2, 'loss', 'min')
+    with Checkpointer(state, checkpoints_dir=tmp_path, keep_policy=policy) as ck:
+        for step, loss in enumerate([5.0, 1.0, 4.0, 3.0]):
+            ck.save(state, step=step, metrics={'loss': loss, 'accuracy': step})
+    words = (tmp_path, '--keep', 1, '--best', 'loss', '--dry-run')
+    assert "--best loss: the lowest is the best (min, from the run's keep policy)" in pruned(*words)
+    found = json.loads(pruned(*words, '--json'))
+    assert found['mode'] == 'min'
+    assert [entry['step'] for entry in found['plan'] if entry['keep']] == [1, 3]
+    # What is asked for counts, and is said to differ.
+    told = pruned(*words, '--mode', 'max')
+    assert "--best loss: the highest is the best (max, as asked; the run's keep policy says min)" in told
+    for metric in ('accuracy', 'accurac'):
+        said = pruned(tmp_path, '--keep', 1, '--best', metric, '--yes', code=2)
+        assert ('--mode min' in said) == (metric == 'accuracy')
+    assert t5ckpt.all_steps(tmp_path) == [0, 1, 2, 3]
+    told = pruned(tmp_path, '--keep', 1, '--best', 'loss', '--yes')
+    assert 'min, from the run' in told
+    assert t5ckpt.all_steps(tmp_path) == [1, 3]
 
 
 # --- holds ------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,22 @@ from typing import Any
 
 import click
 
-from t5ckpt._retention import Retention
+from t5ckpt._retention import Retention, missing_from_all
 from t5ckpt.cli._output import Column, confirm, json_option, moved_option, print_json, print_table, say
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import Decision, KeepAny, KeepBest, KeepEvery, KeepEveryHours, KeepLatest, KeepPolicy, KeepSteps
+from t5ckpt.policies import (
+    Decision,
+    KeepAll,
+    KeepAny,
+    KeepBest,
+    KeepEvery,
+    KeepEveryHours,
+    KeepLatest,
+    KeepPolicy,
+    KeepSteps,
+)
+from t5ckpt.save.monitored import monitored_metrics
 from t5ckpt.steps import open_run_storage
 
 __all__ = ['command']
@@ -24,7 +35,9 @@ __all__ = ['command']
 @click.option('--keep', type=click.IntRange(1), metavar='N', help='Keep the N latest.')
 @click.option('--best', 'metric', metavar='METRIC', help='Keep the best by this metric, as --keep-best says.')
 @click.option('--keep-best', type=click.IntRange(1), metavar='N', help='How many of the best; 1 without it.')
-@click.option('--mode', type=click.Choice(['max', 'min']), help='Which values are best; max without it.')
+@click.option(
+    '--mode', type=click.Choice(['max', 'min']), help='Which values are best; without it, as the run was saved.'
+)
 @click.option('--every', type=click.IntRange(1), metavar='K', help='Keep the steps that K divides.')
 @click.option('--every-hours', type=float, metavar='T', help='Keep one in T hours.')
 @click.option('--keep-step', 'steps', type=int, multiple=True, metavar='STEP', help='Keep this step; may be repeated.')
@@ -38,10 +51,12 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     A step stays if any of the options keeps it. The latest stays always, and so do pinned ones and those that a reader
     holds, and those in the layout of Orbax or Flax: remove their directories yourself. It is the plan that a trainer with the
     same policy carries out. A metric is what was given to save, or what TensorBoard's files below PATH say: with --best
-    train/loss, of the tag loss in PATH/train.
+    train/loss, of the tag loss in PATH/train. Without --mode, the keep policy under which the latest step was saved says
+    whether its highest or its lowest values are the best.
 
     \b
-    Exit codes: 0 done, or nothing to do; 1 a step could not be deleted.
+    Exit codes: 0 done, or nothing to do; 1 a step could not be deleted;
+    2 wrong words, such as a metric that no step has: nothing is deleted.
 
     \b
     Example:
@@ -50,14 +65,15 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     storage = open_run_storage(path)
     if storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: there is no such directory.')
-    retention = Retention(storage, _policy(keep), time.time, None, TensorBoardMetrics(storage))
+    retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
+    mode, told = _mode(retention, keep['metric'], keep['mode'])
+    retention.policy = _policy({**keep, 'mode': mode})
     plan = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
-    unmatched = [
-        *_say_if_unknown(retention, keep['metric']),
-        *_say_if_absent(keep['steps'], [decision.step for decision in plan]),
-    ]
+    unmatched = _say_if_absent(keep['steps'], [decision.step for decision in plan])
     doomed = [decision.step for decision in plan if not decision.keep]
     if not as_json:
+        if told is not None:
+            say(told)
         columns = [Column('step', right=True), Column(''), Column('because')]
         print_table(columns, [[str(each.step), 'stays' if each.keep else 'goes', each.reason] for each in plan])
     deleted: list[Decision] = []
@@ -74,6 +90,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
                 'deleted': [decision.step for decision in deleted],
                 'failed': failed,
                 'unmatched': unmatched,
+                'mode': mode,
             }
         )
     elif failed:
@@ -82,13 +99,31 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
         raise click.exceptions.Exit(1)
 
 
-def _say_if_unknown(retention: Retention, metric: str | None) -> list[str]:
-    """A name that no step has is kept to, but more likely misspelt; returns it as the option was given."""
-    known = sorted({name for info in retention.infos() for name in info.metrics}) if metric is not None else []
-    if metric is None or metric in known:
-        return []
-    say(f'no step has the metric {metric}; there are: {", ".join(known) or "none"}', err=True)
-    return [f'--best {metric}']
+def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:
+    """The mode to rank a metric by, as far as the caller leaves it to the run's keep policy; and which it is, in words.
+
+    Raises:
+      click.UsageError: no step has the metric, or nothing says its mode. A plan by a guess would delete the best steps.
+    """
+    infos = [] if metric is None else retention.infos((metric,))
+    if metric is None or not infos:
+        return mode, None
+    missing = missing_from_all(infos, metric)
+    if missing is not None:
+        raise click.UsageError(f'--best: {missing} Nothing was deleted.')
+    policy = retention.recorded_policy()
+    known = () if policy is None else monitored_metrics(policy, None)
+    recorded = sorted({best for name, best in known if name == metric})
+    if mode is None and len(recorded) != 1:
+        raise click.UsageError(
+            f'--best {metric}: the keep policy of the run does not say whether high or low values are the best. Pass '
+            '--mode max or --mode min.'
+        )
+    used = mode or recorded[0]
+    which = 'highest' if used == 'max' else 'lowest'
+    origin = "from the run's keep policy" if mode is None else 'as asked'
+    other = f"; the run's keep policy says {recorded[0]}" if recorded and used not in recorded else ''
+    return used, f'--best {metric}: the {which} is the best ({used}, {origin}{other})'
 
 
 def _say_if_absent(wanted: Sequence[int], steps: Sequence[int]) -> list[str]:

@@ -57,7 +57,7 @@ read_only | hint | a program that never saves
 use_gda | warning | always: ObsoleteArgumentWarning
 """,
     'Checkpointer.agree': 'action note decide | hint | one process decides alone',
-    'Checkpointer.best_step': 'metric mode | error | no policy says which; None where no step has it',
+    'Checkpointer.best_step': 'metric mode | error | no policy says which, or no step has it and some have others',
     'Checkpointer.convert_from_tf_checkpoint': """
 state_transformation_fns | error | as in save
 concurrent_gb | hint | a limit
@@ -277,7 +277,7 @@ VERBS = {
     'pin': '--why | hint | replaces the reason that is there',
     'prune': """
 --keep --every --every-hours | hint | all stay: the table says why
---best | report | no step has the metric: unmatched
+--best | error | no step has the metric
 --keep-best --mode | error | without --best
 --keep-step | report | there is no such step: unmatched
 """,

@@ -27,6 +27,7 @@ from t5ckpt._in_place import (
     Hidden,
     WriteLease,
     hide_in_place,
+    process_facts,
     remove_in_place,
     remove_step,
     sidecar_record,
@@ -116,7 +117,7 @@ class Workspace:
 
 def writer_facts(version: str) -> dict[str, Any]:
     """Who writes: for the sidecar, and for the sweep of another process."""
-    return {'name': 't5ckpt', 'version': version, 'host': socket.gethostname(), 'pid': os.getpid()}
+    return {'name': 't5ckpt', 'version': version, 'host': socket.gethostname(), 'pid': os.getpid(), **process_facts()}
 
 
 def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None:

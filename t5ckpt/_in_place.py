@@ -48,7 +48,9 @@ __all__ = [
     'Hidden',
     'Owner',
     'WriteLease',
+    'has_ended',
     'parse_owner',
+    'process_facts',
     'remove_in_place',
     'remove_step',
     'sidecar_record',
@@ -103,6 +105,18 @@ def _born(pid: int) -> str:
             return file.read().rpartition(')')[2].split()[19]
     except (OSError, IndexError):
         return ''
+
+
+def process_facts() -> dict[str, Any]:
+    """What tells this process from all others, for :func:`has_ended`."""
+    return {'place': _place(), 'born': _born(os.getpid())}
+
+
+def has_ended(writer: Any) -> bool:
+    """Whether a writer, by its facts in a finished sidecar, was a process of this machine that has ended."""
+    if not isinstance(writer, Mapping) or not isinstance(writer.get('pid'), int) or not writer.get('place'):
+        return False
+    return writer['place'] == _place() and (writer['pid'] == os.getpid() or _born(writer['pid']) != writer.get('born'))
 
 
 def parse_owner(data: Any) -> Owner | None:

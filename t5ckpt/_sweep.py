@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterable
 
 from t5ckpt._holds import hold_dir, list_holds
-from t5ckpt._in_place import TAKE_OVER_SECONDS, parse_owner, sweep_in_place
+from t5ckpt._in_place import TAKE_OVER_SECONDS, has_ended, parse_owner, sweep_in_place
 from t5ckpt._index import Index, read_index
 from t5ckpt._layout import SIDECAR, Hold, Leftover, join, parse_leftover
 from t5ckpt._sidecar import decode_sidecar
@@ -116,7 +116,11 @@ def is_abandoned(storage: Storage, leftover: Leftover, now: float, stale_after: 
         # The crash came while the first file was being written; T5X and Orbax never make such a name.
         return is_old or (has_lock and all(entry.startswith(SIDECAR) for entry in entries))
     try:
-        owner = parse_owner(decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).extra.get('writer'))
+        writer = decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).extra.get('writer')
     except FormatError:
-        owner = None
-    return is_old if owner is None else owner.is_dead(now, stale_after)
+        return is_old
+    owner = parse_owner(writer)
+    if owner is None:
+        # The finished sidecar, which a crash in the commit leaves. A copy's names the writer of its source, hence the lock.
+        return is_old or (has_lock and has_ended(writer))
+    return owner.is_dead(now, stale_after)

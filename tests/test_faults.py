@@ -97,6 +97,29 @@ def test_another_error_comes_through(tmp_path):
 
 # --- write and read leases --------------------------------------------------------------------------------------------
 
+KILLED = """
+import os, signal, sys
+import numpy as np
+import t5ckpt
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
+
+class Last(FaultyStorage):
+    def publish(self, source, target):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ck = t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=Last(open_storage(sys.argv[1])))
+ck.save({'w': np.ones(3)}, step=1)
+"""
+
+
+@pytest.mark.multiprocess
+def test_what_a_save_that_is_killed_in_its_commit_leaves_goes_at_once(tmp_path):
+    subprocess.run([sys.executable, '-c', KILLED, tmp_path], check=False)
+    (name,) = os.listdir(tmp_path)
+    assert sweep(open_storage(tmp_path), time.time) == [name]
+
+
 LIVE = """
 import sys, time
 from t5ckpt._commit import begin, writer_facts

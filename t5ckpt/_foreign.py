@@ -11,10 +11,18 @@ from typing import Any
 
 from t5ckpt._layout import MANIFEST, join, parse_step_dir
 from t5ckpt._manifest import is_whole
-from t5ckpt.errors import UnsupportedFormatError
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.storage import Storage, open_storage, split_path
 
-__all__ = ['CheckpointTypes', 'detect_checkpoint_type', 'foreign_file', 'foreign_layout', 'unread_contents']
+__all__ = [
+    'CheckpointTypes',
+    'contents_text',
+    'detect_checkpoint_type',
+    'foreign_file',
+    'foreign_layout',
+    'not_a_run',
+    'unread_contents',
+]
 
 _log = logging.getLogger('t5ckpt')
 
@@ -64,6 +72,17 @@ def foreign_file(name: str) -> str | None:
     return next((f'{what}, not a checkpoint: {cure}' for ends, what, cure in _FILES if name.endswith(ends)), None)
 
 
+def not_a_run(storage: Storage) -> T5CkptError:
+    """The error of a path that is to be a run's directory and is none: a file is named with what reads it."""
+    where = storage.url()
+    if storage.kind('') is None:
+        return CheckpointNotFoundError(f'{where}: there is no such directory.')
+    what = foreign_file(where)
+    if what is not None:
+        return UnsupportedFormatError(f'{where} is {what}.')
+    return CheckpointNotFoundError(f'{where} is a file, not the directory of a run. Check the path.')
+
+
 def foreign_layout(storage: Storage) -> str | None:
     """What a storage's root looks like, for the end of a sentence; None for what is not known.
 
@@ -81,6 +100,18 @@ def foreign_layout(storage: Storage) -> str | None:
                 return f'{what}, with {len(steps)} step(s): {more}{shown}. {cure}; {storage.url(join(latest))} is one'
     names = [entry.name for entry in entries]
     return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
+
+
+def contents_text(storage: Storage) -> str:
+    """What a directory without a checkpoint holds, for the end of a sentence."""
+    if storage.kind('') != 'dir':
+        return 'there is no such directory'
+    names = [entry.name for entry in storage.entries()]
+    if not names:
+        return 'the directory is empty'
+    known = foreign_layout(storage)
+    looks = '' if known is None else f'; it looks like {known}'
+    return f'it holds {len(names)} entries such as {", ".join(names[:5])}{looks}'
 
 
 def unread_contents(storage: Storage) -> str | None:

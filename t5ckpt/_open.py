@@ -11,7 +11,7 @@ from typing import Any
 
 from t5ckpt._digest import digest
 from t5ckpt._gc import paused
-from t5ckpt._layout import MANIFEST, SIDECAR, is_integrity_file, join
+from t5ckpt._layout import MANIFEST, SIDECAR, is_integrity_file, join, parse_step_dir
 from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest
 from t5ckpt._ledger import Ledger, decode_ledger, ledger_entries
 from t5ckpt._manifest import Manifest, decode_manifest
@@ -248,12 +248,22 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
     known = ledger_entries(sidecar.extra.get('digests', {}), where)
     if located.manifest in known:
         _compare(raw.manifest, known[located.manifest], located.url)
-    manifest = decode_manifest(raw.manifest, located.url)
+    manifest = _decoded_manifest(located, raw.manifest)
     if has_placeholders(manifest.state):
         resolved = resolve_placeholders(storage, directory, manifest.state, follow_links=located.follow_links)
         return Contents(located, dataclasses.replace(manifest, state=resolved), Sidecar(), None, raw.versions)
     _type_specs(located, manifest)
     return Contents(located, manifest, sidecar, _ledger(raw, known, where), raw.versions)
+
+
+def _decoded_manifest(located: Located, data: bytes) -> Manifest:
+    try:
+        return decode_manifest(data, located.url)
+    except CorruptCheckpointError as error:
+        if located.manifest == MANIFEST or parse_step_dir(located.manifest) is not None:
+            raise
+        # Only its path says that a file of this name is a checkpoint, so the path is more likely to be wrong than the file.
+        raise UnsupportedFormatError(f'{located.url} is not a checkpoint. Check the path.') from error
 
 
 def _type_specs(located: Located, manifest: Manifest) -> None:

@@ -21,14 +21,13 @@ from t5ckpt._index import read_index, steps_of
 from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, parse_step_name, step_dir
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
-from t5ckpt.catalog.layouts import ListedStep
+from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.commit.deletion import kept_by, kept_error
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     FormatError,
     StorageError,
     T5CkptError,
-    UnsupportedFormatError,
 )
 from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, policy_of, retention_plan
 from t5ckpt.steps import listing, steps_in
@@ -128,6 +127,28 @@ class Retention:
     def is_next(self, step: int) -> bool:
         """Whether a step is above the latest one that this process saved."""
         return self._latest is not None and step > self._latest
+
+    def metrics_at(self, step: int | None) -> Mapping[str, float]:
+        """The metrics of a step; None takes the latest, in whichever layout.
+
+        Raises:
+          CheckpointNotFoundError: there is no such step.
+          UnsupportedFormatError: it is in another layout, whose metrics are not read.
+        """
+        infos = {info.step: info for info in self.infos()}
+        if step in infos:
+            return infos[step].metrics
+        found = {each.step: each for each in listing(self._storage).steps}
+        wanted = max(found, default=None) if step is None else step
+        if wanted in infos:
+            return infos[wanted].metrics
+        if wanted in found:
+            shown = ', '.join(map(str, list(infos)[-10:])) or 'none'
+            rest = f'and t5ckpt does not read its metrics. Steps whose metrics are read: {shown}.'
+            raise other_layout(self._storage.url(found[wanted].name), found[wanted].layout, rest)
+        shown = ', '.join(map(str, list(found)[-10:])) or 'none'
+        asked = 'a step' if wanted is None else f'step {wanted}'
+        raise CheckpointNotFoundError(f'{self._storage.url()}: there is no {asked}; complete steps are: {shown}.')
 
     def recorded_policy(self) -> KeepPolicy | None:
         """The keep policy under which the latest step was saved; None where nothing says so."""
@@ -262,10 +283,8 @@ def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = F
         steps = listing(storage).steps
         for found in steps:
             if found.step == step and not found.is_t5x:
-                raise UnsupportedFormatError(
-                    f'{storage.url(found.name)} is in the layout of {found.layout}, which t5ckpt does not delete. Remove it with '
-                    'the program that wrote it.'
-                )
+                rest = 'which t5ckpt does not delete. Remove it with the program that wrote it.'
+                raise other_layout(storage.url(found.name), found.layout, rest)
         shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
         raise CheckpointNotFoundError(
             f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'

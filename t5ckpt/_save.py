@@ -42,6 +42,7 @@ from t5ckpt._sweep import collect
 from t5ckpt._transform import LeafAxes, transformed
 from t5ckpt._version import __version__
 from t5ckpt._write import WriteJob, WriteReport, write_arrays
+from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.commit.occupancy import occupancy
 from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning
 from t5ckpt.lazy import LazyArray
@@ -146,6 +147,9 @@ def _is_free(request: SaveRequest) -> bool:
     if found is None or (found.is_t5x and request.replaces()):
         return True
     where = request.storage.url(found.name)
+    if request.call.overwrite and not found.is_t5x:
+        rest = 'which t5ckpt does not replace. Remove it with the program that wrote it, or save as another step.'
+        raise other_layout(where, found.layout, rest)
     written = '' if found.is_t5x else f', in the layout of {found.layout.capitalize()}'
     _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', request.step, where, written)
     return False

@@ -52,7 +52,6 @@ from t5ckpt._types import (
 )
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import (
-    CheckpointNotFoundError,
     ClosedError,
     DisagreementError,
     NoEffectWarning,
@@ -302,6 +301,7 @@ class Checkpointer(FromTensorFlow):
         Raises:
           UnsupportedLeafError: a leaf cannot be written; nothing was.
           StepKeptError: the step to overwrite is pinned, or a reader holds it.
+          UnsupportedFormatError: the step to overwrite is in the layout of Orbax or Flax.
           TreeMismatchError: with ``strict_save``, the state does not fit the constructor's; nothing was written.
           StorageError: the checkpoint did not become visible, and what was written of it is gone.
 
@@ -625,15 +625,10 @@ class Checkpointer(FromTensorFlow):
 
         Raises:
           CheckpointNotFoundError: there is no such step.
+          UnsupportedFormatError: it is in the layout of Orbax or Flax, whose metrics are not read.
         """
         self.wait_until_finished()
-        infos = {info.step: info for info in self._retention.infos()}
-        wanted = max(infos, default=None) if step is None else integer('step', step)
-        if wanted is None or wanted not in infos:
-            shown = ', '.join(map(str, list(infos)[-10:])) or 'none'
-            asked = 'a step' if wanted is None else f'step {wanted}'
-            raise CheckpointNotFoundError(f'{self.checkpoints_dir}: there is no {asked}; complete steps are: {shown}.')
-        return dict(infos[wanted].metrics)
+        return dict(self._retention.metrics_at(None if step is None else integer('step', step)))
 
     def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
         """The step that is best by a metric; of equal ones the newest, and NaN never.
@@ -646,8 +641,7 @@ class Checkpointer(FromTensorFlow):
           None where there is no step, no step has any metric, or all values are NaN.
 
         Raises:
-          ValueError: no policy, or more than one, says which metric or mode; or no step has this metric, and some have
-            others, which are named.
+          ValueError: no policy, or more than one, says which metric or mode; or steps have other metrics, but not this one.
         """
         self.wait_until_finished()
         self._schedule.is_used = True

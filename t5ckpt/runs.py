@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from t5ckpt._foreign import not_a_run
 from t5ckpt._frames import pandas
 from t5ckpt._html import table_html
 from t5ckpt._summaries import StepSummary, summaries
@@ -30,10 +31,11 @@ def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
 
     Raises:
       CheckpointNotFoundError: there is no such directory, or it is that of a step.
+      UnsupportedFormatError: it is a file of another format, which is named.
     """
     storage = open_run_storage(path, storage_options)
     if storage.kind('') != 'dir':
-        raise CheckpointNotFoundError(f'{storage.url()}: there is no such directory.')
+        raise not_a_run(storage)
     return Run(storage, storage_options)
 
 

@@ -13,11 +13,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt._foreign import foreign_file, foreign_layout
+from t5ckpt._foreign import contents_text, foreign_file, not_a_run
 from t5ckpt._index import indexed_steps, newest_indexed_step
 from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, parse_step_name, step_dir
 from t5ckpt._types import warn_no_effect
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_orbax, one_a_step
+from t5ckpt.catalog.layouts import ORBAX, ListedStep, Listing, inspect_name, is_orbax, one_a_step, other_layout
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.safetensors import WHOLE_NAMES, is_safetensors
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
@@ -260,7 +260,7 @@ def locate(
     if tensors and step is None and storage.local_path('') is not None and not storage.is_file(MANIFEST):
         # Elsewhere safetensors are not read, so nothing is asked of a bucket.
         file = next((file for file in WHOLE_NAMES if storage.is_file(file)), None)
-        if file is not None:
+        if file is not None and not _holds_steps(storage):
             return Located(outer, name, file, None)
     return _locate_in_dir(storage, outer, name, step)
 
@@ -285,13 +285,15 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     found = newest(storage) if step is None else _step_at(storage, step)
     if found is not None:
         return Located(storage, found.directory, found.manifest, found.step)
+    if storage.renames and storage.kind('') == 'file':
+        raise not_a_run(storage)
     if step is None:
         # A damaged step is opened when there is nothing better.
         damaged = max(_damaged_steps(storage), default=None)
         if damaged is not None:
             return Located(storage, step_dir(damaged), MANIFEST, damaged)
         raise CheckpointNotFoundError(
-            f'{storage.url()}: no complete checkpoint there; {_contents(storage)}. Check the path.'
+            f'{storage.url()}: no complete checkpoint there; {contents_text(storage)}. Check the path.'
         )
     if storage.is_file(MANIFEST):
         raise CheckpointNotFoundError(
@@ -340,16 +342,10 @@ def _damaged_steps(storage: Storage) -> list[int]:
     return [step for step, name in steps.items() if step is not None and storage.is_file(join(name, MANIFEST))]
 
 
-def _contents(storage: Storage) -> str:
-    here = storage.kind('')
-    if here != 'dir':
-        return 'there is no such directory' if here is None else 'it is a file'
-    names = [entry.name for entry in storage.entries()]
-    if not names:
-        return 'the directory is empty'
-    known = foreign_layout(storage)
-    looks = '' if known is None else f'; it looks like {known}'
-    return f'it holds {len(names)} entries such as {", ".join(names[:5])}{looks}'
+def _holds_steps(storage: Storage) -> bool:
+    """Whether a directory is a run, or a step of Orbax: an export that lies in it, too, is not what its path means."""
+    found = listing(storage)
+    return bool(found.steps or found.unreadable or _damaged_steps(storage)) or is_orbax(storage, '')
 
 
 # --- pins ------------------------------------------------------------------------------------------------------------
@@ -364,9 +360,19 @@ def pin_checkpoint(
       ckpt_dir: the step's directory; it must exist.
       txt: the file's contents, such as who pinned it and why.
       storage_options: see docs/storage.md.
+
+    Raises:
+      CheckpointNotFoundError: it is not a checkpoint.
+      UnsupportedFormatError: it is in the layout of Orbax or Flax, into whose steps nothing is written.
     """
     storage = open_storage(ckpt_dir, storage_options)
-    if not storage.is_file(MANIFEST) and not is_orbax(storage, ''):
+    parent, name = split_path(ckpt_dir)
+    found = inspect_name(open_storage(parent, storage_options), name) if name else None
+    layout = found.layout if found is not None and not found.is_t5x else ORBAX if is_orbax(storage, '') else None
+    if layout is not None:
+        rest = 'into which t5ckpt writes nothing. Its keep policies leave such a step alone, pinned or not.'
+        raise other_layout(storage.url(), layout, rest)
+    if not storage.is_file(MANIFEST):
         raise CheckpointNotFoundError(f'{storage.url()} is no checkpoint; pass the directory of a step.')
     storage.write(PINNED, txt.encode())
 

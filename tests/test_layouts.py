@@ -89,6 +89,14 @@ def test_every_finder_agrees_with_restore(run_dir, make, layout, caplog):
     assert [(each['step'], each['layout']) for each in shown] == [(7, layout), (9, 't5x')]
     assert layout in CliRunner().invoke(app, ['ls', str(run_dir)]).output
     assert layout in str(CliRunner().invoke(app, ['rm', str(run_dir), '--step', '7', '--yes']).exception)
+    (theirs,) = {path.name for path in run_dir.iterdir()} & {'7', 'checkpoint_7'}
+    with open_ck(run_dir) as ck:
+        for use in (ck.metrics, lambda step: ck.save(state(step), step=step, overwrite=True)):
+            with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}'):
+                use(7)
+    with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}, into which'):
+        t5ckpt.pin_checkpoint(run_dir / theirs)
+    assert {key: data for key, data in tree(run_dir).items() if not key.startswith('checkpoint_9')} == before
     pruned = CliRunner().invoke(app, ['prune', str(run_dir), '--keep', '1', '--yes'])
     assert f'in the layout of {layout}' in pruned.output
     assert t5ckpt.all_steps(run_dir) == [7, 9]
@@ -143,6 +151,57 @@ def test_a_fresh_start_over_a_step_that_nobody_reads_warns(run_dir, name):
     put(run_dir / 'checkpoint_500' / name)
     with open_ck(run_dir) as ck, pytest.warns(t5ckpt.UnreadLayoutWarning, match='checkpoint_500'):
         t5ckpt.restore_or_init(ck, lambda: 'new')
+
+
+def test_metrics_of_the_latest_step_are_not_those_of_an_older_one(run_dir):
+    with open_ck(run_dir) as ck:
+        ck.save(state(5), metrics={'loss': 1.0})
+        manager(run_dir, 7)
+        with pytest.raises(errors.UnsupportedFormatError, match=r'does not read its metrics.* are read: 5\.'):
+            ck.metrics()
+        assert ck.metrics(5) == {'loss': 1.0}
+        assert ck.best_step('loss', 'min') == 5
+
+
+def test_a_run_that_holds_an_export_is_still_the_run(run_dir):
+    with open_ck(run_dir) as ck:
+        ck.save(state(1))
+        t5ckpt.export_safetensors(run_dir, run_dir / 'model.safetensors')
+        ck.save(state(2))
+        assert ck.restore(path=run_dir)['w'][0] == 2
+        assert ck.restore(path=run_dir / 'model.safetensors')['w'][0] == 1
+    assert t5ckpt.open_checkpoint(run_dir)['w'][0] == t5ckpt.load_t5x_checkpoint(run_dir)['w'][0] == 2
+    assert json.loads(CliRunner().invoke(app, ['cat', str(run_dir), 'w[0]', '--json']).output)['values'] == 2
+    with open_ck(run_dir.parent / 'next') as ck:
+        assert t5ckpt.restore_or_init(ck, lambda: state(0), initial_checkpoint=run_dir)['w'][0] == 2
+    # A step that is damaged is damage, and no reason to read older values in silence.
+    (run_dir / 'checkpoint_1').rename(run_dir / 'gone')
+    (run_dir / 'checkpoint_2' / 'checkpoint').write_bytes(b'\x82')
+    with pytest.raises(errors.CorruptCheckpointError, match='checkpoint_2'):
+        t5ckpt.open_checkpoint(run_dir)
+
+
+def test_a_file_where_a_run_is_expected_is_named(tmp_path):
+    tensors, text = tmp_path / 'w.safetensors', tmp_path / 't9.py'
+    open_ck(tmp_path / 'run').save(STATE, step=1)
+    t5ckpt.export_safetensors(tmp_path / 'run', tensors)
+    text.write_text('import numpy as np\n')
+    wanted = {
+        tensors: 'w.safetensors is a safetensors file, not a checkpoint',
+        text: 't9.py is a file, not the directory of a run',
+    }
+    for path, said in wanted.items():
+        for step in (None, 5):
+            with open_ck(path) as ck, pytest.raises(errors.T5CkptError, match=said):
+                ck.restore(step=step)
+        with pytest.raises(errors.T5CkptError, match=said):
+            t5ckpt.open_run(path)
+        for words in (['ls', str(path)], ['prune', str(path), '--keep', '1']):
+            assert said in str(CliRunner().invoke(app, words).exception)
+    for data in (b'import numpy as np\n', b'', b'\x80\x04 a pickle', b'\x82'):
+        text.write_bytes(data)
+        with pytest.raises(errors.UnsupportedFormatError, match=r't9\.py is not a checkpoint\. Check the path'):
+            t5ckpt.open_checkpoint(text)
 
 
 # --- only what we wrote is removed -------------------------------------------------------------------------------------

@@ -16,10 +16,21 @@ from collections.abc import Mapping
 
 from t5ckpt._layout import MANIFEST, join, parse_step_dir, parse_step_name, step_dir
 from t5ckpt._manifest import is_whole
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.storage import Storage
 
-__all__ = ['FLAX', 'ORBAX', 'T5X', 'ListedStep', 'Listing', 'inspect_name', 'is_orbax', 'one_a_step', 'orbax_marks']
+__all__ = [
+    'FLAX',
+    'ORBAX',
+    'T5X',
+    'ListedStep',
+    'Listing',
+    'inspect_name',
+    'is_orbax',
+    'one_a_step',
+    'orbax_marks',
+    'other_layout',
+]
 
 T5X, ORBAX, FLAX = 't5x', 'orbax', 'flax'
 # Larger manifests are taken to be whole: a listing must not read gigabytes.
@@ -91,6 +102,11 @@ class Listing:
             if last is None or (parse_step_name(name) or 0) > last.step:
                 raise error
         return last
+
+
+def other_layout(where: str, layout: str, rest: str) -> UnsupportedFormatError:
+    """The error of what t5ckpt does only with steps in T5X's layout; ``rest`` says what that is, and what to do instead."""
+    return UnsupportedFormatError(f'{where} is in the layout of {layout}, {rest}')
 
 
 def orbax_marks(directory: str) -> list[str]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
+from t5ckpt._foreign import not_a_run
 from t5ckpt._retention import Retention, missing_from_all
 from t5ckpt.cli._output import Column, confirm, json_option, moved_option, print_json, print_table, say
-from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (
     Decision,
@@ -64,7 +64,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     """
     storage = open_run_storage(path)
     if storage.kind('') != 'dir':
-        raise CheckpointNotFoundError(f'{path}: there is no such directory.')
+        raise not_a_run(storage)
     retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
     mode, told = _mode(retention, keep['metric'], keep['mode'])
     retention.policy = _policy({**keep, 'mode': mode})

@@ -209,8 +209,12 @@ def _got_slice(leaf: LazyArray, box: Box, name: str) -> np.ndarray:
 
 def _without_array(write: _Write) -> _Write:
     """A write that no longer keeps the caller's array alive."""
-    is_array = is_jax_array(write.leaf) or isinstance(write.leaf, np.ndarray)
-    return dataclasses.replace(write, leaf=None) if is_array else write
+    if not is_jax_array(write.leaf) and not isinstance(write.leaf, np.ndarray):
+        return write
+    if isinstance(write, InlineWrite):
+        # There may be many of them, and dataclasses.replace is slow.
+        return InlineWrite(write.path, None, write.dtype)
+    return dataclasses.replace(write, leaf=None)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -301,7 +301,9 @@ class _Copy:
     def _there(self, work: Workspace, names: Sequence[str], ledger: Ledger) -> set[str]:
         """The files that an earlier attempt has copied; what it had besides goes."""
         found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
-        for name in found.keys() - {*names, SIDECAR} - {*foreign_keys(found)}:
+        # A temporary directory is this copy's alone. In place, others may have put files beside.
+        others = set[str]() if self._to.renames else set(foreign_keys(found))
+        for name in found.keys() - {*names, SIDECAR} - others:
             self._to.delete_file(join(work.directory, name))
         is_local = self._from.local_path(self._base) is not None
         known = {name for name in names if name in found and (is_local or name in ledger)}

@@ -76,7 +76,7 @@ def native_dtype(dtype: Any) -> np.dtype:
 
 
 def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None:
-    """Refuses what is no regular expression.
+    """Refuses what is not a regular expression.
 
     Raises:
       ValueError: with the pattern, and where it goes wrong.

@@ -205,7 +205,7 @@ def test_show_sorts_and_greps(run_dir):
     found = json.loads(t5ckpt_cli('show', run_dir, '--step', 100, '--grep', 'scale$', '--json'))
     assert found['step'] == 100
     assert [leaf['name'] for leaf in found['leaves']] == ['target/scale']
-    assert 'no regular expression' in t5ckpt_cli('show', run_dir, '--grep', '(', code=2)
+    assert 'not a regular expression' in t5ckpt_cli('show', run_dir, '--grep', '(', code=2)
 
 
 def test_cat_prints_a_leaf_or_a_slice(run_dir, tmp_path):

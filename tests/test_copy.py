@@ -215,5 +215,5 @@ def test_the_verb_with_changes(tmp_path):
     np.testing.assert_array_equal(read('mean')['params']['w'], params['w'] + 2)
     t5ckpt_cli('cp', run, tmp_path / 'named', '--rename', 'params/(.*)', r'target/\1', '--drop', 'opt_state/.*')
     assert sorted(read('named')) == ['step', 'target']
-    assert 'no regular expression' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', '(', code=2)
+    assert 'not a regular expression' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', '(', code=2)
     assert 'match no leaf' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', 'nothing', code=1)

@@ -448,7 +448,7 @@ def test_wrong_calls(run_dir, tmp_path):
         t5ckpt.repair(run_dir, save(tmp_path / 'other').parent)
     with pytest.raises(ValueError, match='is a directory of a step'):
         t5ckpt.repair(run_dir, tmp_path / 'checkpoint_3')
-    with pytest.raises(ValueError, match='no regular expression'):
+    with pytest.raises(ValueError, match='not a regular expression'):
         t5ckpt.RepairOptions(drop=['('])
     with pytest.raises(errors.CheckpointNotFoundError):
         t5ckpt.repair(tmp_path / 'nothing', tmp_path / 'x')

@@ -72,7 +72,7 @@ def _matcher(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise click.UsageError(f'--grep {pattern!r} is no regular expression: {error}.') from error
+        raise click.UsageError(f'--grep {pattern!r} is not a regular expression: {error}.') from error
 
 
 def _fields(info: LeafInfo) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Sources:
         """The arrays whose name a regular expression is found in; all for None.
 
         Raises:
-          ValueError: no regular expression, or nothing has such a name.
+          ValueError: not a regular expression, or nothing has such a name.
         """
         if pattern is None:
             return dict(self.arrays)

@@ -114,7 +114,12 @@ class Retention:
     def _steps_and_held(self, just_saved: int | None) -> tuple[list[int], set[int]]:
         """The steps that may go, and those that readers hold. On object stores one listing has both."""
         if self._storage.renames:
-            return self._prunable(listing(self._storage).steps), held_steps(self._storage, self._clock)
+            found = listing(self._storage)
+            for name, error in found.unreadable.items():
+                if (cause := (parse_step_name(name) or 0, str(error))) not in self._told:
+                    self._told.add(cause)
+                    _log.warning('t5ckpt: %s stays, because it cannot be read: %s', self._storage.url(name), error)
+            return self._prunable(found.steps), held_steps(self._storage, self._clock)
         index = read_index(self._storage)
         found = steps_of(self._storage, index, just_saved)
         return self._prunable(found), live_steps(index.holds, self._clock())

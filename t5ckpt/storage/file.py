@@ -175,10 +175,16 @@ class FileStorage(Storage):
         return None if before is not None and now[:-1] != before[:-1] else now
 
     def version(self, key: str) -> Any:
-        try:
-            info = os.stat(self._path(key))
-        except OSError:
-            return None
+        with foreign_errors(self.url(key)):
+            try:
+                info = os.stat(self._path(key))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                # A file that another machine has removed is gone; what cannot be looked at may be there.
+                if error.errno == errno.ESTALE:
+                    return None
+                raise
         # Entries of a directory come and go; a directory of that name that was made anew is another one.
         is_dir = stat.S_ISDIR(info.st_mode)
         return info.st_dev, info.st_ino, *(() if is_dir else (info.st_size, info.st_mtime_ns))

@@ -52,6 +52,7 @@ __all__ = [
     'parse_index',
     'parse_leftover',
     'parse_other',
+    'parse_prefixed_step',
     'parse_step_dir',
     'parse_step_name',
     'replaced_dir',
@@ -79,6 +80,7 @@ _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
 _OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
 _HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
 _NUMBER = re.compile(r'[0-9]{1,18}')
+_PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*_([0-9]{1,18})')
 _MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})')
 # A chunk of an array, in the array's directory; with '/' between the numbers where the array's metadata say so.
 _CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
@@ -233,6 +235,15 @@ def parse_step_dir(name: str) -> int | None:
 def parse_step_name(name: str) -> int | None:
     """The step in ``checkpoint_<step>`` or in ``<step>``, as an Orbax CheckpointManager names it; else None."""
     return int(name) if _NUMBER.fullmatch(name) else parse_step_dir(name)
+
+
+def parse_prefixed_step(name: str) -> int | None:
+    """The step in :func:`parse_step_name`'s names or in ``<prefix>_<step>``, Orbax's ``step_prefix``; else None.
+
+    Other directories have such names, too. Only one that Orbax wrote is a step.
+    """
+    match = _PREFIXED.fullmatch(name)
+    return parse_step_name(name) if match is None else int(match.group(1))
 
 
 def parse_leftover(name: str) -> Leftover | None:

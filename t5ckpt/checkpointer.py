@@ -583,9 +583,12 @@ class Checkpointer(FromTensorFlow):
 
     def open_elsewhere(self, path: str | os.PathLike[str]) -> CheckpointView:
         """Opens a checkpoint of another run for looking, as :meth:`restore` with ``path`` opens it; for ``restore_or_init``."""
-        place = os.fspath(path)
-        options = self._storage_options if is_same_kind(place, self._storage) else None
-        return open_checkpoint(place, storage_options=options, follow_links=self._reading.follow_links)
+        options = self.options_elsewhere(path)
+        return open_checkpoint(path, storage_options=options, follow_links=self._reading.follow_links)
+
+    def options_elsewhere(self, path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
+        """The storage options with which a path of another run is opened: this run's, on the same kind of storage."""
+        return self._storage_options if is_same_kind(os.fspath(path), self._storage) else None
 
     def _restore_cast(self) -> Cast | None:
         # ``restore_dtype`` may have been set since, as in T5X.

@@ -33,7 +33,7 @@ from t5ckpt.errors import (
     UnreadLayoutWarning,
 )
 from t5ckpt.planning.resizing import Patterns
-from t5ckpt.steps import get_checkpoint_dir, listing
+from t5ckpt.steps import listing, locate
 from t5ckpt.translate import apply_assignment_map
 
 __all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
@@ -88,8 +88,19 @@ class WarmStart:
 
     @property
     def place(self) -> str:
-        """The path to restore from."""
-        return os.fspath(self.path) if self.step is None else get_checkpoint_dir(self.path, self.step)
+        """The path to restore from; with ``step`` it is looked up, without storage options.
+
+        Raises:
+          CheckpointNotFoundError: the run has no such step.
+        """
+        return self.located(None)
+
+    def located(self, storage_options: Mapping[str, Any] | None) -> str:
+        """The same with storage options."""
+        if self.step is None:
+            return os.fspath(self.path)
+        located = locate(self.path, self.step, storage_options)
+        return located.storage.url(located.directory or located.manifest)
 
     def is_taken(self, name: str) -> bool:
         """Whether a leaf of the model is to come from the checkpoint."""
@@ -240,6 +251,12 @@ def _warm_start(
     checkpointer: Checkpointer, init_fn: Callable[[], Any], sources: Sequence[WarmStart], donate: bool
 ) -> Any:
     model = view_state(checkpointer.template).table
+    places: list[str] = checkpointer.agree(
+        'the sources of a warm start',
+        None,
+        lambda _: [each.located(checkpointer.options_elsewhere(each.path)) for each in sources],
+    )
+    sources = [dataclasses.replace(each, path=place, step=None) for each, place in zip(sources, places, strict=True)]
     shares: list[_Share] = []
     given: frozenset[Path] = frozenset()
     for warm in sources:

@@ -15,9 +15,18 @@ from typing import Any
 
 from t5ckpt._foreign import contents_text, foreign_file, not_a_run
 from t5ckpt._index import indexed_steps, newest_indexed_step
-from t5ckpt._layout import MANIFEST, PINNED, TRAIN_DS_PREFIX, join, parse_step_dir, parse_step_name, step_dir
+from t5ckpt._layout import (
+    MANIFEST,
+    PINNED,
+    TRAIN_DS_PREFIX,
+    join,
+    parse_prefixed_step,
+    parse_step_dir,
+    parse_step_name,
+    step_dir,
+)
 from t5ckpt._types import warn_no_effect
-from t5ckpt.catalog.layouts import ORBAX, ListedStep, Listing, inspect_name, is_orbax, one_a_step, other_layout
+from t5ckpt.catalog.layouts import ORBAX, ListedStep, Listing, inspect_name, inspect_step, is_orbax, one_a_step, other_layout
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.safetensors import WHOLE_NAMES, is_safetensors
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
@@ -110,10 +119,12 @@ def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | No
     while '/' in above:
         parent, _, name = above.rpartition('/')
         # A number alone names a step of Orbax, but mostly something else; on an object store a look is a request.
-        step = parse_step_name(name) if storage.renames else parse_step_dir(name)
+        step = parse_prefixed_step(name) if storage.renames else parse_step_dir(name)
         if step is not None:
             place = storage if above == here else open_storage(above, storage_options)
-            if place.is_file(MANIFEST) or is_orbax(place, ''):
+            # TensorFlow's directories have a file of the manifest's name, too.
+            is_named = parse_step_name(name) is not None
+            if (is_named and place.is_file(MANIFEST)) or is_orbax(place, ''):
                 what = 'is' if above == here else f'lies in {above}, which is'
                 raise CheckpointNotFoundError(f'{here} {what} step {step} of a run, and no run. Give the run: {parent}')
         above = parent
@@ -144,12 +155,14 @@ def listing(storage: Storage) -> Listing:
     found: list[ListedStep] = []
     unreadable: dict[str, T5CkptError] = {}
     for entry in storage.entries():
-        if parse_step_name(entry.name) is None:
+        if parse_prefixed_step(entry.name) is None:
             continue
         try:
             step = inspect_name(storage, entry.name)
         except T5CkptError as error:
-            unreadable[entry.name] = error
+            # With another prefix it is mostly not a step.
+            if parse_step_name(entry.name) is not None:
+                unreadable[entry.name] = error
             continue
         found += [] if step is None else [step]
     return Listing(tuple(one_a_step(found)), unreadable)
@@ -269,7 +282,7 @@ def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None
     if step is None and storage.is_file(MANIFEST):
         return Located(outer, name, MANIFEST, parse_step_dir(name))
     if step is None and is_orbax(storage, ''):
-        return Located(outer, name, '', parse_step_name(name))
+        return Located(outer, name, '', parse_prefixed_step(name))
     return locate_step(storage, step)
 
 
@@ -282,7 +295,7 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     if step is not None and storage.is_file(join(step_dir(step), MANIFEST)):
         # Whole or not: its decoder says what is wrong with it.
         return Located(storage, step_dir(step), MANIFEST, step)
-    found = newest(storage) if step is None else _step_at(storage, step)
+    found = newest(storage) if step is None else inspect_step(storage, step)
     if found is not None:
         return Located(storage, found.directory, found.manifest, found.step)
     if storage.renames and storage.kind('') == 'file':
@@ -306,20 +319,9 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     )
 
 
-def _step_at(storage: Storage, step: int) -> ListedStep | None:
-    """A complete step by its number: under the usual names at once, else, with leading zeros, by a listing."""
-    for name in (step_dir(step), str(step)):
-        found = inspect_name(storage, name)
-        if found is not None:
-            return found
-    names = [entry.name for entry in storage.entries()] if storage.renames else []
-    others = [name for name in names if parse_step_name(name) == step]
-    return next((found for name in others if (found := inspect_name(storage, name)) is not None), None)
-
-
 def has_step(storage: Storage, step: int) -> bool:
     """Whether a step is there, in whichever layout."""
-    return storage.is_file(join(step_dir(step), MANIFEST)) or _step_at(storage, step) is not None
+    return storage.is_file(join(step_dir(step), MANIFEST)) or inspect_step(storage, step) is not None
 
 
 def refuse_within(target: Storage | None, located: Located) -> None:

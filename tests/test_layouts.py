@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import subprocess
+import sys
 
 import flax
 import numpy as np
@@ -52,14 +54,30 @@ def flax_orbax(run, step):
     flax_checkpoints.save_checkpoint(run, state(step), step, orbax_checkpointer=handler)
 
 
+def named(**options):
+    """A maker of the directory that an Orbax CheckpointManager with these options names."""
+
+    def make(run, step):
+        options_ = ocp.CheckpointManagerOptions(**options)
+        with ocp.CheckpointManager(run, options=options_) as each:
+            each.save(step, args=ocp.args.StandardSave(state(step)))
+
+    return make
+
+
+PREFIXED = named(step_prefix='ckpt')
+PADDED = named(step_format_fixed_length=8)
+BOTH = named(step_prefix='checkpoint', step_format_fixed_length=8)
+
 MAKERS = [(t5x_orbax, 'orbax'), (manager, 'orbax'), (flax_file, 'flax'), (flax_orbax, 'orbax')]
+NAMED = [PREFIXED, PADDED, BOTH]
 
 
 def tree(root: pathlib.Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob('*') if path.is_file()}
 
 
-@pytest.mark.parametrize(('make', 'layout'), MAKERS)
+@pytest.mark.parametrize(('make', 'layout'), [*MAKERS, *((make, 'orbax') for make in NAMED)])
 def test_every_finder_agrees_with_restore(run_dir, make, layout, caplog):
     run_dir.mkdir()
     make(run_dir, 7)
@@ -102,6 +120,32 @@ def test_every_finder_agrees_with_restore(run_dir, make, layout, caplog):
     assert t5ckpt.all_steps(run_dir) == [7, 9]
 
 
+@pytest.mark.parametrize('make', [*(make for make, _ in MAKERS), *NAMED])
+def test_whatever_takes_a_run_and_a_step_finds_the_step_of_restore(run_dir, tmp_path, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    with open_ck(tmp_path / 'new') as ck:
+        assert (
+            t5ckpt.restore_or_init(ck, lambda: STATE, initial_checkpoint=t5ckpt.WarmStart(run_dir, step=7))['w'][0] == 7
+        )
+        with pytest.raises(errors.CheckpointNotFoundError, match='step 6 is not there, complete steps are: 7'):
+            t5ckpt.restore_or_init(ck, lambda: STATE, initial_checkpoint=t5ckpt.WarmStart(run_dir, step=6))
+        assert ck.restore(path=t5ckpt.find_checkpoint(run_dir, 7))['w'][0] == 7
+    assert np.asarray(t5ckpt.load_t5x_checkpoint(run_dir, step=7)['w'])[0] == 7
+    assert t5ckpt.open_checkpoint(run_dir, 7)['w'][0] == t5ckpt.open_run(run_dir)[7]['w'][0] == 7
+    run, export, copy = str(run_dir), str(tmp_path / 'w.npz'), str(tmp_path / 'copy')
+    for verb in (
+        ['show', run],
+        ['cat', run, 'w'],
+        ['stats', run],
+        ['export', 'npz', run, export],
+        ['cp', run, copy, '--save-dtype', 'float32', '--cast-leaves', 'w'],
+    ):
+        shown = CliRunner().invoke(app, [*verb, '--step', '7'])
+        assert shown.exit_code == 0, (verb, shown.output, shown.exception)
+    assert np.load(export)['w'][0] == t5ckpt.open_checkpoint(copy, 7)['w'][0] == 7
+
+
 def test_t5xs_own_orbax_run_goes_on(golden, tmp_path):
     source = golden / 'case10_orbax'
     run = tmp_path / 'run'
@@ -134,6 +178,52 @@ def test_a_bucket_knows_steps_of_others_by_markers(bucket, tmp_path):
         assert kinds.count('list') <= (1 if bucket.scheme == 's3' else 12)
         assert len(kinds) < 40
         assert [float(ck.restore(step=step)['w'][0]) for step in (5, 6, 7, 9)] == [5, 6, 7, 9]
+
+
+@pytest.mark.parametrize(('make', 'step'), [(t5x_orbax, 'checkpoint_5'), (manager, '5')])
+def test_a_step_that_orbax_still_writes_is_not_listed(bucket, tmp_path, make, step):
+    make(tmp_path, 5)
+    url = bucket.url()
+    files = tree(tmp_path)
+    commits = {key: data for key, data in files.items() if key.endswith('commit_success.txt')}
+    for key in files.keys() - commits.keys():
+        bucket.put(f'{url}/{key}', files[key])
+        # While it is written under another name.
+        bucket.put(f'{url}/{key.replace(step, f"{step}.orbax-checkpoint-tmp-9", 1)}', files[key])
+    # Orbax renames on S3, and writes in place on Google's storage alone.
+    assert t5ckpt.all_steps(url) == ([5] if bucket.scheme == 's3' else [])
+    with open_ck(url) as ck:
+        if step == 'checkpoint_5':
+            assert ck.save(state(5), step=5) is None
+    for key, data in commits.items():
+        bucket.put(f'{url}/{key}', data)
+    t5ckpt.reindex_steps(url)
+    assert t5ckpt.all_steps(url) == [5]
+
+
+@pytest.mark.parametrize('make', [t5x_orbax, manager, PREFIXED])
+def test_a_temporary_directory_of_orbax_is_not_a_step(run_dir, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    (final,) = (path for path in run_dir.iterdir() if path.is_dir())
+    final.rename(f'{final}.orbax-checkpoint-tmp-1700000000')
+    assert t5ckpt.all_steps(run_dir) == []
+    assert t5ckpt.open_run(run_dir).summaries() == []
+    with open_ck(run_dir) as ck:
+        ck.save(STATE, step=7)
+    assert t5ckpt.all_steps(run_dir) == [7]
+
+
+def test_directories_named_like_steps_of_a_prefix_are_no_steps(run_dir):
+    with open_ck(run_dir) as ck:
+        ck.save(STATE, step=1)
+    for name in ('logs_7', 'model_8'):
+        (run_dir / name).mkdir()
+        (run_dir / name / 'checkpoint').write_bytes(b'\x80')
+    os.symlink('ckpt_9', run_dir / 'ckpt_9')
+    assert t5ckpt.all_steps(run_dir) == [1]
+    open_ck(run_dir / 'model_8').save(STATE, step=2)
+    assert t5ckpt.all_steps(run_dir / 'model_8') == [2]
 
 
 def test_a_fresh_start_over_an_unreadable_layout_warns(run_dir):
@@ -348,6 +438,54 @@ def test_one_unreadable_step_does_not_hide_the_others(run_dir, spoil):
     with open_ck(run_dir, keep=1) as ck:
         ck.save(STATE, step=4)
     assert not (run_dir / 'checkpoint_1').exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_ls_names_a_step_that_may_not_be_read(run_dir):
+    with open_ck(run_dir) as ck:
+        for step in (1, 2):
+            ck.save(STATE, step=step)
+    denied = run_dir / 'checkpoint_2'
+    denied.chmod(0)
+    code = """
+import os, sys, json
+from click.testing import CliRunner
+import t5ckpt
+from t5ckpt.cli._app import app
+CliRunner().invoke(app, ['ls', sys.argv[1], '--json'])  # Imports what it needs, which may lie where others cannot read.
+os.chdir(sys.argv[1])
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+shown = CliRunner().invoke(app, ['ls', '.', '--json'])
+assert shown.exit_code == 0, (shown.output, shown.exception)
+print(json.dumps([(each['step'], each['state'], each['reason']) for each in json.loads(shown.output)]))
+try:
+    t5ckpt.all_steps('.')
+except t5ckpt.errors.StorageError as error:
+    print(error)
+"""
+    # Whoever it is to be read by must reach the run.
+    opened = [above for above in run_dir.parents if above.stat().st_uid == os.getuid() and not above.stat().st_mode & 1]
+    modes = {above: above.stat().st_mode for above in opened}
+    try:
+        for above in opened:
+            above.chmod(0o755)
+        done = subprocess.run(
+            [sys.executable, '-c', code, str(run_dir)], check=False, capture_output=True, text=True, timeout=120
+        )
+    finally:
+        denied.chmod(0o755)
+        for above, mode in modes.items():
+            above.chmod(mode)
+    assert done.returncode == 0, done.stderr
+    rows, error = done.stdout.splitlines()[:2]
+    (first, second) = json.loads(rows)
+    assert first == [1, 'complete', '']
+    assert second[:2] == [2, 'unreadable']
+    assert 'checkpoint_2' in second[2]
+    assert 'checkpoint_2' in error
 
 
 # --- a run within a step -----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """In which layout a step of a run is stored: the one place that decides it, for every finder and every save.
 
     t5x     ``checkpoint_<step>/checkpoint`` is a whole T5X manifest; what t5ckpt and T5X's own checkpointer write
-    orbax   ``checkpoint_<step>`` as T5X writes it through Orbax, or ``<step>`` of an Orbax CheckpointManager
+    orbax   ``checkpoint_<step>`` as T5X writes it through Orbax, or ``<step>`` of an Orbax CheckpointManager,
+            with its ``step_prefix`` and its padding; on Google's storage with ``commit_success.txt``
     flax    ``checkpoint_<step>`` is a file, as ``flax.training.checkpoints`` writes it
 
 All three are listed and restored. Only steps of the first are written, replaced, pruned or repaired.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from t5ckpt._layout import MANIFEST, join, parse_step_dir, parse_step_name, step_dir
+from t5ckpt._layout import MANIFEST, join, parse_prefixed_step, parse_step_dir, parse_step_name, step_dir
 from t5ckpt._manifest import is_whole
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.storage import Storage
@@ -26,6 +27,8 @@ __all__ = [
     'ListedStep',
     'Listing',
     'inspect_name',
+    'inspect_others',
+    'inspect_step',
     'is_orbax',
     'one_a_step',
     'orbax_marks',
@@ -37,6 +40,10 @@ T5X, ORBAX, FLAX = 't5x', 'orbax', 'flax'
 _WALKED_BYTES = 64 * 2**20
 # Orbax's older layout is Flax msgpack in which each array is this text.
 _PLACEHOLDER = b'PLACEHOLDER://'
+# Items of a step one of which is a tree.
+_ITEMS = ('state', 'default')
+# Orbax writes it last, and waits for it on Google's storage, where it writes a step in place.
+_COMMITTED = 'commit_success.txt'
 _ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
 
 
@@ -111,7 +118,7 @@ def other_layout(where: str, layout: str, rest: str) -> UnsupportedFormatError:
 
 def orbax_marks(directory: str) -> list[str]:
     """The files one of which every directory of Orbax has: a tree's, or those of items one of which is a tree."""
-    marks = [*_ORBAX_MARKERS, *(f'{item}/_METADATA' for item in ('state', 'default'))]
+    marks = [*_ORBAX_MARKERS, *(f'{item}/_METADATA' for item in _ITEMS)]
     return [join(directory, mark) for mark in marks]
 
 
@@ -128,17 +135,44 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     """
     step = parse_step_name(name)
     if step is None:
-        return None
+        number = parse_prefixed_step(name)
+        return None if number is None or not is_orbax(storage, name) else ListedStep(number, name, ORBAX, manifest='')
     key = join(name, MANIFEST)
     manifest = _map_file(storage, key)
     if manifest is not None:
         is_t5x = name == step_dir(step) and _PLACEHOLDER not in manifest
-        return ListedStep(step, name) if is_t5x else ListedStep(step, name, ORBAX)
-    if is_orbax(storage, name):
+        if is_t5x:
+            return ListedStep(step, name)
+        return ListedStep(step, name, ORBAX) if _is_committed(storage, name) else None
+    if is_orbax(storage, name) and _is_committed(storage, name):
         return ListedStep(step, name, ORBAX, manifest='')
     if parse_step_dir(name) is not None and _is_flax_file(storage, name):
         return ListedStep(step, name, FLAX, manifest=name)
     return None
+
+
+def _is_committed(storage: Storage, directory: str) -> bool:
+    """Whether Orbax has written the whole of a directory; where it can rename, it shows no other."""
+    if not storage.orbax_commits:
+        return True
+    return any(storage.are_files([join(directory, item, _COMMITTED) for item in ('', *_ITEMS)]))
+
+
+def inspect_step(storage: Storage, step: int) -> ListedStep | None:
+    """A complete step by its number: under the usual names at once, else, with a prefix or zeros, by a listing."""
+    for name in (step_dir(step), str(step)):
+        found = inspect_name(storage, name)
+        if found is not None:
+            return found
+    return inspect_others(storage, step) if storage.renames else None
+
+
+def inspect_others(storage: Storage, step: int) -> ListedStep | None:
+    """A step on a disk that has a prefix or zeros in its name, as Orbax's ``step_prefix`` and padding make them."""
+    known = (step_dir(step), str(step))
+    names = [entry.name for entry in storage.entries() if entry.name not in known]
+    others = [name for name in names if parse_prefixed_step(name) == step]
+    return next((found for name in others if (found := inspect_name(storage, name)) is not None), None)
 
 
 def _map_file(storage: Storage, key: str) -> bytes | None:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from t5ckpt._layout import MANIFEST, PINNED, join, parse_step_name, step_dir
 from t5ckpt._manifest import decode_manifest, is_of_others, is_whole
-from t5ckpt.catalog.layouts import ORBAX, ListedStep, inspect_name, orbax_marks
+from t5ckpt.catalog.layouts import ORBAX, ListedStep, inspect_name, inspect_others, orbax_marks
 from t5ckpt.commit.deletion import few, foreign_files
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.storage import Storage
@@ -49,6 +49,9 @@ def _on_disk(storage: Storage, step: int) -> Occupancy:
         found = inspect_name(storage, name)
         if found is not None and _decodes(storage, found):
             return Occupancy(found)
+    other = inspect_others(storage, step)
+    if other is not None:
+        return Occupancy(other)
     directory = step_dir(step)
     if directory in names and storage.is_file(join(directory, PINNED)):
         raise _pinned(storage, directory)

@@ -51,6 +51,8 @@ class Storage(ABC):
     """Whether ``link`` works."""
     seeks = True
     """Whether a listing can begin in the middle, so that ``names`` can leave directories out without walking them."""
+    orbax_commits = False
+    """Whether Orbax writes in place here, and shows with a file ``commit_success.txt`` that it has written everything."""
     is_shared = True
     """Whether other processes can see the same root, as far as it can be known."""
     driver: str

@@ -26,6 +26,7 @@ class GcsStorage(BucketStorage):
     """A prefix of a bucket of Google's."""
 
     driver = 'gcs'
+    orbax_commits = True
     _lists_truly = False
 
     def __init__(self, bucket: str, prefix: str, options: GcsOptions):

@@ -40,6 +40,7 @@ class FaultyStorage(Storage):
         self.renames = inner.renames
         self.links = inner.links
         self.seeks = inner.seeks
+        self.orbax_commits = inner.orbax_commits
         self.is_shared = inner.is_shared
         self.driver = inner.driver
         self.operations: list[tuple[str, str]] = []

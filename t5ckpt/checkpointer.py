@@ -581,14 +581,10 @@ class Checkpointer(FromTensorFlow):
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 
-    def open_elsewhere(self, path: str | os.PathLike[str]) -> CheckpointView:
+    def open_elsewhere(self, path: str | os.PathLike[str], step: int | None = None) -> CheckpointView:
         """Opens a checkpoint of another run for looking, as :meth:`restore` with ``path`` opens it; for ``restore_or_init``."""
-        options = self.options_elsewhere(path)
-        return open_checkpoint(path, storage_options=options, follow_links=self._reading.follow_links)
-
-    def options_elsewhere(self, path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-        """The storage options with which a path of another run is opened: this run's, on the same kind of storage."""
-        return self._storage_options if is_same_kind(os.fspath(path), self._storage) else None
+        options = self._storage_options if is_same_kind(os.fspath(path), self._storage) else None
+        return open_checkpoint(path, step, storage_options=options, follow_links=self._reading.follow_links)
 
     def _restore_cast(self) -> Cast | None:
         # ``restore_dtype`` may have been set since, as in T5X.

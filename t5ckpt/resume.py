@@ -33,7 +33,7 @@ from t5ckpt.errors import (
     UnreadLayoutWarning,
 )
 from t5ckpt.planning.resizing import Patterns
-from t5ckpt.steps import listing, locate
+from t5ckpt.steps import find_checkpoint, listing
 from t5ckpt.translate import apply_assignment_map
 
 __all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
@@ -93,14 +93,7 @@ class WarmStart:
         Raises:
           CheckpointNotFoundError: the run has no such step.
         """
-        return self.located(None)
-
-    def located(self, storage_options: Mapping[str, Any] | None) -> str:
-        """The same with storage options."""
-        if self.step is None:
-            return os.fspath(self.path)
-        located = locate(self.path, self.step, storage_options)
-        return located.storage.url(located.directory or located.manifest)
+        return os.fspath(self.path) if self.step is None else find_checkpoint(self.path, self.step)
 
     def is_taken(self, name: str) -> bool:
         """Whether a leaf of the model is to come from the checkpoint."""
@@ -252,11 +245,9 @@ def _warm_start(
 ) -> Any:
     model = view_state(checkpointer.template).table
     places: list[str] = checkpointer.agree(
-        'the sources of a warm start',
-        None,
-        lambda _: [each.located(checkpointer.options_elsewhere(each.path)) for each in sources],
+        'the sources of a warm start', None, lambda _: [_found(checkpointer, each) for each in sources]
     )
-    sources = [dataclasses.replace(each, path=place, step=None) for each, place in zip(sources, places, strict=True)]
+    sources = [dataclasses.replace(each, path=path, step=None) for each, path in zip(sources, places, strict=True)]
     shares: list[_Share] = []
     given: frozenset[Path] = frozenset()
     for warm in sources:
@@ -291,6 +282,11 @@ def _warm_start(
         _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.place, len(share.found), len(model))
     _log.info('t5ckpt: %d of %d leaves are new', len(initial), len(model))
     return state
+
+
+def _found(checkpointer: Checkpointer, warm: WarmStart) -> str:
+    """The path of a source; a step of a run is looked up once, so that all processes read the same."""
+    return os.fspath(warm.path) if warm.step is None else checkpointer.open_elsewhere(warm.path, warm.step).path
 
 
 def _share(checkpointer: Checkpointer, warm: WarmStart, model: LeafTable, before: frozenset[Path]) -> _Share:

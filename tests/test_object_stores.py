@@ -326,6 +326,9 @@ def test_s3_options_instead_of_the_environment(s3, monkeypatch):
     assert not any('authorization' in request.headers for request in passed)
     # TensorStore 0.1.86 names the header so; Amazon knows it as x-amz-request-payer (docs/storage.md).
     assert all(request.headers.get('x-amz-requester-payer') for request in passed if request.kind == 'read')
+    with checkpointer(f'{url}-next', storage_options=options) as ck:
+        warm = t5ckpt.WarmStart(url, step=1)
+        assert np.array_equal(t5ckpt.restore_or_init(ck, state, initial_checkpoint=warm)['w'], state()['w'])
 
 
 def test_google_without_credentials_and_with_a_project_that_pays(gs, monkeypatch):

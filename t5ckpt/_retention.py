@@ -18,7 +18,16 @@ from typing import Any
 from t5ckpt._commit import Hidden, hide_checkpoint, remove_hidden
 from t5ckpt._holds import held_steps, live_steps
 from t5ckpt._index import read_index, steps_of
-from t5ckpt._layout import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, join, parse_step_name, step_dir
+from t5ckpt._layout import (
+    DATASET_REMOVED,
+    MANIFEST,
+    PINNED,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    join,
+    parse_prefixed_step,
+    step_dir,
+)
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
 from t5ckpt.catalog.layouts import ListedStep, other_layout
@@ -76,7 +85,7 @@ class Retention:
             Decision(each.step, True, f'in the layout of {each.layout}') for each in found.steps if not each.is_t5x
         ]
         unreadable = [
-            Decision(parse_step_name(name) or 0, True, f'unreadable: {error}')
+            Decision(parse_prefixed_step(name) or 0, True, f'unreadable: {error}')
             for name, error in found.unreadable.items()
         ]
         return sorted([*written, *unreadable], key=lambda decision: decision.step)

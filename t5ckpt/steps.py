@@ -26,8 +26,17 @@ from t5ckpt._layout import (
     step_dir,
 )
 from t5ckpt._types import warn_no_effect
-from t5ckpt.catalog.layouts import ORBAX, ListedStep, Listing, inspect_name, inspect_step, is_orbax, one_a_step, other_layout
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
+from t5ckpt.catalog.layouts import (
+    ORBAX,
+    ListedStep,
+    Listing,
+    inspect_all,
+    inspect_name,
+    inspect_step,
+    is_orbax,
+    other_layout,
+)
+from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.format.safetensors import WHOLE_NAMES, is_safetensors
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
@@ -152,20 +161,7 @@ def listing(storage: Storage) -> Listing:
     """The same with the layout of each, and with what cannot be looked at."""
     if not storage.renames:
         return Listing(tuple(indexed_steps(storage)))
-    found: list[ListedStep] = []
-    unreadable: dict[str, T5CkptError] = {}
-    for entry in storage.entries():
-        if parse_prefixed_step(entry.name) is None:
-            continue
-        try:
-            step = inspect_name(storage, entry.name)
-        except T5CkptError as error:
-            # With another prefix it is mostly not a step.
-            if parse_step_name(entry.name) is not None:
-                unreadable[entry.name] = error
-            continue
-        found += [] if step is None else [step]
-    return Listing(tuple(one_a_step(found)), unreadable)
+    return inspect_all(storage)
 
 
 def all_steps(

@@ -107,7 +107,7 @@ def test_every_finder_agrees_with_restore(run_dir, make, layout, caplog):
     assert [(each['step'], each['layout']) for each in shown] == [(7, layout), (9, 't5x')]
     assert layout in CliRunner().invoke(app, ['ls', str(run_dir)]).output
     assert layout in str(CliRunner().invoke(app, ['rm', str(run_dir), '--step', '7', '--yes']).exception)
-    (theirs,) = {path.name for path in run_dir.iterdir()} & {'7', 'checkpoint_7'}
+    (theirs,) = {key.partition('/')[0] for key in before}
     with open_ck(run_dir) as ck:
         for use in (ck.metrics, lambda step: ck.save(state(step), step=step, overwrite=True)):
             with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}'):
@@ -222,6 +222,9 @@ def test_directories_named_like_steps_of_a_prefix_are_no_steps(run_dir):
         (run_dir / name / 'checkpoint').write_bytes(b'\x80')
     os.symlink('ckpt_9', run_dir / 'ckpt_9')
     assert t5ckpt.all_steps(run_dir) == [1]
+    with open_ck(run_dir) as ck:
+        ck.save(STATE, step=9)
+    assert t5ckpt.all_steps(run_dir) == [1, 9]
     open_ck(run_dir / 'model_8').save(STATE, step=2)
     assert t5ckpt.all_steps(run_dir / 'model_8') == [2]
 
@@ -446,8 +449,10 @@ def test_ls_names_a_step_that_may_not_be_read(run_dir):
     with open_ck(run_dir) as ck:
         for step in (1, 2):
             ck.save(STATE, step=step)
-    denied = run_dir / 'checkpoint_2'
+    denied, others = run_dir / 'checkpoint_2', run_dir / 'logs_7'
+    others.mkdir()
     denied.chmod(0)
+    others.chmod(0)
     code = """
 import os, sys, json
 from click.testing import CliRunner
@@ -465,6 +470,10 @@ try:
     t5ckpt.all_steps('.')
 except t5ckpt.errors.StorageError as error:
     print(error)
+try:
+    t5ckpt.find_checkpoint('.', 7)
+except t5ckpt.errors.CheckpointNotFoundError as error:
+    print(error)
 """
     # Whoever it is to be read by must reach the run.
     opened = [above for above in run_dir.parents if above.stat().st_uid == os.getuid() and not above.stat().st_mode & 1]
@@ -477,15 +486,17 @@ except t5ckpt.errors.StorageError as error:
         )
     finally:
         denied.chmod(0o755)
+        others.chmod(0o755)
         for above, mode in modes.items():
             above.chmod(mode)
     assert done.returncode == 0, done.stderr
-    rows, error = done.stdout.splitlines()[:2]
+    rows, error, absent = done.stdout.splitlines()
     (first, second) = json.loads(rows)
     assert first == [1, 'complete', '']
     assert second[:2] == [2, 'unreadable']
     assert 'checkpoint_2' in second[2]
     assert 'checkpoint_2' in error
+    assert 'step 7 is not there' in absent
 
 
 # --- a run within a step -----------------------------------------------------------------------------------------------

@@ -13,11 +13,18 @@ Notes: a directory costs one read of its manifest and, where there is none, a lo
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Mapping
 
 from t5ckpt._layout import MANIFEST, join, parse_prefixed_step, parse_step_dir, parse_step_name, step_dir
 from t5ckpt._manifest import is_whole
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    StorageError,
+    T5CkptError,
+    UnsupportedFormatError,
+)
 from t5ckpt.storage import Storage
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
     'T5X',
     'ListedStep',
     'Listing',
+    'inspect_all',
     'inspect_name',
     'inspect_others',
     'inspect_step',
@@ -106,7 +114,7 @@ class Listing:
         """
         last = self.steps[-1] if self.steps else None
         for name, error in self.unreadable.items():
-            if last is None or (parse_step_name(name) or 0) > last.step:
+            if last is None or (parse_prefixed_step(name) or 0) > last.step:
                 raise error
         return last
 
@@ -136,7 +144,9 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     step = parse_step_name(name)
     if step is None:
         number = parse_prefixed_step(name)
-        return None if number is None or not is_orbax(storage, name) else ListedStep(number, name, ORBAX, manifest='')
+        return (
+            ListedStep(number, name, ORBAX, manifest='') if number is not None and _is_prefixed(storage, name) else None
+        )
     key = join(name, MANIFEST)
     manifest = _map_file(storage, key)
     if manifest is not None:
@@ -151,11 +161,37 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     return None
 
 
+def _is_prefixed(storage: Storage, name: str) -> bool:
+    """Whether what has a name with a prefix is a step of Orbax; mostly it is something else, which nobody may have to read."""
+    try:
+        return is_orbax(storage, name) and _is_committed(storage, name)
+    except StorageError as error:
+        if isinstance(error, AccessDeniedError) or error.errno == errno.ELOOP:
+            return False
+        raise
+
+
 def _is_committed(storage: Storage, directory: str) -> bool:
     """Whether Orbax has written the whole of a directory; where it can rename, it shows no other."""
     if not storage.orbax_commits:
         return True
     return any(storage.are_files([join(directory, item, _COMMITTED) for item in ('', *_ITEMS)]))
+
+
+def inspect_all(storage: Storage) -> Listing:
+    """The steps of a run on a disk, and what cannot be looked at."""
+    found: list[ListedStep] = []
+    unreadable: dict[str, T5CkptError] = {}
+    for entry in storage.entries():
+        if parse_prefixed_step(entry.name) is None:
+            continue
+        try:
+            step = inspect_name(storage, entry.name)
+        except T5CkptError as error:
+            unreadable[entry.name] = error
+            continue
+        found += [] if step is None else [step]
+    return Listing(tuple(one_a_step(found)), unreadable)
 
 
 def inspect_step(storage: Storage, step: int) -> ListedStep | None:

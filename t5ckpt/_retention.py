@@ -125,7 +125,7 @@ class Retention:
         if self._storage.renames:
             found = listing(self._storage)
             for name, error in found.unreadable.items():
-                if (cause := (parse_step_name(name) or 0, str(error))) not in self._told:
+                if (cause := (parse_prefixed_step(name) or 0, str(error))) not in self._told:
                     self._told.add(cause)
                     _log.warning('t5ckpt: %s stays, because it cannot be read: %s', self._storage.url(name), error)
             return self._prunable(found.steps), held_steps(self._storage, self._clock)

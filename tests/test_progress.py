@@ -55,11 +55,11 @@ def test_events_and_one_log_line(tmp_path, caplog):
         ck = t5ckpt.Checkpointer(STATE, checkpoints_dir=tmp_path)
         with caplog.at_level(logging.INFO, 't5ckpt'):
             ck.save(STATE)
+        lines = [record.getMessage() for record in caplog.records]
         ck.restore()
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     ours = [event for event, seconds in events if event.startswith('/jax/checkpoint/') and seconds > 0]
     assert ours == ['/jax/checkpoint/write/durations_sec', '/jax/checkpoint/read/durations_sec']
-    lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
     assert lines[0].startswith(f'Saved checkpoint for step 3 to {tmp_path}/checkpoint_3: ')

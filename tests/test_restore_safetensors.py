@@ -116,7 +116,7 @@ def test_it_is_a_checkpoint_like_any_other(one_file, shards, tmp_path):
         assert all(np.array_equal(loaded[name], TENSORS[name]) for name in TENSORS)
         check(restore(path, lazy_parameters=True)['params'])
         with Checkpointer(template(), checkpoints_dir=tmp_path / 'run') as checkpointer:
-            check(restore_or_init(checkpointer, None, initial_checkpoint=WarmStart(path, rename=NAMES))['params'])
+            check(restore_or_init(checkpointer, dict, initial_checkpoint=WarmStart(path, rename=NAMES))['params'])
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float64', 'float8_e4m3fn', 'bool', 'uint8', 'int64'])
@@ -305,4 +305,4 @@ def test_a_warm_start_opens_it_as_a_restore_does(shards, tmp_path):
     second.rename(tmp_path / 'blob')
     second.symlink_to(tmp_path / 'blob')
     with Checkpointer(template(), checkpoints_dir=tmp_path / 'run', follow_links=True) as checkpointer:
-        check(restore_or_init(checkpointer, None, initial_checkpoint=WarmStart(shards, rename=NAMES))['params'])
+        check(restore_or_init(checkpointer, dict, initial_checkpoint=WarmStart(shards, rename=NAMES))['params'])

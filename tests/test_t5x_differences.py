@@ -251,7 +251,7 @@ def test_the_type_of_a_checkpoint(tmp_path, golden, caplog):
     manifest = t5ckpt.find_checkpoint(tmp_path / 'run')
     assert t5ckpt.detect_checkpoint_type(manifest, expected=types.T5X) is types.T5X
     assert t5ckpt.detect_checkpoint_type(tmp_path / 'run' / 'checkpoint_1') is types.T5X
-    assert caplog.text == ''
+    assert 'detected format' not in caplog.text
     state_file = tmp_path / 'checkpoint'
     state_file.write_text('model_checkpoint_path: "model.ckpt-0"\n')
     assert t5ckpt.detect_checkpoint_type(state_file, types.T5X) is types.T5X_TF

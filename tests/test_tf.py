@@ -225,7 +225,7 @@ def test_a_step_that_is_nowhere(tmp_path, tf_golden):
     [
         (TINY | {'encoder/what': (4,)}, errors.TreeMismatchError, r'no rule for encoder/what\.'),
         (TINY | {'encoder/embedding_slot_x': (4,)}, errors.TreeMismatchError, 'no rule for encoder/embedding_slot_x'),
-        (TINY | {'encoder/embedding\n': (4,)}, errors.TreeMismatchError, 'no rule for encoder/embedding\n'),
+        (TINY | {'encoder/embedding\n': (4,)}, errors.TreeMismatchError, r'no rule for encoder/embedding\\n'),
         (
             TINY | {'encoder/final_layer_norm/scale': (4,)},
             errors.TreeMismatchError,

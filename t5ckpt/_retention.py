@@ -70,7 +70,8 @@ class Retention:
         self._latest: int | None = None
         # For missing_metrics: the steps whose saves had retention carried out, and what the older ones of them lack.
         self._seen: set[int] = set()
-        self._lacking: dict[str, tuple[int, Collection[str]]] = {}
+        self._lacking: dict[str, dict[int, Collection[str]]] = {}
+        self._measured: set[str] = set()
         # Said already: each step that a rule keeps is named once.
         self._told: set[tuple[int, str]] = set()
 
@@ -224,8 +225,9 @@ class Retention:
         """A metric source may learn the metrics of a step after its save, so the latest one is not looked at."""
         for info in infos:
             if info.step in self._seen and info.step != just_saved:
+                self._measured |= info.metrics.keys()
                 for name in set(self.policy.metric_names) - info.metrics.keys():
-                    self._lacking.setdefault(name, (info.step, tuple(info.metrics)))
+                    self._lacking.setdefault(name, {})[info.step] = tuple(info.metrics)
         if just_saved is not None:
             self._seen.add(just_saved)
 
@@ -238,7 +240,9 @@ class Retention:
             latest save.
         """
         if self._source is not None:
-            return self._lacking
+            # One step may lack them: T5X's loop saves the first before anything is measured.
+            lacking = {name: steps for name, steps in self._lacking.items() if name not in self._measured}
+            return {name: next(iter(steps.items())) for name, steps in lacking.items() if len(steps) > 1}
         return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
 
     def _tell(self, decision: Decision) -> None:

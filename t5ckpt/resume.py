@@ -135,8 +135,8 @@ def restore_or_init(
       CorruptCheckpointError: the run has checkpoints and none of them can be read.
       TreeMismatchError: the checkpoint is not of this model.
     """
-    if not callable(init_fn):
-        raise ValueError(  # noqa: TRY004 - as for all options
+    if init_fn is not None and not callable(init_fn):
+        raise ValueError(
             f'init_fn is a function that makes the state, got a {type(init_fn).__name__}. Pass lambda: state.'
         )
     if fallback not in ('older', None):

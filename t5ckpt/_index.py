@@ -136,7 +136,7 @@ def _steps(
 
 
 def _unmarked(storage: Storage, index: Index) -> list[str]:
-    """The names of steps that have no marker, where the index may lack some or the store lists what lies between."""
+    """The names of steps without a marker, where the index may lack some or the store can list the rest."""
     if index.is_complete and not storage.seeks:
         return []
     known = {*map(step_dir, index.steps | index.busy), *index.others}

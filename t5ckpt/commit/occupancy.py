@@ -155,6 +155,6 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
 
 
 def _foreign_at(storage: Storage, directory: str) -> list[str]:
-    """The files of others in the place of a step; the place itself, where it is no directory."""
+    """The files of others in the place of a step; the name itself where that is not a directory."""
     kind = storage.kind(directory)
     return [] if kind is None else foreign_files(storage, directory) if kind == 'dir' else [directory]

@@ -1,11 +1,14 @@
 """Asking a checkpointer, deleting and replacing steps, metadata, callbacks, and a checkpointer that only reads."""
 
+import dataclasses
 import math
 import os
+import pathlib
 import threading
 
 import numpy as np
 import pytest
+from flax import serialization
 
 import t5ckpt
 from t5ckpt import (
@@ -18,9 +21,12 @@ from t5ckpt import (
     SaveOnImprovement,
     SaveWhenIdle,
 )
+from t5ckpt._digest import digest
+from t5ckpt._sidecar import decode_sidecar, encode_sidecar
 from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     NoSpaceError,
     ReadOnlyError,
     SaveFailedError,
@@ -264,6 +270,82 @@ def test_an_overwrite_that_fails_leaves_the_old_one(slow, tmp_path):
             ck.save(state(2), step=1, overwrite=True)
         assert value_of(run, 1) == 1
         assert os.listdir(run) == ['checkpoint_1']
+
+
+class Position:
+    """A data iterator whose state is one number."""
+
+    def __init__(self, position=0):
+        self.position = position
+
+    def save(self, filename):
+        pathlib.Path(f'{filename}.index').write_text(str(self.position), encoding='utf-8')
+
+    def load(self, filename):
+        self.position = int(pathlib.Path(f'{filename}.index').read_text(encoding='utf-8'))
+
+
+def _in_bucket(name, value):
+    """A step with weights and an iterator position of ``value``, large enough for an array of its own."""
+    storage = open_storage(f'memory://{name}')
+    weights = {'w': np.full((128, 128), value, np.float32)}
+    with Checkpointer(weights, checkpoints_dir=storage.url(), dataset_iterator=Position(value)) as ck:
+        ck.save(weights, step=1)
+    return storage, {key.partition('/')[2]: storage.read(key) for key, _ in storage.walk('checkpoint_1')}
+
+
+def _swapped(name, groups):
+    """Swaps version 1 for version 2 by writing these files, in this order; gives the storage before each and at the end.
+
+    The arrays of version 2 lie under names of their own, and its manifest names them.
+    """
+    storage, old = _in_bucket(f'{name}-old', 1)
+    _, new = _in_bucket(f'{name}-new', 2)
+    state = serialization.msgpack_restore(new['checkpoint'])
+    state['optimizer']['w']['kvstore']['path'] = 'second.w/'
+    new['checkpoint'] = serialization.msgpack_serialize(state)
+    facts = decode_sidecar(new['t5ckpt.json'], 't5ckpt.json')
+    manifest = [len(new['checkpoint']), digest(new['checkpoint'])]
+    new['t5ckpt.json'] = encode_sidecar(
+        dataclasses.replace(facts, extra={**facts.extra, 'digests': {'checkpoint': manifest}})
+    )
+    for key, data in new.items():
+        if key.startswith('w/'):
+            storage.write(f'checkpoint_1/second.{key}', data)
+    if 't5ckpt.json' not in groups:
+        storage.delete_files([f'checkpoint_1/{key}' for key in old if key.endswith('.json')])
+    yield storage
+    for group in groups:
+        for key, data in new.items():
+            if key.startswith(group):
+                storage.write(f'checkpoint_1/{key}', data)
+        yield storage
+
+
+def _found(storage):
+    iterator = Position()
+    template = {'w': np.zeros((128, 128), np.float32)}
+    with Checkpointer(template, checkpoints_dir=storage.url(), dataset_iterator=iterator) as ck:
+        try:
+            return int(ck.restore(1)['w'][0, 0]), iterator.position
+        except CorruptCheckpointError:
+            return 'corrupt'
+
+
+@pytest.mark.parametrize(
+    ('order', 'found'),
+    [
+        # As T5X reads: the manifest and the iterator's files have fixed names, and one write replaces one of them.
+        (('checkpoint', 'train_ds'), [(1, 1), (2, 1), (2, 2)]),
+        (('train_ds', 'checkpoint'), [(1, 1), (1, 2), (2, 2)]),
+        # With checksums: the sidecar has those of one manifest.
+        (('train_ds', 'checkpoint', 't5ckpt.json'), [(1, 1), (1, 2), 'corrupt', (2, 2)]),
+        (('t5ckpt.json', 'checkpoint', 'train_ds'), [(1, 1), 'corrupt', (2, 1), (2, 2)]),
+    ],
+)
+def test_why_a_bucket_refuses_overwrite(order, found):
+    """Every order of the writes has a point at which a crash leaves neither the old checkpoint nor the new one."""
+    assert [_found(storage) for storage in _swapped('-'.join(order), order)] == found
 
 
 def test_what_is_pinned_or_not_ours_is_not_overwritten(tmp_path):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from t5ckpt._chunks import Box
-from t5ckpt._text import Lines, lines, printable
+from t5ckpt._text import Lines, counted, lines, printable
 from t5ckpt.errors import CorruptCheckpointError
 
 __all__ = ['Damage', 'VerifyReport', 'listed']
@@ -86,7 +86,7 @@ class VerifyReport:
         if self.damages:
             raise CorruptCheckpointError(
                 lines(
-                    f'{self.path} is damaged in {len(self.damages)} place(s):',
+                    f'{self.path} is damaged in {counted(len(self.damages), "place")}:',
                     self._listed(),
                     'Restore an older step, or copy the checkpoint again.',
                 )
@@ -98,8 +98,9 @@ class VerifyReport:
     def __str__(self) -> str:
         how = 'every byte read' if self.full else 'presence and sizes'
         how += '' if self.has_checksums else ', no checksums recorded'
-        result = 'whole' if self.ok else f'damaged in {len(self.damages)} place(s)'
-        head = f'{self.path}: {result} ({how}; {self.leaves} arrays, {self.files} files, {self.nbytes:,} bytes)'
+        result = 'whole' if self.ok else f'damaged in {counted(len(self.damages), "place")}'
+        size = f'{counted(self.leaves, "array")}, {counted(self.files, "file")}, {counted(self.nbytes, "byte")}'
+        head = f'{self.path}: {result} ({how}; {size})'
         listed_ = [self._listed()] if self.damages else []
         return lines(head, *listed_, *(f'  note: {note}' for note in self.notes))
 

@@ -18,7 +18,7 @@ import numpy as np
 from t5ckpt._blocks import Block, batches_of, pieces_of, run_all
 from t5ckpt._frames import pandas
 from t5ckpt._html import table_html
-from t5ckpt._text import aligned, printable
+from t5ckpt._text import aligned, counted, printable
 from t5ckpt._tree import LeafInfo
 from t5ckpt._types import Progress
 from t5ckpt.progress import Meter
@@ -103,7 +103,7 @@ class CheckpointDiff:
     @property
     def title(self) -> str:
         """One line."""
-        return f'{self.a} -> {self.b}: {len(self.leaves):,} leaves differ, {self.same:,} are the same'
+        return f'{self.a} -> {self.b}: {counted(len(self.leaves), "leaf differs", "leaves differ")}, {self.same:,} the same'
 
     def __repr__(self) -> str:
         rows = self.rows()

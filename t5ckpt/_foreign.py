@@ -11,6 +11,7 @@ from typing import Any
 
 from t5ckpt._layout import MANIFEST, join, parse_step_dir
 from t5ckpt._manifest import is_whole
+from t5ckpt._text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.storage import Storage, open_storage, split_path
 
@@ -97,7 +98,7 @@ def foreign_layout(storage: Storage) -> str | None:
             if marks <= names:
                 shown = ', '.join(str(step) for step in sorted(steps.values())[-5:])
                 more = 'the last are ' if len(steps) > 5 else ''
-                return f'{what}, with {len(steps)} step(s): {more}{shown}. {cure}; {storage.url(join(latest))} is one'
+                return f'{what}, with {counted(len(steps), "step")}: {more}{shown}. {cure}; {storage.url(join(latest))} is one'
     names = [entry.name for entry in entries]
     return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
 
@@ -111,7 +112,7 @@ def contents_text(storage: Storage) -> str:
         return 'the directory is empty'
     known = foreign_layout(storage)
     looks = '' if known is None else f'; it looks like {known}'
-    return f'it holds {len(names)} entries such as {", ".join(names[:5])}{looks}'
+    return f'it holds {counted(len(names), "entry", "entries")}: {some_of(names, 5)}{looks}'
 
 
 def unread_contents(storage: Storage) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from t5ckpt._text import human_bytes, printable
+from t5ckpt._text import counted, human_bytes, printable
 from t5ckpt._tree import Group, LeafInfo
 
 __all__ = ['table_html', 'tree_html']
@@ -61,7 +61,7 @@ def tree_html(title: str, facts: Sequence[str], tree: Group) -> str:
     body = ''.join(_node(key, child, max(1, tree.nbytes), rows, tree.leaves) for key, child in tree.children.items())
     more = ''
     if rows.hidden:
-        more = f'<div class="dim">... and {rows.hidden:,} leaves more: view[\'a/group/**\'] shows a part.</div>'
+        more = f'<div class="dim">... and {_leaves(rows.hidden)} more: view[\'a/group/**\'] shows a part.</div>'
     about = _text(' · '.join(facts))
     return f'{_STYLE}<div class="t5ckpt"><b>{_text(title)}</b><div class="dim">{about}</div>{body}{more}</div>'
 
@@ -78,7 +78,7 @@ def _node(name: str, node: Group | LeafInfo, total: int, rows: _Rows, leaves: in
 
 
 def _leaves(count: int) -> str:
-    return '1 leaf' if count == 1 else f'{count:,} leaves'
+    return counted(count, 'leaf', 'leaves')
 
 
 def _leaf(name: str, leaf: LeafInfo, total: int) -> str:

@@ -36,6 +36,7 @@ from t5ckpt._open import Contents, Identity, RawFiles, leaves_of, read_contents
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._scan import Scanner, in_threads
 from t5ckpt._sidecar import Sidecar, decode_sidecar
+from t5ckpt._text import counted, some_of
 from t5ckpt._types import Progress, leaf_name
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -283,7 +284,10 @@ class _Check:
                 if found[name] != size:
                     self._size_differs(name, found[name], size)
         if removed:
-            self.notes.append(f'{len(removed)} data-iterator files were removed on purpose (keep_dataset_checkpoints)')
+            self.notes.append(
+                f'{counted(len(removed), "data-iterator file was", "data-iterator files were")} removed on purpose '
+                '(keep_dataset_checkpoints)'
+            )
         for array in self.implied:
             self.sizes |= array.sizes
             self.damages += array.damages
@@ -291,7 +295,9 @@ class _Check:
         used = {name.partition('/')[0] for name in (*self.ledger, *self.leaves)}
         unknown = [*(name for name in found if name not in known), *(f'{name}/' for name in self.dirs - used)]
         if unknown and self.ledger:
-            self.notes.append(f'{len(unknown)} files belong to nothing: {", ".join(sorted(unknown)[:5])}')
+            self.notes.append(
+                f'{counted(len(unknown), "file belongs", "files belong")} to nothing: {some_of(sorted(unknown), 5)}'
+            )
 
     def _is_removed(self, name: str, found: Mapping[str, int]) -> bool:
         return (

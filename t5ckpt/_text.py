@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-__all__ = ['Lines', 'aligned', 'human_age', 'human_bytes', 'lines', 'lines_of_error', 'printable', 'some_of']
+__all__ = ['Lines', 'aligned', 'counted', 'human_age', 'human_bytes', 'lines', 'lines_of_error', 'printable', 'some_of']
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
@@ -91,6 +91,11 @@ def human_age(seconds: float) -> str:
         if seconds < limit:
             return f'{max(0, int(seconds / unit))} {name}'
     return f'{int(seconds / 86400)} days'
+
+
+def counted(count: int, one: str, several: str = '') -> str:
+    """A count with its noun: '1 step', '1,024 steps'; ``several`` is a plural that does not end in s."""
+    return f'{count:,} {one}' if count == 1 else f'{count:,} {several or one + "s"}'
 
 
 def some_of(texts: Sequence[str], shown: int, between: str = ', ') -> str:

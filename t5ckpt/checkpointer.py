@@ -8,7 +8,6 @@ A blocking save is an asynchronous one that is waited for.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -60,7 +59,17 @@ from t5ckpt.errors import (
 )
 from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
-from t5ckpt.save import Notices, Reuse, SaveCall, SaveRequest, TemplateCheck, in_order, monitored, monitored_metrics
+from t5ckpt.save import (
+    Notices,
+    Reuse,
+    SaveCall,
+    SaveRequest,
+    TemplateCheck,
+    best_of,
+    in_order,
+    monitored,
+    monitored_metrics,
+)
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.steps import open_run_storage
 from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
@@ -645,14 +654,11 @@ class Checkpointer(FromTensorFlow):
         self.wait_until_finished()
         self._schedule.is_used = True
         name, best = monitored(self._monitored, metric, mode)
-        sign = 1 if best == 'max' else -1
         infos = self._retention.infos({name, *self._retention.policy.metric_names})
         missing = missing_from_all(infos, name)
         if missing is not None and any(info.metrics for info in infos):
             raise ValueError(f'best_step: {missing} Pass one of these.')
-        values = {info.step: info.metrics.get(name, math.nan) for info in infos}
-        ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
-        return max(ranked)[1] if ranked else None
+        return best_of(infos, name, best)
 
     def delete(self, step: int) -> None:
         """Deletes one step: it is made invisible in one atomic operation, and then removed. Waits for a running save.

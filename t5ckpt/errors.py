@@ -54,7 +54,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from t5ckpt._text import lines, printable
+from t5ckpt._text import counted, lines, printable
 
 __all__ = [
     'AccessDeniedError',
@@ -368,7 +368,7 @@ def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchE
     """
     kinds = sorted({problem.kind for problem in problems})
     cls = _CLASSES[kinds[0]] if len(kinds) == 1 else TreeMismatchError
-    shown = [f'{where} does not fit the model in {len(problems)} place(s):']
+    shown = [f'{where} does not fit the model in {counted(len(problems), "place")}:']
     shown += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         shown.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')

@@ -11,7 +11,7 @@ from t5ckpt._foreign import not_a_run
 from t5ckpt._frames import pandas
 from t5ckpt._html import table_html
 from t5ckpt._summaries import StepSummary, summaries
-from t5ckpt._text import aligned, human_bytes, printable
+from t5ckpt._text import aligned, counted, human_bytes, printable
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_series
@@ -183,12 +183,12 @@ class Run(Mapping[int, CheckpointView]):
     def __repr__(self) -> str:
         columns, rows = self._rows()
         return '\n'.join(
-            [printable(f'{self.path}: {len(rows)} steps'), *aligned([columns, *rows], [True] * len(columns))]
+            [printable(f'{self.path}: {counted(len(rows), "step")}'), *aligned([columns, *rows], [True] * len(columns))]
         )
 
     def _repr_html_(self) -> str:
         columns, rows = self._rows()
-        return table_html(f'{self.path}: {len(rows)} steps', columns, rows)
+        return table_html(f'{self.path}: {counted(len(rows), "step")}', columns, rows)
 
 
 def _saved(summary: StepSummary) -> datetime.datetime | None:

@@ -19,7 +19,7 @@ from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._sidecar import metrics_of, time_of
 from t5ckpt._stats import CheckpointStats, checkpoint_stats
-from t5ckpt._text import aligned, human_bytes, printable
+from t5ckpt._text import aligned, counted, human_bytes, printable
 from t5ckpt._tree import LeafInfo, build_tree, glob_regex, leaf_infos
 from t5ckpt._types import Path, Progress, leaf_name, path_of
 from t5ckpt.errors import CheckpointNotFoundError, near_names
@@ -242,7 +242,11 @@ class CheckpointView(Mapping[str, LazyArray]):
     def _facts(self) -> list[str]:
         infos, extra = self.infos(), self._contents.sidecar.extra
         facts = [] if self.step is None else [f'step {self.step}']
-        facts += [f'{len(infos):,} leaves', f'{sum(info.size for info in infos):,} values', human_bytes(self.nbytes)]
+        facts += [
+            counted(len(infos), 'leaf', 'leaves'),
+            counted(sum(info.size for info in infos), 'value'),
+            human_bytes(self.nbytes),
+        ]
         created = time_of(extra)
         if created is not None:
             saved = datetime.datetime.fromtimestamp(created, datetime.UTC)

@@ -142,7 +142,7 @@ def test_a_selection_and_a_cast(run: str, tmp_path: pathlib.Path, kind: str):
         'target/half': 'float32',
     }
     np.testing.assert_array_equal(found['target/half'], table(tree())['target/half'].astype(np.float32))
-    for pattern, words in (('(', 'not a regular expression'), ('xyz', 'found in no name')):
+    for pattern, words in (('(', 'not a regular expression'), ('xyz', 'matches no name')):
         with pytest.raises(ValueError, match=words):
             EXPORTS[kind](run, tmp_path / 'no', ExportOptions(select=pattern))
 

@@ -301,6 +301,7 @@ def test_cast_leaves_is_a_regular_expression(pattern):
 
 # By verb: whether --step names the step to work on ('one', 'several', or ''), and whether --as-step names the one to write.
 STEP_RULES = {
+    'best': ('', False),
     'cat': ('one', False),
     'convert': ('one', True),
     'cp': ('one', True),
@@ -653,7 +654,7 @@ def test_what_was_not_done_is_told(run, tmp_path):
     assert json.loads(verb('show', run, '--json').stdout)['unmatched'] == []
     words = ['prune', run, '--keep-step', 9, '--dry-run', '--json']
     assert json.loads(verb(*words).stdout)['unmatched'] == ['--keep-step 9']
-    assert "--grep 'kernl' is found in no name" in done.stderr
+    assert "--grep 'kernl' matches no name" in done.stderr
     assert 'there is no step 7, 9' in verb('prune', run, '--keep-step', 9, '--keep-step', 7, '--dry-run').stderr
     t5ckpt.pin_checkpoint(run / 'checkpoint_2')
     assert 'left out: PINNED' in verb('cp', run, tmp_path / 'a').output

@@ -101,6 +101,28 @@ def test_the_mode_of_the_best_comes_from_the_policy_that_the_run_was_saved_under
     assert t5ckpt.all_steps(tmp_path) == [1, 3]
 
 
+def found_best(*words, code=0):
+    done = CliRunner().invoke(app, ['best', *map(str, words)])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_best_prints_the_step_that_best_step_returns(tmp_path):
+    state = {'params': {'w': np.ones(8, np.float32)}}
+    policy = KeepLatest(9) | KeepBest(2, 'loss', 'min')
+    with Checkpointer(state, checkpoints_dir=tmp_path, keep_policy=policy) as ck:
+        for step, loss in enumerate([5.0, 1.0, 1.0, float('nan'), 3.0]):
+            ck.save(state, step=step, metrics={'loss': loss, 'accuracy': -step})
+        for words in ([], ['loss'], ['loss', 'max'], ['accuracy', 'max']):
+            options = [*words[:1], *(['--mode', words[1]] if words[1:] else [])]
+            assert found_best(tmp_path, *options) == f'{ck.best_step(*words)}\n'
+    assert json.loads(found_best(tmp_path, '--json')) == {'step': 2, 'metric': 'loss', 'mode': 'min', 'value': 1.0}
+    assert 'loss (min)). Pass METRIC and --mode' in found_best(tmp_path, 'accuracy', code=2)
+    assert 'there are: accuracy, loss' in found_best(tmp_path, 'los', '--mode', 'max', code=2)
+    save(tmp_path / 'bare', range(2))
+    assert 'no step has a value of loss' in found_best(tmp_path / 'bare', 'loss', '--mode', 'max', code=1)
+
+
 # --- holds ------------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ when its verb is called, so that ``t5ckpt ls`` loads neither jax nor tensorstore
 words, call the library and print.
 
 Exit codes, the same for every verb: 0 it worked; 1 it worked, and the answer is no (damage, differences, nothing
-there to do it with); 2 the words are wrong, or a question was answered with no; 3 no such checkpoint, or one that
+there to do it with); 2 invalid arguments, or a question was answered with no; 3 no such checkpoint, or one that
 cannot be read; 4 the storage refused; 130 interrupted.
 """
 
@@ -19,6 +19,7 @@ __all__ = ['VERBS', 'main']
 VERBS = {
     'convert': 'convert',
     'ls': 'ls',
+    'best': 'best',
     'show': 'show',
     'cat': 'cat',
     'stats': 'stats',

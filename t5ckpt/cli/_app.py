@@ -44,7 +44,7 @@ def app() -> None:
 
     \b
     Exit codes: 0 done; 1 done, and the answer is no (damage, differences);
-    2 wrong words; 3 no such checkpoint, or unreadable; 4 the storage refused;
+    2 invalid arguments; 3 no such checkpoint, or unreadable; 4 the storage refused;
     130 interrupted. Shell completion: eval "$(_T5CKPT_COMPLETE=bash_source t5ckpt)"
     (zsh_source, fish_source).
     """

@@ -18,7 +18,9 @@ from t5ckpt._types import Progress
 __all__ = [
     'Column',
     'as_step_option',
+    'cast_leaves_option',
     'confirm',
+    'dtype_option',
     'json_option',
     'moved_option',
     'print_json',
@@ -37,7 +39,16 @@ steps_option = click.option(
 as_step_option = click.option(
     '--as-step', type=click.IntRange(0), metavar='STEP', help="Write as this step instead of the source's."
 )
+cast_leaves_option = click.option(
+    '--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*'
+)
 json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON, for programs.')
+
+
+def dtype_option(field: str) -> Any:
+    """``--save-dtype``, which every verb that writes takes, with its older name; ``field`` is its parameter."""
+    text = 'Cast floating parameters, for instance to bfloat16.'
+    return click.option('--save-dtype', '--dtype', field, metavar='DTYPE', help=text)
 
 
 @dataclasses.dataclass(frozen=True)

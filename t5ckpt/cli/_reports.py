@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 
 import click
 
-from t5ckpt._text import human_bytes
+from t5ckpt._text import counted, human_bytes
 from t5ckpt.cli._output import print_json, say
 from t5ckpt.convert._exports import ExportReport
 from t5ckpt.errors import T5CkptError
@@ -20,7 +20,7 @@ _SHOWN = 5
 
 @contextlib.contextmanager
 def words() -> Generator[None]:
-    """Makes a value that the library does not take (a dtype, a selection) an error of the words."""
+    """Makes a value that the library does not take (a dtype, a selection) a usage error."""
     try:
         yield
     except T5CkptError:
@@ -37,11 +37,11 @@ def print_report(report: ExportReport, as_json: bool) -> None:
     verb = 'would write' if report.dry_run else 'wrote'
     tensors = sum(len(names) for names in report.mapped.values())
     arrays = (
-        f'{len(report.mapped)} arrays'
+        counted(len(report.mapped), 'array')
         if tensors == len(report.mapped)
-        else f'{len(report.mapped)} arrays, {tensors} tensors'
+        else f'{counted(len(report.mapped), "array")}, {counted(tensors, "tensor")}'
     )
-    files = f', {len(report.files)} files' if len(report.files) > 1 else ''
+    files = f', {counted(len(report.files), "file")}' if len(report.files) > 1 else ''
     say(f'{verb} {report.output}: {report.kind}, {arrays}, {human_bytes(report.bytes)}{files}, {report.seconds:.1f} s')
     if report.dropped:
         say(f'left out {len(report.dropped)}: {_few(report.dropped)}')

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
+from t5ckpt._text import counted
 from t5ckpt.cli._output import json_option, print_json, say, step_option
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.lazy import LazyArray
@@ -54,7 +55,7 @@ def command(path: str, leaf: str, step: int | None, npy: bool, as_json: bool) ->
     if not isinstance(value, LazyArray):
         if isinstance(value, CheckpointView):
             raise CheckpointNotFoundError(
-                f'{name} is a group of {len(value)} leaves such as {next(iter(value), "")!r}.'
+                f'{name} is a group of {counted(len(value), "leaf", "leaves")} such as {next(iter(value), "")!r}.'
             )
         if npy or index is not None:
             raise click.UsageError(f'{name} is {value!r:.80}, not an array: it has no .npy format and no slices.')

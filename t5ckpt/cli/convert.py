@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from t5ckpt._text import human_bytes, lines
-from t5ckpt.cli._output import as_step_option, json_option, print_json, progress, say
+from t5ckpt._text import counted, human_bytes, lines
+from t5ckpt.cli._output import as_step_option, cast_leaves_option, dtype_option, json_option, print_json, progress, say
 from t5ckpt.cli._reports import words as words_of
 from t5ckpt.convert import CODEC_NAMES, FORMATS, convert_checkpoint
 from t5ckpt.convert._conversion import Conversion, ConvertOptions
@@ -34,8 +34,8 @@ _STEP_RULES = {
 @click.argument('directory', metavar='DST')
 @click.option('--step', type=int, help='For to-orbax: which step, where SRC is a run; the latest without it.')
 @as_step_option
-@click.option('--save-dtype', metavar='DTYPE', help='Cast floating parameters, for instance to bfloat16.')
-@click.option('--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*')
+@dtype_option('save_dtype')
+@cast_leaves_option
 @click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
 @click.option('--compression', type=click.Choice(CODEC_NAMES), help='By default nothing is compressed.')
 @click.option('--rules', metavar='FILE.py', help='For tf: Python that defines `translator`. It is run.')
@@ -94,9 +94,9 @@ def print_conversion(done: Conversion, dry_run: bool) -> None:
     what = 'would be written' if dry_run else f'written: {human_bytes(done.nbytes)} in {done.seconds:.1f} s'
     say(f'{done.path} {what}')
     renamed = [f'{old} -> {new}' for old, new in done.mapped.items() if old != new]
-    _say_some(f'mapped {len(done.mapped)} names, {len(renamed)} of them to new ones', renamed)
-    _say_some(f'added {len(done.added)} leaves', done.added)
-    _say_some(f'dropped {len(done.dropped)} names', done.dropped)
+    _say_some(f'mapped {counted(len(done.mapped), "name")}, {len(renamed)} renamed', renamed)
+    _say_some(f'added {counted(len(done.added), "leaf", "leaves")}', done.added)
+    _say_some(f'dropped {counted(len(done.dropped), "name")}', done.dropped)
     for option in done.without_effect:
         say(f'without effect: {option}=False')
 

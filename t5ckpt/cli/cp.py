@@ -8,8 +8,17 @@ from typing import Any
 import click
 
 from t5ckpt._copy import CopyOptions, copy_checkpoint
-from t5ckpt._text import human_bytes
-from t5ckpt.cli._output import as_step_option, json_option, print_json, progress, say, step_option
+from t5ckpt._text import counted, human_bytes
+from t5ckpt.cli._output import (
+    as_step_option,
+    cast_leaves_option,
+    dtype_option,
+    json_option,
+    print_json,
+    progress,
+    say,
+    step_option,
+)
 from t5ckpt.cli._reports import words as words_of
 
 __all__ = ['command']
@@ -33,8 +42,8 @@ _CHANGES = (
 @click.argument('target')
 @step_option
 @click.option('--workers', type=int, help='How many files are under way at once; 16 without it.')
-@click.option('--save-dtype', metavar='DTYPE', help='Cast floating parameters, for instance to bfloat16.')
-@click.option('--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*')
+@dtype_option('save_dtype')
+@cast_leaves_option
 @click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
 @click.option('--drop', multiple=True, metavar='REGEX', help='Leave out the leaves of this name; repeatable.')
 @click.option('--rename', multiple=True, nargs=2, metavar='REGEX NEW', help=r'NEW may have \1 for a group; repeatable.')
@@ -75,9 +84,9 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
     if as_json:
         print_json({**dataclasses.asdict(done), 'written': not options.dry_run})
         return
-    resumed = f', {done.resumed_files} of them were there already' if done.resumed_files else ''
+    resumed = f', {done.resumed_files} of them already there' if done.resumed_files else ''
     how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s{resumed}'
-    say(f'{done.path}: {done.files} files, {human_bytes(done.nbytes)} {how}')
+    say(f'{done.path}: {counted(done.files, "file")}, {human_bytes(done.nbytes)} {how}')
     if done.left_out:
         say(f'left out: {", ".join(done.left_out)}')
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from t5ckpt.cli._output import json_option, progress, step_option
+from t5ckpt.cli._output import cast_leaves_option, dtype_option, json_option, progress, step_option
 from t5ckpt.cli._reports import print_report, words
 from t5ckpt.convert._exports import ExportOptions
 
@@ -33,7 +33,7 @@ def _common(function: _F) -> _F:
         json_option,
         click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
         click.option('--force', is_flag=True, help='Replace what an earlier export wrote.'),
-        click.option('--dtype', help='Cast the floating arrays of the parameters: bfloat16, float32, ...'),
+        dtype_option('dtype'),
         step_option,
         click.argument('out'),
         click.argument('path'),
@@ -47,7 +47,7 @@ def command() -> None:
     """Writes a checkpoint in another format: Hugging Face's, safetensors, npz.
 
     Arrays are read in pieces, so memory stays bounded. The output appears whole or not at all, and what is there is not
-    replaced without --force. Every format takes --json, --dry-run, --step and --dtype.
+    replaced without --force. Every format takes --json, --dry-run, --step and --save-dtype.
 
     \b
     Examples:
@@ -68,7 +68,7 @@ def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_j
 
     \b
     Examples:
-      t5ckpt export hf t5_1_1_base/checkpoint_1000000 model --dtype bfloat16
+      t5ckpt export hf t5_1_1_base/checkpoint_1000000 model --save-dtype bfloat16
       t5ckpt export hf ul2 model --config '{"feed_forward_proj": "gated-silu"}'
       t5ckpt export hf longt5 model \\
         --config '{"model_type": "longt5", "encoder_attention_type": "local"}'
@@ -83,7 +83,7 @@ def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_j
 def _names(function: _F) -> _F:
     """The options of the formats that have the checkpoint's names."""
     for option in (
-        click.option('--cast-leaves', metavar='REGEX', help='What --dtype casts; by default target/.* and params/.*'),
+        cast_leaves_option,
         click.option('--select', help='Only arrays whose name this regular expression is found in.'),
     ):
         function = option(function)
@@ -112,12 +112,12 @@ def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
 def export_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
     """Writes arrays as the file OUT under their own names, for numpy.load.
 
-    npz knows no bfloat16: such arrays are their bits, uint16, with '::bfloat16' at the end of their name. With --dtype
+    npz knows no bfloat16: such arrays are their bits, uint16, with '::bfloat16' at the end of their name. With --save-dtype
     float32 they are numbers.
 
     \b
     Example:
-      t5ckpt export npz run encoder.npz --select '^target/encoder/' --dtype float32
+      t5ckpt export npz run encoder.npz --select '^target/encoder/' --save-dtype float32
     """
     from t5ckpt.convert.plain import export_npz
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from t5ckpt.cli._output import json_option, moved_option, progress
+from t5ckpt.cli._output import cast_leaves_option, dtype_option, json_option, moved_option, progress
 from t5ckpt.cli._reports import print_report, words
 from t5ckpt.convert._exports import ImportOptions
 
@@ -22,8 +22,8 @@ def _common(function: _F) -> _F:
         json_option,
         click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
         click.option('--force', is_flag=True, help='Replace a checkpoint of that step.'),
-        click.option('--cast-leaves', metavar='REGEX', help='What --dtype casts; by default target/.* and params/.*'),
-        click.option('--dtype', help='Cast the floating arrays of the parameters: bfloat16, float32, ...'),
+        cast_leaves_option,
+        dtype_option('dtype'),
         click.option(
             '--as-step',
             'step',
@@ -44,7 +44,7 @@ def command() -> None:
     """Writes a checkpoint from another format: Hugging Face's, safetensors, npz.
 
     OUT is a run's directory, and gets checkpoint_<step>, whole or not at all. Tensors are read in pieces, so memory stays
-    bounded. Nothing pickled is read. Every format takes --json, --dry-run, --force, --as-step and --dtype.
+    bounded. Nothing pickled is read. Every format takes --json, --dry-run, --force, --as-step and --save-dtype.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def import_hf(path: str, out: str, config: str | None, as_json: bool, **options:
     \b
     Examples:
       t5ckpt import hf model run
-      t5ckpt import hf model run --as-step 1000000 --dtype float32
+      t5ckpt import hf model run --as-step 1000000 --save-dtype float32
     """
     from t5ckpt.convert.huggingface import import_hf
 

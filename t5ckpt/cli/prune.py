@@ -11,6 +11,7 @@ import click
 
 from t5ckpt._foreign import not_a_run
 from t5ckpt._retention import Retention, missing_from_all
+from t5ckpt._text import counted
 from t5ckpt.cli._output import Column, confirm, json_option, moved_option, print_json, print_table, say
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (
@@ -56,7 +57,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
 
     \b
     Exit codes: 0 done, or nothing to do; 1 a step could not be deleted;
-    2 wrong words, such as a metric that no step has: nothing is deleted.
+    2 invalid arguments, such as a metric that no step has: nothing is deleted.
 
     \b
     Example:
@@ -78,7 +79,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
         print_table(columns, [[str(each.step), 'stays' if each.keep else 'goes', each.reason] for each in plan])
     deleted: list[Decision] = []
     if doomed and not dry_run:
-        confirm(f'Delete {len(doomed)} of {len(plan)} steps?', yes)
+        confirm(f'Delete {len(doomed)} of {counted(len(plan), "step")}?', yes)
         deleted = retention.carry_out()
         retention.wait()
     # What another process has deleted meanwhile is gone, as was wanted.

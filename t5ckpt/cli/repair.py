@@ -9,7 +9,7 @@ import click
 
 from t5ckpt._cure import RepairOptions
 from t5ckpt._repair import RepairReport, repair
-from t5ckpt._text import lines
+from t5ckpt._text import counted, lines
 from t5ckpt.cli._output import confirm, json_option, print_json, progress, say, step_option
 from t5ckpt.cli._reports import words
 
@@ -61,6 +61,6 @@ def _text(done: RepairReport, dry_run: bool) -> str:
     elif dry_run:
         head = f'{done.path} can be repaired; nothing was written'
     else:
-        head = f'{done.path}: repaired, {done.files} files'
+        head = f'{done.path}: repaired, {counted(done.files, "file")}'
     changes = [f'  rebuilt: {name}' for name in done.rebuilt] + [f'  left out: {name}' for name in done.dropped]
     return lines(head, *changes, *(f'  note: {note}' for note in done.notes))

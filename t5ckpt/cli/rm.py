@@ -10,6 +10,7 @@ import click
 
 from t5ckpt._layout import parse_step_dir
 from t5ckpt._retention import delete_step, deletion
+from t5ckpt._text import counted
 from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table, say, steps_option
 from t5ckpt.errors import StepKeptError
 from t5ckpt.steps import open_run_storage
@@ -52,7 +53,7 @@ def command(
     deleted: list[int] = []
     failed: dict[int, str] = {}
     if not kept and not how['dry_run']:
-        confirm(f'Delete {len(plan)} steps of {storage.url()}?', how['yes'])
+        confirm(f'Delete {counted(len(plan), "step")} of {storage.url()}?', how['yes'])
         for step in chosen:
             try:
                 delete_step(storage, step, time.time, even_pinned=pinned)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from t5ckpt._text import human_bytes
+from t5ckpt._text import counted, human_bytes
 from t5ckpt._tree import Group, LeafInfo, build_tree
 from t5ckpt.cli._output import Column, json_option, print_json, print_table, say, step_option
 from t5ckpt.view import open_checkpoint
@@ -50,7 +50,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
     view = open_checkpoint(path, step)
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
     if pattern is not None and not infos:
-        say(f'--grep {pattern!r} is found in no name of {view.path}', err=True)
+        say(f'--grep {pattern!r} matches no name in {view.path}', err=True)
     if sort != 'tree':
         infos.sort(key=lambda info: info.name if sort == 'name' else (-info.nbytes, info.name))
     unmatched = [f'--grep {pattern}'] if pattern is not None and not infos else []
@@ -63,7 +63,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
         return code
     tree = build_tree(infos)
     rows = _tree_rows(tree, depth, 0) if sort == 'tree' else [_leaf_row(info.name, info) for info in infos]
-    total = ('total', '', f'{tree.leaves:,} leaves', f'{tree.size:,}', human_bytes(tree.nbytes), '')
+    total = ('total', '', counted(tree.leaves, 'leaf', 'leaves'), f'{tree.size:,}', human_bytes(tree.nbytes), '')
     print_table(_COLUMNS, [*rows, total])
     return code
 
@@ -86,7 +86,9 @@ def _tree_rows(group: Group, depth: int | None, level: int) -> list[tuple[str, .
         if isinstance(child, LeafInfo):
             rows.append(_leaf_row(indented, child))
             continue
-        rows.append((indented, '', f'{child.leaves:,} leaves', f'{child.size:,}', human_bytes(child.nbytes), ''))
+        rows.append(
+            (indented, '', counted(child.leaves, 'leaf', 'leaves'), f'{child.size:,}', human_bytes(child.nbytes), '')
+        )
         if depth is None or level + 1 < depth:
             rows += _tree_rows(child, depth, level + 1)
     return rows

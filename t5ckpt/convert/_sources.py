@@ -14,6 +14,7 @@ from t5ckpt._dtypes import kind
 from t5ckpt._open import Identity, leaves_of, read_contents, read_raw
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
+from t5ckpt._text import some_of
 from t5ckpt._types import Path, check_patterns, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.steps import Located, locate
@@ -67,7 +68,7 @@ class Sources:
         chosen = {name: source for name, source in self.arrays.items() if re.search(pattern, name)}
         if not chosen:
             raise ValueError(
-                f'select={pattern!r} is found in no name. There are {", ".join(list(self.arrays)[:10])}, ...'
+                f'select={pattern!r} matches no name. The names are {some_of(list(self.arrays), 10) or "none"}.'
             )
         return chosen
 

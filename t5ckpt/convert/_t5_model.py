@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from t5ckpt._text import lines
+from t5ckpt._text import counted, lines
 from t5ckpt.convert._t5_names import LOCAL, SELF, TRANSIENT_GLOBAL, Layout, Pair, T5Model, known_leaf
 from t5ckpt.errors import LeafProblem, TreeMismatchError, UnsupportedFormatError, near_names
 
@@ -160,7 +160,7 @@ def _check(expected: Shapes, found: Shapes, where: str) -> None:
     problems += [LeafProblem(name, 'unexpected', str(found[name]), '') for name in found if name not in expected]
     if not problems:
         return
-    shown = [f'{where} is no T5 that both sides know, in {len(problems)} place(s):']
+    shown = [f'{where} is no T5 that both sides know, in {counted(len(problems), "place")}:']
     shown += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         shown.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')

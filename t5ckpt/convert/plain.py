@@ -65,7 +65,7 @@ def export_safetensors(
       UnsupportedLeafError: safetensors has no such dtype, or a cast would make a finite value infinite.
       OutputExistsError: something is there, and ``options.force`` is not set.
       CheckpointNotFoundError: there is no such checkpoint; FormatError and StorageError if it cannot be read.
-      ValueError: ``select`` is not a regular expression, or is found in no name.
+      ValueError: ``select`` is not a regular expression, or matches no name.
     """
     return _export(checkpoint, file, options, _write_safetensors)
 

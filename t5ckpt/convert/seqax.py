@@ -35,6 +35,7 @@ from t5ckpt._reader import ArrayReader
 from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray
 from t5ckpt._stream import StreamRequest, write_stream
+from t5ckpt._text import counted
 from t5ckpt._types import Path, TrainState, leaf_name, path_of
 from t5ckpt.errors import (
     CheckpointExistsError,
@@ -143,7 +144,7 @@ def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]
     entries = storage.entries(join(directory, below))
     chunks = [entry.name for entry in entries if not entry.is_dir and not entry.name.startswith('.')]
     if below and (chunks or not entries or any(entry.name == '.zarray' for entry in entries)):
-        held = f'{len(chunks)} other files ({chunks[0]})' if chunks else 'nothing else'
+        held = f'{counted(len(chunks), "other file")} ({chunks[0]})' if chunks else 'nothing else'
         raise CorruptCheckpointError(
             f'{storage.url(join(directory, below))}: no regular file .zarray there, and {held}. Copy the checkpoint again.'
         )

@@ -1,7 +1,7 @@
 """What the methods of ``Checkpointer`` take and check before a save begins."""
 
 from t5ckpt.save.arguments import SaveCall, in_order, metric_numbers
-from t5ckpt.save.monitored import monitored, monitored_metrics
+from t5ckpt.save.monitored import best_of, monitored, monitored_metrics
 from t5ckpt.save.notices import Notices
 from t5ckpt.save.request import Reuse, SaveRequest
 from t5ckpt.save.template_check import TemplateCheck
@@ -12,6 +12,7 @@ __all__ = [
     'SaveCall',
     'SaveRequest',
     'TemplateCheck',
+    'best_of',
     'in_order',
     'metric_numbers',
     'monitored',

@@ -1,14 +1,15 @@
-"""Which metric a run looks at, by its policies."""
+"""Which metric a run looks at, by its policies, and which step is best by it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from t5ckpt._types import check_kind
-from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, check_metric_mode
+from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo, check_metric_mode
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
 
-__all__ = ['monitored', 'monitored_metrics']
+__all__ = ['best_of', 'candidates', 'monitored', 'monitored_metrics']
 
 
 def monitored_metrics(keep: KeepPolicy, save: SavePolicy | None) -> tuple[tuple[str, str], ...]:
@@ -35,13 +36,27 @@ def monitored(known: Sequence[tuple[str, str]], metric: str | None, mode: str | 
     check_kind('metric', metric, str, "'eval/accuracy'")
     if mode is not None:
         check_metric_mode(mode)
-    found = [pair for pair in known if metric in (None, pair[0]) and mode in (None, pair[1])]
-    names = {pair[0] for pair in found} if metric is None else {metric}
-    modes = {pair[1] for pair in found} if mode is None else {mode}
-    if len(names) != 1 or len(modes) != 1:
+    found = candidates(known, metric, mode)
+    if len(found) != 1:
         missing = "the metric and the mode, such as best_step('eval/loss', 'min')"
         held = ', '.join(f'{name} ({best})' for name, best in known) or 'none'
         raise ValueError(
             f'best_step: the policies do not say which steps are best (metrics they compare: {held}). Pass {missing}.'
         )
-    return names.pop(), modes.pop()
+    return found[0]
+
+
+def candidates(known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> list[tuple[str, str]]:
+    """The (metric, mode) that can be meant: one where the caller and the policies say both."""
+    found = [pair for pair in known if metric in (None, pair[0]) and mode in (None, pair[1])]
+    names = sorted({pair[0] for pair in found}) if metric is None else [metric]
+    modes = sorted({pair[1] for pair in found}) if mode is None else [mode]
+    return [(name, best) for name in names for best in modes]
+
+
+def best_of(infos: Sequence[StepInfo], metric: str, mode: str) -> int | None:
+    """The step with the best value of a metric; of equal ones the newest, and NaN never. None where no step has a value."""
+    sign = 1 if mode == 'max' else -1
+    values = {info.step: info.metrics.get(metric, math.nan) for info in infos}
+    ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
+    return max(ranked)[1] if ranked else None

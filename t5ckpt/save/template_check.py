@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._leaves import Empty, LeafTable, target_of, view_state
-from t5ckpt._text import lines
+from t5ckpt._text import counted, lines
 from t5ckpt._types import Path
 from t5ckpt.errors import (
     LeafProblem,
@@ -88,7 +88,7 @@ class TemplateCheck:
             return
         shown = [f'  {problem}' for problem in problems[:_SHOWN]]
         shown += [f'  ... and {len(problems) - _SHOWN} more'] if len(problems) > _SHOWN else []
-        where = f'the template that this checkpointer was made with in {len(problems)} place(s)'
+        where = f'the template that this checkpointer was made with in {counted(len(problems), "place")}'
         cure = 'Make the checkpointer with a template of the structure that is saved, such as jax.eval_shape(init).'
         if self._is_strict:
             text = lines(f'step {step} is not saved, since it does not fit {where}:', *shown, cure)

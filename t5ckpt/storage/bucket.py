@@ -23,6 +23,7 @@ from typing import Any
 import tensorstore as ts
 
 from t5ckpt._layout import join
+from t5ckpt._text import counted
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage._cache import CachedFile, FileCache
 from t5ckpt.storage._errors import bucket_errors, map_bucket_error
@@ -358,7 +359,10 @@ class BucketStorage(Storage):
         # A driver that takes a listing that was refused for an empty one does so here, too.
         left = [] if self._lists_truly else self._keys(key)
         if left:
-            raise StorageError(errno.EIO, f'{self.url(key)}: {len(left)} keys are still there, such as {left[0]}.')
+            raise StorageError(
+                errno.EIO,
+                f'{self.url(key)}: {counted(len(left), "key is", "keys are")} still there, such as {left[0]}.',
+            )
 
     def context(self) -> ts.Context:
         use_tensorstore()

@@ -8,6 +8,7 @@ from typing import Any
 
 from t5ckpt._leaves import Empty, view_state
 from t5ckpt._process import jax_processes
+from t5ckpt._text import counted
 from t5ckpt._types import leaf_name
 from t5ckpt.storage import open_storage
 
@@ -46,7 +47,7 @@ def state_summary(state: Any) -> str:
     of = 'all arrays' if weights is None else weights
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ['', f'{len(table)} leaves, {in_all:,} bytes, {on_device:,} bytes on each device']
+    lines += ['', f'{counted(len(table), "leaf", "leaves")}, {in_all:,} bytes, {on_device:,} bytes on each device']
     return '\n'.join([*lines, f'{parameters:,} parameters ({of})', ''])
 
 
@@ -55,7 +56,7 @@ def _sharding_text(sharding: Any) -> str:
     if sharding is None:
         return 'host'
     if spec is None:
-        return f'{type(sharding).__name__} on {len(sharding.device_set)} device(s)'
+        return f'{type(sharding).__name__} on {counted(len(sharding.device_set), "device")}'
     mesh = ', '.join(f'{name} {size}' for name, size in sharding.mesh.shape.items())
     return f'({", ".join(map(repr, spec))}) over mesh ({mesh})'
 

@@ -256,12 +256,13 @@ path out source directory target a b | error | nothing is there, or something is
 --step --as-step | error | no such step; a verb where it means nothing names the other
 --json | error | with an option of another form
 --dry-run --yes --force | hint | where there is nothing to write, to ask or to replace
---save-dtype --dtype --cast-leaves | error | meant for no floating leaf; without a dtype
+--save-dtype --cast-leaves | error | meant for no floating leaf; without a dtype
 --no-optimizer | warning | there is no optimizer state
 --compression --concurrent-gb | error | to Orbax
 """
 
 VERBS = {
+    'best': 'metric | error | no step has it\n--mode | error | the policy says neither',
     'cat': 'leaf | error | no such leaf\n--npy | error | with --json, or no array',
     'convert': 'kind | error | unknown\n--rules | error | not for tf',
     'cp': """
@@ -289,7 +290,7 @@ output --in-place | error | both or neither
     'rm': 'numbers | error | no such step\n--pinned | hint | none is pinned',
     'show': """
 --depth | error | with --sort or --json
---grep | report | found in no name: unmatched, exit 1
+--grep | report | matches no name: unmatched, exit 1
 --sort | hint | how it looks
 """,
     'stats': 'leaves | error | matches nothing\n--fail-on-nan | hint | there is none: exit 0',

@@ -6,6 +6,7 @@ None of T5X's code runs here. The state and the partitioner have T5X's protocols
 import dataclasses
 import functools
 import logging
+import math
 import pathlib
 import re
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from support import partitioner, states, t5x_rules
 from support.bits import assert_same
-from support.golden import flatten, nest
+from support.golden import flatten, load_npz, nest
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -214,6 +215,10 @@ class Manager:
         if restore_cfg is None:
             return None
         (path,) = paths
+        # LegacyCheckpointer.restore: from_tensorflow = gfile.exists(path + '.index'), which takes no transforms
+        if pathlib.Path(f'{path}.index').exists():
+            assert not restore_cfg.state_transformation_fns
+            return self.restorer.restore_from_tf_checkpoint(path, strict=restore_cfg.strict)
         return self.restorer.restore(
             path=path,
             state_transformation_fns=restore_cfg.state_transformation_fns,
@@ -221,9 +226,42 @@ class Manager:
             lazy_parameters=False,
         )
 
+    def wait_until_finished(self):
+        """LegacyCheckpointManager.wait_until_finished, which calls nothing: a save is durable when it returns."""
 
-def train(model_dir, save_cfg, total_steps, period=2, restore_cfg=None):
-    """t5x/train.py, train(): restore or start, save, loop, save; returns the state, the iterator, where it began."""
+    def close(self):
+        """LegacyCheckpointManager.close, likewise."""
+
+
+class PreemptionError(Exception):
+    """trainer.PreemptionError: what a trainer raises where the job is to end."""
+
+
+@dataclasses.dataclass
+class Trainer:
+    """trainer.BaseTrainer, as far as train() sees it: it asks for an end at a step, or is preempted before one."""
+
+    train_state: Any
+    stop_at: int | None = None
+    preempted_at: int | None = None
+    stop_training: bool = False
+
+    def train(self, batch_iter, num_steps, start_step):
+        # BaseTrainer.train: donating steps, after which the new state takes the place of the old one
+        for step in range(start_step, start_step + num_steps):
+            if step == self.preempted_at:
+                raise PreemptionError
+            next(batch_iter)
+            self.train_state = STEP(self.train_state)
+        # train.py, run_actions(ActionMode.TRAIN, ...), after trainer.train
+        self.stop_training = start_step + num_steps == self.stop_at
+
+
+def train(model_dir, save_cfg, total_steps, period=2, restore_cfg=None, **ends):
+    """t5x/train.py, train(): restore or start, save, loop, save; returns the state, the iterator, where it began.
+
+    ``ends`` are a Trainer's; a step of 1 for ``stats_period`` has it looked at after each.
+    """
     partitioned, ds_iter = parts(), Positions()
     # train.py: restore_cfgs = [RestoreCheckpointConfig(path=model_dir, mode='latest', ...), checkpoint_cfg.restore]
     own = RestoreConfig(str(model_dir), save_cfg.checkpointer_cls, save_cfg.dtype, save_cfg.save_dataset)
@@ -251,15 +289,38 @@ def train(model_dir, save_cfg, total_steps, period=2, restore_cfg=None):
     first = host_step = int(state.step.addressable_data(0))
     # train.py: 'Saving checkpoint before the training loop starts.', also of the step just restored
     manager.save(state, save_cfg.state_transformation_fns)
-    while host_step < total_steps:
-        # trainer.train: a donating step
-        next(ds_iter)
-        state = STEP(state)
-        host_step += 1
-        # train.py: 'Saving checkpoint.', at the period and in the last epoch
-        if (host_step - first) % period == 0 or host_step == total_steps:
-            manager.save(state, save_cfg.state_transformation_fns)
-    return state, ds_iter, first
+    trainer = Trainer(state, **ends)
+    # train.py: steps_per_epoch, first_epoch, num_epochs, from the checkpoint period
+    steps_per_epoch = min(period, total_steps)
+    first_epoch = first // steps_per_epoch
+    num_epochs = first_epoch + math.ceil((total_steps - first) / steps_per_epoch)
+    # 'Main Loop over "epochs".' of train.py
+    for epoch in range(first_epoch, num_epochs):
+        final_epoch = epoch == num_epochs - 1
+        # '`stop_training` is requested, break out the main loop immediately.' of train.py
+        if trainer.stop_training:
+            break
+        try:
+            epoch_end_step = min(total_steps, first + steps_per_epoch * (epoch - first_epoch + 1))
+            while host_step < epoch_end_step:
+                # 'Saving a checkpoint before early stopping...' of train.py
+                if trainer.stop_training:
+                    manager.save(trainer.train_state, save_cfg.state_transformation_fns)
+                    break
+                trainer.train(ds_iter, 1, start_step=host_step)
+                host_step += 1
+        except PreemptionError:
+            # train.py: 'Saving emergency checkpoint.', and the error goes on
+            manager.save(trainer.train_state, save_cfg.state_transformation_fns)
+            manager.wait_until_finished()
+            raise
+        # train.py: 'Saving checkpoint.', at the period and in the last epoch, also after an early stop in it
+        if final_epoch or (host_step - first) % period == 0:
+            manager.save(trainer.train_state, save_cfg.state_transformation_fns)
+            manager.wait_until_finished()
+    # train.py, after the loop: 'if checkpoint_manager: checkpoint_manager.close()'
+    manager.close()
+    return trainer.train_state, ds_iter, first
 
 
 jax.tree_util.register_pytree_node(
@@ -311,6 +372,91 @@ def test_a_run_and_its_restart(run_dir, make, before, after, caplog):
     assert t5ckpt.all_dataset_checkpoint_steps(run_dir / 'lost') == [8]
     for step in t5ckpt.all_steps(run_dir / 'lost'):
         t5x_rules.check_axes(run_dir / 'lost' / f'checkpoint_{step}', partitioner.t5x_rules)
+
+
+@pytest.mark.parametrize(
+    ('ends', 'saved', 'skipped'),
+    [
+        # In the middle of an epoch, before its end (which the period saves), in the last epoch (which saves once more).
+        ({'stop_at': 3}, [0, 2, 3], []),
+        ({'stop_at': 4}, [0, 2, 4], []),
+        ({'stop_at': 7}, [0, 2, 4, 6, 7], [7]),
+        ({'preempted_at': 3}, [0, 2, 3], []),
+        # Before the first step of an epoch the state has just been saved.
+        ({'preempted_at': 4}, [0, 2, 4], [4]),
+    ],
+    ids=str,
+)
+def test_a_run_that_ends_early_and_goes_on(run_dir, ends, saved, skipped, caplog):
+    """stop_training and PreemptionError: the state of the moment is saved with its iterator, or is there already."""
+    whole, whole_iter, _ = train(run_dir / 'whole', SaveConfig(), 8)
+    caplog.set_level(logging.WARNING, 't5ckpt')
+    if 'preempted_at' in ends:
+        with pytest.raises(PreemptionError):
+            train(run_dir / 'ended', SaveConfig(), 8, **ends)
+    else:
+        train(run_dir / 'ended', SaveConfig(), 8, **ends)
+    assert t5ckpt.all_steps(run_dir / 'ended') == t5ckpt.all_dataset_checkpoint_steps(run_dir / 'ended') == saved
+    assert re.findall(r'Skipping save checkpoint for step (\d+)', caplog.text) == list(map(str, skipped))
+    state, ds_iter, first = train(run_dir / 'ended', SaveConfig(), 8)
+    assert (first, ds_iter.position) == (saved[-1], whole_iter.position)
+    assert_state(state, whole)
+
+
+# ---- TensorFlow: the restore of a fine-tuning run, and t5x/scripts/convert_tf_checkpoint.py ----
+
+
+def tf_model(expected):
+    return partitioner.T5XState(
+        nest({key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in expected.items()})
+    )
+
+
+def test_a_tensorflow_checkpoint_is_restored_and_its_run_goes_on(tf_golden, run_dir):
+    """RestoreCheckpointConfig.path is the prefix of TensorFlow's files; the run that starts from it saves T5X's format."""
+    folder = tf_golden / 'tf_t5_1_1_gated'
+    expected = load_npz(folder / 'expected.npz')
+    template = tf_model(expected)
+    (prefix,) = (str(path.with_suffix('')) for path in folder.glob('model.ckpt-*.index'))
+    step = int(expected['state/step'])
+    # train.py: restore.strict, with the optimizer; infer.py: strict = False, and an InferenceState
+    cfg = RestoreConfig(prefix, restore_dataset=False)
+    manager = Manager(
+        save_cfg=SaveConfig(save_dataset=False),
+        restore_cfg=cfg,
+        train_state_shape=template,
+        partitioner=parts(),
+        model_dir=str(run_dir),
+    )
+    state = manager.restore([prefix], cfg)
+    for key, leaf in flatten(state.state_dict()).items():
+        assert isinstance(leaf, jax.Array)
+        assert_same(leaf, expected[key], key)
+    manager.save(state)
+    assert t5ckpt.all_steps(run_dir) == [step]
+    # TrainStateInitializer.from_checkpoints, _restore_path: another restorer, of what was saved
+    # train.py: dtype=checkpoint_cfg.save.dtype, as which save_dtype wrote it
+    own = RestoreConfig(f'{run_dir}/checkpoint_{step}', dtype='float32', restore_dataset=False)
+    again = Manager(save_cfg=None, restore_cfg=own, train_state_shape=template, partitioner=parts())
+    for key, leaf in flatten(again.restore([own.path], own).state_dict()).items():
+        assert_same(leaf, expected[key].astype(np.float32) if key.startswith('target/') else expected[key], key)
+    less, cfg = inference(template), RestoreConfig(prefix, dtype='bfloat16', restore_dataset=False, strict=False)
+    found = Manager(save_cfg=None, restore_cfg=cfg, train_state_shape=less, partitioner=parts()).restore([prefix], cfg)
+    leaves = flatten(found.state_dict())
+    assert set(leaves) == set(flatten(less.state_dict()))
+    assert {leaf.dtype.name for key, leaf in leaves.items() if key.startswith('target/')} == {'bfloat16'}
+
+
+def test_the_script_that_converts_tensorflow_checkpoints(tf_golden, run_dir):
+    """t5x/scripts/convert_tf_checkpoint.py, convert_checkpoint()."""
+    folder = tf_golden / 'tf_t5_1_1_gated'
+    template = tf_model(load_npz(folder / 'expected.npz'))
+    checkpointer = t5ckpt.Checkpointer(template, parts(), str(run_dir), save_dtype=jnp.dtype(jnp.float32))
+    checkpointer.convert_from_tf_checkpoint(str(folder), concurrent_gb=16)
+    ours, theirs = (flatten(t5ckpt.load_t5x_checkpoint(path)) for path in (run_dir, folder / 'converted'))
+    assert set(ours) == set(theirs)
+    for key, array in theirs.items():
+        assert_same(ours[key], array, key)
 
 
 def test_the_programs_that_read_a_run(run_dir):

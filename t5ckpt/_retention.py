@@ -30,7 +30,7 @@ from t5ckpt._layout import (
 )
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
-from t5ckpt.catalog.layouts import ListedStep, other_layout
+from t5ckpt.catalog.layouts import ListedStep, inspect_name, other_layout
 from t5ckpt.commit.deletion import kept_by, kept_error
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -297,12 +297,13 @@ def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = F
       UnsupportedFormatError: the step is in another layout.
     """
     directory = step_dir(step)
-    if not storage.is_file(join(directory, MANIFEST)):
-        steps = listing(storage).steps
-        for found in steps:
-            if found.step == step and not found.is_t5x:
+    found = inspect_name(storage, directory)
+    if not (found.is_t5x if found is not None else storage.is_file(join(directory, MANIFEST))):
+        steps = [found] if found is not None else listing(storage).steps
+        for each in steps:
+            if each.step == step and not each.is_t5x:
                 rest = 'which t5ckpt does not delete. Remove it with the program that wrote it.'
-                raise other_layout(storage.url(found.name), found.layout, rest)
+                raise other_layout(storage.url(each.name), each.layout, rest)
         shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
         raise CheckpointNotFoundError(
             f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'

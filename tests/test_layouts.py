@@ -3,10 +3,12 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import flax
+import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -16,6 +18,7 @@ from flax.training import checkpoints as flax_checkpoints
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.cli._app import app
+from t5ckpt.convert import ConvertOptions, convert_checkpoint
 from t5ckpt.convert.plain import ImportOptions, import_npz
 from t5ckpt.storage import open_storage
 
@@ -54,6 +57,16 @@ def flax_orbax(run, step):
     flax_checkpoints.save_checkpoint(run, state(step), step, orbax_checkpointer=handler)
 
 
+def placeholders(run, step):
+    """checkpoint_<step> of the Orbax of 2023: a zarr directory for each array, and Flax msgpack that names them."""
+    path = run / f'checkpoint_{step}'
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(path, state(step))
+    for entry in [each for each in path.iterdir() if each.name not in STATE]:
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    (path / 'checkpoint').write_bytes(msgpack.packb({name: f'PLACEHOLDER://{name}' for name in STATE}))
+
+
 def named(**options):
     """A maker of the directory that an Orbax CheckpointManager with these options names."""
 
@@ -69,7 +82,7 @@ PREFIXED = named(step_prefix='ckpt')
 PADDED = named(step_format_fixed_length=8)
 BOTH = named(step_prefix='checkpoint', step_format_fixed_length=8)
 
-MAKERS = [(t5x_orbax, 'orbax'), (manager, 'orbax'), (flax_file, 'flax'), (flax_orbax, 'orbax')]
+MAKERS = [(t5x_orbax, 'orbax'), (manager, 'orbax'), (flax_file, 'flax'), (flax_orbax, 'orbax'), (placeholders, 'orbax')]
 NAMED = [PREFIXED, PADDED, BOTH]
 
 
@@ -78,7 +91,7 @@ def tree(root: pathlib.Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(('make', 'layout'), [*MAKERS, *((make, 'orbax') for make in NAMED)])
-def test_every_finder_agrees_with_restore(run_dir, make, layout, caplog):
+def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplog):
     run_dir.mkdir()
     make(run_dir, 7)
     before = tree(run_dir)
@@ -109,11 +122,18 @@ def test_every_finder_agrees_with_restore(run_dir, make, layout, caplog):
     assert layout in str(CliRunner().invoke(app, ['rm', str(run_dir), '--step', '7', '--yes']).exception)
     (theirs,) = {key.partition('/')[0] for key in before}
     with open_ck(run_dir) as ck:
-        for use in (ck.metrics, lambda step: ck.save(state(step), step=step, overwrite=True)):
+        for use in (ck.metrics, ck.delete, lambda step: ck.save(state(step), step=step, overwrite=True)):
             with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}'):
                 use(7)
-    with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}, into which'):
+    with pytest.raises(
+        errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}, into which'
+    ) as refused:
         t5ckpt.pin_checkpoint(run_dir / theirs)
+    # The cure that it names.
+    assert f"convert_checkpoint('{layout}', path, directory)" in str(refused.value)
+    convert_checkpoint(layout, run_dir / theirs, tmp_path / 'pinned', ConvertOptions(step=7))
+    t5ckpt.pin_checkpoint(tmp_path / 'pinned' / 'checkpoint_7')
+    assert t5ckpt.is_pinned_checkpoint(tmp_path / 'pinned' / 'checkpoint_7')
     assert {key: data for key, data in tree(run_dir).items() if not key.startswith('checkpoint_9')} == before
     pruned = CliRunner().invoke(app, ['prune', str(run_dir), '--keep', '1', '--yes'])
     assert f'in the layout of {layout}' in pruned.output
@@ -159,25 +179,29 @@ def test_t5xs_own_orbax_run_goes_on(golden, tmp_path):
 
 
 def test_a_bucket_knows_steps_of_others_by_markers(bucket, tmp_path):
-    t5x_orbax(tmp_path, 5)
-    manager(tmp_path, 7)
-    flax_file(tmp_path, 6)
+    for make, step in ((placeholders, 4), (t5x_orbax, 5), (flax_file, 6), (manager, 7)):
+        make(tmp_path, step)
     url = bucket.url()
     for key, data in tree(tmp_path).items():
         bucket.put(f'{url}/{key}', data)
-    assert t5ckpt.all_steps(url) == [5, 6, 7]
+    if bucket.scheme == 'gs':
+        bucket.put(f'{url}/checkpoint_4/commit_success.txt', b'')
+    assert t5ckpt.all_steps(url) == [4, 5, 6, 7]
     with open_ck(url, keep=1) as ck:
-        assert [ck.save(state(step), step=step) for step in (5, 6, 7)] == [None] * 3
+        assert [ck.save(state(step), step=step) for step in (4, 5, 6, 7)] == [None] * 4
+        for refused in (ck.delete, lambda step: ck.save(state(step), step=step, overwrite=True)):
+            with pytest.raises(errors.UnsupportedFormatError, match='checkpoint_4 is in the layout of orbax'):
+                refused(4)
         ck.save(state(8), step=8)
         ck.save(state(9), step=9)
         # Until what retention has hidden is gone.
         ck.close()
         bucket.proxy.clear()
-        assert ck.all_steps() == [5, 6, 7, 9]
+        assert ck.all_steps() == [4, 5, 6, 7, 9]
         kinds = [request.kind for request in bucket.proxy.clear()]
         assert kinds.count('list') <= (1 if bucket.scheme == 's3' else 12)
         assert len(kinds) < 40
-        assert [float(ck.restore(step=step)['w'][0]) for step in (5, 6, 7, 9)] == [5, 6, 7, 9]
+        assert [float(ck.restore(step=step)['w'][0]) for step in (4, 5, 6, 7, 9)] == [4, 5, 6, 7, 9]
 
 
 @pytest.mark.parametrize(('make', 'step'), [(t5x_orbax, 'checkpoint_5'), (manager, '5')])

@@ -33,6 +33,7 @@ __all__ = [
     'T5X',
     'ListedStep',
     'Listing',
+    'has_placeholder',
     'inspect_all',
     'inspect_name',
     'inspect_others',
@@ -135,6 +136,11 @@ def is_orbax(storage: Storage, directory: str) -> bool:
     return any(storage.are_files(orbax_marks(directory)))
 
 
+def has_placeholder(manifest: bytes) -> bool:
+    """Whether a whole manifest is Orbax's, whose older layout has a text in place of each array."""
+    return _PLACEHOLDER in manifest
+
+
 def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     """What lies under a name of the run, if that is a complete step in one of the layouts.
 
@@ -150,7 +156,7 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     key = join(name, MANIFEST)
     manifest = _map_file(storage, key)
     if manifest is not None:
-        is_t5x = name == step_dir(step) and _PLACEHOLDER not in manifest
+        is_t5x = name == step_dir(step) and not has_placeholder(manifest)
         if is_t5x:
             return ListedStep(step, name)
         return ListedStep(step, name, ORBAX) if _is_committed(storage, name) else None

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from t5ckpt._layout import MANIFEST, PINNED, join, parse_step_name, step_dir
 from t5ckpt._manifest import decode_manifest, is_of_others, is_whole
-from t5ckpt.catalog.layouts import ORBAX, ListedStep, inspect_name, inspect_others, orbax_marks
+from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, has_placeholder, inspect_name, inspect_others, orbax_marks
 from t5ckpt.commit.deletion import few, foreign_files
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.storage import Storage
@@ -77,8 +77,8 @@ def _decodes(storage: Storage, found: ListedStep) -> bool:
 def _in_place(storage: Storage, step: int) -> Occupancy:
     directory = step_dir(step)
     key = join(directory, MANIFEST)
-    found = ListedStep(step, directory)
     data = storage.read(key) if storage.is_file(key) else None
+    found = ListedStep(step, directory, T5X if data is None or not has_placeholder(data) else ORBAX)
     if data is not None and is_whole(data) and _decodes(storage, found):
         return Occupancy(found)
     keys = [each[len(directory) + 1 :] for each, _ in storage.walk(directory)]

@@ -652,13 +652,31 @@ def test_what_was_not_done_is_told(run, tmp_path):
     assert done.return_value == 1
     assert json.loads(done.stdout)['unmatched'] == ['--grep kernl']
     assert json.loads(verb('show', run, '--json').stdout)['unmatched'] == []
-    words = ['prune', run, '--keep-step', 9, '--dry-run', '--json']
-    assert json.loads(verb(*words).stdout)['unmatched'] == ['--keep-step 9']
     assert "--grep 'kernl' matches no name" in done.stderr
-    assert 'there is no step 7, 9' in verb('prune', run, '--keep-step', 9, '--keep-step', 7, '--dry-run').stderr
     t5ckpt.pin_checkpoint(run / 'checkpoint_2')
     assert 'left out: PINNED' in verb('cp', run, tmp_path / 'a').output
     assert json.loads(verb('cp', run, tmp_path / 'b', '--json').output)['left_out'] == ['PINNED']
+
+
+@pytest.mark.parametrize('more', [[], ['--dry-run'], ['--json'], ['--keep', '1'], ['--keep-step', '1']], ids=' '.join)
+def test_a_step_to_keep_that_is_not_there_is_refused_and_nothing_is_deleted(run, more):
+    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=run) as checkpointer:
+        checkpointer.save(nnx_state(3))
+    words = ['prune', str(run), '--yes', '--keep-step', '9', '--keep-step', '7', *more]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert 'the run has no step 7, 9; it has 1, 2, 3. Nothing was deleted.' in ' '.join(done.output.split())
+    assert t5ckpt.all_steps(run) == [1, 2, 3]
+
+
+@pytest.mark.parametrize('words', [['rm', '--yes'], ['pin'], ['unpin']], ids=' '.join)
+def test_of_a_list_with_a_step_that_is_not_there_nothing_is_done(run, words):
+    t5ckpt.pin_checkpoint(run / 'checkpoint_2')
+    before = sorted(run.rglob('*'))
+    done = verb(words[0], run, *words[1:], '--step', 1, '--step', 9)
+    assert isinstance(done.exception, CheckpointNotFoundError)
+    assert re.search(r'9.*1, 2', str(done.exception))
+    assert sorted(run.rglob('*')) == before
 
 
 def test_a_step_of_another_layout_that_stays_is_logged_once(tmp_path, caplog):

@@ -11,7 +11,7 @@ import click
 
 from t5ckpt._foreign import not_a_run
 from t5ckpt._retention import Retention, missing_from_all
-from t5ckpt._text import counted
+from t5ckpt._text import counted, some_of
 from t5ckpt.cli._output import Column, confirm, json_option, moved_option, print_json, print_table, say
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (
@@ -57,7 +57,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
 
     \b
     Exit codes: 0 done, or nothing to do; 1 a step could not be deleted;
-    2 invalid arguments, such as a metric that no step has: nothing is deleted.
+    2 invalid arguments, such as a metric that no step has or a step to keep that is not there: nothing is deleted.
 
     \b
     Example:
@@ -70,7 +70,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     mode, told = _mode(retention, keep['metric'], keep['mode'])
     retention.policy = _policy({**keep, 'mode': mode})
     plan = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
-    unmatched = _say_if_absent(keep['steps'], [decision.step for decision in plan])
+    _check_present(keep['steps'], [decision.step for decision in plan])
     doomed = [decision.step for decision in plan if not decision.keep]
     if not as_json:
         if told is not None:
@@ -90,7 +90,6 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
                 'plan': [dataclasses.asdict(decision) for decision in plan],
                 'deleted': [decision.step for decision in deleted],
                 'failed': failed,
-                'unmatched': unmatched,
                 'mode': mode,
             }
         )
@@ -127,12 +126,18 @@ def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[s
     return used, f'--best {metric}: the {which} is the best ({used}, {origin}{other})'
 
 
-def _say_if_absent(wanted: Sequence[int], steps: Sequence[int]) -> list[str]:
-    """Names the steps to keep that are not there; returns them as the options were given."""
+def _check_present(wanted: Sequence[int], steps: Sequence[int]) -> None:
+    """Refuses steps to keep that the run does not have: a mistyped number would delete the step that was meant.
+
+    Raises:
+      click.UsageError: naming them, and the steps that the run has.
+    """
     absent = sorted(set(wanted) - set(steps))
     if absent:
-        say(f'--keep-step: there is no step {", ".join(map(str, absent))}', err=True)
-    return [f'--keep-step {step}' for step in absent]
+        there = f'it has {some_of(sorted(map(str, steps), key=int), 20, ", ")}' if steps else 'it has none'
+        raise click.UsageError(
+            f'--keep-step: the run has no step {", ".join(map(str, absent))}; {there}. Nothing was deleted.'
+        )
 
 
 def _policy(keep: Mapping[str, Any]) -> KeepPolicy:

@@ -280,7 +280,7 @@ VERBS = {
 --keep --every --every-hours | hint | all stay: the table says why
 --best | error | no step has the metric
 --keep-best --mode | error | without --best
---keep-step | report | there is no such step: unmatched
+--keep-step | error | there is no such step: exit 2, and nothing is deleted
 """,
     'repair': """
 output --in-place | error | both or neither

@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
     from t5ckpt.errors import (
         MissingMetricWarning,
+        NarrowedDtypeWarning,
         NoEffectWarning,
         ObsoleteArgumentWarning,
         StepMismatchWarning,
         T5CkptWarning,
         TemplateMismatchWarning,
         UnreadLayoutWarning,
+        UnshardedTemplateWarning,
     )
     from t5ckpt.export import export_weights
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
@@ -123,6 +125,7 @@ __all__ = [
     'LeafStats',
     'MissingMetricWarning',
     'Moment',
+    'NarrowedDtypeWarning',
     'NoEffectWarning',
     'ObsoleteArgumentWarning',
     'ParameterInfo',
@@ -153,6 +156,7 @@ __all__ = [
     'TemplateMismatchWarning',
     'TensorBoardMetrics',
     'UnreadLayoutWarning',
+    'UnshardedTemplateWarning',
     'VerifyReport',
     'WarmStart',
     'YoungDaly',
@@ -191,7 +195,9 @@ __all__ = [
 
 _MODULES = {
     'MissingMetricWarning': 'errors',
+    'NarrowedDtypeWarning': 'errors',
     'StepMismatchWarning': 'errors',
+    'UnshardedTemplateWarning': 'errors',
     'TemplateMismatchWarning': 'errors',
     'MODEL': 'resume',
     'OPTIMIZER': 'resume',

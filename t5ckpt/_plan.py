@@ -32,7 +32,7 @@ from t5ckpt._specs import StoredArray
 from t5ckpt._text import lines
 from t5ckpt._types import ParameterInfo, Path, integer, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
-from t5ckpt.tree.leaf_values import base_number, valued_leaf
+from t5ckpt.tree.leaf_values import base_number, is_abstract, valued_leaf
 
 __all__ = [
     'CODECS',
@@ -228,7 +228,7 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
         )
     if target.dtype is None:
         return _Leaf(path, value, target, None, stem, True)
-    if type(value).__name__ == 'ShapeDtypeStruct':
+    if is_abstract(value):
         raise UnsupportedLeafError(f'{name}: a ShapeDtypeStruct has no values to save. Pass the arrays themselves.')
     try:
         dtype_from_name(name_of(target.dtype))

@@ -259,9 +259,9 @@ class _Matcher:
     def match(self, path: Path, target: Target) -> None:
         found = as_leaf(path, self._leaves.get(path))
         if target.sharding is not None and self._shardings is not None:
-            wrong = self._shardings.problem(target)
+            cause, wrong = self._shardings.problem(target)
             if wrong:
-                self.problems.append(LeafProblem(leaf_name(path), 'sharding', '', wrong))
+                self.problems.append(LeafProblem(leaf_name(path), cause, '', wrong))
         if target.kind in ('none', *_LEFT_OUT):
             self.kept[path] = None if target.kind == 'none' else ...
         elif target.kind in ('empty', 'text'):

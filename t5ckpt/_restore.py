@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from t5ckpt._leaves import (
     Target,
     is_jax_array,
     lookup,
-    narrowed,
     nest,
     target_of,
     view_state,
@@ -39,9 +37,11 @@ from t5ckpt._text import lines_of_error, some_of
 from t5ckpt._transform import axes_tree
 from t5ckpt._types import Partitioner, Path, Progress, leaf_name
 from t5ckpt.datasets import DatasetState, warn_of_unused
-from t5ckpt.errors import DisagreementError, NoEffectWarning, RemoteError
+from t5ckpt.errors import DisagreementError, RemoteError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.resizing import Resize, resized
+from t5ckpt.restore.notices import warn_if_local, warn_if_narrowed, warn_if_unsharded, warn_of_idle
+from t5ckpt.save.notices import Notices
 from t5ckpt.steps import Located, locate, locate_step, no_links_text
 from t5ckpt.storage import Storage, is_same_kind
 from t5ckpt.view import lazy_leaf
@@ -49,7 +49,6 @@ from t5ckpt.view import lazy_leaf
 __all__ = ['RestoreRequest', 'fit_leaves', 'place_leaves', 'run_restore']
 
 _log = logging.getLogger('t5ckpt')
-_WIDE_BYTES = 8
 _PARAMETERS = ('target', 'params')
 
 
@@ -76,6 +75,7 @@ class RestoreRequest:
     reading: ReadOptions = dataclasses.field(default_factory=ReadOptions)
     leaves_iterator: bool = False
     only: frozenset[Path] | None = None
+    notices: Notices = dataclasses.field(default_factory=Notices)
 
 
 def run_restore(
@@ -136,10 +136,13 @@ def _read(
         targets = {path: target if path in request.only else target.left_out() for path, target in targets.items()}
     plan = plan_restore(leaves, targets, options, located.url)
     _log_plan(plan, request)
-    _warn_of_idle(request, located, view.table, fallback)
-    _warn_if_narrowed(plan)
-    if not request.meeting.is_alone and not request.lazy:
-        _warn_if_local(plan)
+    if request.meeting.is_first:
+        warn_of_idle(_idle(request, located, view.table, fallback))
+    warn_if_narrowed(plan)
+    if request.meeting.is_alone and not request.lazy:
+        warn_if_unsharded(plan, view.table, (contents.sidecar.extra or {}).get('devices'), request.notices)
+    elif not request.lazy:
+        warn_if_local(plan)
     reader = reader_of(contents, request.reading)
     wanted: dict[Path, Any] = {}
     if request.donate:
@@ -179,8 +182,8 @@ def _listed(paths: Sequence[Path]) -> str:
     return some_of([leaf_name(path) for path in paths], 20, ', ')
 
 
-def _warn_of_idle(request: RestoreRequest, located: Located, model: LeafTable, fallback: LeafTable) -> None:
-    """Warns of what the caller asked for and this restore has no use for."""
+def _idle(request: RestoreRequest, located: Located, model: LeafTable, fallback: LeafTable) -> list[str]:
+    """What the caller asked for and this restore has no use for, for warnings."""
     texts: list[str] = []
     unknown = [path for path in fallback if path not in model]
     if unknown:
@@ -195,8 +198,7 @@ def _warn_of_idle(request: RestoreRequest, located: Located, model: LeafTable, f
             )
         if request.reading.follow_links:
             texts.append(no_links_text(located))
-    for text in texts if request.meeting.is_first else ():
-        warnings.warn(text, NoEffectWarning, stacklevel=5)
+    return texts
 
 
 def _free(template: LeafTable, kept: Sequence[Any]) -> None:
@@ -236,7 +238,7 @@ def fit_leaves(
 
 def place_leaves(plan: RestorePlan, state: Any) -> Any:
     """A state of the structure of ``state``; its leaves are read and put where they belong one after another."""
-    _warn_if_narrowed(plan)
+    warn_if_narrowed(plan)
     return view_state(state).rebuild(plan.kept | {read.path: place_value(read) for read in plan.inline})
 
 
@@ -297,45 +299,6 @@ def _found(request: RestoreRequest) -> tuple[Located, RawFiles]:
     located = dataclasses.replace(located, follow_links=request.reading.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
     return located, dataclasses.replace(raw, ledgers=shared if _checks_all(request, located) else None)
-
-
-def _warn_if_narrowed(plan: RestorePlan) -> None:
-    """JAX puts 64-bit arrays on devices as 32-bit ones unless told otherwise, and says nothing when it is asked to."""
-    wide = [read for read in (*plan.stored, *plan.inline) if read.target.device and read.dtype.itemsize >= _WIDE_BYTES]
-    if not wide:
-        return
-    names = [f'{leaf_name(r.path)} ({r.dtype.name})' for r in wide if not _fits(r, narrowed(r.dtype))]
-    if names:
-        warnings.warn(
-            f'{", ".join(names[:5])}{" ..." if len(names) > 5 else ""}: JAX narrows these to 32 bits on a device. Set '
-            'jax_enable_x64, or restore to numpy, to keep all bits.',
-            stacklevel=5,
-        )
-
-
-def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
-    """Whether no bit is lost in ``dtype``: a Python int that counts steps, say, is at hand to look at."""
-    if read.dtype == dtype or not isinstance(read, InlineRead) or read.dtype.kind not in 'iu':
-        return read.dtype == dtype
-    value = np.asarray(read.value)
-    return bool((value.astype(dtype) == value).all())
-
-
-def _warn_if_local(plan: RestorePlan) -> None:
-    """In a job of several processes each gets arrays of its own where the model names no sharding over all of them."""
-    reads = [read for read in (*plan.stored, *plan.inline) if read.target.device]
-    local = [
-        leaf_name(read.path)
-        for read in reads
-        if read.target.sharding is None or read.target.sharding.is_fully_addressable
-    ]
-    if local:
-        warnings.warn(
-            f'{", ".join(local[:5])}{f" and {len(local) - 5} more" if len(local) > 5 else ""}: the model gives no sharding over '
-            'the devices of all processes, so each process gets an array of its own, which the next save refuses. Give '
-            'the leaves of the model global shardings: jax.ShapeDtypeStruct(shape, dtype, sharding=...).',
-            stacklevel=5,
-        )
 
 
 def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, Target]:

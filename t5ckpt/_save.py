@@ -48,6 +48,7 @@ from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarnin
 from t5ckpt.lazy import LazyArray
 from t5ckpt.policies import fields_of
 from t5ckpt.save import SaveRequest
+from t5ckpt.tree.leaf_values import most_devices
 
 __all__ = ['PreparedSave', 'prepare_save']
 
@@ -91,6 +92,7 @@ class _Job:
     dataset: Mapping[str, bytes]
     text: str
     samples: Mapping[str, Any]
+    devices: int
     started: float
 
 
@@ -135,7 +137,10 @@ def prepare_save(
     with paused():
         staging.start()
     known = leaves_of_writes(plan.writes)
-    job = _Job(request, meeting, plan.facts, staging, previous, unchanged, known, dataset, text, samples, started)
+    spread = most_devices(table.values())
+    job = _Job(
+        request, meeting, plan.facts, staging, previous, unchanged, known, dataset, text, samples, spread, started
+    )
     return PreparedSave(job)
 
 
@@ -369,17 +374,19 @@ def _check_step(request: SaveRequest, table: LeafTable) -> None:
             f'the state is saved as step {request.step}, and the step that it holds is {value}, where a run that restores it '
             f'goes on. Save it with save(state), or set the step in it to {request.step}.'
         )
-        request.notices.warn('step', StepMismatchWarning(text))
+        request.notices.warn('step', StepMismatchWarning(text), request.site)
 
 
 def _sidecar(job: _Job, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]]) -> Sidecar:
-    extra = {
+    extra: dict[str, Any] = {
         'writer': writer_facts(__version__),
         'created_unix': round(job.request.clock(), 3),
         'step': job.request.step,
         **arrays,
         'digests': {name: list(entry) for name, entry in files.items()},
     }
+    if job.devices > 1:
+        extra['devices'] = job.devices
     if job.request.call.custom_metadata:
         extra['custom_metadata'] = dict(job.request.call.custom_metadata)
     if job.request.call.metrics:

@@ -13,6 +13,8 @@ A JSON object beside the manifest. Real T5X never opens it, and a checkpoint wit
                stored  [[array directory, dtype], ...]         arrays whose dtype on disk is another (_dtypes.py)
     digests    {file: [bytes, xxh3-64 hex]} of the manifest and the integrity sidecars
     metrics    {name: number}
+    devices    over how many the leaf lay that was spread most, where that is more than one; a restore compares it with its
+               template, which may have lost its shardings
     custom_metadata    what the caller of a save gave, an object of any JSON
     keep       the keep policy that the checkpoint was saved under, {'keep': 'KeepLatest', 'count': 3}, for people
 

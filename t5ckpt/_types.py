@@ -6,16 +6,13 @@ import dataclasses
 import functools
 import math
 import operator
-import os
 import re
-import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from t5ckpt.core.call_site import warn_caller
 from t5ckpt.errors import NoEffectWarning
 
 __all__ = [
@@ -30,7 +27,6 @@ __all__ = [
     'RestoreStateTransformationFn',
     'SaveStateTransformationFn',
     'TrainState',
-    'caller_level',
     'check_callables',
     'check_flags',
     'check_kind',
@@ -48,25 +44,14 @@ __all__ = [
     'warn_no_effect',
 ]
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
 Path: TypeAlias = tuple[str, ...]
 Clock: TypeAlias = Callable[[], float]
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-def caller_level() -> int:
-    """The stack level of the code that called the package, as seen from the caller of this function."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way before Python 3.12
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
 def warn_no_effect(text: str) -> None:
     """Gives a NoEffectWarning at the line that called the package."""
-    warnings.warn(text, NoEffectWarning, stacklevel=caller_level())
+    warn_caller(NoEffectWarning(text))
 
 
 def native_dtype(dtype: Any) -> np.dtype:

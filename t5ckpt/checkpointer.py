@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -48,12 +47,13 @@ from t5ckpt._types import (
     check_transforms,
     integer,
     number,
+    warn_no_effect,
 )
+from t5ckpt.core.call_site import CallSite, warn_caller
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import (
     ClosedError,
     DisagreementError,
-    NoEffectWarning,
     ObsoleteArgumentWarning,
     ReadOnlyError,
 )
@@ -159,7 +159,7 @@ class Checkpointer(FromTensorFlow):
     ):
         if use_gda is not None:
             text = f'use_gda={use_gda!r} has no effect: arrays are always global. T5X removed it in 2023; leave it out.'
-            warnings.warn(text, ObsoleteArgumentWarning, stacklevel=2)
+            warn_caller(ObsoleteArgumentWarning(text))
         _check_no_directory(train_state=train_state, partitioner=partitioner)
         if keep is not None and keep_policy is not None:
             raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
@@ -423,11 +423,14 @@ class Checkpointer(FromTensorFlow):
                 progress=self._progress,
                 clock=self._clock,
                 notices=self._notices,
+                site=CallSite.here(),
             )
             if meeting.is_first:
                 self._notices.missing_metrics(self._retention.missing_metrics(request.step, call.metrics))
             if not call.fns:
                 self._template_check.look(state, table, request.step, tells=meeting.is_first)
+            if self._partitioner is None and meeting.is_first:
+                self._template_check.look_at_shardings(table, request.step)
             prepared = prepare_save(request, meeting, table, self._axes)
         except BaseException as error:
             meeting.fail('plan', error)
@@ -541,6 +544,7 @@ class Checkpointer(FromTensorFlow):
             donate=donate,
             reading=self._reading,
             leaves_iterator=not restore_iterator,
+            notices=self._notices,
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 
@@ -587,6 +591,7 @@ class Checkpointer(FromTensorFlow):
             reading=self._reading,
             leaves_iterator=True,
             only=frozenset(leaves),
+            notices=self._notices,
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 
@@ -712,13 +717,13 @@ def _cast(dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast
 def _warn_of_idle(policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None) -> None:
     if source is not None and not policy.metric_names:
         text = 'metric_source has no effect: no keep policy looks at a metric. Pass keep_policy=KeepBest(...), or leave it out.'
-        warnings.warn(text, NoEffectWarning, stacklevel=3)
+        warn_no_effect(text)
     if keep_datasets is not None and dataset is None:
         text = (
             'keep_dataset_checkpoints has no effect on what is saved: there is no data iterator. Pass dataset_iterator=, or '
             'leave it out.'
         )
-        warnings.warn(text, NoEffectWarning, stacklevel=3)
+        warn_no_effect(text)
 
 
 def _check_no_directory(**options: Any) -> None:

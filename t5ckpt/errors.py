@@ -37,11 +37,13 @@ And every warning, each given once for its cause; ``warnings.simplefilter('error
 
     T5CkptWarning                 UserWarning
     ├── MissingMetricWarning                                  a policy looks at a metric that the steps do not have
+    ├── NarrowedDtypeWarning                                  64-bit leaves that JAX narrows on a device
     ├── NoEffectWarning                                       an option that does nothing here
     ├── ObsoleteArgumentWarning   DeprecationWarning          an argument of older versions of T5X, which does nothing
     ├── StepMismatchWarning                                   a step is saved under another number than its own
     ├── TemplateMismatchWarning                               what is saved does not fit what it would be restored to
-    └── UnreadLayoutWarning                                   a new run where steps lie that t5ckpt does not read
+    ├── UnreadLayoutWarning                                   a new run where steps lie that t5ckpt does not read
+    └── UnshardedTemplateWarning                              a template without shardings for leaves of several devices
 
 Each is also the builtin that callers of T5X already catch. ``TreeMismatchError`` carries its differences as data in
 ``problems``, so that a program need not parse the text.
@@ -71,6 +73,7 @@ __all__ = [
     'MissingDependencyError',
     'MissingLeaves',
     'MissingMetricWarning',
+    'NarrowedDtypeWarning',
     'NoEffectWarning',
     'NoSpaceError',
     'NotADirectoryStorageError',
@@ -94,6 +97,7 @@ __all__ = [
     'UnmatchedPattern',
     'UnreadLayoutWarning',
     'UnsafeSpecError',
+    'UnshardedTemplateWarning',
     'UnsupportedFormatError',
     'UnsupportedLeafError',
     'UnsupportedTopologyError',
@@ -129,6 +133,14 @@ class NoEffectWarning(T5CkptWarning):
 
 class UnreadLayoutWarning(T5CkptWarning):
     """A run starts anew in a directory that holds steps which t5ckpt does not read; the message names them."""
+
+
+class NarrowedDtypeWarning(T5CkptWarning):
+    """Leaves of 64 bits come back with 32, because JAX narrows them on a device."""
+
+
+class UnshardedTemplateWarning(T5CkptWarning):
+    """A template names no sharding for leaves that are saved from several devices; each would be restored to one."""
 
 
 class ObsoleteArgumentWarning(T5CkptWarning, DeprecationWarning):
@@ -270,7 +282,7 @@ class LeafProblem:
 
     Attributes:
       leaf: the leaf's name, ``'target/decoder/w'``.
-      kind: ``'shape'``, ``'dtype'``, ``'missing'``, ``'unexpected'`` or ``'sharding'``.
+      kind: ``'shape'``, ``'dtype'``, ``'missing'``, ``'unexpected'``, ``'sharding'`` or ``'mesh'``.
       checkpoint: what the checkpoint holds, as text; empty when it holds nothing.
       model: what the model expects, as text; empty when it expects nothing.
       hint: what else helps.
@@ -295,7 +307,7 @@ class LeafProblem:
                 return f'{self.leaf}: not in the checkpoint, model {self.model}.{tail}'
             case 'unexpected':
                 return f'{self.leaf}: checkpoint {self.checkpoint}, not in the model.{tail}'
-            case 'sharding':
+            case 'sharding' | 'mesh':
                 return f'{self.leaf}: {self.model}.{tail}'
             case _:
                 held = (
@@ -329,7 +341,7 @@ class UnexpectedLeaves(TreeMismatchError):  # noqa: N818
 
 
 class ShardingMismatch(TreeMismatchError):  # noqa: N818
-    """The template asks for shardings that its own shapes do not have, and nothing else differs."""
+    """The template asks for shardings that its shapes or its mesh do not allow, and nothing else differs."""
 
 
 class UnmatchedPattern(TreeMismatchError):  # noqa: N818
@@ -338,6 +350,9 @@ class UnmatchedPattern(TreeMismatchError):  # noqa: N818
 
 _CURES = {
     'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the model.',
+    'mesh': 'jax.eval_shape inside jax.set_mesh gives such shardings. Name the devices: '
+    'jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)) with a mesh of '
+    'jax.make_mesh, or jax.eval_shape(jax.jit(init, out_shardings=...)).',
     'missing': 'To start leaves that are new from values of yours: fallback_state=, nested dicts like the model.',
     'shape': 'Change the model, or put an array of the right shape in the place of the leaf in a state_transformation_fn; to '
     'start it anew, leave it out there, and pass fallback_state=.',
@@ -349,6 +364,7 @@ _CURES = {
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,
     'dtype': DtypeMismatch,
+    'mesh': ShardingMismatch,
     'missing': MissingLeaves,
     'sharding': ShardingMismatch,
     'unexpected': UnexpectedLeaves,
@@ -367,7 +383,8 @@ def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchE
       The class of the kind when all problems are of one kind, else TreeMismatchError.
     """
     kinds = sorted({problem.kind for problem in problems})
-    cls = _CLASSES[kinds[0]] if len(kinds) == 1 else TreeMismatchError
+    classes = {_CLASSES[kind] for kind in kinds}
+    cls = classes.pop() if len(classes) == 1 else TreeMismatchError
     shown = [f'{where} does not fit the model in {counted(len(problems), "place")}:']
     shown += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:

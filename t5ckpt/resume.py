@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest, view_state
 from t5ckpt._specs import is_spec
 from t5ckpt._types import Path, leaf_name, path_of
 from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.core.call_site import warn_caller
 from t5ckpt.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -179,11 +179,8 @@ def _warn_of_unread(checkpointer: Checkpointer) -> None:
     """Says that a run which starts anew has the directory of another one, before it is mistaken for the first start."""
     text: str | None = checkpointer.agree('a new run', None, lambda _: unread_contents(checkpointer.storage))
     if text is not None:
-        warnings.warn(
-            f'{checkpointer.checkpoints_dir} has no step that t5ckpt reads, so the run starts anew, but {text}',
-            UnreadLayoutWarning,
-            stacklevel=3,
-        )
+        where = checkpointer.checkpoints_dir
+        warn_caller(UnreadLayoutWarning(f'{where} has no step that t5ckpt reads, so the run starts anew, but {text}'))
 
 
 def _kind(error: T5CkptError) -> str:

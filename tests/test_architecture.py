@@ -20,7 +20,7 @@ PACKAGE = ROOT / 't5ckpt'
 # A module imports only from rows above its own, and in its own row from what stands before it, so that no two modules
 # can ever need each other. CONTRIBUTING.md says what each is for. A folder counts as one module.
 ROWS = (
-    ('_text', 'errors', '_version', '_types', '_budget', '_flag', '_gc', '_workers', '_process'),
+    ('_text', 'errors', '_version', 'core', '_types', '_budget', '_flag', '_gc', '_workers', '_process'),
     (
         'lazy',
         'tree',
@@ -100,7 +100,7 @@ ROWS = (
         '_cure',
         '_repair',
     ),
-    ('_blocks', 'plots', '_stats', 'view', '_diff', 'runs', 'load', '_restore'),
+    ('_blocks', 'plots', '_stats', 'view', '_diff', 'runs', 'load', 'restore', '_restore'),
     ('convert',),
     ('metrics', '_from_tf', 'checkpointer', 'save_best', 'resume', 'export', 'watch'),
     ('training', 'cli'),

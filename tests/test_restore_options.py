@@ -1,5 +1,6 @@
 """What a restore may be asked for: leaves left out, shardings that do not divide, dtypes, sizes, memory."""
 
+import json
 import logging
 import re
 
@@ -13,7 +14,13 @@ from support.partitioner import Partitioner, T5XState
 
 import t5ckpt
 from t5ckpt import Checkpointer
-from t5ckpt.errors import ShardingMismatch, TreeMismatchError, UnexpectedLeaves, UnsupportedLeafError
+from t5ckpt.errors import (
+    ShardingMismatch,
+    TreeMismatchError,
+    UnexpectedLeaves,
+    UnshardedTemplateWarning,
+    UnsupportedLeafError,
+)
 
 
 def save(directory, state, step=1, **options):
@@ -80,6 +87,82 @@ def test_through_a_partitioner(tmp_path):
     rules.params_on_devices = False
     lazy = restore(tmp_path, state, options={'partitioner': rules}, lazy_parameters=True)
     assert lazy.state_dict()['target']['w'].shape == (6, 4)
+
+
+# --- shardings that a template has lost ------------------------------------------------------------------------------
+
+
+def init():
+    return {'w': jnp.ones((8, 64)), 'step': jnp.int32(1)}
+
+
+ROWS = NamedSharding(partitioner.mesh((4,), ('x',)), PartitionSpec('x'))
+SHARDINGS = {'w': ROWS, 'step': NamedSharding(ROWS.mesh, PartitionSpec())}
+
+
+def test_a_template_without_shardings_is_told_at_the_first_save_and_at_a_restore_once(tmp_path):
+    sharded_init = jax.jit(init, out_shardings=SHARDINGS)
+    state = sharded_init()
+    told = 'names no sharding, so each is restored to one device'
+    with Checkpointer(jax.eval_shape(init), checkpoints_dir=tmp_path) as ck:
+        with pytest.warns(UnshardedTemplateWarning, match=f'^w: step 1 is saved from several devices.*{told}'):
+            ck.save(state)
+        ck.save({**state, 'step': jnp.int32(2)})
+        ck.restore()
+    with Checkpointer(jax.eval_shape(init), checkpoints_dir=tmp_path) as ck:
+        with pytest.warns(UnshardedTemplateWarning, match=f'^w: the template {told}.* saved from 4 devices') as caught:
+            assert len(ck.restore()['w'].sharding.device_set) == 1
+        assert (len(caught), caught[0].filename) == (1, __file__)
+        ck.restore()
+        ck.restore(lazy_parameters=True)
+    # The cures that it names.
+    for template, devices in (
+        (jax.eval_shape(sharded_init), 4),
+        ({**jax.eval_shape(init), 'w': sharded((8, 64), 'x')}, 4),
+        ({**init(), 'w': one_device((8, 64))}, 1),
+    ):
+        with Checkpointer(template, checkpoints_dir=tmp_path) as ck:
+            restored = ck.restore()
+            assert len(restored['w'].sharding.device_set) == devices
+            ck.save({**state, 'step': jnp.int32(5)}, overwrite=True)
+
+
+def one_device(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def test_a_template_without_shardings_is_no_mistake_where_one_device_or_the_host_is_meant(tmp_path):
+    """Checkpoints of one device, arrays of NumPy, arrays in the place of shapes, scalars, lazy leaves."""
+    save(tmp_path / 'one', init())
+    restore(tmp_path / 'one', jax.eval_shape(init))
+    state = jax.jit(init, out_shardings=SHARDINGS)()
+    save(tmp_path / 'four', state)
+    restore(tmp_path / 'four', {'w': np.zeros((8, 64), np.float32), 'step': 0})
+    restore(tmp_path / 'four', init())
+    restore(tmp_path / 'four', {**jax.eval_shape(init), 'w': ...})
+    restore(tmp_path / 'four', jax.eval_shape(init), lazy_parameters=True)
+    assert open_sidecar(tmp_path / 'four')['devices'] == 4
+    assert 'devices' not in open_sidecar(tmp_path / 'one')
+
+
+def open_sidecar(run):
+    return json.loads((run / 'checkpoint_1' / 't5ckpt.json').read_text())
+
+
+def test_a_mesh_without_devices_is_an_error_whose_cure_works(tmp_path):
+    save(tmp_path, init())
+    with jax.set_mesh(jax.make_mesh((4,), ('x',), devices=jax.devices()[:4])):
+        template = jax.eval_shape(init)
+        mesh = jax.sharding.get_mesh()
+    with pytest.raises(ShardingMismatch, match=r"w: .* over an AbstractMesh .*'x': 4") as caught:
+        restore(tmp_path, template)
+    assert {(problem.leaf, problem.kind) for problem in caught.value.problems} == {('w', 'mesh')}
+    cure = 'jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec))'
+    assert cure in str(caught.value)
+    names = {'jax': jax, 'NamedSharding': NamedSharding, 'mesh': mesh}
+    cured = eval(cure, names | {'leaf': template['w']})  # noqa: S307 - a text of ours
+    assert restore(tmp_path, {**template, 'w': cured})['w'].sharding.mesh == mesh
+    restore(tmp_path, template, lazy_parameters=True)
 
 
 # --- None, {} and ... in the template ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What a user meant by a save, and would lose without a word: warnings of our own classes, each once for its cause."""
 
+import inspect
 import warnings
 
 import jax
@@ -18,6 +19,7 @@ from t5ckpt import (
     SaveEvery,
     SaveOnImprovement,
     SaveOnPreemption,
+    errors,
 )
 from t5ckpt.errors import TreeMismatchError
 
@@ -35,6 +37,88 @@ def caught():
 
 def same(state_dict, infos):
     return state_dict, infos
+
+
+# --- the line that a warning points at ---------------------------------------------------------------------------------
+
+
+def save_with_a_gap(tmp_path):
+    with Checkpointer(STEPPED, checkpoints_dir=tmp_path) as ck:
+        ck.save_async(STEPPED, step=30).result()  # warns
+
+
+def save_another_tree(tmp_path):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=SaveEvery(1)) as ck:
+        ck.maybe_save(1, {'params': {}})  # warns
+
+
+def restore_unsharded(tmp_path):
+    mesh = jax.make_mesh((4,), ('x',), devices=jax.devices()[:4])
+    state = {'w': jax.device_put(np.zeros(64), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x')))}
+    with Checkpointer(state, checkpoints_dir=tmp_path) as ck:
+        ck.save(state, step=1)
+    with Checkpointer(jax.eval_shape(lambda: {'w': jnp.zeros(64)}), checkpoints_dir=tmp_path) as ck:
+        t5ckpt.restore_or_init(ck, lambda: state)  # warns
+
+
+def restore_narrowed(tmp_path):
+    with Checkpointer({'w': np.zeros(64)}, checkpoints_dir=tmp_path) as ck:
+        ck.save({'w': np.zeros(64)}, step=1)
+    with Checkpointer({'w': jnp.zeros(64)}, checkpoints_dir=tmp_path) as ck:
+        ck.restore()  # warns
+
+
+def restore_with_a_spare_leaf(tmp_path):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path) as ck:
+        ck.save(STATE, step=1)
+        ck.restore(fallback_state={'spare': np.zeros(1)})  # warns
+
+
+def lack_a_metric(tmp_path):
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, keep_policy=KeepBest(1, 'acc')) as ck:
+        ck.save_async(STATE, step=1).result()  # warns
+
+
+def start_over_others(tmp_path):
+    (tmp_path / 'checkpoint_500').mkdir()
+    (tmp_path / 'checkpoint_500' / 'model.safetensors').touch()
+    with Checkpointer(STATE, checkpoints_dir=tmp_path) as ck:
+        t5ckpt.restore_or_init(ck, lambda: STATE)  # warns
+
+
+def give_an_obsolete_argument(tmp_path):
+    Checkpointer(STATE, None, tmp_path, use_gda=True)  # warns
+
+
+def leave_the_policy_unused(tmp_path):
+    ck = SaveBestCheckpointer(STATE, None, tmp_path, metric_name_to_monitor='a', force_keep_period=3)  # warns
+    ck.close()
+
+
+WARNED = {
+    'StepMismatchWarning': [save_with_a_gap],
+    'TemplateMismatchWarning': [save_another_tree],
+    'UnshardedTemplateWarning': [restore_unsharded],
+    'NarrowedDtypeWarning': [restore_narrowed],
+    'NoEffectWarning': [restore_with_a_spare_leaf, leave_the_policy_unused],
+    'MissingMetricWarning': [lack_a_metric],
+    'UnreadLayoutWarning': [start_over_others],
+    'ObsoleteArgumentWarning': [give_an_obsolete_argument],
+}
+
+
+@pytest.mark.parametrize(('name', 'program'), [(name, each) for name, programs in WARNED.items() for each in programs])
+def test_a_warning_points_at_the_line_that_called(tmp_path, caught, name, program):
+    program(tmp_path)
+    (warning,) = caught
+    lines, first = inspect.getsourcelines(program)
+    (marked,) = (first + number for number, line in enumerate(lines) if line.endswith('# warns\n'))
+    assert (warning.category.__name__, warning.filename, warning.lineno) == (name, __file__, marked)
+
+
+def test_every_class_of_warnings_is_among_them():
+    classes = {each.__name__ for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, Warning)}
+    assert classes - {'T5CkptWarning'} == WARNED.keys()
 
 
 # --- the order of arguments ------------------------------------------------------------------------------------------

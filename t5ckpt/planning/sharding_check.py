@@ -1,6 +1,7 @@
-"""Template shardings that the shapes of their leaves do not allow.
+"""Template shardings that the shapes of their leaves do not allow, or that name no devices.
 
-JAX raises ``IndivisibleError`` for the first such array, without its name. A restore collects all of them before it reads.
+JAX raises ``IndivisibleError`` or ``ValueError`` for the first such array, without its name. A restore collects all of them
+before it reads.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ class ShardingCheck:
 
     def __init__(self) -> None:
         # A sharding is as long there as the target that holds it.
-        self._known: dict[tuple[int, tuple[int, ...]], str] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
 
-    def problem(self, target: Target) -> str:
-        """Why they cannot, for a message; empty where they can."""
+    def problem(self, target: Target) -> tuple[str, str]:
+        """The kind of the problem and why they cannot, for a message; both empty where they can."""
         key = (id(target.sharding), target.shape)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = _division_problem(target.sharding, target.shape)
+            found = self._known[key] = _problem(target.sharding, target.shape)
         return found
+
+
+def _problem(sharding: Any, shape: tuple[int, ...]) -> tuple[str, str]:
+    mesh: Any = getattr(sharding, 'mesh', None)
+    if type(mesh).__name__ == 'AbstractMesh':
+        return 'mesh', f'{sharding.spec} over an AbstractMesh {dict(mesh.shape)}, which names no devices'
+    text = _division_problem(sharding, shape)
+    return ('sharding', text) if text else ('', '')
 
 
 def _division_problem(sharding: Any, shape: tuple[int, ...]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Hashable, Mapping
 
-from t5ckpt._types import caller_level
-from t5ckpt.errors import MissingMetricWarning, T5CkptWarning
+from t5ckpt.core.call_site import CallSite
+from t5ckpt.errors import MissingMetricWarning, T5CkptWarning, UnshardedTemplateWarning
 
 __all__ = ['Notices']
 
@@ -29,12 +28,21 @@ class Notices:
         """Notes that it was said, as part of another warning."""
         self._given.add(cause)
 
-    def warn(self, cause: Hashable, warning: T5CkptWarning) -> None:
-        """Warns, unless that was done for this cause."""
+    def warn(self, cause: Hashable, warning: T5CkptWarning, site: CallSite | None = None) -> None:
+        """Warns, unless that was done for this cause; in another thread than the caller's at the ``site`` it called from."""
         if cause in self._given:
             return
-        warnings.warn(warning, stacklevel=caller_level())
+        (CallSite.here() if site is None else site).warn(warning)
         self._given.add(cause)
+
+    def unsharded(self, text: str) -> None:
+        """Warns of a template without shardings, once for a checkpointer, and says how to attach them."""
+        cure = (
+            'Attach shardings to the template: jax.eval_shape(jax.jit(init, out_shardings=...)), or '
+            'jax.ShapeDtypeStruct(shape, dtype, sharding=...). If one device is meant: '
+            'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]).'
+        )
+        self.warn('unsharded', UnshardedTemplateWarning(f'{text} {cure}'))
 
     def missing_metrics(self, missing: Mapping[str, tuple[int, Collection[str]]]) -> None:
         """Warns of metrics that a keep policy looks at: by name, a step that lacks it and the metrics that it has."""

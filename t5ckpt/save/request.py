@@ -10,6 +10,7 @@ from t5ckpt._retention import Retention
 from t5ckpt._reuse import Previous, find_previous
 from t5ckpt._types import Clock, Progress
 from t5ckpt.commit.deletion import kept_by, kept_error
+from t5ckpt.core.call_site import CallSite
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.save.arguments import SaveCall
@@ -35,6 +36,7 @@ class SaveRequest:
     progress: Progress | None
     clock: Clock
     notices: Notices
+    site: CallSite
 
     def replaces(self) -> bool:
         """Whether the save replaces a complete checkpoint in T5X's format; nothing else is ever replaced.

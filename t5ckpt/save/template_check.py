@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._leaves import Empty, LeafTable, target_of, view_state
-from t5ckpt._text import counted, lines
-from t5ckpt._types import Path
+from t5ckpt._text import counted, lines, some_of
+from t5ckpt._types import Path, leaf_name
 from t5ckpt.errors import (
     LeafProblem,
     T5CkptError,
@@ -18,6 +18,7 @@ from t5ckpt.errors import (
     TreeMismatchError,
 )
 from t5ckpt.save.notices import Notices
+from t5ckpt.tree.leaf_values import is_abstract, leaf_devices
 
 __all__ = ['SavedLeaf', 'TemplateCheck']
 
@@ -53,6 +54,7 @@ class TemplateCheck:
         self._is_strict = is_strict
         self._checked: list[Any] | None = None
         self._problems: Sequence[LeafProblem] = ()
+        self._has_looked_at_shardings = False
 
     def look(self, state: Any, table: LeafTable, step: int, *, tells: bool) -> None:
         """Warns of what could not be restored, each difference once; in the process of a job that ``tells``.
@@ -68,6 +70,26 @@ class TemplateCheck:
             self._checked = seen
         if self._problems and (tells or self._is_strict):
             self._tell(step)
+
+    def look_at_shardings(self, table: LeafTable, step: int) -> None:
+        """Warns, at the first save, where leaves that lie on several devices have no sharding in an abstract template."""
+        if self._has_looked_at_shardings:
+            return
+        template = view_state(self._template).table
+        names = [
+            leaf_name(path)
+            for path, leaf in table.items()
+            if leaf_devices(leaf) > 1
+            and is_abstract(template.get(path))
+            and template[path].sharding is None
+            and template[path].shape
+        ]
+        if names:
+            self._notices.unsharded(
+                f'{some_of(names, 5)}: step {step} is saved from several devices, and the template of this checkpointer names no '
+                'sharding, so each is restored to one device.'
+            )
+        self._has_looked_at_shardings = True
 
     def _differences(self, table: LeafTable, seen: list[Any]) -> Sequence[LeafProblem]:
         try:
@@ -89,7 +111,7 @@ class TemplateCheck:
         shown = [f'  {problem}' for problem in problems[:_SHOWN]]
         shown += [f'  ... and {len(problems) - _SHOWN} more'] if len(problems) > _SHOWN else []
         where = f'the template that this checkpointer was made with in {counted(len(problems), "place")}'
-        cure = 'Make the checkpointer with a template of the structure that is saved, such as jax.eval_shape(init).'
+        cure = 'Make the checkpointer with a template of the structure that is saved, such as the state itself.'
         if self._is_strict:
             text = lines(f'step {step} is not saved, since it does not fit {where}:', *shown, cure)
             raise TreeMismatchError(text, self._problems)

@@ -6,6 +6,7 @@ when a save is planned (a ``jax.Ref``, what has ``__array__``) or refused by its
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def valued_leaf(path: Path, leaf: Any) -> Any:
     if is_jax_array(leaf) or isinstance(leaf, _VALUED) or leaf is None or leaf is ...:
         return leaf
     check_is_array(path, leaf)
-    if type(leaf).__name__ == 'ShapeDtypeStruct':
+    if is_abstract(leaf):
         return leaf
     name, kind = leaf_name(path), type(leaf).__qualname__
     try:
@@ -92,6 +93,23 @@ def valued_leaf(path: Path, leaf: Any) -> Any:
             f'{name}: {kind} says that it is an array of {leaf.dtype} {leaf.shape} and gives {found}. Give a numpy array.'
         )
     return values
+
+
+def is_abstract(leaf: Any) -> bool:
+    """Whether a leaf is a ``jax.ShapeDtypeStruct``."""
+    return type(leaf).__name__ == 'ShapeDtypeStruct'
+
+
+def leaf_devices(leaf: Any) -> int:
+    """Over how many devices a leaf is spread; 1 for what is no jax.Array."""
+    # A tracer has no such attribute.
+    sharding = getattr(leaf, 'sharding', None) if is_jax_array(leaf) else None
+    return 1 if sharding is None else len(sharding.device_set)
+
+
+def most_devices(leaves: Iterable[Any]) -> int:
+    """Over how many devices the leaf lies that is spread most."""
+    return max(map(leaf_devices, leaves), default=1)
 
 
 def _is_ref(leaf: Any) -> bool:

@@ -1,0 +1,48 @@
+"""The line of the user's program that called the package, which a warning points at.
+
+A stack level counts frames of one thread. A warning that arises in the thread of a save, or below a library that calls back
+into the package, would point at a line that the user has not written. So the line is taken in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import warnings
+from types import FrameType
+from typing import Any
+
+__all__ = ['CallSite', 'warn_caller']
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSite:
+    """A line of a program; no frame, which would keep the caller's arrays alive."""
+
+    filename: str
+    line: int
+    module: str
+    # Where Python notes which warnings the module has given already.
+    registry: dict[Any, Any] = dataclasses.field(repr=False, compare=False)
+
+    @classmethod
+    def here(cls) -> CallSite:
+        """The innermost line of this thread outside the package."""
+        frame: FrameType = sys._getframe(1)  # noqa: SLF001 - the only way before Python 3.12
+        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+            frame = frame.f_back
+        names = frame.f_globals
+        registry = names.setdefault('__warningregistry__', {})
+        return cls(frame.f_code.co_filename, frame.f_lineno, str(names.get('__name__', '<unknown>')), registry)
+
+    def warn(self, warning: Warning) -> None:
+        """Gives a warning at this line, from whatever thread."""
+        warnings.warn_explicit(warning, type(warning), self.filename, self.line, self.module, self.registry)
+
+
+def warn_caller(warning: Warning) -> None:
+    """Gives a warning at the line of this thread that called the package."""
+    CallSite.here().warn(warning)

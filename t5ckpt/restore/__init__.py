@@ -1,0 +1,1 @@
+"""One restore: what it is asked for, and what it says."""

@@ -168,14 +168,11 @@ def simulate(world: World, hosts: list[int]) -> dict[str, Any]:
     for host in hosts:
         plan, took = world.plan(host)
         seconds.append(took)
-        nbytes.append(sum(write.piece_bytes * len(write.pieces) for write in plan.writes))
-        files.append(sum(len(write.pieces) for write in plan.writes))
+        nbytes.append(sum(write.chunk_bytes * len(write.chunks) for write in plan.writes))
+        files.append(sum(len(write.chunks) for write in plan.writes))
     if plan is None:
         raise ValueError('no host to plan for')
-    grids = [
-        math.prod(-(-size // chunk) for size, chunk in zip(w.array.shape, w.array.metadata['chunks'], strict=True))
-        for w in plan.writes
-    ]
+    files_by_directory = [write.array.grid.num_chunks for write in plan.writes]
     manifest = encode_manifest(nest({write.path: spec_of(write.array, 'file') for write in plan.writes}))
     return {
         'hosts': world.hosts,
@@ -189,8 +186,8 @@ def simulate(world: World, hosts: list[int]) -> dict[str, Any]:
         'bytes_per_host_min': min(nbytes),
         'bytes_per_host_max': max(nbytes),
         'files_per_host_max': max(files),
-        'files': sum(grids),
-        'files_per_directory_max': max(grids),
+        'files': sum(files_by_directory),
+        'files_per_directory_max': max(files_by_directory),
         'directories': len(plan.writes),
         'manifest_bytes': len(manifest),
         'integrity_bytes_per_host': max(files) * _INTEGRITY_BYTES,

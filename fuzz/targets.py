@@ -25,7 +25,7 @@ from t5ckpt._digest import digest
 from t5ckpt._layout import array_dirs, parse_leftover, parse_step_dir
 from t5ckpt._leaves import Empty, nest
 from t5ckpt._ledger import decode_ledger, encode_ledger
-from t5ckpt._local import grid_of, has_plain_chunks
+from t5ckpt._local import has_plain_chunks, plain_chunks_of
 from t5ckpt._manifest import decode_manifest, encode_manifest, is_whole
 from t5ckpt._orbax import read_orbax
 from t5ckpt._plan_restore import checkpoint_leaves
@@ -101,11 +101,11 @@ def ledger(data: bytes) -> None:
 def zarray(data: bytes) -> None:
     """A ``.zarray``, up to the blocks that a chunk is read in."""
     assert has_plain_chunks(_ARRAY)
-    grid = grid_of(data, _ARRAY)
-    if grid is not None:
-        blocks = Blocks(grid, Limits().scratch)
+    chunks = plain_chunks_of(data, _ARRAY)
+    if chunks is not None:
+        blocks = Blocks(chunks, Limits().scratch)
         for index in (0, blocks.count // 2, max(0, blocks.count - 1)):
-            assert 0 <= blocks.offset(index) <= grid.cell_bytes
+            assert 0 <= blocks.offset(index) <= chunks.chunk_bytes
             blocks.box(index)
 
 

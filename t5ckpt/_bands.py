@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
-from t5ckpt._chunks import Box
-from t5ckpt._local import Grid
+from t5ckpt._local import PlainChunks
+from t5ckpt.format.chunk_grid import Box, ChunkGrid
 
 __all__ = ['Blocks', 'Limits']
 
@@ -32,18 +31,19 @@ class Limits:
 class Blocks:
     """The bytes of a chunk in blocks that are boxes, too: some rows of one axis, whole in all later ones."""
 
-    def __init__(self, grid: Grid, limit: int):
-        self._chunks = grid.chunks or (1,)
-        self._is_scalar = not grid.chunks
-        axis, row = len(self._chunks) - 1, grid.itemsize
-        while axis > 0 and row * self._chunks[axis] <= limit:
-            row *= self._chunks[axis]
+    def __init__(self, chunks: PlainChunks, limit: int):
+        self._is_scalar = not chunks.grid.chunk_shape
+        shape = chunks.grid.chunk_shape or (1,)
+        axis, row = len(shape) - 1, chunks.itemsize
+        while axis > 0 and row * shape[axis] <= limit:
+            row *= shape[axis]
             axis -= 1
-        self._axis = axis
         self._row = row
-        self._rows = min(self._chunks[axis], limit // row)
-        self._per_lead = -(-self._chunks[axis] // self._rows)
-        self.count = math.prod(self._chunks[:axis]) * self._per_lead
+        self._rows = min(shape[axis], limit // row)
+        self._axis_rows = shape[axis]
+        self._grid = ChunkGrid(shape, (*[1] * axis, self._rows, *shape[axis + 1 :]))
+        self._per_lead = self._grid.grid_shape[axis]
+        self.count = self._grid.num_chunks
 
     def ranges(self, size: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Ranges of blocks of about ``size`` bytes that hold the bytes from ``first`` to ``last``.
@@ -55,22 +55,14 @@ class Blocks:
         return ((start, min(start + step, end)) for start in range(begin, end, step))
 
     def _block_at(self, offset: int) -> int:
-        lead, row = divmod(offset // self._row, self._chunks[self._axis])
+        lead, row = divmod(offset // self._row, self._axis_rows)
         return lead * self._per_lead + row // self._rows
 
     def offset(self, index: int) -> int:
         """Where a block begins in the file, in bytes."""
         lead, rest = divmod(index, self._per_lead)
-        return (lead * self._chunks[self._axis] + rest * self._rows) * self._row
+        return (lead * self._axis_rows + rest * self._rows) * self._row
 
     def box(self, index: int) -> Box:
         """A block in the chunk's coordinates."""
-        if self._is_scalar:
-            return ()
-        lead, rest = divmod(index, self._per_lead)
-        rows = (rest * self._rows, min((rest + 1) * self._rows, self._chunks[self._axis]))
-        before: list[tuple[int, int]] = []
-        for size in reversed(self._chunks[: self._axis]):
-            lead, position = divmod(lead, size)
-            before.append((position, position + 1))
-        return (*reversed(before), rows, *((0, size) for size in self._chunks[self._axis + 1 :]))
+        return Box() if self._is_scalar else self._grid.box(self._grid.index_at(index))

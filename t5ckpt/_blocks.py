@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -13,6 +12,7 @@ import numpy as np
 
 from t5ckpt._tree import LeafInfo
 from t5ckpt._workers import Pool
+from t5ckpt.format.chunk_grid import ChunkGrid
 
 __all__ = ['BLOCK_BYTES', 'Block', 'batches_of', 'blocks_of', 'pieces_of', 'run_all']
 
@@ -69,11 +69,9 @@ def blocks_of(shape: Sequence[int], itemsize: int, chunks: Sequence[int] | None 
       chunks: the chunk shape; without one the array counts as one chunk that may be divided.
     """
     block = _block_shape(shape, itemsize, shape if chunks is None else chunks, chunks is not None)
-    axes = [
-        [slice(at, min(at + step, size)) for at in range(0, size, step)]
-        for size, step in zip(shape, block, strict=True)
-    ]
-    yield from itertools.product(*axes)
+    grid = ChunkGrid(tuple(shape), tuple(block))
+    for index in grid:
+        yield grid.box(index).slices
 
 
 def _block_shape(shape: Sequence[int], itemsize: int, chunks: Sequence[int], whole: bool) -> list[int]:

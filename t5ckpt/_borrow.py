@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._chunks import boxes_of_grid, whole_box
 from t5ckpt._digest import digest
 from t5ckpt._layout import join
 from t5ckpt._leaves import LeafTable
 from t5ckpt._open import Contents, Identity, leaves_of, ledger_of
-from t5ckpt._plan import ArrayWrite, Piece
+from t5ckpt._plan import ArrayWrite, ChunkWrite
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
-from t5ckpt._reuse import files_of
 from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray, zarray_bytes
 from t5ckpt._types import leaf_name
@@ -30,7 +28,7 @@ from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.storage import Storage
 
-__all__ = ['BorrowedArray', 'Lender', 'borrow', 'borrowable', 'take_files', 'whole_pieces']
+__all__ = ['BorrowedArray', 'Lender', 'borrow', 'borrowable', 'chunks_of_array', 'take_files']
 
 _PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
 
@@ -130,10 +128,10 @@ def borrowable(leaf: BorrowedArray, write: ArrayWrite) -> StoredArray | None:
     return array if same else None
 
 
-def whole_pieces(array: StoredArray) -> tuple[Piece, ...]:
-    """All chunks of an array."""
-    boxes = boxes_of_grid(whole_box(array.shape), array.metadata['chunks'])
-    return tuple(Piece(box, -1, box) for box in boxes)
+def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
+    """The writes of all chunks of a host array."""
+    grid = array.grid
+    return tuple(ChunkWrite(box, -1, box) for box in map(grid.box, grid))
 
 
 def take_files(leaf: BorrowedArray, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, tuple[int, str]]:
@@ -149,7 +147,7 @@ def take_files(leaf: BorrowedArray, write: ArrayWrite, storage: Storage, directo
     # What is compared with a checksum needs no other look.
     identity = lender.identity
     with identity.told() if lender.digests else identity.reading():
-        for name in files_of(write, True):
+        for name in write.files(with_metadata=True):
             old = join(held, name.rpartition('/')[2])
             source, target = join(lender.directory, old), join(directory, name)
             try:

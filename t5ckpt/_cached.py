@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from t5ckpt._reader import ArrayReader, ReadOptions, basic_index
 from t5ckpt._scan import in_threads
 from t5ckpt._specs import StoredArray
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
+from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex, ceil_div
 from t5ckpt.storage import foreign_errors
 from t5ckpt.storage._forked import use_tensorstore
 from t5ckpt.storage.bucket import BucketStorage
@@ -73,8 +74,8 @@ class CachedReader(ArrayReader):
         out = aligned_empty(shape, leaf.array.dtype)
 
         def take(parts: tuple[_Part, ...]) -> None:
-            cell = [part[0] for part in parts]
-            file = f'{leaf.array.location}/{array.key(cell)}'
+            chunk_index = tuple(part[0] for part in parts)
+            file = f'{leaf.array.location}/{array.grid.key(chunk_index)}'
             try:
                 data = self._file(file)
             except CheckpointNotFoundError as error:
@@ -84,10 +85,12 @@ class CachedReader(ArrayReader):
                 ) from error
             check_chunk(array.chunk_bytes, lambda: len(data), where)
             with foreign_errors(where):
-                out[tuple(part[2] for part in parts)] = array.decode(cell, data)[tuple(part[1] for part in parts)]
+                out[tuple(part[2] for part in parts)] = array.decode(chunk_index, data)[
+                    tuple(part[1] for part in parts)
+                ]
 
         if out.size:
-            per_axis = [list(_parts(part, chunk)) for part, chunk in zip(slices, array.chunks, strict=True)]
+            per_axis = [list(_parts(part, chunk)) for part, chunk in zip(slices, array.grid.chunk_shape, strict=True)]
             for _, error in in_threads(itertools.product(*per_axis), take, _THREADS):
                 if isinstance(error, T5CkptError):
                     raise error
@@ -125,27 +128,19 @@ class _InMemory:
         }
         self._store = ts.open(spec, open=True, context=context).result()
         self._kvstore.write('.zarray', None).result()
-        self._shape = array.shape
-        self._separator = self._store.spec().to_json()['metadata'].get('dimension_separator', '.')
-        self.chunks: tuple[int, ...] = tuple(size or 1 for size in self._store.chunk_layout.write_chunk.shape or ())
-        self.chunk_bytes = math.prod(self.chunks) * array.dtype.itemsize
+        chunk_shape = [size or 1 for size in self._store.chunk_layout.write_chunk.shape or ()]
+        self.grid = ChunkGrid.from_metadata(self._store.spec().to_json()['metadata'], array.shape, chunk_shape)
+        self.chunk_bytes = math.prod(chunk_shape) * array.dtype.itemsize
 
-    def key(self, cell: Sequence[int]) -> str:
-        """The chunk's file."""
-        return self._separator.join(map(str, cell)) or '0'
-
-    def decode(self, cell: Sequence[int], data: bytes) -> np.ndarray:
-        """The elements of a chunk that lie inside the array; each cell by one thread at a time."""
+    def decode(self, chunk_index: ChunkIndex, data: bytes) -> np.ndarray:
+        """The elements of a chunk that lie inside the array; each chunk by one thread at a time."""
         use_tensorstore()
-        self._kvstore.write(self.key(cell), data).result()
+        key, box = self.grid.key(chunk_index), self.grid.box(chunk_index)
+        self._kvstore.write(key, data).result()
         try:
-            box = tuple(
-                slice(at * chunk, min((at + 1) * chunk, size))
-                for at, chunk, size in zip(cell, self.chunks, self._shape, strict=True)
-            )
-            return np.asarray((self._store[box] if box else self._store).read().result())
+            return np.asarray((self._store[box.slices] if box else self._store).read().result())
         finally:
-            self._kvstore.write(self.key(cell), None).result()
+            self._kvstore.write(key, None).result()
 
 
 def _parts(part: slice, chunk: int) -> Iterator[_Part]:
@@ -156,7 +151,7 @@ def _parts(part: slice, chunk: int) -> Iterator[_Part]:
     while taken < len(chosen):
         at = chosen[taken] // chunk
         first = chosen[taken] - at * chunk
-        count = min(len(chosen) - taken, -(-(chunk - first) // step))
+        count = min(len(chosen) - taken, ceil_div(chunk - first, step))
         yield at, slice(first, first + (count - 1) * step + 1, step), slice(taken, taken + count)
         taken += count
 

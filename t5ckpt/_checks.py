@@ -7,15 +7,15 @@ Bytes that are read straight into their buffers are hashed on the way (``_direct
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
-from t5ckpt._chunks import Box
 from t5ckpt._ledger import Ledger
 from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from t5ckpt.format.chunk_grid import Box, ChunkGrid
 
-__all__ = ['Checks', 'names_of']
+__all__ = ['Checks']
 
 _CURE = (
     'Restore an older step, or copy the checkpoint again; "t5ckpt verify --full" lists all that is damaged, verify=\'quick\' '
@@ -80,7 +80,8 @@ class Checks:
         chunks = array.metadata.get('chunks', ())
         if len(chunks) != len(array.shape):
             return []
-        files = {f'{array.location}/{name}' for box in boxes for name in names_of(box, chunks)}
+        grid = ChunkGrid(array.shape, tuple(chunks))
+        files = {f'{array.location}/{grid.key(index)}' for box in boxes for index in grid.chunks_of(box)}
         metadata = f'{array.location}/.zarray'
         return [
             lambda: self._check_metadata(metadata, leaf),
@@ -94,13 +95,3 @@ class Checks:
         except CheckpointNotFoundError:
             return
         self.compare(file, leaf, found)
-
-
-def names_of(box: Box, chunks: Sequence[int]) -> list[str]:
-    """The files of the chunks that a box touches; ours are named with dots."""
-    if any(start >= stop for start, stop in box):
-        return []
-    names = ['']
-    for (start, stop), size in zip(box, chunks, strict=True):
-        names = [f'{name}.{index}' for name in names for index in range(start // size, -(-stop // size))]
-    return [name.removeprefix('.') or '0' for name in names]

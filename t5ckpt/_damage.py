@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from t5ckpt._chunks import Box
 from t5ckpt._text import Lines, counted, lines, printable
 from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.chunk_grid import Box
 
 __all__ = ['Damage', 'VerifyReport', 'listed']
 

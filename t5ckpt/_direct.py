@@ -36,18 +36,18 @@ import xxhash
 from t5ckpt._bands import Blocks, Limits
 from t5ckpt._checks import Checks
 from t5ckpt._chunk_file import ChunkFile
-from t5ckpt._chunks import Box
 from t5ckpt._digest import digest
 from t5ckpt._dtypes import from_stored
-from t5ckpt._local import ChunkFiles, Grid, RangeGrid, grid_of, has_plain_chunks, range_grid, range_of
+from t5ckpt._local import ChunkFiles, PlainChunks, chunk_of_file, has_plain_chunks, plain_chunks_of, range_of
 from t5ckpt._scatter import can_scatter, runs_in
 from t5ckpt._specs import StoredArray
+from t5ckpt.format.chunk_grid import Box, ChunkIndex
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['DirectReader', 'Limits', 'Wanted']
+__all__ = ['DirectReader', 'Limits', 'ReadRequest']
 
 # Beyond it the list of chunks would itself be large; TensorStore works through such a grid piece by piece.
-_MAX_CELLS = 2**14
+_MAX_CHUNKS = 2**14
 # Files of a task that are open at once, of which the kernel reads those behind the first.
 _AHEAD = 4
 # Elements are moved as words, which numpy copies faster than the dtypes that it does not know itself.
@@ -57,7 +57,7 @@ Task = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class ReadRequest:
     """What is read of one array.
 
     Attributes:
@@ -86,14 +86,14 @@ class DirectReader:
         self.follow_links = follow_links
         self._local = threading.local()
 
-    def grid(self, array: StoredArray, leaf: str) -> Grid | None:
-        """The chunk grid of an array that can be read here; None for any other.
+    def plain_chunks(self, array: StoredArray, leaf: str) -> PlainChunks | None:
+        """The chunks of an array that can be read here; None for any other.
 
         Raises:
           CorruptCheckpointError: its ``.zarray`` is no regular file.
         """
         if array.container == 'file':
-            return range_grid(array)
+            return chunk_of_file(array)
         if not has_plain_chunks(array):
             return None
         try:
@@ -104,13 +104,13 @@ class DirectReader:
             return None
         if self.checks is not None:
             self.checks.compare(f'{array.location}/.zarray', leaf, (len(text), digest(text)))
-        return grid_of(text, array)
+        return plain_chunks_of(text, array)
 
-    def tasks(self, wanted: Wanted, grid: Grid) -> list[Task] | None:
+    def tasks(self, request: ReadRequest, chunks: PlainChunks) -> list[Task] | None:
         """Cuts a read into tasks for threads; the buffers are filled when all are done. None: too many chunks."""
-        if sum(math.prod(map(len, _cells(grid, box))) for box in wanted.buffers) > _MAX_CELLS:
+        if sum(chunks.grid.count(box) for box in request.buffers) > _MAX_CHUNKS:
             return None
-        return _ArrayRead(self, wanted, grid).tasks()
+        return _ArrayRead(self, request, chunks).tasks()
 
     def scratch(self) -> np.ndarray:
         """Memory of this thread, which the next read overwrites."""
@@ -120,17 +120,17 @@ class DirectReader:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _CopyRegion:
     """What one buffer takes from one chunk.
 
     Attributes:
-      within: where, in the chunk's coordinates.
+      box: where, in the chunk's coordinates.
       first, last: bytes of the chunk from the first element to the end of the last.
       target: the view of the buffer that takes it.
       straight: the bytes of ``target``, if they are the bytes from ``first`` to ``last``.
     """
 
-    within: Box
+    box: Box
     first: int
     last: int
     target: np.ndarray
@@ -142,57 +142,57 @@ class _Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
-    """Blocks ``start`` to ``stop`` of one chunk file, and the parts that lie there."""
+class _ChunkRead:
+    """Blocks ``start`` to ``stop`` of one chunk file, and the regions that have elements there."""
 
     name: str
     start: int
     stop: int
-    parts: list[_Part]
+    regions: list[_CopyRegion]
 
 
 class _ArrayRead:
     """The tasks of one array."""
 
-    def __init__(self, reader: DirectReader, wanted: Wanted, grid: Grid):
+    def __init__(self, reader: DirectReader, request: ReadRequest, chunks: PlainChunks):
         self._reader = reader
-        self._wanted = wanted
-        self._grid = grid
-        array = wanted.array
+        self._request = request
+        self._chunks = chunks
+        array = request.array
         self._dtype = array.dtype
-        self._converts = any(buffer.dtype != array.dtype for buffer in wanted.buffers.values())
-        self._cells = self._parts()
+        self._converts = any(buffer.dtype != array.dtype for buffer in request.buffers.values())
+        self._regions = self._regions_by_chunk()
         passing = reader.checks is None or not reader.checks.in_passing or self._takes_whole_chunks()
         self._checks = reader.checks if passing else None
         scatters = can_scatter() and self._checks is None and not self._converts
         self._scatters = scatters and self._shortest_run() >= reader.limits.min_run
-        self._blocks = Blocks(grid, reader.limits.scatter if self._scatters else reader.limits.scratch)
+        self._blocks = Blocks(chunks, reader.limits.scatter if self._scatters else reader.limits.scratch)
 
     def _takes_whole_chunks(self) -> bool:
         """Whether each chunk that is touched goes to one buffer, all of it that lies inside the array."""
-        for cell, parts in self._cells.items():
-            ends = zip(cell, self._grid.chunks, self._wanted.array.shape, strict=True)
-            inside = tuple((0, min(size, end - index * size)) for index, size, end in ends)
-            if all(part.within != inside for part in parts):
+        grid = self._chunks.grid
+        for chunk_index, regions in self._regions.items():
+            inside = Box.whole(grid.box(chunk_index).shape)
+            if all(region.box != inside for region in regions):
                 return False
         return True
 
     def _shortest_run(self) -> int:
-        parts = (part for parts in self._cells.values() for part in parts if part.straight is None)
-        return min((part.target.shape[-1] * self._grid.itemsize for part in parts), default=0)
+        regions = (region for found in self._regions.values() for region in found if region.straight is None)
+        return min((region.target.shape[-1] * self._chunks.itemsize for region in regions), default=0)
 
     def tasks(self) -> list[Task]:
         """All of them; see ``DirectReader.tasks``."""
         tasks: list[Task] = []
-        batch: list[_Piece] = []
+        batch: list[_ChunkRead] = []
         size = 0
-        for cell, parts in self._cells.items():
-            for start, stop in self._ranges(parts):
+        for chunk_index, regions in self._regions.items():
+            for start, stop in self._ranges(regions):
                 first, last = self._blocks.offset(start), self._blocks.offset(stop)
-                touching = [part for part in parts if part.first < last and first < part.last]
+                touching = [region for region in regions if region.first < last and first < region.last]
                 if not touching:
                     continue
-                batch.append(_Piece(self._grid.name(cell), start, stop, touching))
+                batch.append(_ChunkRead(self._chunks.name(chunk_index), start, stop, touching))
                 size += last - first
                 if size >= self._reader.limits.task:
                     tasks.append(functools.partial(self._run, batch))
@@ -201,121 +201,115 @@ class _ArrayRead:
             tasks.append(functools.partial(self._run, batch))
         return tasks
 
-    def _ranges(self, parts: Sequence[_Part]) -> Iterable[tuple[int, int]]:
+    def _ranges(self, regions: Sequence[_CopyRegion]) -> Iterable[tuple[int, int]]:
         """The blocks of a chunk that are read together: to be hashed, all of them."""
         if self._checks is not None:
             return [(0, self._blocks.count)]
-        span = min(part.first for part in parts), max(part.last for part in parts)
+        span = min(region.first for region in regions), max(region.last for region in regions)
         return self._blocks.ranges(self._reader.limits.task, *span)
 
-    def _parts(self) -> dict[tuple[int, ...], list[_Part]]:
-        """By chunk, what is wanted of it."""
-        parts: dict[tuple[int, ...], list[_Part]] = {}
-        for box, buffer in self._wanted.buffers.items():
-            for cell in itertools.product(*_cells(self._grid, box)):
-                parts.setdefault(cell, []).append(self._part(cell, box, buffer))
-        return parts
+    def _regions_by_chunk(self) -> dict[ChunkIndex, list[_CopyRegion]]:
+        """By chunk index, what is wanted of the chunk."""
+        regions: dict[ChunkIndex, list[_CopyRegion]] = {}
+        for box, buffer in self._request.buffers.items():
+            for chunk_index in self._chunks.grid.chunks_of(box):
+                regions.setdefault(chunk_index, []).append(self._region(chunk_index, box, buffer))
+        return regions
 
-    def _part(self, cell: Sequence[int], box: Box, buffer: np.ndarray) -> _Part:
-        chunks, itemsize = self._grid.chunks, self._grid.itemsize
-        corner = [index * size for index, size in zip(cell, chunks, strict=True)]
-        both = [
-            (max(start, at), min(stop, at + size)) for (start, stop), at, size in zip(box, corner, chunks, strict=True)
-        ]
-        within = tuple((start - at, stop - at) for (start, stop), at in zip(both, corner, strict=True))
-        origin = [start for start, _ in box]
-        target = buffer[(..., *(slice(a - at, b - at) for (a, b), at in zip(both, origin, strict=True)))]
-        first, contiguous = range_of([slice(*ends) for ends in within], chunks)
-        length = sum(
-            (stop - start - 1) * stride for (start, stop), stride in zip(within, _strides(chunks), strict=True)
-        )
+    def _region(self, chunk_index: ChunkIndex, box: Box, buffer: np.ndarray) -> _CopyRegion:
+        grid, itemsize = self._chunks.grid, self._chunks.itemsize
+        chunk = grid.full_box(chunk_index)
+        both = box.intersect(chunk)
+        box_in_chunk = both.relative_to(chunk)
+        target = buffer[(..., *both.relative_to(box).slices)]
+        first, contiguous = range_of(box_in_chunk, grid.chunk_shape)
+        strides = _strides(grid.chunk_shape)
+        length = sum((size - 1) * stride for size, stride in zip(both.shape, strides, strict=True))
         straight = None
         if contiguous and target.flags.c_contiguous and not self._converts:
             straight = target.reshape(-1).view(np.uint8).data
-        return _Part(within, first * itemsize, (first + length + 1) * itemsize, target, straight)
+        return _CopyRegion(box_in_chunk, first * itemsize, (first + length + 1) * itemsize, target, straight)
 
-    def _run(self, pieces: Sequence[_Piece]) -> None:
-        array, leaf, root = self._wanted.array, self._wanted.leaf, self._reader.root
-        is_range = isinstance(self._grid, RangeGrid)
-        base = self._grid.base if isinstance(self._grid, RangeGrid) else 0
-        location = '' if is_range else array.location
+    def _run(self, reads: Sequence[_ChunkRead]) -> None:
+        array, leaf, root = self._request.array, self._request.leaf, self._reader.root
+        location = '' if self._chunks.file else array.location
         with (
             foreign_errors(f'{leaf} ({os.path.join(root, array.location)})'),
             ChunkFiles(root, location, leaf, follow_links=self._reader.follow_links) as files,
         ):
-            opened: collections.deque[tuple[ChunkFile, _Piece]] = collections.deque()
+            opened: collections.deque[tuple[ChunkFile, _ChunkRead]] = collections.deque()
             try:
-                for piece in pieces:
+                for read in reads:
                     if len(opened) == _AHEAD:
                         self._read_first(opened)
-                    fd = files.open_chunk(piece.name, self._grid.size_on_disk)
-                    opened.append((ChunkFile(fd, files.path(piece.name), leaf, base), piece))
-                    opened[-1][0].announce(self._blocks.offset(piece.start), self._blocks.offset(piece.stop))
+                    fd = files.open_chunk(read.name, self._chunks.file_bytes)
+                    opened.append((ChunkFile(fd, files.path(read.name), leaf, self._chunks.offset), read))
+                    opened[-1][0].announce(self._blocks.offset(read.start), self._blocks.offset(read.stop))
                 while opened:
                     self._read_first(opened)
             finally:
                 for file, _ in opened:
                     file.close()
 
-    def _read_first(self, opened: collections.deque[tuple[ChunkFile, _Piece]]) -> None:
-        file, piece = opened[0]
+    def _read_first(self, opened: collections.deque[tuple[ChunkFile, _ChunkRead]]) -> None:
+        file, read = opened[0]
         if self._checks is None:
-            self._read(file, piece)
+            self._read(file, read)
         else:
-            self._read_checked(file, piece, self._checks)
+            self._read_checked(file, read, self._checks)
         opened.popleft()
         file.close()
 
-    def _read(self, file: ChunkFile, piece: _Piece) -> None:
-        start, stop = self._blocks.offset(piece.start), self._blocks.offset(piece.stop)
-        scattered: list[_Part] = []
-        for part in piece.parts:
-            if part.straight is None:
-                scattered.append(part)
+    def _read(self, file: ChunkFile, read: _ChunkRead) -> None:
+        start, stop = self._blocks.offset(read.start), self._blocks.offset(read.stop)
+        scattered: list[_CopyRegion] = []
+        for region in read.regions:
+            if region.straight is None:
+                scattered.append(region)
                 continue
-            first, last = max(start, part.first), min(stop, part.last)
-            file.read(part.straight[first - part.first : last - part.first], first)
-        for index in range(piece.start, piece.stop) if scattered else ():
+            first, last = max(start, region.first), min(stop, region.last)
+            file.read(region.straight[first - region.first : last - region.first], first)
+        for index in range(read.start, read.stop) if scattered else ():
             self._read_block(file, index, scattered)
 
-    def _read_checked(self, file: ChunkFile, piece: _Piece, checks: Checks) -> None:
+    def _read_checked(self, file: ChunkFile, read: _ChunkRead, checks: Checks) -> None:
         """Reads a whole chunk in blocks, each of which is hashed while it is in the processor's cache."""
         state = xxhash.xxh3_64()
-        for index in range(piece.start, piece.stop):
+        for index in range(read.start, read.stop):
             start, stop = self._blocks.offset(index), self._blocks.offset(index + 1)
-            direct = next((part for part in piece.parts if part.takes(start, stop)), None)
+            direct = next((region for region in read.regions if region.takes(start, stop)), None)
             if direct is None or direct.straight is None:
                 into = self._reader.scratch()[: stop - start].data
             else:
                 into = direct.straight[start - direct.first : stop - direct.first]
             file.read(into, start)
             state.update(into)
-            others = [part for part in piece.parts if part is not direct]
+            others = [region for region in read.regions if region is not direct]
             self._hand_out(index, into, self._touching(index, others))
-        name = f'{self._wanted.array.location}/{piece.name}'
-        checks.compare(name, self._wanted.leaf, (self._grid.cell_bytes, state.hexdigest()))
+        name = f'{self._request.array.location}/{read.name}'
+        checks.compare(name, self._request.leaf, (self._chunks.chunk_bytes, state.hexdigest()))
 
-    def _read_block(self, file: ChunkFile, index: int, parts: Sequence[_Part]) -> None:
-        found = self._touching(index, parts)
+    def _read_block(self, file: ChunkFile, index: int, regions: Sequence[_CopyRegion]) -> None:
+        found = self._touching(index, regions)
         if found and self._scatters:
             self._scatter(file, found)
         elif found:
             self._copy(file, index, found)
 
-    def _touching(self, index: int, parts: Sequence[_Part]) -> list[tuple[_Part, Box]]:
-        """The parts that want some of a block, each with what both have in common."""
-        if not parts:
+    def _touching(self, index: int, regions: Sequence[_CopyRegion]) -> list[tuple[_CopyRegion, Box]]:
+        """The regions that have elements in a block, each with the box of these in the chunk's coordinates."""
+        if not regions:
             return []
         box = self._blocks.box(index)
-        return [(part, both) for part in parts if (both := _overlap(part.within, box)) is not None]
+        return [(region, both) for region in regions if not (both := region.box.intersect(box)).is_empty]
 
-    def _scatter(self, file: ChunkFile, found: Sequence[tuple[_Part, Box]]) -> None:
+    def _scatter(self, file: ChunkFile, found: Sequence[tuple[_CopyRegion, Box]]) -> None:
         """Reads runs to where they belong, those that follow one another in the file in one call."""
-        itemsize = self._grid.itemsize
-        strides = [stride * itemsize for stride in _strides(self._grid.chunks)]
+        itemsize = self._chunks.itemsize
+        strides = [stride * itemsize for stride in _strides(self._chunks.grid.chunk_shape)]
         offsets, places, lengths = [], [], []
-        for part, both in found:
-            target = part.target[(..., *_slices(both, part.within))]
+        for region, both in found:
+            target = region.target[(..., *both.relative_to(region.box).slices)]
             first = sum(start * stride for (start, _), stride in zip(both, strides, strict=True))
             here, length = runs_in(target.shape, strides, itemsize, first)
             there, other = runs_in(target.shape, target.strides, itemsize, target.ctypes.data)
@@ -329,36 +323,29 @@ class _ArrayRead:
         for first, last in itertools.pairwise((0, *breaks.tolist(), len(offset))):
             file.read_runs(int(offset[first]), place[first:last], length[first:last])
 
-    def _copy(self, file: ChunkFile, index: int, found: Sequence[tuple[_Part, Box]]) -> None:
+    def _copy(self, file: ChunkFile, index: int, found: Sequence[tuple[_CopyRegion, Box]]) -> None:
         """Reads a block into the scratch and copies what is wanted of it."""
         start, stop = self._blocks.offset(index), self._blocks.offset(index + 1)
         scratch = self._reader.scratch()[: stop - start].data
         file.read(scratch, start)
         self._hand_out(index, scratch, found)
 
-    def _hand_out(self, index: int, data: memoryview, found: Sequence[tuple[_Part, Box]]) -> None:
+    def _hand_out(self, index: int, data: memoryview, found: Sequence[tuple[_CopyRegion, Box]]) -> None:
         """Copies a block to whoever wants some of it."""
         if not found:
             return
         box = self._blocks.box(index)
-        block = np.frombuffer(data, self._dtype).reshape([b - a for a, b in box])
+        block = np.frombuffer(data, self._dtype).reshape(box.shape)
         if self._converts:
-            block = from_stored(block, self._wanted.dtype)
-        for part, both in found:
-            source = block[(..., *_slices(both, box))]
-            target = part.target[(..., *_slices(both, part.within))]
+            block = from_stored(block, self._request.dtype)
+        for region, both in found:
+            source = block[(..., *both.relative_to(box).slices)]
+            target = region.target[(..., *both.relative_to(region.box).slices)]
             if self._converts:
                 np.copyto(target, source, casting='unsafe')
             else:
                 word = _WORDS.get(self._dtype.itemsize, self._dtype)
                 np.copyto(target.view(word), source.view(word))
-
-
-def _cells(grid: Grid, box: Box) -> list[range]:
-    """The chunks that a box touches, by axis; none for an empty box."""
-    if any(start >= stop for start, stop in box):
-        return [range(0)]
-    return [range(start // size, -(-stop // size)) for (start, stop), size in zip(box, grid.chunks, strict=True)]
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
@@ -369,12 +356,3 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def _split(starts: np.ndarray, length: int, shorter: int) -> np.ndarray:
     """Where runs begin when each is cut into shorter ones."""
     return starts if length == shorter else (starts[:, None] + np.arange(0, length, shorter)).reshape(-1)
-
-
-def _overlap(a: Box, b: Box) -> Box | None:
-    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return None if any(start >= stop for start, stop in both) else both
-
-
-def _slices(part: Box, whole: Box) -> list[slice]:
-    return [slice(start - at, stop - at) for (start, stop), (at, _) in zip(part, whole, strict=True)]

@@ -9,43 +9,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from t5ckpt._budget import ByteBudget
-from t5ckpt._checks import names_of
-from t5ckpt._chunks import Box, whole_box
 from t5ckpt._claims import check_chunk
 from t5ckpt._damage import Damage
 from t5ckpt._layout import join
 from t5ckpt._ledger import Ledger
-from t5ckpt._local import grid_of, has_plain_chunks
+from t5ckpt._local import has_plain_chunks, plain_chunks_of
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
 from t5ckpt._scan import Scanner
+from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.steps import Located
 from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['ArrayFiles', 'Implied', 'is_listed', 'placed']
 
-Cell = tuple[int, ...]
-
 _MAX_NAMED = 100
 _METADATA = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 _DECODED_BYTES = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class _Keys:
-    """How chunk keys are made: ``prefix``, then the indices with ``separator`` between."""
-
-    separator: str
-    prefix: str = ''
-
-    def key(self, cell: Cell) -> str:
-        if self.prefix:
-            return self.separator.join([self.prefix, *map(str, cell)])
-        return self.separator.join(map(str, cell)) or '0'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,30 +39,30 @@ class ArrayFiles:
       leaf: its name.
       damages: what is missing or of the wrong size.
       sizes: of the files that are there, relative to the checkpoint's directory.
-      cells: the chunks that are there in the right size.
+      chunks: the indices of the chunks that are there in the right size.
       chunk_bytes: of a decoded chunk.
     """
 
     leaf: str
     damages: list[Damage]
     sizes: dict[str, int]
-    cells: list[Cell]
+    chunks: list[ChunkIndex]
     chunk_bytes: int
     _owner: Implied
     _array: _Array
 
-    def file(self, cell: Cell) -> str:
+    def file(self, chunk_index: ChunkIndex) -> str:
         """The file of a chunk; in an OCDBT database its key."""
-        return self._array.file(cell)
+        return self._array.file(chunk_index)
 
-    def decode(self, cell: Cell) -> None:
+    def decode(self, chunk_index: ChunkIndex) -> None:
         """Reads a chunk and decodes it, if it has a codec.
 
         Raises:
           CorruptCheckpointError: it does not decode.
           StorageError: it cannot be read.
         """
-        self._owner.decode(self._array, cell, self.sizes.get(self.file(cell)))
+        self._owner.decode(self._array, chunk_index, self.sizes.get(self.file(chunk_index)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,20 +72,15 @@ class _Array:
     leaf: str
     stored: StoredLeaf
     store: Any
-    chunks: tuple[int, ...]
-    keys: _Keys
+    grid: ChunkGrid
     file_bytes: int | None
 
     @property
-    def grid(self) -> tuple[int, ...]:
-        return tuple(-(-size // chunk) for size, chunk in zip(self.stored.shape, self.chunks, strict=True))
-
-    @property
     def chunk_bytes(self) -> int:
-        return math.prod(self.chunks) * self.stored.array.dtype.itemsize
+        return math.prod(self.grid.chunk_shape) * self.stored.array.dtype.itemsize
 
-    def file(self, cell: Cell) -> str:
-        return f'{self.stored.array.location}/{self.keys.key(cell)}'
+    def file(self, chunk_index: ChunkIndex) -> str:
+        return f'{self.stored.array.location}/{self.grid.key(chunk_index)}'
 
 
 class Implied:
@@ -128,47 +106,45 @@ class Implied:
         present = self._present(array)
         damages: list[Damage] = []
         sizes: dict[str, int] = {}
-        cells: list[Cell] = []
+        chunks: list[ChunkIndex] = []
         metadata = _METADATA[stored.array.driver]
         if stored.array.container == 'dir' and metadata not in present:
             text = 'nobody but t5ckpt can open the array without it'
             damages.append(Damage('missing', f'{location}/{metadata}', text, leaf))
-        for cell in _cells(array.grid):
-            key, file = array.keys.key(cell), array.file(cell)
-            box = cell_box(cell, array.chunks, stored.shape)
+        for chunk_index in array.grid:
+            key, file, box = array.grid.key(chunk_index), array.file(chunk_index), array.grid.box(chunk_index)
             if key not in present:
                 if len(damages) >= _MAX_NAMED:
-                    left = math.prod(array.grid) - len(cells) - _MAX_NAMED
+                    left = array.grid.num_chunks - len(chunks) - _MAX_NAMED
                     damages.append(Damage('missing', location, f'and up to {left:,} more chunks are missing', leaf))
                     break
-                damages.append(Damage('missing', file, 'the metadata implies this chunk', leaf, cell, box))
+                damages.append(Damage('missing', file, 'the metadata implies this chunk', leaf, chunk_index, box))
                 continue
             size = present[key]
             if size is None:
                 # The storage's listing does not say it; who decodes the chunk will see.
-                cells.append(cell)
+                chunks.append(chunk_index)
                 continue
             sizes[file] = size
             if array.file_bytes is not None and size != array.file_bytes:
                 text = f'has {size:,} bytes, its chunk {array.file_bytes:,}'
                 ends = (min(size, array.file_bytes), max(size, array.file_bytes))
-                damages.append(Damage('size', file, text, leaf, cell, box, ends))
+                damages.append(Damage('size', file, text, leaf, chunk_index, box, ends))
             else:
-                cells.append(cell)
-        return ArrayFiles(leaf, damages, sizes, cells, array.chunk_bytes, self, array)
+                chunks.append(chunk_index)
+        return ArrayFiles(leaf, damages, sizes, chunks, array.chunk_bytes, self, array)
 
-    def decode(self, array: _Array, cell: Cell, file_bytes: int | None) -> None:
+    def decode(self, array: _Array, chunk_index: ChunkIndex, file_bytes: int | None) -> None:
         """See ``ArrayFiles.decode``."""
         if array.file_bytes is not None:
-            self._scanner.digest(array.file(cell))
+            self._scanner.digest(array.file(chunk_index))
             return
         if file_bytes is not None:
-            check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.leaf} ({array.file(cell)})')
+            check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.leaf} ({array.file(chunk_index)})')
         self._budget.acquire(array.chunk_bytes)
         try:
-            with foreign_errors(f'{array.leaf} ({self._storage.url(join(self._directory, array.file(cell)))})'):
-                box = cell_box(cell, array.chunks, array.stored.shape)
-                array.store[tuple(slice(start, stop) for start, stop in box)].read().result()
+            with foreign_errors(f'{array.leaf} ({self._storage.url(join(self._directory, array.file(chunk_index)))})'):
+                array.store[array.grid.box(chunk_index).slices].read().result()
         finally:
             self._budget.release(array.chunk_bytes)
 
@@ -177,10 +153,10 @@ class Implied:
         metadata = store.spec().to_json()['metadata']
         file_bytes = None
         if has_plain_chunks(stored.array):
-            grid = grid_of(json.dumps(metadata).encode(), stored.array)
-            file_bytes = None if grid is None else grid.cell_bytes
-        chunks = tuple(store.chunk_layout.write_chunk.shape or ())  # None for a scalar
-        return _Array(leaf, stored, store, chunks, _keys_of(metadata), file_bytes)
+            plain = plain_chunks_of(json.dumps(metadata).encode(), stored.array)
+            file_bytes = None if plain is None else plain.file_bytes
+        chunk_shape = store.chunk_layout.write_chunk.shape or ()  # None for a scalar
+        return _Array(leaf, stored, store, ChunkGrid.from_metadata(metadata, stored.shape, chunk_shape), file_bytes)
 
     def _present(self, array: _Array) -> dict[str, int | None]:
         """The array's files by key, with sizes where they say something."""
@@ -191,51 +167,14 @@ class Implied:
         return {key.removeprefix(f'{base}/'): size for key, size in self._storage.walk(base)}
 
 
-def _keys_of(metadata: Any) -> _Keys:
-    """From zarr v2's ``dimension_separator`` or zarr v3's ``chunk_key_encoding``."""
-    encoding = metadata.get('chunk_key_encoding')
-    if encoding is None:
-        return _Keys(metadata.get('dimension_separator', '.'))
-    is_default = encoding.get('name') == 'default'
-    separator = encoding.get('configuration', {}).get('separator', '/' if is_default else '.')
-    return _Keys(separator, 'c' if is_default else '')
-
-
-def _cells(grid: Sequence[int]) -> Iterator[Cell]:
-    """Every position in C order. Not ``itertools.product``, which begins by making tuples as long as the grid claims."""
-    for number in range(math.prod(grid)):
-        cell: list[int] = []
-        rest = number
-        for size in reversed(grid):
-            rest, index = divmod(rest, size)
-            cell.append(index)
-        yield tuple(reversed(cell))
-
-
-def cell_box(cell: Sequence[int], chunks: Sequence[int], shape: Sequence[int]) -> Box:
-    """The elements in a chunk, (start, stop) per dimension, without what sticks out at the array's end."""
-    return tuple(
-        (index * chunk, min((index + 1) * chunk, size)) for index, chunk, size in zip(cell, chunks, shape, strict=True)
-    )
-
-
-def cell_of(key: str, rank: int) -> Cell | None:
-    """The position that a chunk's file name says; None for another file."""
-    parts = key.replace('/', '.').split('.')
-    if rank == 0:
-        return () if parts == ['0'] else None
-    good = len(parts) == rank and all(part.isdecimal() and part.isascii() for part in parts)
-    return tuple(map(int, parts)) if good else None
-
-
 def placed(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:
     """With the leaf's name and, where the file is a chunk, its position and elements."""
     chunks = leaf.array.metadata.get('chunks')
-    cell = damage.chunk if damage.chunk is not None else cell_of(key, len(leaf.shape))
-    box = None
-    if cell is not None and isinstance(chunks, list | tuple) and len(chunks) == len(cell):
-        box = cell_box(cell, chunks, leaf.shape)
-    return dataclasses.replace(damage, leaf=name, chunk=cell, box=box)
+    grid = ChunkGrid(leaf.shape, leaf.shape if chunks is None else tuple(chunks))
+    # The manifest does not say which separator another writer used.
+    chunk_index = damage.chunk if damage.chunk is not None else grid.index(key.replace('/', grid.separator))
+    box = None if chunks is None or chunk_index is None else grid.box(chunk_index)
+    return dataclasses.replace(damage, leaf=name, chunk=chunk_index, box=box)
 
 
 def is_listed(leaf: StoredLeaf, ledger: Ledger) -> bool:
@@ -244,9 +183,9 @@ def is_listed(leaf: StoredLeaf, ledger: Ledger) -> bool:
     chunks = array.metadata.get('chunks', ())
     if f'{array.location}/.zarray' not in ledger or len(chunks) != len(array.shape):
         return False
-    count = math.prod(-(-size // chunk) for size, chunk in zip(array.shape, chunks, strict=True))
-    names = names_of(whole_box(array.shape), chunks) if count <= len(ledger) else ['']
-    # Other writers may name them with slashes, which only the .zarray says.
+    # Other writers may name the chunks with slashes, which only the .zarray says.
+    grids = [ChunkGrid(array.shape, tuple(chunks), separator) for separator in ('.', '/')]
     return any(
-        all(f'{array.location}/{name.replace(".", separator)}' in ledger for name in names) for separator in ('.', '/')
+        grid.num_chunks <= len(ledger) and all(f'{array.location}/{grid.key(index)}' in ledger for index in grid)
+        for grid in grids
     )

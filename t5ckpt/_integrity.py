@@ -45,6 +45,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsafeSpecError,
 )
+from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.steps import Located, locate, with_links
 from t5ckpt.storage import Entry, open_storage, split_path
 
@@ -320,7 +321,7 @@ class _Check:
         wrong = {damage.file for damage in self.damages}
         listed = [name for name in self.ledger if name in self.sizes and name not in wrong and name not in self.read]
         listed.sort(key=lambda name: -self.sizes[name])
-        chunks = [(array, cell) for array in self.implied for cell in array.cells]
+        chunks = [(array, chunk_index) for array in self.implied for chunk_index in array.chunks]
         total = sum(self.sizes[name] for name in listed) + sum(array.chunk_bytes for array, _ in chunks)
         done = 0
         for name, result in in_threads(listed, self.scanner.digest):
@@ -331,9 +332,9 @@ class _Check:
             done += self.sizes[name]
             if progress is not None:
                 progress(done, total)
-        for (array, cell), result in in_threads(chunks, lambda item: item[0].decode(item[1])):
+        for (array, chunk_index), result in in_threads(chunks, lambda item: item[0].decode(item[1])):
             if isinstance(result, T5CkptError):
-                self._failed(array.file(cell), result, array.leaf, cell)
+                self._failed(array.file(chunk_index), result, array.leaf, chunk_index)
             done += array.chunk_bytes
             if progress is not None:
                 progress(done, total)
@@ -366,7 +367,7 @@ class _Check:
         text = f'has {found:,} bytes, recorded are {recorded:,}: those from {offsets[0]:,} to {offsets[1]:,} {how}'
         self._add('size', name, text, offsets=offsets)
 
-    def _failed(self, name: str, error: T5CkptError, leaf: str = '', cell: tuple[int, ...] | None = None) -> None:
+    def _failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:
         match error:
             case UnsafeSpecError():
                 kind = 'unsafe'
@@ -376,7 +377,7 @@ class _Check:
                 kind = 'unreadable'
             case _:
                 kind = 'undecodable'
-        self.damages.append(self._located_in_leaf(Damage(kind, name, str(error), leaf, cell)))
+        self.damages.append(self._located_in_leaf(Damage(kind, name, str(error), leaf, chunk_index)))
 
     def _add(self, kind: str, name: str, text: str, *, offsets: tuple[int, int] | None = None) -> None:
         self.damages.append(self._located_in_leaf(Damage(kind, name, text, offsets=offsets)))

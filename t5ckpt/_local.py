@@ -21,8 +21,9 @@ from t5ckpt._dtypes import dtype_from_name, zarr_typestr
 from t5ckpt._fence import Fence
 from t5ckpt._specs import StoredArray
 from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex
 
-__all__ = ['ChunkFiles', 'Grid', 'RangeGrid', 'grid_of', 'has_plain_chunks', 'range_grid', 'range_of']
+__all__ = ['ChunkFiles', 'PlainChunks', 'chunk_of_file', 'has_plain_chunks', 'plain_chunks_of', 'range_of']
 
 _MAX_ZARRAY_BYTES = 2**20
 _ALWAYS_BYTES = 256 * 2**20
@@ -48,56 +49,43 @@ def has_plain_chunks(array: StoredArray) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """The shape of a chunk, and how its files are named."""
+class PlainChunks:
+    """The chunks of an array whose bytes in the file are those of a C-order array.
 
-    chunks: tuple[int, ...]
-    separator: str
+    Attributes:
+      grid: of the chunks.
+      itemsize: bytes per element.
+      file: the one file that holds the only chunk, below the checkpoint's directory, as in safetensors; empty where each chunk
+        is a file of its own in the array's directory.
+      file_bytes: size of each file.
+      offset: bytes in the file before the chunk.
+    """
+
+    grid: ChunkGrid
     itemsize: int
-
-    @property
-    def size_on_disk(self) -> int:
-        """Of each file that holds a chunk."""
-        return self.cell_bytes
-
-    @property
-    def cell_bytes(self) -> int:
-        """Of each chunk file: also chunks at the edge have the full shape."""
-        return math.prod(self.chunks) * self.itemsize
-
-    def name(self, cell: Sequence[int]) -> str:
-        """The file of the chunk at a position in the grid."""
-        return self.separator.join(map(str, cell)) or '0'
-
-
-@dataclasses.dataclass(frozen=True)
-class RangeGrid(Grid):
-    """An array that is a range of bytes of one file, as in safetensors: one chunk, in C order."""
-
     file: str
     file_bytes: int
-    base: int
+    offset: int
 
     @property
-    def size_on_disk(self) -> int:
-        """Of the file."""
-        return self.file_bytes
+    def chunk_bytes(self) -> int:
+        """Size of each chunk; also chunks at the array's end are stored in full."""
+        return math.prod(self.grid.chunk_shape) * self.itemsize
 
-    def name(self, cell: Sequence[int]) -> str:
-        """The file, below the checkpoint's directory."""
-        del cell
-        return self.file
+    def name(self, chunk_index: ChunkIndex) -> str:
+        """The file of a chunk."""
+        return self.file or self.grid.key(chunk_index)
 
 
-def range_grid(array: StoredArray) -> RangeGrid:
-    """The grid of an array in a ``'file'``."""
-    chunks = tuple(max(1, size) for size in array.shape)
+def chunk_of_file(array: StoredArray) -> PlainChunks:
+    """The only chunk of an array that is a range of bytes of one file (container ``'file'``)."""
+    grid = ChunkGrid(array.shape, tuple(max(1, size) for size in array.shape))
     metadata = array.metadata
-    return RangeGrid(chunks, '.', array.dtype.itemsize, array.location, metadata['file_bytes'], metadata['offset'])
+    return PlainChunks(grid, array.dtype.itemsize, array.location, metadata['file_bytes'], metadata['offset'])
 
 
-def grid_of(text: bytes, array: StoredArray) -> Grid | None:
-    """The chunk grid of an array whose chunks are plain bytes; None also for metadata that contradicts the manifest."""
+def plain_chunks_of(text: bytes, array: StoredArray) -> PlainChunks | None:
+    """The chunks that a ``.zarray`` describes; None where they are not plain, or it contradicts the manifest."""
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -116,19 +104,22 @@ def grid_of(text: bytes, array: StoredArray) -> Grid | None:
         return None
     if len(chunks) != len(array.shape) or not all(type(size) is int and size > 0 for size in chunks):
         return None
-    grid = Grid(tuple(chunks), separator, array.dtype.itemsize)
+    grid = ChunkGrid(array.shape, tuple(chunks), separator)
+    chunk_bytes = math.prod(chunks) * array.dtype.itemsize
     # Chunks that are mostly outside their array are nothing to plan reads by.
-    return grid if grid.cell_bytes <= max(_ALWAYS_BYTES, 2 * array.nbytes) else None
+    if chunk_bytes > max(_ALWAYS_BYTES, 2 * array.nbytes):
+        return None
+    return PlainChunks(grid, array.dtype.itemsize, '', chunk_bytes, 0)
 
 
-def range_of(within: Sequence[slice], shape: Sequence[int]) -> tuple[int, bool]:
+def range_of(box: Box, shape: Sequence[int]) -> tuple[int, bool]:
     """Where a box begins in a C-order array, in elements, and whether its elements lie one after another."""
     offset, stride, cut, contiguous = 0, 1, False, True
-    for part, size in zip(reversed(within), reversed(shape), strict=True):
-        length = part.stop - part.start
+    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
+        length = stop - start
         contiguous = contiguous and (length == 1 or not cut)
         cut = cut or length < size
-        offset += part.start * stride
+        offset += start * stride
         stride *= size
     return offset, contiguous
 

@@ -22,8 +22,6 @@ Notes: 15 us a file. A map lives as long as any array on it, also one that JAX h
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -31,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._chunks import Box
-from t5ckpt._local import ChunkFiles, Grid, grid_of, has_plain_chunks, range_of
+from t5ckpt._local import ChunkFiles, PlainChunks, has_plain_chunks, plain_chunks_of, range_of
 from t5ckpt._mmap import Region, max_maps
 from t5ckpt._specs import StoredArray
+from t5ckpt.format.chunk_grid import Box
 
 __all__ = ['ArrayMapper']
 
@@ -100,73 +98,73 @@ class _Run:
 
     Attributes:
       names: of the files.
-      cell_bytes: of each file.
+      chunk_bytes: of each file.
       shape: of all of them together.
-      within: the box in that shape.
+      box: the box in that shape.
       offset: bytes from the start to the box.
       contiguous: whether the box is one aligned range of bytes.
     """
 
     names: tuple[str, ...]
-    cell_bytes: int
+    chunk_bytes: int
     shape: tuple[int, ...]
-    within: tuple[slice, ...]
+    box: Box
     offset: int
     contiguous: bool
 
     def cut(self, region: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """The box, from the bytes of the files."""
         if not self.contiguous:
-            return np.ndarray(self.shape, dtype, region)[self.within]
-        return np.ndarray([part.stop - part.start for part in self.within], dtype, region, self.offset)
+            return np.ndarray(self.shape, dtype, region)[self.box.slices]
+        return np.ndarray(self.box.shape, dtype, region, self.offset)
 
 
 def _runs(text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _Run] | None:
-    grid = grid_of(text, array)
-    if grid is None:
+    chunks = plain_chunks_of(text, array)
+    if chunks is None:
         return None
     runs: dict[Box, _Run] = {}
     for box in boxes:
-        run = _run(grid, box)
+        run = _run(chunks, box)
         if run is None:
             return None
         runs[box] = run
     return runs
 
 
-def _run(grid: Grid, box: Box) -> _Run | None:
+def _run(chunks: PlainChunks, box: Box) -> _Run | None:
     """The run of chunk files that holds a box.
 
-    Cells in C order are the region in C order exactly if every axis before the last divided one has chunks of size 1.
+    Chunks in C order are the region in C order exactly if every axis before the last divided one has chunks of size 1.
     """
-    if any(start >= stop for start, stop in box):
+    if box.is_empty:
         return None
-    cells = [range(start // size, -(-stop // size)) for (start, stop), size in zip(box, grid.chunks, strict=True)]
-    divided = [axis for axis, indices in enumerate(cells) if len(indices) > 1]
-    if divided and (any(size != 1 for size in grid.chunks[: divided[-1]]) or grid.cell_bytes % mmap.PAGESIZE):
+    grid = chunks.grid
+    ranges = grid.ranges(box)
+    divided = [axis for axis, indices in enumerate(ranges) if len(indices) > 1]
+    if divided and (any(size != 1 for size in grid.chunk_shape[: divided[-1]]) or chunks.chunk_bytes % mmap.PAGESIZE):
         return None
-    if math.prod(map(len, cells)) > max_maps():
+    if grid.count(box) > max_maps():
         return None
-    names = tuple(grid.name(cell) for cell in itertools.product(*cells))
-    firsts = [indices.start * size for indices, size in zip(cells, grid.chunks, strict=True)]
-    within = tuple(slice(start - first, stop - first) for (start, stop), first in zip(box, firsts, strict=True))
-    shape = tuple(len(indices) * size for indices, size in zip(cells, grid.chunks, strict=True))
-    offset, contiguous = range_of(within, shape)
-    offset *= grid.itemsize
-    return _Run(names, grid.cell_bytes, shape, within, offset, contiguous and offset % _ALIGNMENT == 0)
+    names = tuple(map(grid.key, grid.chunks_of(box)))
+    box_in_run = box.relative_to(grid.full_box([indices.start for indices in ranges]))
+    shape = tuple(len(indices) * size for indices, size in zip(ranges, grid.chunk_shape, strict=True))
+    offset, contiguous = range_of(box_in_run, shape)
+    offset *= chunks.itemsize
+    return _Run(names, chunks.chunk_bytes, shape, box_in_run, offset, contiguous and offset % _ALIGNMENT == 0)
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 
 def _map_run(files: ChunkFiles, run: _Run) -> np.ndarray:
-    region = Region(run.cell_bytes * len(run.names), len(run.names))
+    region = Region(run.chunk_bytes * len(run.names), len(run.names))
     if len(run.names) > 1:
         region.reserve()
     for position, name in enumerate(run.names):
-        fd = files.open_chunk(name, run.cell_bytes)
+        fd = files.open_chunk(name, run.chunk_bytes)
         try:
-            region.map(fd, position * run.cell_bytes, run.cell_bytes)
+            region.map(fd, position * run.chunk_bytes, run.chunk_bytes)
         finally:
             os.close(fd)
     return region.array()

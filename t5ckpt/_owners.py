@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._chunks import Box, boxes_of_grid, choose_chunks
+from t5ckpt.format.chunk_grid import Box, ChunkGrid, ceil_div
+from t5ckpt.planning.chunk_shape import choose_chunks
 
-__all__ = ['HeldShard', 'MeshLayout', 'Owners', 'grid_for']
+__all__ = ['HeldShard', 'MeshLayout', 'Owners', 'chunk_shape_for']
 
 # Below it a file of its own costs more than the bytes that somebody else could have written (0.3 to 0.8 ms a file).
 _MIN_SPLIT_BYTES = 2**20
@@ -82,25 +83,25 @@ class Owners:
         self._meshes: dict[Any, tuple[MeshLayout, dict[Any, tuple[int, ...]]]] = {}
         self._at_first: dict[Any, bool] = {}
         self._held: dict[Any, list[HeldShard]] = {}
-        self._cells: dict[Any, list[Box]] = {}
-        self._grids: dict[Any, tuple[int, ...]] = {}
+        self._chunks: dict[Any, list[Box]] = {}
+        self._chunk_shapes: dict[Any, tuple[int, ...]] = {}
 
-    def mine(self, shard: HeldShard, chunks: tuple[int, ...], itemsize: int) -> list[Box]:
-        """The chunks of a shard that this process writes; to be asked for each shard that it holds, in order."""
-        key = shard.box, chunks
-        if key not in self._cells:
-            self._cells[key] = boxes_of_grid(shard.box, chunks)
-        cells, holders = self._cells[key], shard.holders
+    def mine(self, shard: HeldShard, grid: ChunkGrid, itemsize: int) -> list[Box]:
+        """The chunks of a shard that this process writes; to be called for each shard that it holds, in order."""
+        key = shard.box, grid.chunk_shape
+        if key not in self._chunks:
+            self._chunks[key] = grid.split(shard.box)
+        chunks, holders = self._chunks[key], shard.holders
         if len(holders) == 1:
-            return cells if holders[0] == self.index else []
+            return chunks if holders[0] == self.index else []
         loads = self._loads.setdefault(holders, [(0, process) for process in holders])
-        size = math.prod(chunks) * itemsize
+        size = math.prod(grid.chunk_shape) * itemsize
         mine: list[Box] = []
-        for cell in cells:
+        for chunk in chunks:
             load, process = loads[0]
             heapq.heapreplace(loads, (load + size, process))
             if process == self.index:
-                mine.append(cell)
+                mine.append(chunk)
         return mine
 
     def held(self, array: Any) -> list[HeldShard]:
@@ -110,17 +111,17 @@ class Owners:
             self._held[key] = _held_shards(array, self)
         return self._held[key]
 
-    def grid(self, array: Any, itemsize: int, limit: int) -> tuple[int, ...]:
-        """The chunk shape of a jax.Array, see :func:`grid_for`."""
+    def chunk_shape(self, array: Any, itemsize: int, limit: int) -> tuple[int, ...]:
+        """The chunk shape of a jax.Array, see :func:`chunk_shape_for`."""
         key = array.sharding, array.shape, itemsize, limit
-        if key not in self._grids:
+        if key not in self._chunk_shapes:
             shape = tuple(array.shape)
             part = tuple(array.sharding.shard_shape(shape))
-            shards = math.prod(-(-size // each) for size, each in zip(shape, part, strict=True) if each)
+            shards = ChunkGrid(shape, part).num_chunks
             # By how many processes each shard may be held, as far as all of them can tell.
             replicas = min(self.count, max(1, array.sharding.num_devices // shards))
-            self._grids[key] = grid_for(shape, part, itemsize, limit, replicas)
-        return self._grids[key]
+            self._chunk_shapes[key] = chunk_shape_for(shape, part, itemsize, limit, replicas)
+        return self._chunk_shapes[key]
 
     def first_holds(self, array: Any) -> bool:
         """Whether process 0 holds anything of a jax.Array."""
@@ -144,7 +145,7 @@ def _held_shards(array: Any, owners: Owners) -> list[HeldShard]:
     sharding, shape = array.sharding, array.shape
     found: dict[Box, HeldShard] = {}
     for index, shard in enumerate(array.addressable_shards):
-        box = tuple([part.indices(size)[:2] for part, size in zip(shard.index, shape, strict=True)])
+        box = Box.from_slices(shard.index, shape)
         if box not in found:
             holders = (owners.index,) if owners.count == 1 else _holders(sharding, shape, shard, owners)
             found[box] = HeldShard(index, box, holders)
@@ -164,7 +165,7 @@ def _holders(sharding: Any, shape: tuple[int, ...], shard: Any, owners: Owners) 
     return tuple(sorted({device.process_index for device, index in indices.items() if index == shard.index}))
 
 
-def grid_for(
+def chunk_shape_for(
     shape: Sequence[int], shard_shape: Sequence[int], itemsize: int, limit: int, replicas: int
 ) -> tuple[int, ...]:
     """The chunk shape of an array whose shards are held by up to ``replicas`` processes each.
@@ -174,13 +175,13 @@ def grid_for(
     """
     nbytes = math.prod(shard_shape) * itemsize
     parts = min(replicas, max(1, nbytes // _MIN_SPLIT_BYTES))
-    chunks = list(choose_chunks(shard_shape, itemsize, min(limit, -(-nbytes // parts))))
+    chunks = list(choose_chunks(shard_shape, itemsize, min(limit, ceil_div(nbytes, parts))))
     whole = [axis for axis, size in enumerate(shape) if shard_shape[axis] == size]
     for axis in sorted(whole, key=lambda axis: (-chunks[axis], axis)):
-        count = math.prod(-(-size // chunk) for size, chunk in zip(shard_shape, chunks, strict=True))
+        grid = ChunkGrid(tuple(shard_shape), tuple(chunks))
+        count = grid.num_chunks
         if count >= parts:
             break
-        along = -(-shard_shape[axis] // chunks[axis])
-        wanted = min(shard_shape[axis], -(-parts * along // count))
-        chunks[axis] = -(-shard_shape[axis] // wanted)
+        along = min(shard_shape[axis], ceil_div(parts * grid.grid_shape[axis], count))
+        chunks[axis] = ceil_div(shard_shape[axis], along)
     return tuple(chunks)

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._chunks import Box, whole_box
 from t5ckpt._leaves import Target, narrowed
 from t5ckpt._plan_restore import InlineRead
 from t5ckpt._types import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
+from t5ckpt.format.chunk_grid import Box
 from t5ckpt.planning.resizing import resized
 from t5ckpt.tree.leaf_values import as_instance, base_number
 
@@ -55,14 +55,9 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 def boxes_wanted(target: Target, shape: tuple[int, ...]) -> list[Box]:
     """The distinct boxes that this process's devices hold, or the whole array for a host target."""
     if not target.device or target.sharding is None:
-        return [whole_box(shape)]
+        return [Box.whole(shape)]
     indices = target.sharding.addressable_devices_indices_map(shape)
-    return list(dict.fromkeys(_box(index, shape) for index in indices.values()))
-
-
-def _box(index: Any, shape: tuple[int, ...]) -> Box:
-    ends = zip(index, shape, strict=True)
-    return tuple([(part.start or 0, size if part.stop is None else part.stop) for part, size in ends])
+    return list(dict.fromkeys(Box.from_slices(index, shape) for index in indices.values()))
 
 
 def is_on_cpu(target: Target) -> bool:
@@ -150,7 +145,7 @@ def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...
       DtypeMismatch: an integer does not fit the dtype that JAX would give it.
     """
     if not target.device:
-        whole = hosts[whole_box(shape)]
+        whole = hosts[Box.whole(shape)]
         if target.python is None:
             return whole
         if target.python is np.generic:
@@ -161,11 +156,13 @@ def place(hosts: Mapping[Box, np.ndarray], target: Target, shape: tuple[int, ...
     for values in hosts.values():
         check_fit(values, name)
     if target.sharding is None:
-        array = jax.device_put(hosts[whole_box(shape)], may_alias=True)
+        array = jax.device_put(hosts[Box.whole(shape)], may_alias=True)
     elif not hosts:
         array = jax.make_array_from_single_device_arrays(shape, target.sharding, [], dtype=dtype)
     else:
-        array = jax.make_array_from_callback(shape, target.sharding, lambda index: hosts[_box(index, shape)])
+        array = jax.make_array_from_callback(
+            shape, target.sharding, lambda index: hosts[Box.from_slices(index or (), shape)]
+        )
     return jax.random.wrap_key_data(array, impl=target.impl) if target.kind == 'key' else array
 
 
@@ -189,7 +186,7 @@ def place_value(read: InlineRead) -> Any:
         whole = value.copy()
         return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[(..., *(index or ()))])
     wanted = boxes_wanted(target, value.shape)
-    hosts = {box: _own_copy(value[tuple(slice(start, stop) for start, stop in box)]) for box in wanted}
+    hosts = {box: _own_copy(value[box.slices]) for box in wanted}
     return place(hosts, target, value.shape, value.dtype, leaf_name(read.path))
 
 

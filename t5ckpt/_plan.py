@@ -21,24 +21,25 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, Box, whole_box
 from t5ckpt._compress import AUTO
 from t5ckpt._dtypes import Cast, cast_dtype, check_cast, dtype_from_name, name_of, stored_dtype
-from t5ckpt._layout import array_dirs
+from t5ckpt._layout import array_dirs, join
 from t5ckpt._leaves import Empty, LeafTable, Target, check_has_values, is_jax_array, target_of
-from t5ckpt._owners import HeldShard, Owners, grid_for
+from t5ckpt._owners import HeldShard, Owners, chunk_shape_for
 from t5ckpt._sidecar import TreeFacts
 from t5ckpt._specs import StoredArray
 from t5ckpt._text import lines
 from t5ckpt._types import ParameterInfo, Path, integer, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.format.chunk_grid import Box
+from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.tree.leaf_values import base_number, is_abstract, valued_leaf
 
 __all__ = [
     'CODECS',
     'ArrayWrite',
+    'ChunkWrite',
     'InlineWrite',
-    'Piece',
     'SaveOptions',
     'SavePlan',
     'plan_save',
@@ -88,18 +89,18 @@ class SaveOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ChunkWrite:
     """One chunk that this process writes.
 
     Attributes:
-      box: in the array's coordinates; exactly one cell of the chunk grid.
+      box: in the array's coordinates; exactly one chunk of the grid.
       shard: index into the leaf's addressable shards, or -1 when the leaf is a host array.
-      within: the same box in the shard's coordinates.
+      box_in_shard: the same box in the shard's coordinates.
     """
 
     box: Box
     shard: int
-    within: Box
+    box_in_shard: Box
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +111,23 @@ class ArrayWrite:
     leaf: Any
     dtype: np.dtype
     array: StoredArray
-    pieces: tuple[Piece, ...]
+    chunks: tuple[ChunkWrite, ...]
 
     @property
-    def piece_bytes(self) -> int:
+    def chunk_bytes(self) -> int:
         """Bytes of one chunk on disk, uncompressed."""
         return math.prod(self.array.metadata['chunks']) * self.array.dtype.itemsize
+
+    @property
+    def zarray(self) -> str:
+        """The file of the array's metadata, relative to the checkpoint's directory."""
+        return join(self.array.location, '.zarray')
+
+    def files(self, *, with_metadata: bool) -> list[str]:
+        """The files that this process writes, relative to the checkpoint's directory: the metadata first, then ``chunks``."""
+        grid, location = self.array.grid, self.array.location
+        files = [join(location, grid.key(grid.index_of(chunk.box))) for chunk in self.chunks]
+        return [self.zarray, *files] if with_metadata else files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,24 +358,22 @@ def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, owners: Owner
     on_disk = stored_dtype(dtype)
     shape, value = leaf.target.shape, leaf.value
     if is_jax_array(value):
-        chunks, shards = owners.grid(value, on_disk.itemsize, options.chunk_bytes), owners.held(value)
+        chunk_shape = owners.chunk_shape(value, on_disk.itemsize, options.chunk_bytes)
+        shards = owners.held(value)
     else:
         # Host arrays are process 0's.
-        chunks = grid_for(shape, shape, on_disk.itemsize, options.chunk_bytes, 1)
-        shards = [HeldShard(-1, whole_box(shape), (0,))]
-    pieces = tuple(
-        Piece(cell, shard.index, _within(cell, shard.box))
-        for shard in shards
-        for cell in owners.mine(shard, chunks, on_disk.itemsize)
-    )
-    metadata = {'chunks': chunks, 'compressor': CODECS[options.codec]}
-    return ArrayWrite(
-        leaf.path, leaf.value, dtype, StoredArray(directory, leaf.target.shape, on_disk, metadata=metadata), pieces
-    )
-
-
-def _within(cell: Box, box: Box) -> Box:
-    return tuple([(start - at, stop - at) for (start, stop), (at, _) in zip(cell, box, strict=True)])
+        chunk_shape = chunk_shape_for(shape, shape, on_disk.itemsize, options.chunk_bytes, 1)
+        shards = [HeldShard(-1, Box.whole(shape), (0,))]
+    metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
+    array = StoredArray(directory, shape, on_disk, metadata=metadata)
+    grid = array.grid
+    chunks: list[ChunkWrite] = []
+    for shard in shards:
+        boxes = owners.mine(shard, grid, on_disk.itemsize)
+        # Of a shard at the array's origin both boxes are one object, which takes half the memory and time.
+        is_shifted = any(shard.box.start)
+        chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
+    return ArrayWrite(leaf.path, leaf.value, dtype, array, tuple(chunks))
 
 
 def _facts(leaves: Sequence[_Leaf], writes: Sequence[ArrayWrite]) -> TreeFacts:

@@ -14,7 +14,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from t5ckpt._budget import ByteBudget
-from t5ckpt._chunks import Box
 from t5ckpt._claims import check_memory
-from t5ckpt._direct import Wanted
+from t5ckpt._direct import ReadRequest
 from t5ckpt._dtypes import from_stored
 from t5ckpt._local import has_plain_chunks
 from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu, place
@@ -33,6 +31,7 @@ from t5ckpt._reader import ArrayReader, start_read
 from t5ckpt._types import Path, Progress, leaf_name
 from t5ckpt._workers import Pool
 from t5ckpt.errors import T5CkptError
+from t5ckpt.format.chunk_grid import Box
 from t5ckpt.planning.resizing import clipped
 from t5ckpt.storage import foreign_errors
 
@@ -157,11 +156,11 @@ class _Flight:
         return self._values
 
     def _open(self, read: StoredRead) -> Any:
-        """Begins to open an array: a future of its chunk grid, or of TensorStore's."""
+        """Begins to open an array: a future of its plain chunks, or of TensorStore's."""
         direct = self._reader.direct
         if direct is None or not (has_plain_chunks(read.leaf.array) or read.leaf.array.container == 'file'):
             return self._reader.start_open(read.leaf.array)
-        return self._pool.submit(direct.grid, read.leaf.array, leaf_name(read.path))
+        return self._pool.submit(direct.plain_chunks, read.leaf.array, leaf_name(read.path))
 
     def _admit(self, size: int) -> None:
         while not self._budget.try_acquire(size):
@@ -176,18 +175,18 @@ class _Flight:
     def _start(self, read: StoredRead, opened: Any, boxes: Sequence[Box], size: int) -> _Pending:
         array, name = read.leaf.array, leaf_name(read.path)
         if isinstance(opened, concurrent.futures.Future):
-            grid = opened.result()
-            if grid is not None and self._reader.direct is not None:
+            chunks = opened.result()
+            if chunks is not None and self._reader.direct is not None:
                 # A cast goes block by block through a scratch, which would read more of a file than the ranges asked for.
                 in_passing = _converts(read) and array.container != 'file'
                 buffers = {box: _buffer(box, read.dtype if in_passing else array.dtype) for box in boxes}
-                tasks = self._reader.direct.tasks(Wanted(array, name, read.leaf.dtype, buffers), grid)
+                tasks = self._reader.direct.tasks(ReadRequest(array, name, read.leaf.dtype, buffers), chunks)
                 if tasks is not None:
                     return _Pending(read, buffers, [self._pool.submit(task) for task in tasks], size)
             opened = self._reader.start_open(array)
         store = self._reader.finish_open(array, opened, name)
         buffers = {box: _buffer(box, array.dtype) for box in boxes}
-        parts = {box: store[tuple(slice(start, stop) for start, stop in box)] for box in boxes}
+        parts = {box: store[box.slices] for box in boxes}
         checks = [self._pool.submit(task) for task in self._reader.check_tasks(array, name, boxes)]
         return _Pending(read, buffers, [*checks, *(start_read(parts[box], buffers[box]) for box in boxes)], size)
 
@@ -221,7 +220,7 @@ class _Flight:
 
 def _bytes_wanted(read: StoredRead) -> int:
     """What this process takes of a leaf."""
-    return sum(map(_box_size, boxes_wanted(read.target, read.target.shape))) * read.leaf.array.dtype.itemsize
+    return sum(box.size for box in boxes_wanted(read.target, read.target.shape)) * read.leaf.array.dtype.itemsize
 
 
 def _source_boxes(read: StoredRead) -> list[Box]:
@@ -233,7 +232,7 @@ def _source_boxes(read: StoredRead) -> list[Box]:
 
 
 def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
-    size = sum(map(_box_size, boxes)) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
+    size = sum(box.size for box in boxes) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
     return size + _bytes_wanted(read) if read.resizes else size
 
 
@@ -248,7 +247,7 @@ def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.n
         padded[box] = _buffer(box, read.dtype)
         padded[box][...] = 0
         if part is not None:
-            padded[box][tuple(slice(0, stop - start) for start, stop in part)] = hosts[part]
+            padded[box][part.relative_to(box).slices] = hosts[part]
     return padded
 
 
@@ -259,12 +258,8 @@ def _converts(read: StoredRead) -> bool:
     return not read.dtype == read.leaf.dtype == stored
 
 
-def _box_size(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
-
-
 def _buffer(box: Box, dtype: np.dtype) -> np.ndarray:
-    return aligned_empty([stop - start for start, stop in box], dtype)
+    return aligned_empty(box.shape, dtype)
 
 
 def _converted(buffer: np.ndarray, dtype: np.dtype, wanted: np.dtype) -> np.ndarray:

@@ -20,13 +20,12 @@ import numpy as np
 import tensorstore as ts
 
 from t5ckpt._checks import Checks
-from t5ckpt._chunks import Box
 from t5ckpt._claims import check_chunk, check_count, check_memory
-from t5ckpt._direct import DirectReader, Wanted
+from t5ckpt._direct import DirectReader, ReadRequest
 from t5ckpt._dtypes import from_stored, zarr_typestr
 from t5ckpt._layout import DATASET_REMOVED, join
 from t5ckpt._ledger import Ledger
-from t5ckpt._local import range_grid
+from t5ckpt._local import chunk_of_file
 from t5ckpt._map import ArrayMapper
 from t5ckpt._open import Identity
 from t5ckpt._place import aligned_empty, boxes_wanted, is_on_cpu
@@ -34,6 +33,7 @@ from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import leaf_name
+from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.steps import Located
 from t5ckpt.storage import Storage, foreign_errors
 
@@ -118,7 +118,8 @@ class ArrayReader:
     def _check_claims(self, array: StoredArray, store: Any, where: str) -> None:
         """Before TensorStore takes memory for a chunk, or makes a list of all chunks."""
         chunk = store.chunk_layout.read_chunk.shape or ()
-        chunks = math.prod(-(-size // each) for size, each in zip(array.shape, chunk, strict=True) if each)
+        # The chunks of an empty array are empty, too.
+        chunks = ChunkGrid(array.shape, tuple(size or 1 for size in chunk)).num_chunks
         chunk_bytes = math.prod(chunk) * array.dtype.itemsize
         if array.container == 'ocdbt':
             # A database keeps all values in a few files.
@@ -196,30 +197,30 @@ class ArrayReader:
         basic = basic_index(index, leaf.shape)
         if basic is None:
             return self._read(leaf, name, ...)[index]
-        boxes, after = basic
-        for task in self.check_tasks(leaf.array, name, [tuple((part.start, part.stop) for part in boxes)]):
+        slices, after = basic
+        for task in self.check_tasks(leaf.array, name, [Box.from_slices(slices, leaf.shape)]):
             task()
         if leaf.array.container == 'file' and self.direct is not None:
-            return self._read_range(self.direct, leaf, name, boxes)[after]
-        mapped = self._read_mapped(leaf, name, boxes, index is Ellipsis)
+            return self._read_range(self.direct, leaf, name, slices)[after]
+        mapped = self._read_mapped(leaf, name, slices, index is Ellipsis)
         if mapped is not None:
             return from_stored(mapped, leaf.dtype)[after]
         store = self.open(leaf, name)
-        view = store[boxes] if boxes else store
+        view = store[slices] if slices else store
         check_memory(math.prod(view.shape) * leaf.array.dtype.itemsize, f'{name} ({self.url(leaf.array)})')
         out = aligned_empty(tuple(view.shape), leaf.array.dtype)
         with foreign_errors(f'{name} ({self.url(leaf.array)})'):
             self.wait(start_read(view, out))
         return from_stored(out, leaf.dtype)[after]
 
-    def _read_range(self, direct: DirectReader, leaf: StoredLeaf, name: str, parts: tuple[slice, ...]) -> np.ndarray:
-        box = tuple((part.start, part.stop) for part in parts)
-        size = math.prod(stop - start for start, stop in box) * leaf.array.dtype.itemsize
-        check_memory(size, f'{name} ({self.url(leaf.array)})')
-        out = aligned_empty([stop - start for start, stop in box], leaf.array.dtype)
-        for task in direct.tasks(Wanted(leaf.array, name, leaf.dtype, {box: out}), range_grid(leaf.array)) or ():
+    def _read_range(self, direct: DirectReader, leaf: StoredLeaf, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+        box = Box.from_slices(slices, leaf.shape)
+        check_memory(box.size * leaf.array.dtype.itemsize, f'{name} ({self.url(leaf.array)})')
+        out = aligned_empty(box.shape, leaf.array.dtype)
+        request = ReadRequest(leaf.array, name, leaf.dtype, {box: out})
+        for task in direct.tasks(request, chunk_of_file(leaf.array)) or ():
             task()
-        return out[tuple(slice(None, None, part.step) for part in parts)]
+        return out[_steps(slices)]
 
     def check_tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
         """What is to be done before boxes are read by somebody who does not look at checksums."""
@@ -239,17 +240,17 @@ class ArrayReader:
             for file in self.checks.listed(prefix):
                 self.checks.check(file, 'data iterator')
 
-    def _read_mapped(self, leaf: StoredLeaf, name: str, parts: tuple[slice, ...], whole: bool) -> np.ndarray | None:
+    def _read_mapped(self, leaf: StoredLeaf, name: str, slices: tuple[slice, ...], whole: bool) -> np.ndarray | None:
         if self._mapper is None:
             return None
-        box = tuple((part.start, part.stop) for part in parts)
+        box = Box.from_slices(slices, leaf.shape)
         views = self._mapper.map_boxes(leaf.array, name, [box], strided=not whole)
         if views is None:
             return None
         if whole:
             return views[box]
         # A copy of the slice alone: as a view it would keep the whole map.
-        return views[box][tuple(slice(None, None, part.step) for part in parts)].copy()
+        return views[box][_steps(slices)].copy()
 
     def map_leaf(self, read: StoredRead) -> dict[Box, np.ndarray] | None:
         """The buffers of a leaf that needs no copy at all: mapped, in the right dtype, and usable where they are."""
@@ -331,6 +332,11 @@ def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tu
             read.append(forward)
             after.append(then)
     return tuple(read), tuple(after)
+
+
+def _steps(slices: Sequence[slice]) -> tuple[slice, ...]:
+    """What is left of forward slices inside the box that they span."""
+    return tuple(slice(None, None, part.step) for part in slices)
 
 
 def _is_integer(part: Any) -> bool:

@@ -44,6 +44,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.steps import Located, open_run_storage, refuse_within
 from t5ckpt.storage import Storage, split_path
 
@@ -301,14 +302,14 @@ class _Surgery:
         """
         implied = Implied(work.storage, work.directory)
         damages: list[Damage] = []
-        chunks: list[tuple[ArrayFiles, tuple[int, ...]]] = []
+        chunks: list[tuple[ArrayFiles, ChunkIndex]] = []
         for name, leaf in self._cure.leaves.items():
             if not is_listed(leaf, self._cure.trusted):
                 found = implied.files(name, leaf)
                 damages += found.damages
-                chunks += [(found, cell) for cell in found.cells]
-        for (array, cell), error in in_threads(chunks, lambda item: item[0].decode(item[1])):
+                chunks += [(found, chunk_index) for chunk_index in found.chunks]
+        for (array, chunk_index), error in in_threads(chunks, lambda item: item[0].decode(item[1])):
             if isinstance(error, T5CkptError):
-                damages.append(Damage('undecodable', array.file(cell), str(error), array.leaf, cell))
+                damages.append(Damage('undecodable', array.file(chunk_index), str(error), array.leaf, chunk_index))
         if damages:
             raise _StillDamagedError(damages)

@@ -33,7 +33,7 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.steps import listing
 from t5ckpt.storage import Storage
 
-__all__ = ['Previous', 'files_of', 'find_previous', 'leaves_of_writes']
+__all__ = ['Previous', 'find_previous', 'leaves_of_writes']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Previous:
         held = self.leaves.get(write.array.location)
         if held is None or held[0]() is not write.leaf or held[1] != _layout_text(write):
             return False
-        return all(name in self.digests for name in files_of(write, with_metadata))
+        return all(name in self.digests for name in write.files(with_metadata=with_metadata))
 
     def is_there(self, storage: Storage) -> bool:
         """Whether the directory still holds the checkpoint that was committed, and not another of the same step."""
@@ -73,16 +73,6 @@ class Previous:
             return digest(storage.read(join(self.directory, SIDECAR))) == self.stamp
         except T5CkptError:
             return False
-
-
-def files_of(write: ArrayWrite, with_metadata: bool) -> list[str]:
-    """The files that a process writes of a leaf, relative to the checkpoint's directory."""
-    location, chunks = write.array.location, write.array.metadata['chunks']
-    cells = [
-        join(location, '.'.join(str(start // size) for (start, _), size in zip(piece.box, chunks, strict=True)) or '0')
-        for piece in write.pieces
-    ]
-    return [join(location, '.zarray'), *cells] if with_metadata else cells
 
 
 def _layout_text(write: ArrayWrite) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ from t5ckpt._plan_text import difference, plan_text
 from t5ckpt._process import WRITE_EVENT, Round, record_duration
 from t5ckpt._reuse import Previous, leaves_of_writes
 from t5ckpt._sidecar import Sidecar, TreeFacts, encode_sidecar
-from t5ckpt._specs import StoredArray, spec_of
+from t5ckpt._specs import spec_of
 from t5ckpt._stage import Staging
 from t5ckpt._sweep import collect
 from t5ckpt._transform import LeafAxes, transformed
@@ -313,7 +312,7 @@ def _commit(
     files = {MANIFEST: (len(manifest), digest(manifest))}
     files |= {integrity_file(index): tuple(note['integrity']) for index, note in enumerate(notes)}
     arrays = {key: sum(note[key] for note in notes) for key in ('bytes', 'files')}
-    expected = sum(1 + _chunk_count(array) for array in report.arrays.values())
+    expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
     if arrays['files'] != expected:
         raise SaveFailedError(
             f'all processes together wrote {arrays["files"]} files where the arrays have {expected}; nothing is committed.'
@@ -330,10 +329,6 @@ def _commit(
     held.clear()
     request.retention.note_saved(request.step, facts.extra)
     return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'stamp': digest(sidecar)}
-
-
-def _chunk_count(array: StoredArray) -> int:
-    return math.prod(-(-size // chunk) for size, chunk in zip(array.shape, array.metadata['chunks'], strict=True))
 
 
 def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:

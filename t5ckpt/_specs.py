@@ -18,6 +18,7 @@ from t5ckpt._dtypes import dtype_from_name, dtype_from_typestr, zarr_typestr
 from t5ckpt._layout import is_inside
 from t5ckpt._types import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
+from t5ckpt.format.chunk_grid import ChunkGrid
 
 __all__ = [
     'SpecDict',
@@ -94,6 +95,11 @@ class StoredArray:
     def nbytes(self) -> int:
         """Bytes in memory, uncompressed."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunk grid that the manifest gives, which needs ``chunks`` in the metadata; keys are as t5ckpt writes them."""
+        return ChunkGrid(self.shape, tuple(self.metadata['chunks']))
 
 
 def is_spec(value: Any) -> bool:

@@ -32,13 +32,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from t5ckpt._chunks import Box
 from t5ckpt._dtypes import to_stored
 from t5ckpt._leaves import is_jax_array
 from t5ckpt._place import is_private
-from t5ckpt._plan import ArrayWrite, InlineWrite, Piece, SavePlan
+from t5ckpt._plan import ArrayWrite, ChunkWrite, InlineWrite, SavePlan
 from t5ckpt._types import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.format.chunk_grid import Box
 from t5ckpt.lazy import LazyArray
 
 __all__ = ['STAGING_MODES', 'Source', 'StagedWave', 'Staging']
@@ -64,17 +64,17 @@ class Source:
     views: dict[int, np.ndarray] = dataclasses.field(default_factory=dict[int, np.ndarray])
     direct: bool = False
 
-    def values(self, piece: Piece) -> np.ndarray:
+    def values(self, chunk: ChunkWrite) -> np.ndarray:
         """The values of one chunk; may wait for a transfer or a read."""
         if self.direct:
-            return np.asarray(self.leaf.addressable_shards[piece.shard].data[_slices(piece.within)])
+            return np.asarray(self.leaf.addressable_shards[chunk.shard].data[chunk.box_in_shard.slices])
         if isinstance(self.leaf, LazyArray) and self.leaf.is_sliceable:
-            return _got_slice(self.leaf, piece.within, self.name)
-        return self._shard(piece.shard)[_slices(piece.within)]
+            return _got_slice(self.leaf, chunk.box_in_shard, self.name)
+        return self._shard(chunk.shard)[chunk.box_in_shard.slices]
 
-    def as_stored(self, piece: Piece, write: ArrayWrite) -> np.ndarray:
+    def as_stored(self, chunk: ChunkWrite, write: ArrayWrite) -> np.ndarray:
         """One chunk's values as they lie on disk: C order, little endian, in the stored dtype."""
-        values = self.values(piece)
+        values = self.values(chunk)
         if values.dtype != write.dtype:
             values = values.astype(write.dtype)
         stored = to_stored(np.asarray(values))
@@ -111,8 +111,8 @@ class Staging:
 
     def __init__(self, plan: SavePlan, mode: str, budget_bytes: int, private_host: bool):
         """Splits the plan into waves; nothing is copied yet."""
-        self.total_bytes = sum(write.piece_bytes * len(write.pieces) for write in plan.writes)
-        self.chunk_count = sum(len(write.pieces) for write in plan.writes)
+        self.total_bytes = sum(write.chunk_bytes * len(write.chunks) for write in plan.writes)
+        self.chunk_count = sum(len(write.chunks) for write in plan.writes)
         self.array_count = len(plan.writes)
         self._inline_writes = plan.inline
         self._private_host = private_host
@@ -201,8 +201,8 @@ def _got(leaf: Any, name: str) -> np.ndarray:
 
 
 def _got_slice(leaf: LazyArray, box: Box, name: str) -> np.ndarray:
-    values = np.asarray(leaf[_slices(box)])
-    if values.shape != tuple(stop - start for start, stop in box):
+    values = np.asarray(leaf[box.slices])
+    if values.shape != box.shape:
         raise UnsupportedLeafError(f'{name}: a LazyArray gave values of shape {values.shape} for the slice {box}.')
     return values
 
@@ -215,10 +215,6 @@ def _without_array(write: _Write) -> _Write:
         # There may be many of them, and dataclasses.replace is slow.
         return InlineWrite(write.path, None, write.dtype)
     return dataclasses.replace(write, leaf=None)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
@@ -245,7 +241,7 @@ def _staged_bytes(write: ArrayWrite, modes: dict[Path, str]) -> int:
     """Bytes that staging this leaf copies on this process."""
     if modes[write.path] not in ('copy', 'host', 'pinned_host', 'shards'):
         return 0
-    shards = {piece.shard: piece for piece in write.pieces}
+    shards = {chunk.shard for chunk in write.chunks}
     if -1 in shards or not shards:
         return write.array.nbytes
     return sum(int(write.leaf.addressable_shards[index].data.nbytes) for index in shards)
@@ -293,7 +289,7 @@ def _sources(wave: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> 
 
 
 def _views(write: ArrayWrite) -> dict[int, np.ndarray]:
-    wanted = {piece.shard for piece in write.pieces}
+    wanted = {chunk.shard for chunk in write.chunks}
     shards = write.leaf.addressable_shards
     return {index: np.asarray(shards[index].data) for index in sorted(wanted)}
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt._borrow import BorrowedArray, borrowable, take_files, whole_pieces
+from t5ckpt._borrow import BorrowedArray, borrowable, chunks_of_array, take_files
 from t5ckpt._budget import ByteBudget
 from t5ckpt._commit import (
     AlreadyCommittedError,
@@ -45,7 +45,6 @@ from t5ckpt._ledger import encode_ledger
 from t5ckpt._manifest import encode_manifest
 from t5ckpt._plan import ArrayWrite, SaveOptions, SavePlan, plan_save
 from t5ckpt._plan_text import plan_text
-from t5ckpt._reuse import files_of
 from t5ckpt._sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt._specs import spec_of
 from t5ckpt._stage import Staging
@@ -261,7 +260,7 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Workspace)
     for write in writes:
         leaf = write.leaf
         array = borrowable(leaf, write) if isinstance(leaf, BorrowedArray) else None
-        planned = write if array is None else dataclasses.replace(write, array=array, pieces=whole_pieces(array))
+        planned = write if array is None else dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
         files = _files_here(work, planned)
         if files is None and isinstance(leaf, BorrowedArray) and array is not None:
             files = take_files(leaf, planned, work.storage, work.directory)
@@ -275,11 +274,11 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Workspace)
 
 def _files_here(work: Workspace, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
     """All files of a leaf with their digests, or None where one is not there."""
-    storage, names = work.storage, files_of(write, True)
+    storage, names = work.storage, write.files(with_metadata=True)
     sizes = {name: storage.size(join(work.directory, name)) for name in names}
     if any(size is None for size in sizes.values()):
         return None
-    if write.array.metadata['compressor'] is None and any(sizes[name] != write.piece_bytes for name in names[1:]):
+    if write.array.metadata['compressor'] is None and any(sizes[name] != write.chunk_bytes for name in names[1:]):
         return None
     return {name: (len(data), digest(data)) for name in names for data in [storage.read(join(work.directory, name))]}
 

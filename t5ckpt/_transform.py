@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._chunks import DEFAULT_CHUNK_BYTES, choose_chunks
 from t5ckpt._dtypes import stored_dtype
 from t5ckpt._leaves import Empty, LeafTable, flatten_nested, lookup, nest, view_state
 from t5ckpt._specs import StoredArray, spec_of
 from t5ckpt._types import ParameterInfo, Partitioner, Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES, choose_chunks
 from t5ckpt.tree.parts import BARE
 
 __all__ = ['LeafAxes', 'Transformed', 'axes_tree', 'transformed']

@@ -1,6 +1,6 @@
 """Writing the staged arrays: every chunk of this process, all in flight, within one byte budget.
 
-Each chunk is one write of exactly one cell of the chunk grid, so TensorStore never merges and, without a codec,
+Each write covers exactly one chunk of the grid, so TensorStore never merges and, without a codec,
 writes from the source buffer without a copy (``can_reference_source_data_indefinitely``). ``.zarray`` files are
 written by us and arrays are opened with ``assume_metadata``, so opening costs no I/O and two processes never race for
 one metadata file. Chunks equal to the fill value are written too: a missing chunk is an error on read, never zeros.
@@ -32,12 +32,11 @@ import numpy as np
 import tensorstore as ts
 
 from t5ckpt._budget import ByteBudget
-from t5ckpt._chunks import Box
 from t5ckpt._compress import AUTO, choose_codec
 from t5ckpt._digest import digest
 from t5ckpt._layout import join
-from t5ckpt._plan import ArrayWrite, Piece
-from t5ckpt._reuse import Previous, files_of
+from t5ckpt._plan import ArrayWrite
+from t5ckpt._reuse import Previous
 from t5ckpt._specs import StoredArray, zarray_bytes
 from t5ckpt._stage import Source, StagedWave, Staging
 from t5ckpt._types import Path, Progress, leaf_name
@@ -110,7 +109,7 @@ class WriteJob:
 
 def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
     """Writes every stored leaf, wave after wave as they are staged."""
-    total = staging.total_bytes + sum(write.piece_bytes * len(write.pieces) for write in job.unchanged)
+    total = staging.total_bytes + sum(write.chunk_bytes * len(write.chunks) for write in job.unchanged)
     writer = _Writer(job, total, lambda: staging.is_interrupted)
     try:
         for write in job.unchanged:
@@ -128,7 +127,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
         raise
     finally:
         writer.close()
-    expected = staging.chunk_count + sum(len(write.pieces) for write in job.unchanged)
+    expected = staging.chunk_count + sum(len(write.chunks) for write in job.unchanged)
     if job.is_first:
         expected += staging.array_count + len(job.unchanged)
     if len(writer.digests) != expected:
@@ -180,8 +179,7 @@ class _Writer:
           StorageError: it cannot be linked, and the array has been donated since.
         """
         previous = self._job.previous
-        metadata_key = join(write.array.location, '.zarray')
-        for key in files_of(write, self._job.is_first):
+        for key in write.files(with_metadata=self._job.is_first):
             entry = None if previous is None else previous.digests.get(key)
             if previous is None or entry is None or not self._link(previous, key, entry):
                 if write.leaf.is_deleted():
@@ -193,10 +191,10 @@ class _Writer:
                 self.write_array(write, Source(leaf_name(write.path), write.leaf))
                 return
         if self._job.is_first:
-            zarray = json.loads(self._storage.read(join(self._job.directory, metadata_key)))
+            zarray = json.loads(self._storage.read(join(self._job.directory, write.zarray)))
             metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
             self.arrays[write.path] = dataclasses.replace(write.array, metadata=metadata)
-        self._count(write.piece_bytes * len(write.pieces), linked=True)
+        self._count(write.chunk_bytes * len(write.chunks), linked=True)
 
     def _link(self, previous: Previous, key: str, entry: tuple[int, str]) -> bool:
         """Links one file, if what lies there is still what was written: damage must not be handed on.
@@ -224,17 +222,18 @@ class _Writer:
     def write_array(self, write: ArrayWrite, source: Source) -> None:
         """Starts the writes of all chunks of a leaf."""
         store: Any = None
-        for number, piece in enumerate(write.pieces):
+        files = write.files(with_metadata=False)
+        for number, (chunk, key) in enumerate(zip(write.chunks, files, strict=True)):
             self.check_interrupt()
-            self._admit(write.piece_bytes)
+            self._admit(write.chunk_bytes)
             try:
-                data = source.as_stored(piece, write)
+                data = source.as_stored(chunk, write)
                 if number == 0:
                     self._begin_array(write, data)
-                key, entry = self._key(self.arrays[write.path], piece), self._digest_of(self.arrays[write.path], data)
+                entry = self._digest_of(self.arrays[write.path], data)
                 if self._linked_instead(key, entry) if entry is not None else self._linked_encoded(write, key, data):
-                    self._job.budget.release(write.piece_bytes)
-                    self._count(write.piece_bytes, linked=True)
+                    self._job.budget.release(write.chunk_bytes)
+                    self._count(write.chunk_bytes, linked=True)
                     continue
                 copied = self._admit_copy(data)
                 if entry is not None and self._direct_bytes is not None and data.nbytes >= self._direct_bytes:
@@ -242,16 +241,16 @@ class _Writer:
                 else:
                     if store is None:
                         store = self._open(self.arrays[write.path], leaf_name(write.path))
-                    future = store[_slices(piece.box)].write(data, can_reference_source_data_indefinitely=True)
+                    future = store[chunk.box.slices].write(data, can_reference_source_data_indefinitely=True)
             except BaseException:
-                self._job.budget.release(write.piece_bytes)
+                self._job.budget.release(write.chunk_bytes)
                 raise
-            self._in_flight.append(_InFlight(leaf_name(write.path), future, write.piece_bytes, copied))
+            self._in_flight.append(_InFlight(leaf_name(write.path), future, write.chunk_bytes, copied))
             if entry is None:
                 self._unread.append(key)
             else:
                 self.digests[key] = entry
-        if not write.pieces:
+        if not write.chunks:
             # All of its chunks are written by other processes.
             self._begin_array(write, np.empty(0, write.array.dtype))
 
@@ -279,7 +278,7 @@ class _Writer:
         if not self._storage.links:
             return False
         self.values[key] = digest(data)
-        previous, zarray = self._job.previous, join(write.array.location, '.zarray')
+        previous, zarray = self._job.previous, write.zarray
         entry = None if previous is None else previous.digests.get(key)
         if previous is None or entry is None or previous.values.get(key) != self.values[key]:
             return False
@@ -301,11 +300,6 @@ class _Writer:
         with foreign_errors(leaf, writing=True):
             opening = ts.open(spec, open=True, create=True, assume_metadata=True, context=self._storage.context())
             return self._storage.wait(opening)
-
-    @staticmethod
-    def _key(array: StoredArray, piece: Piece) -> str:
-        cell = '.'.join(str(a // size) for (a, _), size in zip(piece.box, array.metadata['chunks'], strict=True))
-        return join(array.location, cell or '0')
 
     @staticmethod
     def _digest_of(array: StoredArray, data: np.ndarray) -> tuple[int, str] | None:
@@ -394,7 +388,3 @@ class _Writer:
     def close(self) -> None:
         """Ends the threads, which have nothing more to do."""
         self._direct_writers.close()
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)

@@ -22,11 +22,12 @@ from support.bits import assert_same, random_bits
 import t5ckpt
 from t5ckpt import errors, steps
 from t5ckpt._chunk_file import ChunkFile
-from t5ckpt._direct import DirectReader, Limits, Wanted
+from t5ckpt._direct import DirectReader, Limits, ReadRequest
 from t5ckpt._dtypes import zarr_typestr
 from t5ckpt._open import Identity
 from t5ckpt._scatter import read_runs
 from t5ckpt._specs import StoredArray
+from t5ckpt.format.chunk_grid import Box
 
 DTYPES = ('float32', 'uint8', 'complex128', 'bool', 'bfloat16', 'float8_e4m3fn', 'int64')
 
@@ -52,10 +53,10 @@ def store(root: pathlib.Path, values: np.ndarray, chunks, **metadata) -> StoredA
 def read(root: pathlib.Path, array: StoredArray, boxes, dtype=None, limits=None) -> dict:
     reader = DirectReader(str(root), limits)
     wanted = array.dtype if dtype is None else dtype
-    buffers = {box: np.empty([b - a for a, b in box], wanted) for box in boxes}
-    grid = reader.grid(array, 'a')
-    assert grid is not None
-    tasks = reader.tasks(Wanted(array, 'a', array.dtype, buffers), grid)
+    buffers = {box: np.empty(box.shape, wanted) for box in boxes}
+    chunks = reader.plain_chunks(array, 'a')
+    assert chunks is not None
+    tasks = reader.tasks(ReadRequest(array, 'a', array.dtype, buffers), chunks)
     assert tasks is not None
     for task in reversed(tasks):
         task()
@@ -69,9 +70,9 @@ def cases(draw):
     chunks = tuple(draw(st.integers(1, size + 2)) for size in shape)
     cuts = [sorted(draw(st.sets(st.integers(1, max(1, size - 1)), max_size=2)) - {size}) for size in shape]
     edges = [list(zip((0, *cut), (*cut, size), strict=True)) for cut, size in zip(cuts, shape, strict=True)]
-    boxes = [()]
+    boxes = [Box()]
     for axis in edges:
-        boxes = [(*box, ends) for box in boxes for ends in axis]
+        boxes = [Box((*box, ends)) for box in boxes for ends in axis]
     kept = draw(st.sets(st.sampled_from(boxes), min_size=1))
     separator = draw(st.sampled_from('./'))
     return shape, chunks, sorted(kept), draw(st.sampled_from(DTYPES)), separator
@@ -86,7 +87,7 @@ def test_any_boxes_of_any_grid(tmp_path_factory, case, least_run, block):
     array = store(root, values, chunks, dimension_separator=separator)
     limits = Limits(task=4 * block, scratch=block, scatter=block, min_run=least_run)
     for box, buffer in read(root, array, boxes, limits=limits).items():
-        assert_same(buffer, values[tuple(slice(*ends) for ends in box)])
+        assert_same(buffer, values[box.slices])
 
 
 @given(case=cases())
@@ -96,16 +97,16 @@ def test_casting_on_the_way(tmp_path_factory, case):
     values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     array = store(root, values, chunks)
     for box, buffer in read(root, array, boxes, dtype_of('bfloat16')).items():
-        assert_same(buffer, values[tuple(slice(*ends) for ends in box)].astype(ml_dtypes.bfloat16))
+        assert_same(buffer, values[box.slices].astype(ml_dtypes.bfloat16))
 
 
 def test_rows_longer_than_a_system_call_takes(tmp_path):
     """2,500 rows a buffer are more places than one preadv has room for; gaps between them are not read."""
     values = np.arange(2500 * 512, dtype=np.float32).reshape(2500, 512)
     array = store(tmp_path, values, values.shape)
-    boxes = [((0, 2500), (0, 128)), ((0, 2500), (256, 512))]
+    boxes = [Box(((0, 2500), (0, 128))), Box(((0, 2500), (256, 512)))]
     for box, buffer in read(tmp_path, array, boxes).items():
-        assert_same(buffer, values[tuple(slice(*ends) for ends in box)])
+        assert_same(buffer, values[box.slices])
 
 
 def test_short_reads_are_continued(tmp_path):
@@ -202,7 +203,7 @@ def test_damage_is_named(run, damage, words):
 
 def test_a_task_of_thousands_of_files_keeps_few_open(tmp_path):
     values = np.arange(2000, dtype=np.int64).reshape(2000, 1)
-    array, box = store(tmp_path, values, (1, 1)), ((0, 2000), (0, 1))
+    array, box = store(tmp_path, values, (1, 1)), Box(((0, 2000), (0, 1)))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The limit is for the number of a descriptor.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))) + 12, hard))
@@ -272,9 +273,9 @@ def test_a_grid_of_millions_goes_to_tensorstore(tmp_path):
     text = {'zarr_format': 2, 'shape': [2**20, 4], 'chunks': [1, 4], 'dtype': '<f4', 'order': 'C', 'compressor': None}
     (tmp_path / 'a' / '.zarray').write_text(json.dumps(text | {'filters': None, 'fill_value': None}))
     reader = DirectReader(str(tmp_path))
-    grid = reader.grid(array, 'a')
-    box = ((0, 2**20), (0, 4))
-    wanted = Wanted(array, 'a', array.dtype, {box: np.empty((2**20, 4), np.float32)})
-    assert grid is not None
-    assert reader.tasks(wanted, grid) is None
-    assert reader.grid(dataclasses.replace(array, metadata={'compressor': {'id': 'zstd'}}), 'a') is None
+    chunks = reader.plain_chunks(array, 'a')
+    box = Box(((0, 2**20), (0, 4)))
+    request = ReadRequest(array, 'a', array.dtype, {box: np.empty((2**20, 4), np.float32)})
+    assert chunks is not None
+    assert reader.tasks(request, chunks) is None
+    assert reader.plain_chunks(dataclasses.replace(array, metadata={'compressor': {'id': 'zstd'}}), 'a') is None

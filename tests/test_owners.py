@@ -11,32 +11,32 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from t5ckpt._chunks import boxes_of_grid, whole_box
-from t5ckpt._owners import HeldShard, MeshLayout, Owners, grid_for
+from t5ckpt._owners import HeldShard, MeshLayout, Owners, chunk_shape_for
+from t5ckpt.format.chunk_grid import Box, ChunkGrid
 
 BENCHMARKS = Path(__file__).parents[1] / 'benchmarks'
 MB = 2**20
 
 
 def plan_of_all(shape, axes, mesh, processes, itemsize=4):
-    """By process, the chunks that it writes of one array sharded over ``mesh`` (axis lengths), and the chunk shape."""
+    """By process, the chunks that it writes of one array sharded over ``mesh`` (axis lengths), and the chunk grid."""
     devices = np.arange(math.prod(mesh)).reshape(mesh) * processes // math.prod(mesh)
     names = [f'axis{i}' for i in range(len(mesh))]
     layout = MeshLayout(devices, names)
     parts = [1 if axis is None else mesh[axis] for axis in axes]
     shard = [size // part for size, part in zip(shape, parts, strict=True)]
     replicas = min(processes, max(1, math.prod(mesh) // math.prod(parts)))
-    chunks = grid_for(shape, shard, itemsize, 64 * MB, replicas)
+    grid = ChunkGrid(shape, chunk_shape_for(shape, shard, itemsize, 64 * MB, replicas))
     used = frozenset(f'axis{axis}' for axis in axes if axis is not None)
     found = {}
     for process in range(processes):
         owners, held = Owners(process, processes), {}
         for position in np.argwhere(devices == process).tolist():
             at = [0 if axis is None else position[axis] for axis in axes]
-            box = tuple((place * part, place * part + part) for place, part in zip(at, shard, strict=True))
+            box = Box((place * part, place * part + part) for place, part in zip(at, shard, strict=True))
             held[box] = HeldShard(0, box, layout.holders(position, used))
-        found[process] = [cell for box in sorted(held) for cell in owners.mine(held[box], chunks, itemsize)]
-    return found, chunks
+        found[process] = [chunk for box in sorted(held) for chunk in owners.mine(held[box], grid, itemsize)]
+    return found, grid
 
 
 @st.composite
@@ -59,16 +59,16 @@ def jobs(draw):
 @given(jobs())
 def test_every_chunk_has_one_writer(job):
     shape, axes, mesh, processes = job
-    found, chunks = plan_of_all(shape, axes, mesh, processes)
-    written = collections.Counter(cell for cells in found.values() for cell in cells)
-    assert written == collections.Counter(boxes_of_grid(whole_box(shape), chunks))
+    found, grid = plan_of_all(shape, axes, mesh, processes)
+    written = collections.Counter(chunk for chunks in found.values() for chunk in chunks)
+    assert written == collections.Counter(map(grid.box, grid))
 
 
 @given(jobs())
 def test_no_chunk_reaches_into_two_shards(job):
     shape, axes, mesh, processes = job
-    _, chunks = plan_of_all(shape, axes, mesh, processes)
-    for size, chunk, axis in zip(shape, chunks, axes, strict=True):
+    _, grid = plan_of_all(shape, axes, mesh, processes)
+    for size, chunk, axis in zip(shape, grid.chunk_shape, axes, strict=True):
         if axis is not None and mesh[axis] > 1:
             assert size // mesh[axis] % chunk == 0
 
@@ -77,8 +77,8 @@ def test_no_chunk_reaches_into_two_shards(job):
 @pytest.mark.parametrize('shape', [(7, 4_000_037), (8191, 8191), (2, 3, 11_000_027), (67_108_864,), (50_000_017,)])
 def test_a_replicated_array_is_divided(shape, processes):
     """Also where the number of processes divides no axis: nobody writes twice its share."""
-    found, chunks = plan_of_all(shape, (None,) * len(shape), (processes,), processes)
-    own = [len(cells) * math.prod(chunks) for cells in found.values()]
+    found, grid = plan_of_all(shape, (None,) * len(shape), (processes,), processes)
+    own = [len(chunks) * math.prod(grid.chunk_shape) for chunks in found.values()]
     assert max(own) < 2 * math.prod(shape) / processes
     assert sum(own) < 1.1 * math.prod(shape)
 
@@ -86,13 +86,13 @@ def test_a_replicated_array_is_divided(shape, processes):
 def test_small_arrays_are_dealt_out_whole():
     """A hundred arrays of 100 KB over four processes: one chunk each, 25 for everybody."""
     shape = (160, 160)
-    chunks = grid_for(shape, shape, 4, 64 * MB, 4)
-    assert chunks == shape
+    grid = ChunkGrid(shape, chunk_shape_for(shape, shape, 4, 64 * MB, 4))
+    assert grid.chunk_shape == shape
     counts = []
     for process in range(4):
         owners = Owners(process, 4)
-        shard = HeldShard(0, whole_box(shape), (0, 1, 2, 3))
-        counts.append(sum(len(owners.mine(shard, chunks, 4)) for _ in range(100)))
+        shard = HeldShard(0, Box.whole(shape), (0, 1, 2, 3))
+        counts.append(sum(len(owners.mine(shard, grid, 4)) for _ in range(100)))
     assert counts == [25] * 4
 
 

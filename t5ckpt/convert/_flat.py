@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.chunk_grid import Box
 
 __all__ = ['FlatArray', 'box_of', 'read_box']
 
@@ -47,23 +48,22 @@ class FlatArray:
             return np.empty(self.shape, self.dtype)[index]
         box = box_of(index, self.shape)
         if box is None:
-            return read_box(fd, self, tuple((0, size) for size in self.shape))[index]
+            return read_box(fd, self, Box.whole(self.shape))[index]
         return read_box(fd, self, box)
 
 
-def box_of(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
+def box_of(index: Any, shape: tuple[int, ...]) -> Box | None:
     """The box of an index that is one slice of step 1 for every dimension, as writers ask for; else None."""
     if not isinstance(index, tuple) or len(index) != len(shape):
         return None
     if not all(isinstance(part, slice) and part.step in (None, 1) for part in index):
         return None
-    ends = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-    return tuple((start, max(start, stop)) for start, stop in ends)
+    return Box.from_slices(index, shape)
 
 
-def read_box(fd: int, array: FlatArray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+def read_box(fd: int, array: FlatArray, box: Box) -> np.ndarray:
     """Reads a box, run after run; a map would count all that it touches as memory of this process."""
-    shape = tuple(stop - start for start, stop in box)
+    shape = box.shape
     out = np.empty(shape, array.dtype)
     if not out.size:
         return out

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from t5ckpt._chunks import boxes_of_grid, choose_chunks, whole_box
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._dtypes import dtype_from_typestr
 from t5ckpt._layout import join
@@ -47,7 +46,9 @@ from t5ckpt.errors import (
     UnsupportedLeafError,
     UnsupportedTopologyError,
 )
+from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.lazy import LazyArray
+from t5ckpt.planning.chunk_shape import choose_chunks
 from t5ckpt.steps import Located, open_run_storage
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 from t5ckpt.view import lazy_leaf, open_checkpoint
@@ -349,8 +350,9 @@ def _write_array(storage: Storage, key: str, array: Any) -> None:
     under_way: list[Any] = []
     with foreign_errors(storage.url(key)):
         target = ts.open(spec, create=True, context=storage.context()).result()
-        for box in boxes_of_grid(whole_box(shape), chunks):
-            index = tuple(slice(start, stop) for start, stop in box)
+        grid = ChunkGrid(tuple(shape), tuple(chunks))
+        for chunk_index in grid:
+            index = grid.box(chunk_index).slices
             under_way.append(target[index].write(np.asarray(values[index])))
             if len(under_way) > _CHUNKS_UNDER_WAY:
                 under_way.pop(0).result()

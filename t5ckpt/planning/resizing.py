@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from t5ckpt._chunks import Box
 from t5ckpt._types import Path, check_patterns, leaf_name
+from t5ckpt.format.chunk_grid import Box
 
 __all__ = ['Patterns', 'Resize', 'clipped', 'resized']
 
@@ -61,15 +61,13 @@ class Resize:
 
 def clipped(box: Box, shape: Sequence[int]) -> Box | None:
     """The part of a box that lies inside an array of this shape; None where nothing does."""
-    part = tuple((start, min(stop, size)) for (start, stop), size in zip(box, shape, strict=True))
-    if part == box:
-        return box
-    return None if any(start >= stop for start, stop in part) else part
+    part = box.intersect(Box.whole(shape))
+    return None if part.is_empty and part != box else part
 
 
 def resized(values: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """An array of another shape with the same values at the indices that both have, and zeros elsewhere."""
     out = np.zeros(shape, values.dtype)
-    common = tuple(slice(0, min(a, b)) for a, b in zip(values.shape, shape, strict=True))
+    common = Box.whole(values.shape).intersect(Box.whole(shape)).slices
     out[common] = values[common]
     return out

@@ -15,13 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ['DEFAULT_CHUNK_BYTES', 'Box', 'boxes_of_grid', 'choose_chunks', 'whole_box']
+__all__ = ['DEFAULT_CHUNK_BYTES', 'choose_chunks']
 
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _OVERSHOOT = 8
 _TRIAL_LIMIT = 2**20
-
-Box = tuple[tuple[int, int], ...]
 
 
 def choose_chunks(shard_shape: Sequence[int], itemsize: int, limit: int = DEFAULT_CHUNK_BYTES) -> tuple[int, ...]:
@@ -80,25 +78,3 @@ def _divisors(size: int) -> list[int]:
     for prime, power in factors.items():
         found = [base * prime**k for base in found for k in range(power + 1)]
     return sorted(found)
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """The box that covers an array of ``shape``."""
-    return tuple((0, size) for size in shape)
-
-
-def boxes_of_grid(box: Box, chunk: Sequence[int]) -> list[Box]:
-    """The cells of the chunk grid that ``box`` touches, each cut to the box, in C order.
-
-    Args:
-      box: (start, stop) per dimension, in the array's coordinates.
-      chunk: the chunk shape; the grid starts at 0.
-
-    Returns:
-      Boxes in the array's coordinates. Rank 0 gives one empty box.
-    """
-    cells: list[Box] = [()]
-    for (start, stop), size in zip(box, chunk, strict=True):
-        edges = range(start // size, -(-stop // size))
-        cells = [(*cell, (max(start, i * size), min(stop, (i + 1) * size))) for cell in cells for i in edges]
-    return cells

@@ -26,7 +26,7 @@ from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._sidecar import Sidecar, TreeFacts
 from t5ckpt._specs import is_spec
 from t5ckpt._text import lines
-from t5ckpt._types import Clock, Path, check_patterns, leaf_name
+from t5ckpt._types import Clock, Path, check_patterns, leaf_name, leaf_pattern
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_names
 from t5ckpt.steps import Located
 
@@ -212,7 +212,7 @@ def _named(damage: Damage) -> str:
 
 
 def _is_named(name: str, patterns: Sequence[str]) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
+    return any(leaf_pattern(pattern).fullmatch(name) for pattern in patterns)
 
 
 def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequence[str]) -> tuple[set[str], set[str]]:
@@ -221,7 +221,7 @@ def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequenc
     Raises:
       CorruptCheckpointError: others are lost, too, or a pattern is none of the ``names`` of what is damaged.
     """
-    unused = [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in names)]
+    unused = [pattern for pattern in patterns if not any(leaf_pattern(pattern).fullmatch(name) for name in names)]
     if unused:
         near = near_names(unused[0], names) or sorted(names)[:3]
         shown = f'damaged are {", ".join(near)}' if near else 'nothing has to be dropped'

@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from t5ckpt._types import Path, check_patterns, leaf_name, root_names
+from t5ckpt._types import Path, check_patterns, leaf_name, leaf_pattern, root_names
 from t5ckpt.errors import UnmatchedPattern
 
 __all__ = [
@@ -167,7 +167,7 @@ class Cast:
         """Whether the cast is meant for the leaf, if it is floating."""
         if self.leaves is None:
             return self.dtype is None or path[0] in _CAST_ROOTS
-        return re.fullmatch(self.leaves, leaf_name(path)) is not None
+        return leaf_pattern(self.leaves).fullmatch(leaf_name(path)) is not None
 
 
 def array_dtype(leaf: Any) -> np.dtype | None:

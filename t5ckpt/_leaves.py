@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt._gc import paused
 from t5ckpt._types import Path, TrainState, leaf_name, native_dtype
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
@@ -88,6 +89,13 @@ def view_state(state: Any) -> StateView:
 
 
 def _view_pytree(tree: Any) -> StateView:
+    with paused():
+        view = _flattened(tree)
+    # Outside of the pause, since a part's state_dict() is the user's code.
+    return with_parts(view, _view_pytree)
+
+
+def _flattened(tree: Any) -> StateView:
     import jax
 
     try:
@@ -122,7 +130,7 @@ def _view_pytree(tree: Any) -> StateView:
             treedef, [originals[p] if isinstance(values[p], Empty) else values[p] for p in paths]
         )
 
-    return with_parts(StateView(table, rebuild), _view_pytree)
+    return StateView(table, rebuild)
 
 
 def _clash_text(path: Path) -> str:

@@ -354,7 +354,8 @@ def _manifest_bytes(job: _Job, report: WriteReport) -> bytes:
     table: LeafTable = dict(job.staging.inline_values())
     _check_step(job.request, table)
     table |= {path: spec_of(array, job.request.storage.driver) for path, array in report.arrays.items()}
-    return encode_manifest(nest(table))
+    with paused():
+        return encode_manifest(nest(table))
 
 
 def _check_step(request: SaveRequest, table: LeafTable) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from t5ckpt._leaves import Empty, LeafTable
 from t5ckpt._plan_restore import StoredLeaf
-from t5ckpt._types import Path, leaf_name
+from t5ckpt._types import Path, leaf_name, leaf_pattern
 
 __all__ = ['Group', 'LeafInfo', 'build_tree', 'glob_regex', 'leaf_infos']
 
@@ -131,7 +131,7 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
 
     A '/' that belongs to a key is written in a pattern as in a name, with a backslash before it.
     """
-    return re.compile(''.join(_glob_parts(pattern.split('/'))))
+    return leaf_pattern(''.join(_glob_parts(pattern.split('/'))))
 
 
 def _glob_parts(keys: list[str]) -> Iterator[str]:

@@ -36,6 +36,7 @@ __all__ = [
     'given_steps',
     'integer',
     'leaf_name',
+    'leaf_pattern',
     'native_dtype',
     'number',
     'path_of',
@@ -60,6 +61,14 @@ def native_dtype(dtype: Any) -> np.dtype:
     return plain.newbyteorder('=') if plain.byteorder in '<>' else plain
 
 
+def leaf_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    """Compiles a pattern for names of leaves; a compiled one stays as it is.
+
+    A key may hold line breaks, and a pattern such as ``params/.*`` has to match these names, too.
+    """
+    return re.compile(pattern, re.DOTALL) if isinstance(pattern, str) else re.compile(pattern)
+
+
 def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None:
     """Refuses what is not a regular expression.
 
@@ -68,7 +77,7 @@ def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None
     """
     for pattern in patterns:
         try:
-            re.compile(pattern)
+            leaf_pattern(pattern)
         except (re.error, TypeError) as error:
             one = ' Join several with |.' if isinstance(pattern, (list, tuple)) else ''
             raise ValueError(f'{what}: {pattern!r} is not a regular expression: {error}.{one}') from error

@@ -505,7 +505,8 @@ class Checkpointer(FromTensorFlow):
           path: a checkpoint elsewhere: a run's directory, a step's directory or a manifest file, on any storage.
           state_transformation_fns: called in order with (checkpoint's state dict, model's state dict).
           fallback_state: values for leaves that the checkpoint lacks, nested like the model's state dict.
-          lazy_parameters: arrays come as LazyArray; not with a partitioner that puts parameters on devices.
+          lazy_parameters: arrays come as LazyArray, and as numpy in what an object's ``load_state_dict`` gets; not with a
+            partitioner that puts parameters on devices.
           strict: how alike checkpoint and model must be: 'exact', also in every dtype; 'up_to_dtype', where the
             checkpoint's float32 may stand for the model's bfloat16 and the like; 'contains', where in addition the
             checkpoint may hold more leaves than the model. None is 'contains' for a state with T5X's protocol and with a

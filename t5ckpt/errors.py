@@ -415,7 +415,9 @@ def _scope_rule(model: str, held: str, problems: Sequence[LeafProblem]) -> tuple
         return None
     rule = rf'(.*)/{_literal(ours[differing[0]])}/(.*)', rf'\1/{theirs[differing[0]]}/\2'
     free = {problem.leaf for problem in problems if problem.kind == 'unexpected'} | {held}
-    renamed = [re.fullmatch(rule[0], name) for name in [model, *(p.leaf for p in problems if p.kind == 'missing')]]
+    renamed = [
+        re.fullmatch(rule[0], name, re.DOTALL) for name in [model, *(p.leaf for p in problems if p.kind == 'missing')]
+    ]
     return rule if all(match is None or match.expand(rule[1]) in free for match in renamed) else None
 
 

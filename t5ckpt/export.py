@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._leaves import Empty, flatten_nested, nest
-from t5ckpt._types import Partitioner, leaf_name
+from t5ckpt._types import Partitioner, leaf_name, leaf_pattern
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.resume import MODEL
 from t5ckpt.storage import Storage
@@ -50,7 +49,7 @@ def export_weights(
         kept = {
             path: leaf.build() if isinstance(leaf, Empty) else leaf
             for path, leaf in leaves.items()
-            if re.fullmatch(take, leaf_name(path))
+            if leaf_pattern(take).fullmatch(leaf_name(path))
         }
         if not kept:
             names = ', '.join(leaf_name(path) for path in list(leaves)[:5])

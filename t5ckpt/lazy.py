@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
@@ -138,6 +139,10 @@ class LazyArray(ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = np.asarray(self.get())
         if dtype is not None and array.dtype != np.dtype(dtype):
+            if copy is False:
+                raise ValueError(
+                    f'{self!r} cannot be had as {np.dtype(dtype).name} without a copy. Leave copy=False out.'
+                )
             return array.astype(dtype)
         return array.copy() if copy else array
 
@@ -155,15 +160,48 @@ class LazyArray(ABC):
         """Host memory, in DLPack's numbers."""
         return (1, 0)
 
+    def __eq__(self, other: object) -> Any:
+        return np.asarray(self) == (np.asarray(other) if isinstance(other, LazyArray) else other)
+
+    def __ne__(self, other: object) -> Any:
+        return np.asarray(self) != (np.asarray(other) if isinstance(other, LazyArray) else other)
+
+    # As numpy's arrays, which compare element by element.
+    __hash__ = None  # type: ignore[assignment]
+
     def item(self) -> Any:
         """The value of an array of one element, as a Python number."""
+        if self.size != 1:
+            raise ValueError(f'{self!r} has {self.size} elements, and item() is for one. Read a slice of it.')
         return np.asarray(self).item()
 
+    def __bool__(self) -> bool:
+        # Without this, Python would take the length.
+        if self.size != 1:
+            raise ValueError(
+                f'the truth value of {self!r} is ambiguous: it has {self.size} elements. Write `x is not None`, or '
+                'numpy.asarray(x).any().'
+            )
+        return bool(self.item())
+
     def __int__(self) -> int:
-        return int(self.item())
+        return int(self._number('an integer'))
 
     def __float__(self) -> float:
-        return float(self.item())
+        return float(self._number('a float'))
+
+    def __complex__(self) -> complex:
+        return complex(self._number('a complex number'))
+
+    def __index__(self) -> int:
+        if self._shape or self._dtype.kind not in 'iu':
+            raise TypeError(f'{self!r} is not an index: only an integer without dimensions is.')
+        return operator.index(self.item())
+
+    def _number(self, what: str) -> Any:
+        if self.size != 1:
+            raise TypeError(f'{self!r} has {self.size} elements, and only an array of one converts to {what}.')
+        return self.item()
 
     def __getattr__(self, name: str) -> Any:
         # Only for what numpy's arrays have and this has not: everything else is an ordinary AttributeError.

@@ -21,7 +21,7 @@ from t5ckpt._foreign import unread_contents
 from t5ckpt._layout import PINNED, damaged_dir, join, step_dir
 from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest, view_state
 from t5ckpt._specs import is_spec
-from t5ckpt._types import Path, leaf_name, path_of
+from t5ckpt._types import Path, leaf_name, leaf_pattern, path_of
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.errors import (
@@ -97,8 +97,8 @@ class WarmStart:
 
     def is_taken(self, name: str) -> bool:
         """Whether a leaf of the model is to come from the checkpoint."""
-        left = self.leave is not None and re.fullmatch(self.leave, name) is not None
-        return re.fullmatch(self.take, name) is not None and not left
+        left = self.leave is not None and leaf_pattern(self.leave).fullmatch(name) is not None
+        return leaf_pattern(self.take).fullmatch(name) is not None and not left
 
     def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
         """The checkpoint's state with the model's names, and only what is taken; a restore transform."""
@@ -312,10 +312,10 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
     # Without an optimizer there is nothing of it to leave.
     leave = None if warm.leave == OPTIMIZER else warm.leave
     for field, pattern in (('take', warm.take), ('leave', leave)):
-        if pattern is not None and not any(re.fullmatch(pattern, name) for name in names):
-            near = next((name for name in names if re.match(pattern, name)), None)
+        if pattern is not None and not any(leaf_pattern(pattern).fullmatch(name) for name in names):
+            near = next((name for name in names if leaf_pattern(pattern).match(name)), None)
             hint = (
-                f'; it begins {near}: {field}={re.compile(pattern).pattern + ".*"!r} names that'
+                f'; it begins {near}: {field}={leaf_pattern(pattern).pattern + ".*"!r} names that'
                 if near is not None
                 else ''
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from t5ckpt._text import lines
-from t5ckpt._types import Path, leaf_name, path_of
+from t5ckpt._types import Path, leaf_name, leaf_pattern, path_of
 from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
 
 __all__ = ['CheckpointTranslator', 'Rule', 'Translation', 'apply_assignment_map', 'intersect_state']
@@ -53,7 +53,7 @@ class CheckpointTranslator:
 
     def add(self, pattern: str) -> Callable[[Rule], Rule]:
         """A decorator that makes a function the rule for the keys that ``pattern`` matches whole."""
-        compiled = re.compile(pattern)
+        compiled = leaf_pattern(pattern)
 
         def register(rule: Rule) -> Rule:
             self.rules.append((compiled, rule))
@@ -177,7 +177,7 @@ def _apply_rules(
     held: Mapping[str, Any], model: Mapping[str, Any], rules: Sequence[tuple[str | re.Pattern[str], str | None]]
 ) -> tuple[dict[str, str | None], list[str]]:
     """For each leaf of the model its source, None where a rule drops it; and the patterns that matched nothing."""
-    compiled = [(re.compile(pattern), replacement) for pattern, replacement in rules]
+    compiled = [(leaf_pattern(pattern), replacement) for pattern, replacement in rules]
     unused = {pattern for pattern, _ in compiled}
     source: dict[str, str | None] = {}
     for name in model:

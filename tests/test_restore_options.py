@@ -497,3 +497,34 @@ def test_a_part_that_fails_is_named_with_those_before_it(tmp_path):
     assert (int(first.count), int(third.count)) == (1, 0)
     (note,) = caught.value.__notes__
     assert note.startswith('b: load_state_dict() of Counter failed in a restore, which loaded a before it.')
+
+
+def test_a_part_gets_arrays_from_a_lazy_restore(tmp_path):
+    save(tmp_path, {'loader': Schedule(7), 'w': jnp.ones(4)})
+    fresh = {'loader': Schedule(), 'w': jnp.zeros(4)}
+    restored = restore(tmp_path, fresh, lazy_parameters=True)
+    assert isinstance(restored['w'], t5ckpt.LazyArray)
+    loader = restored['loader']
+    assert (loader.position, loader.rates, type(loader.history)) == (7, [0.5, 0.25], np.ndarray)
+    np.testing.assert_array_equal(loader.history, np.full(4, 7.0))
+
+
+def test_patterns_match_names_with_line_breaks(tmp_path):
+    state = {'params': {'a\nb': np.ones(4, np.float32), 'c': np.ones(4, np.float32)}}
+    save(tmp_path / 'run', state, cast_leaves='params/a.*', save_dtype='bfloat16')
+    view = t5ckpt.open_checkpoint(tmp_path / 'run')
+    assert {str(view[name].dtype) for name in view if 'a' in name.split('/')[1]} == {'bfloat16'}
+    wide = {'params': {'a\nb': np.ones(6, jnp.bfloat16), 'c': np.ones(4, np.float32)}}
+    assert restore(tmp_path / 'run', wide, resize='params/a.b')['params']['a\nb'].shape == (6,)
+    warm = t5ckpt.WarmStart(tmp_path / 'run', take='.*', leave='.*a.b')
+    assert (warm.is_taken('params/a\nb'), warm.is_taken('params/c')) == (False, True)
+    assert warm.is_taken('params/x\ny')
+
+
+def test_an_empty_wide_array_is_not_narrowed(tmp_path):
+    state = {'none': np.zeros((0, 3), np.int64), 'reals': np.zeros(0), 'w': np.ones(2, np.float32)}
+    save(tmp_path, state)
+    restored = restore(
+        tmp_path, {name: jnp.asarray(leaf, np.dtype(leaf.dtype.str.replace('8', '4'))) for name, leaf in state.items()}
+    )
+    assert {name: leaf.shape for name, leaf in restored.items()} == {'none': (0, 3), 'reals': (0,), 'w': (2,)}

@@ -1,5 +1,7 @@
 """The view of a checkpoint: names, globs, attributes, lazy arrays handed to others, and how it shows itself."""
 
+import copy
+import operator
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -230,3 +232,46 @@ def test_a_lazy_array_iterates_and_contains_as_numpy_does(tmp_path):
     assert 3 in view['s']
     with pytest.raises(TypeError, match='without dimensions'):
         iter(view['s'])
+
+
+def test_a_lazy_array_is_a_number_a_truth_and_equal_where_numpys_array_is(tmp_path):
+    """Each operator gives what it gives for the values, or the same kind of error."""
+    tree = {
+        'zero': np.float32(0),
+        'int': np.int32(3),
+        'flag': np.array(True),
+        'complex': np.complex64(1 + 2j),
+        'one': np.array([[0.0]]),
+        'row': np.arange(3.0),
+        'none': np.zeros((0, 2)),
+    }
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+        ck.save(tree, step=1)
+    view = t5ckpt.open_checkpoint(tmp_path)
+    operators = (bool, int, float, complex, len, hash, operator.index, lambda x: 2.0 in x, list, reversed)
+    for name, given in tree.items():
+        lazy, values = view[name], np.asarray(given)
+        for call in operators:
+            if call in (int, float, complex) and values.ndim and values.size == 1:
+                # NumPy has begun to refuse it.
+                assert call(lazy) == 0
+                continue
+            try:
+                wanted = call(values)
+            except (TypeError, ValueError, Warning):
+                with pytest.raises((TypeError, ValueError)):
+                    call(lazy)
+            else:
+                found = call(lazy)
+                np.testing.assert_array_equal(*[[*each] if call is reversed else each for each in (found, wanted)])
+        for other in (values, lazy, view[name], 3, 0.0):
+            plain = values if isinstance(other, t5ckpt.LazyArray) else other
+            np.testing.assert_array_equal(lazy == other, values == plain)
+            np.testing.assert_array_equal(other != lazy, values != plain)
+        assert copy.copy(lazy) is copy.deepcopy(lazy) is lazy
+    with pytest.raises(
+        ValueError, match=r'truth value of LazyThreadPoolArray\(shape=\(3,\), dtype=float64\) is ambiguous'
+    ):
+        bool(view['row'])
+    with pytest.raises(ValueError, match='without a copy'):
+        np.asarray(view['row'], dtype=np.float32, copy=False)

@@ -10,6 +10,7 @@ import click
 
 from t5ckpt._text import counted, human_bytes
 from t5ckpt._tree import Group, LeafInfo, build_tree
+from t5ckpt._types import leaf_pattern
 from t5ckpt.cli._output import Column, json_option, print_json, print_table, say, step_option
 from t5ckpt.view import open_checkpoint
 
@@ -70,7 +71,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
 
 def _matcher(pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern)
+        return leaf_pattern(pattern)
     except re.error as error:
         raise click.UsageError(f'--grep {pattern!r} is not a regular expression: {error}.') from error
 

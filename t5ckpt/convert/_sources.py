@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -15,7 +14,7 @@ from t5ckpt._open import Identity, leaves_of, read_contents, read_raw
 from t5ckpt._plan_restore import StoredLeaf
 from t5ckpt._reader import ArrayReader
 from t5ckpt._text import some_of
-from t5ckpt._types import Path, check_patterns, leaf_name
+from t5ckpt._types import Path, check_patterns, leaf_name, leaf_pattern
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.steps import Located, locate
 from t5ckpt.view import lazy_leaf
@@ -65,7 +64,7 @@ class Sources:
         if pattern is None:
             return dict(self.arrays)
         check_patterns([pattern], 'select')
-        chosen = {name: source for name, source in self.arrays.items() if re.search(pattern, name)}
+        chosen = {name: source for name, source in self.arrays.items() if leaf_pattern(pattern).search(name)}
         if not chosen:
             raise ValueError(
                 f'select={pattern!r} matches no name. The names are {some_of(list(self.arrays), 10) or "none"}.'

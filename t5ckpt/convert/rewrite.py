@@ -22,7 +22,7 @@ from t5ckpt._open import Contents, read_contents
 from t5ckpt._sidecar import Sidecar
 from t5ckpt._specs import is_spec
 from t5ckpt._text import lines
-from t5ckpt._types import Path, check_patterns, leaf_name, path_of, root_names
+from t5ckpt._types import Path, check_patterns, leaf_name, leaf_pattern, path_of, root_names
 from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
@@ -60,7 +60,7 @@ class Changes:
         check_patterns([pattern for pattern, _ in self.rename], 'rename')
         for pattern, new in self.rename:
             try:
-                re.compile(pattern).sub(new, '')
+                leaf_pattern(pattern).sub(new, '')
             except (re.error, IndexError) as error:
                 raise ValueError(f'rename: {new!r} cannot be filled in from {pattern!r}: {error}.') from error
 
@@ -182,7 +182,11 @@ def _averaged(contents: Sequence[Contents], parameters: str | re.Pattern[str] | 
 
 
 def _is_averaged(path: Path, leaf: Any, parameters: str | re.Pattern[str] | None) -> bool:
-    named = path[0] in _PARAMETERS if parameters is None else re.fullmatch(parameters, leaf_name(path)) is not None
+    named = (
+        path[0] in _PARAMETERS
+        if parameters is None
+        else leaf_pattern(parameters).fullmatch(leaf_name(path)) is not None
+    )
     return named and _is_floating(leaf)
 
 
@@ -275,7 +279,7 @@ def _recorded(changes: Changes) -> dict[str, Any]:
 def _dropped(
     table: LeafTable, given: Sequence[str | re.Pattern[str]], of_optimizer: set[Path]
 ) -> tuple[LeafTable, list[Path]]:
-    patterns = [re.compile(pattern) for pattern in given]
+    patterns = [leaf_pattern(pattern) for pattern in given]
     unused = set(patterns)
     dropped: list[Path] = []
     for path in table:
@@ -293,7 +297,7 @@ def _dropped(
 
 def _renamed(table: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]]) -> dict[Path, Path]:
     """From each path to its new one."""
-    rules = [(re.compile(pattern), new) for pattern, new in given]
+    rules = [(leaf_pattern(pattern), new) for pattern, new in given]
     unused = {pattern for pattern, _ in rules}
     names: dict[Path, Path] = {}
     owners: dict[Path, Path] = {}

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from t5ckpt._types import Path, check_patterns, leaf_name
+from t5ckpt._types import Path, check_patterns, leaf_name, leaf_pattern
 from t5ckpt.format.chunk_grid import Box
 
 __all__ = ['Patterns', 'Resize', 'clipped', 'resized']
@@ -42,7 +42,7 @@ class Resize:
 
     def covers(self, name: str) -> bool:
         """Whether a leaf of this name may be resized."""
-        return any(re.fullmatch(pattern, name) for pattern in self.patterns)
+        return any(leaf_pattern(pattern).fullmatch(name) for pattern in self.patterns)
 
     def check(self, paths: Iterable[Path]) -> None:
         """Raises for a pattern that names no leaf.
@@ -52,7 +52,7 @@ class Resize:
         """
         names = [leaf_name(path) for path in paths] if self else []
         for pattern in self.patterns:
-            if not any(re.fullmatch(pattern, name) for name in names):
+            if not any(leaf_pattern(pattern).fullmatch(name) for name in names):
                 raise ValueError(
                     f'resize={pattern!r} names no leaf of the model, which has {", ".join(names[:3])}, ... Patterns are matched '
                     'with whole names.'

@@ -45,10 +45,10 @@ def warn_if_narrowed(plan: RestorePlan) -> None:
 
 def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
     """Whether no bit is lost in ``dtype``: a Python int that counts steps, say, is at hand to look at."""
-    if read.dtype == dtype or not isinstance(read, InlineRead) or read.dtype.kind not in 'iu':
+    if read.dtype == dtype or not isinstance(read, InlineRead):
         return read.dtype == dtype
     value = np.asarray(read.value)
-    return bool((value.astype(dtype) == value).all())
+    return value.size == 0 or (read.dtype.kind in 'iu' and bool((value.astype(dtype) == value).all()))
 
 
 def warn_if_local(plan: RestorePlan) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from t5ckpt._types import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.lazy import LazyArray
 
 __all__ = ['BARE', 'is_bare_array', 'is_part', 'with_parts']
 
@@ -53,7 +54,7 @@ def with_parts(view: Any, view_tree: Callable[[Any], Any]) -> Any:
     def rebuild(values: Mapping[Path, Any]) -> Any:
         for path, part in parts.items():
             of_part = inner[path]
-            state = of_part.rebuild({rest: values[(*path, *rest)] for rest in of_part.table})
+            state = of_part.rebuild({rest: _read(values[(*path, *rest)]) for rest in of_part.table})
             try:
                 part.load_state_dict(state)
             except Exception as error:
@@ -66,6 +67,11 @@ def with_parts(view: Any, view_tree: Callable[[Any], Any]) -> Any:
         return view.rebuild({path: parts[path] if path in parts else values[path] for path in view.table})
 
     return dataclasses.replace(view, table=table, rebuild=rebuild)
+
+
+def _read(value: Any) -> Any:
+    """The values of a LazyArray; the object that loads them knows arrays only."""
+    return value.get() if isinstance(value, LazyArray) else value
 
 
 def _view_of(path: Path, part: Any, view_tree: Callable[[Any], Any]) -> Any:

@@ -5,7 +5,7 @@ last heartbeat, which a thread renews every minute. The marker is written before
 every leftover of a crash has one, and nothing without one is ever swept.
 
     save     busy, arrays, sidecar, [is the marker still ours?], manifest, steps marker, -busy
-    delete   busy, -manifest, [no read lease?], -steps marker, [is the marker still ours?], -everything, -busy
+    delete   busy, -manifest, [no pin?], [no read lease?], -steps marker, [is the marker still ours?], -everything, -busy
 
 A marker is dead when its process has ended, which can be seen on the same machine, or when it has not been renewed for a
 time: ten minutes for who wants to write this very step, an hour for who sweeps. What a dead one left is committed if the
@@ -26,19 +26,20 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt._index import Index, ensured_index, mark_step
 from t5ckpt._layout import MANIFEST, busy_marker, join, step_dir, step_marker
 from t5ckpt._sidecar import Sidecar, encode_sidecar
 from t5ckpt._types import Clock
-from t5ckpt.commit.deletion import remove_own_keys
+from t5ckpt.commit.deletion import keys_below, remove_own_keys
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage import Storage
 
@@ -89,6 +90,10 @@ class Owner:
         return now - self.beat > stale_after
 
 
+# Half a marker cannot be, so one that is none of ours is somebody else's.
+_UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
+
+
 def _place() -> str:
     """Names this boot of this machine and its process ids; '' where that cannot be told."""
     try:
@@ -137,8 +142,7 @@ def _read_owner(storage: Storage, key: str) -> Owner | None:
         record = json.loads(data)
     except ValueError:
         record = None
-    # Half a marker cannot be, so one that is none of ours is somebody else's.
-    return parse_owner(_owner_part(record)) or Owner('', 'unknown', '', 0, '', float('inf'))
+    return parse_owner(_owner_part(record)) or _UNKNOWN
 
 
 def _owner_part(record: Any) -> Any:
@@ -196,8 +200,12 @@ class WriteLease:
 
     def is_ours(self) -> bool:
         """Whether the record is the one that was written here."""
+        return self.rival() is None
+
+    def rival(self) -> Owner | None:
+        """The owner who has written over the record; one without a name where it is gone, None where it is ours."""
         owner = _read_owner(self._storage, self._key)
-        return owner is not None and owner.nonce == self.nonce
+        return None if owner is not None and owner.nonce == self.nonce else owner or _UNKNOWN
 
     def stop(self) -> None:
         """Ends the heartbeat, and leaves the record and the claim."""
@@ -223,11 +231,15 @@ class WriteLease:
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """A step that no listing shows and whose files are still there; in place, with the lease under which they go."""
+    """A step that no listing shows and whose files are still there; in place, with the lease under which they go.
+
+    ``keys`` are those files, relative to ``directory``, as they were listed after it was hidden in place.
+    """
 
     directory: str
     step: int
     lease: WriteLease | None = None
+    keys: Sequence[str] = ()
 
 
 def take(storage: Storage, step: int, clock: Clock, index: Index | None = None) -> WriteLease:
@@ -254,14 +266,14 @@ def _held(storage: Storage, step: int, clock: Clock, claim: Any, index: Index | 
     if owner is not None and not owner.is_dead(clock(), TAKE_OVER_SECONDS):
         raise AlreadyCommittedError(_taken(storage, step, owner))
     hold = WriteLease(storage, busy_marker(step), clock, claim, _encode_marker)
-    owner = _read_owner(storage, busy_marker(step))
-    if owner is None or owner.nonce != hold.nonce:
-        raise AlreadyCommittedError(_taken(storage, step, owner))
+    rival = hold.rival()
+    if rival is not None:
+        raise AlreadyCommittedError(_taken(storage, step, rival))
     return hold
 
 
-def _taken(storage: Storage, step: int, owner: Owner | None) -> str:
-    who = 'another writer' if owner is None else f'process {owner.pid} on {owner.host}'
+def _taken(storage: Storage, step: int, owner: Owner) -> str:
+    who = 'another writer' if owner is _UNKNOWN else f'process {owner.pid} on {owner.host}'
     return (
         f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that one is dead, '
         f'{TAKE_OVER_SECONDS / 60:g} minutes after its end it no longer counts'
@@ -273,7 +285,7 @@ def remove_step(storage: Storage, step: int) -> None:
     directory = step_dir(step)
     _delete_manifest(storage, join(directory, MANIFEST))
     storage.delete_file(step_marker(step))
-    remove_own_keys(storage, directory)
+    remove_own_keys(storage, directory, keys_below(storage, directory))
 
 
 def _delete_manifest(storage: Storage, key: str) -> None:
@@ -285,8 +297,16 @@ def _delete_manifest(storage: Storage, key: str) -> None:
             raise
 
 
-def hide_in_place(storage: Storage, step: int, clock: Clock, is_wanted: Callable[[], bool]) -> Hidden | None:
-    """Makes a checkpoint invisible; with ``is_wanted``, asked afterwards, it comes back.
+def hide_in_place(
+    storage: Storage,
+    step: int,
+    clock: Clock,
+    is_wanted: Callable[[Collection[str]], bool],
+    index: Index | None = None,
+) -> Hidden | None:
+    """Makes a checkpoint invisible; with ``is_wanted``, asked afterwards with the files that it has, it comes back.
+
+    With the markers as they were just listed, ``index``, one request less is needed.
 
     Returns:
       What :func:`remove_in_place` is to remove, or None where it came back.
@@ -296,7 +316,7 @@ def hide_in_place(storage: Storage, step: int, clock: Clock, is_wanted: Callable
       StorageError: it is being written by somebody, or the store refused, and it is there whole.
     """
     key = join(step_dir(step), MANIFEST)
-    hold = _taken_to_hide(storage, step, clock, key)
+    hold = _taken_to_hide(storage, step, clock, index)
     try:
         try:
             manifest = storage.read(key)
@@ -306,10 +326,11 @@ def hide_in_place(storage: Storage, step: int, clock: Clock, is_wanted: Callable
             hold.release()
             raise
         _delete_manifest(storage, key)
-        if not is_wanted():
+        keys = keys_below(storage, step_dir(step))
+        if not is_wanted(keys):
             storage.delete_file(step_marker(step))
             # The lease stays until all of it is gone.
-            return Hidden(step_dir(step), step, hold)
+            return Hidden(step_dir(step), step, hold, keys)
         _bring_back(storage, key, manifest, hold)
     except BaseException:
         hold.close()
@@ -328,6 +349,7 @@ def _bring_back(storage: Storage, key: str, manifest: bytes, hold: WriteLease) -
 def remove_in_place(storage: Storage, hidden: Hidden, hold: WriteLease, clock: Clock) -> None:
     """Removes what ``hide_in_place`` made invisible, unless another process does, or has written a checkpoint there."""
     try:
+        keys = hidden.keys
         if not hold.is_ours():
             hold.close()
             try:
@@ -337,21 +359,24 @@ def remove_in_place(storage: Storage, hidden: Hidden, hold: WriteLease, clock: C
             if storage.is_file(join(hidden.directory, MANIFEST)):
                 hold.release()
                 return
+            keys = keys_below(storage, hidden.directory)
         # Its marker went when it was hidden.
-        remove_own_keys(storage, hidden.directory)
+        remove_own_keys(storage, hidden.directory, keys)
     except BaseException:
         hold.close()
         raise
     hold.release()
 
 
-def _taken_to_hide(storage: Storage, step: int, clock: Clock, key: str) -> WriteLease:
+def _taken_to_hide(storage: Storage, step: int, clock: Clock, index: Index | None) -> WriteLease:
     """The step, taken. Another deleter that has it is waited for, since it needs few requests to hide it."""
+    key = join(step_dir(step), MANIFEST)
     deadline = time.monotonic() + _RIVAL_SECONDS
     while True:
         try:
-            return take(storage, step, clock)
+            return take(storage, step, clock, index)
         except AlreadyCommittedError as error:
+            index = None
             if not storage.is_file(key):
                 raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
             if time.monotonic() > deadline:

@@ -117,19 +117,18 @@ def newest_indexed_step(storage: Storage) -> ListedStep | None:
     return None
 
 
-def steps_of(storage: Storage, index: Index, just_saved: int | None = None) -> list[ListedStep]:
-    """The complete steps, ascending. The manifest of the one that this process has just committed is not asked for."""
-    return _steps(storage, index, _unmarked(storage, index), just_saved)
+def steps_of(storage: Storage, index: Index, assumed: Collection[int] = ()) -> list[ListedStep]:
+    """The complete steps, ascending. The manifests of those ``assumed`` to be there are not asked for."""
+    return _steps(storage, index, _unmarked(storage, index), assumed)
 
 
 def _steps(
-    storage: Storage, index: Index, unmarked: Collection[str], just_saved: int | None = None
+    storage: Storage, index: Index, unmarked: Collection[str], assumed: Collection[int] = ()
 ) -> list[ListedStep]:
-    own = [step for step in index.steps if step == just_saved]
-    known = sorted((index.steps | index.busy).difference(own))
+    known = sorted((index.steps | index.busy).difference(assumed))
     there = storage.are_files([join(step_dir(step), MANIFEST) for step in known])
     # A manifest is one PUT, so one that we wrote is whole.
-    found = [*own, *(step for step, is_there in zip(known, there, strict=True) if is_there)]
+    found = [*assumed, *(step for step, is_there in zip(known, there, strict=True) if is_there)]
     steps = [ListedStep(step, step_dir(step)) for step in found]
     looked_at = [inspect_name(storage, name) for name in sorted(index.others.union(unmarked))]
     return one_a_step([*steps, *(found for found in looked_at if found is not None)])

@@ -10,6 +10,7 @@ wants it gone removes its directory. A step that cannot be looked at stays, too,
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from t5ckpt._commit import Hidden, hide_checkpoint, remove_hidden
 from t5ckpt._holds import held_steps, live_steps
-from t5ckpt._index import read_index, steps_of
+from t5ckpt._index import Index, read_index, steps_of
 from t5ckpt._layout import (
     DATASET_REMOVED,
     MANIFEST,
@@ -31,7 +32,7 @@ from t5ckpt._layout import (
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
 from t5ckpt.catalog.layouts import ListedStep, inspect_name, other_layout
-from t5ckpt.commit.deletion import kept_by, kept_error
+from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -68,6 +69,8 @@ class Retention:
         self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
         self._remover: threading.Thread | None = None
         self._latest: int | None = None
+        # What the save listed, of whose step retention comes next. On object stores.
+        self._index: Index | None = None
         # For missing_metrics: the steps whose saves had retention carried out, and what the older ones of them lack.
         self._seen: set[int] = set()
         self._lacking: dict[str, dict[int, Collection[str]]] = {}
@@ -101,8 +104,12 @@ class Retention:
         """The facts that the policy sees, ascending by step; ``names`` are the metrics to look for instead of its own."""
         return self._infos(self.policy.metric_names if names is None else names)
 
-    def _infos(self, names: Collection[str], just_saved: int | None = None) -> list[StepInfo]:
-        steps, held = self._steps_and_held(just_saved)
+    def _infos(self, names: Collection[str]) -> list[StepInfo]:
+        return self._facts_of(*self._steps_and_held(), names, None)
+
+    def _facts_of(
+        self, steps: Sequence[int], held: Collection[int], names: Collection[str], just_saved: int | None
+    ) -> list[StepInfo]:
         self._facts = {
             step: self._facts[step] if step in self._facts else saved_facts(self._storage, step) for step in steps
         }
@@ -121,7 +128,7 @@ class Retention:
             for step in steps
         ]
 
-    def _steps_and_held(self, just_saved: int | None) -> tuple[list[int], set[int]]:
+    def _steps_and_held(self) -> tuple[list[int], set[int]]:
         """The steps that may go, and those that readers hold. On object stores one listing has both."""
         if self._storage.renames:
             found = listing(self._storage)
@@ -131,8 +138,34 @@ class Retention:
                     _log.warning('t5ckpt: %s stays, because it cannot be read: %s', self._storage.url(name), error)
             return self._prunable(found.steps), held_steps(self._storage, self._clock)
         index = read_index(self._storage)
-        found = steps_of(self._storage, index, just_saved)
-        return self._prunable(found), live_steps(index.holds, self._clock())
+        return self._prunable(steps_of(self._storage, index)), live_steps(index.holds, self._clock())
+
+    def _assumed_plan(self, just_saved: int | None) -> tuple[list[StepInfo], list[Decision]]:
+        """The plan on an object store, where the manifests of steps that go are not asked for: who hides them reads them.
+
+        The markers may be those that the save listed when it began. A step that was committed since by another process is then
+        seen by the next save. Nothing is hidden before the leases are listed once more.
+        """
+        index, self._index = self._index or read_index(self._storage), None
+        assumed = set(index.steps - index.busy)
+        own = set[int]() if just_saved is None else {just_saved}
+        index = dataclasses.replace(index, steps=index.steps | own)
+        steps = self._prunable(steps_of(self._storage, index, assumed | own))
+        infos = self._facts_of(steps, live_steps(index.holds, self._clock()), self.policy.metric_names, just_saved)
+        assumed -= own
+        while True:
+            plan = retention_plan(self.policy, infos, just_saved)
+            asked = sorted({decision.step for decision in plan if decision.keep} & assumed)
+            there = self._storage.are_files([join(step_dir(step), MANIFEST) for step in asked])
+            gone = {step for step, is_there in zip(asked, there, strict=True) if not is_there}
+            if not gone:
+                return infos, plan
+            assumed.difference_update(asked)
+            infos = [info for info in infos if info.step not in gone]
+
+    def note_index(self, index: Index | None) -> None:
+        """Takes what a save listed on an object store, for the retention that follows it."""
+        self._index = index
 
     def note_saved(self, step: int, extra: Mapping[str, Any]) -> None:
         """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
@@ -187,8 +220,11 @@ class Retention:
         """
         plan: list[Decision] = []
         if not isinstance(self.policy, KeepAll):
-            infos = self._infos(self.policy.metric_names, just_saved)
-            plan = retention_plan(self.policy, infos, just_saved)
+            if self._storage.renames:
+                infos = self._facts_of(*self._steps_and_held(), self.policy.metric_names, just_saved)
+                plan = retention_plan(self.policy, infos, just_saved)
+            else:
+                infos, plan = self._assumed_plan(just_saved)
             self._note_lacking(infos, just_saved)
         done: list[Decision] = []
         hidden: list[Hidden] = []
@@ -197,9 +233,7 @@ class Retention:
                 self._tell(decision)
                 continue
             try:
-                # The listing that the plan was made of is as new as that only for the first one.
-                has_looked = not self._storage.renames and not hidden
-                found = hide_checkpoint(self._storage, decision.step, self._clock, has_looked=has_looked)
+                found = self._hidden(decision.step)
             except CheckpointNotFoundError:
                 # Another process has deleted it: it is gone, as was wanted.
                 done.append(decision)
@@ -208,7 +242,8 @@ class Retention:
                 _log.warning('t5ckpt: could not delete step %d: %s', decision.step, error)
                 continue
             if found is None:
-                reason = kept_by(self._storage, decision.step, step_dir(decision.step), self._clock) or HELD
+                pinned = is_pinned(self._storage, step_dir(decision.step))
+                reason = kept_by(self._storage, decision.step, self._clock, pinned=pinned) or HELD
                 self._tell(Decision(decision.step, True, reason, overruled=True))
             else:
                 hidden.append(found)
@@ -220,6 +255,15 @@ class Retention:
             self._remover = threading.Thread(target=self._remove, args=(hidden,), name='t5ckpt-delete')
             self._remover.start()
         return done
+
+    def _hidden(self, step: int) -> Hidden | None:
+        """Makes a step invisible; None where it is kept. On object stores one listing shows the leases of readers and writers."""
+        if self._storage.renames:
+            return hide_checkpoint(self._storage, step, self._clock)
+        index = read_index(self._storage)
+        if step in live_steps(index.holds, self._clock()):
+            return None
+        return hide_checkpoint(self._storage, step, self._clock, has_looked=True, index=index)
 
     def _note_lacking(self, infos: Sequence[StepInfo], just_saved: int | None) -> None:
         """A metric source may learn the metrics of a step after its save, so the latest one is not looked at."""

@@ -255,6 +255,7 @@ def _begin(job: _Job, notes: Sequence[Any], held: list[Workspace]) -> dict[str, 
     }
     try:
         _, index = collect(request.storage, request.clock)
+        request.retention.note_index(index)
         held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__), index))
         held[0].replaces = request.replaces()
     except AlreadyCommittedError as error:

@@ -206,7 +206,7 @@ def test_a_step_comes_back_by_whose_marker_it_is(tmp_path, has_rival):
     storage = open_storage(f'memory://{tmp_path.name}/run')
     save(storage.url(), [0, 1])
 
-    def is_wanted():
+    def is_wanted(_):
         if has_rival:
             rival_of(storage, 0)
         return True

@@ -39,8 +39,10 @@ from t5ckpt.storage import Storage
 
 __all__ = [
     'foreign_files',
+    'is_pinned',
     'kept_by',
     'kept_error',
+    'keys_below',
     'move_aside',
     'remove_checkpoint',
     'remove_own_keys',
@@ -53,10 +55,11 @@ _log = logging.getLogger('t5ckpt')
 
 def foreign_files(storage: Storage, directory: str) -> list[str]:
     """The files in a step's directory that neither T5X nor t5ckpt wrote, relative to it."""
-    return _foreign(storage, directory, _keys_below(storage, directory))
+    return _foreign(storage, directory, keys_below(storage, directory))
 
 
-def _keys_below(storage: Storage, directory: str) -> list[str]:
+def keys_below(storage: Storage, directory: str) -> list[str]:
+    """All files of a directory, relative to it."""
     return [key[len(directory) + 1 :] for key, _ in storage.walk(directory)]
 
 
@@ -113,7 +116,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> N
         # The link goes; what it leads to was not made here.
         storage.delete_tree(name)
         return
-    keys = _keys_below(storage, name)
+    keys = keys_below(storage, name)
     foreign = _foreign(storage, name, keys)
     if not foreign:
         storage.delete_tree(name)
@@ -159,7 +162,12 @@ def renamed_for_replacement(storage: Storage, name: str, step: int, clock: Clock
     return old
 
 
-def kept_by(storage: Storage, step: int, directory: str, clock: Clock) -> str | None:
+def is_pinned(storage: Storage, directory: str) -> bool:
+    """Whether a checkpoint is marked as never to be deleted."""
+    return storage.is_file(join(directory, PINNED))
+
+
+def kept_by(storage: Storage, step: int, clock: Clock, *, pinned: bool) -> str | None:
     """Why a checkpoint must not be removed: it is pinned, or a reader holds the step. None where nothing keeps it.
 
     Asked after the checkpoint was given another name: then nobody can pin it or begin to read it any more.
@@ -167,10 +175,10 @@ def kept_by(storage: Storage, step: int, directory: str, clock: Clock) -> str | 
     Args:
       storage: the run.
       step: its step.
-      directory: where it lies now.
       clock: unix seconds.
+      pinned: whether it is, see :func:`is_pinned`.
     """
-    if storage.is_file(join(directory, PINNED)):
+    if pinned:
         return 'pinned'
     return HELD if step in held_steps(storage, clock) else None
 
@@ -188,9 +196,14 @@ def _free_name(storage: Storage, name_at: Callable[[int], str], clock: Clock) ->
     return name_at(unix)
 
 
-def remove_own_keys(storage: Storage, directory: str) -> None:
-    """Removes what T5X or t5ckpt wrote below a directory of a store that cannot rename; the rest stays and is logged."""
-    keys = _keys_below(storage, directory)
+def remove_own_keys(storage: Storage, directory: str, keys: Sequence[str]) -> None:
+    """Removes what T5X or t5ckpt wrote below a directory of a store that cannot rename; the rest stays and is logged.
+
+    Args:
+      storage: the run.
+      directory: whose files go.
+      keys: all that lies there, from :func:`keys_below`.
+    """
     if not keys:
         return
     foreign = _foreign(storage, directory, keys)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from t5ckpt._layout import MANIFEST, PINNED, Leftover, join, step_dir
+from t5ckpt._layout import MANIFEST, Leftover, join, step_dir
 from t5ckpt._manifest import is_whole as is_whole_manifest
 from t5ckpt._types import Clock
-from t5ckpt.commit.deletion import kept_by, kept_error, renamed_for_deletion, renamed_for_replacement
+from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error, renamed_for_deletion, renamed_for_replacement
 from t5ckpt.errors import StorageError, T5CkptError
 from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
@@ -46,11 +46,11 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
       StorageError: nothing has changed.
     """
     final = step_dir(step)
-    is_pinned = storage.is_file(join(directory, PINNED))
+    is_new_pinned = is_pinned(storage, directory)
 
     def check(old: str) -> None:
-        reason = kept_by(storage, step, old, clock) if is_whole else None
-        if reason is not None and (reason == HELD or not is_pinned):
+        reason = kept_by(storage, step, clock, pinned=is_pinned(storage, old)) if is_whole else None
+        if reason is not None and (reason == HELD or not is_new_pinned):
             raise kept_error(storage, step, reason, 'replaced')
 
     check(final)

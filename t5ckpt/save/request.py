@@ -9,7 +9,7 @@ from t5ckpt._plan import SaveOptions
 from t5ckpt._retention import Retention
 from t5ckpt._reuse import Previous, find_previous
 from t5ckpt._types import Clock, Progress
-from t5ckpt.commit.deletion import kept_by, kept_error
+from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error
 from t5ckpt.core.call_site import CallSite
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import CheckpointExistsError
@@ -48,7 +48,7 @@ class SaveRequest:
         storage, directory = self.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):
             return False
-        kept = kept_by(storage, self.step, directory, self.clock)
+        kept = kept_by(storage, self.step, self.clock, pinned=is_pinned(storage, directory))
         if kept is not None:
             raise kept_error(storage, self.step, kept, 'replaced')
         if not storage.renames:

@@ -24,12 +24,8 @@ from typing import Any
 from t5ckpt._holds import held_steps
 from t5ckpt._in_place import (
     AlreadyCommittedError,
-    Hidden,
     WriteLease,
-    hide_in_place,
     process_facts,
-    remove_in_place,
-    remove_step,
     sidecar_record,
     take,
 )
@@ -53,6 +49,7 @@ from t5ckpt.commit.deletion import (
     renamed_for_deletion,
     renamed_for_replacement,
 )
+from t5ckpt.commit.in_place import Hidden, hide_in_place, remove_in_place, remove_step
 from t5ckpt.commit.occupancy import listed_elsewhere, occupancy
 from t5ckpt.commit.replacement import NotPutBackError, put_in_place
 from t5ckpt.errors import (

@@ -24,7 +24,7 @@ from typing import Any
 from t5ckpt._budget import ByteBudget
 from t5ckpt._commit import AlreadyCommittedError, Workspace, begin, commit, leave, writer_facts
 from t5ckpt._digest import digest
-from t5ckpt._in_place import remove_step, take
+from t5ckpt._in_place import take
 from t5ckpt._index import ensured_index
 from t5ckpt._layout import (
     DATASET_REMOVED,
@@ -45,6 +45,7 @@ from t5ckpt._stream import resume_text, unfinished
 from t5ckpt._types import Clock, Progress
 from t5ckpt._version import __version__
 from t5ckpt._workers import Pool
+from t5ckpt.commit.in_place import remove_step
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.steps import Located, locate, open_run_storage, refuse_within, with_links

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import logging
 import math
@@ -31,37 +30,31 @@ import os
 import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5ckpt._index import Index, ensured_index, mark_step
-from t5ckpt._layout import MANIFEST, busy_marker, join, step_dir, step_marker
+from t5ckpt._index import Index
+from t5ckpt._layout import busy_marker, step_dir
 from t5ckpt._sidecar import Sidecar, encode_sidecar
 from t5ckpt._types import Clock
-from t5ckpt.commit.deletion import keys_below, remove_own_keys
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
 from t5ckpt.storage import Storage
 
 __all__ = [
     'TAKE_OVER_SECONDS',
     'AlreadyCommittedError',
-    'Hidden',
     'Owner',
     'WriteLease',
     'has_ended',
     'parse_owner',
     'process_facts',
-    'remove_in_place',
-    'remove_step',
+    'read_owner',
     'sidecar_record',
-    'sweep_in_place',
     'take',
 ]
 
 TAKE_OVER_SECONDS = 600.0
 _BEAT_SECONDS = 60.0
-_RIVAL_SECONDS, _RIVAL_POLL_SECONDS = 5.0, 0.1
 _log = logging.getLogger('t5ckpt')
 
 
@@ -132,7 +125,7 @@ def parse_owner(data: Any) -> Owner | None:
     return Owner(**{name: data[name] for name in names})
 
 
-def _read_owner(storage: Storage, key: str) -> Owner | None:
+def read_owner(storage: Storage, key: str) -> Owner | None:
     """The owner in a lease; None where there is none. One that cannot be parsed never dies."""
     try:
         data = storage.read(key)
@@ -204,7 +197,7 @@ class WriteLease:
 
     def rival(self) -> Owner | None:
         """The owner who has written over the record; one without a name where it is gone, None where it is ours."""
-        owner = _read_owner(self._storage, self._key)
+        owner = read_owner(self._storage, self._key)
         return None if owner is not None and owner.nonce == self.nonce else owner or _UNKNOWN
 
     def stop(self) -> None:
@@ -229,19 +222,6 @@ class WriteLease:
                 _log.warning('t5ckpt: %s stays for the next save: %s', self._key, error)
 
 
-@dataclasses.dataclass(frozen=True)
-class Hidden:
-    """A step that no listing shows and whose files are still there; in place, with the lease under which they go.
-
-    ``keys`` are those files, relative to ``directory``, as they were listed after it was hidden in place.
-    """
-
-    directory: str
-    step: int
-    lease: WriteLease | None = None
-    keys: Sequence[str] = ()
-
-
 def take(storage: Storage, step: int, clock: Clock, index: Index | None = None) -> WriteLease:
     """Takes a step for writing or deleting. With the markers as they were just listed one request less is needed.
 
@@ -262,7 +242,7 @@ def take(storage: Storage, step: int, clock: Clock, index: Index | None = None) 
 
 def _held(storage: Storage, step: int, clock: Clock, claim: Any, index: Index | None) -> WriteLease:
     is_known_free = index is not None and index.is_fresh and step not in index.busy
-    owner = None if is_known_free else _read_owner(storage, busy_marker(step))
+    owner = None if is_known_free else read_owner(storage, busy_marker(step))
     if owner is not None and not owner.is_dead(clock(), TAKE_OVER_SECONDS):
         raise AlreadyCommittedError(_taken(storage, step, owner))
     hold = WriteLease(storage, busy_marker(step), clock, claim, _encode_marker)
@@ -278,142 +258,3 @@ def _taken(storage: Storage, step: int, owner: Owner) -> str:
         f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that one is dead, '
         f'{TAKE_OVER_SECONDS / 60:g} minutes after its end it no longer counts'
     )
-
-
-def remove_step(storage: Storage, step: int) -> None:
-    """Removes all that T5X or t5ckpt wrote of a step that is held: first what makes it visible."""
-    directory = step_dir(step)
-    _delete_manifest(storage, join(directory, MANIFEST))
-    storage.delete_file(step_marker(step))
-    remove_own_keys(storage, directory, keys_below(storage, directory))
-
-
-def _delete_manifest(storage: Storage, key: str) -> None:
-    try:
-        storage.delete_file(key)
-    except StorageError:
-        # The reply may have been lost; while the manifest is there, so is the checkpoint.
-        if storage.is_file(key):
-            raise
-
-
-def hide_in_place(
-    storage: Storage,
-    step: int,
-    clock: Clock,
-    is_wanted: Callable[[Collection[str]], bool],
-    index: Index | None = None,
-) -> Hidden | None:
-    """Makes a checkpoint invisible; with ``is_wanted``, asked afterwards with the files that it has, it comes back.
-
-    With the markers as they were just listed, ``index``, one request less is needed.
-
-    Returns:
-      What :func:`remove_in_place` is to remove, or None where it came back.
-
-    Raises:
-      CheckpointNotFoundError: it is gone; another process has deleted it.
-      StorageError: it is being written by somebody, or the store refused, and it is there whole.
-    """
-    key = join(step_dir(step), MANIFEST)
-    hold = _taken_to_hide(storage, step, clock, index)
-    try:
-        try:
-            manifest = storage.read(key)
-        except CheckpointNotFoundError:
-            # Its deleter may have been killed over it, so it is removed here, too.
-            remove_step(storage, step)
-            hold.release()
-            raise
-        _delete_manifest(storage, key)
-        keys = keys_below(storage, step_dir(step))
-        if not is_wanted(keys):
-            storage.delete_file(step_marker(step))
-            # The lease stays until all of it is gone.
-            return Hidden(step_dir(step), step, hold, keys)
-        _bring_back(storage, key, manifest, hold)
-    except BaseException:
-        hold.close()
-        raise
-    hold.release()
-    return None
-
-
-def _bring_back(storage: Storage, key: str, manifest: bytes, hold: WriteLease) -> None:
-    if not hold.is_ours():
-        # Two deleters took it in the same moment, and the other one may be removing its arrays.
-        raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it')
-    storage.write(key, manifest)
-
-
-def remove_in_place(storage: Storage, hidden: Hidden, hold: WriteLease, clock: Clock) -> None:
-    """Removes what ``hide_in_place`` made invisible, unless another process does, or has written a checkpoint there."""
-    try:
-        keys = hidden.keys
-        if not hold.is_ours():
-            hold.close()
-            try:
-                hold = take(storage, hidden.step, clock)
-            except AlreadyCommittedError:
-                return
-            if storage.is_file(join(hidden.directory, MANIFEST)):
-                hold.release()
-                return
-            keys = keys_below(storage, hidden.directory)
-        # Its marker went when it was hidden.
-        remove_own_keys(storage, hidden.directory, keys)
-    except BaseException:
-        hold.close()
-        raise
-    hold.release()
-
-
-def _taken_to_hide(storage: Storage, step: int, clock: Clock, index: Index | None) -> WriteLease:
-    """The step, taken. Another deleter that has it is waited for, since it needs few requests to hide it."""
-    key = join(step_dir(step), MANIFEST)
-    deadline = time.monotonic() + _RIVAL_SECONDS
-    while True:
-        try:
-            return take(storage, step, clock, index)
-        except AlreadyCommittedError as error:
-            index = None
-            if not storage.is_file(key):
-                raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
-            if time.monotonic() > deadline:
-                raise StorageError(errno.EBUSY, str(error)) from error
-            time.sleep(_RIVAL_POLL_SECONDS)
-
-
-def sweep_in_place(storage: Storage, index: Index, clock: Clock, stale_after: float) -> tuple[list[str], Index]:
-    """Ends what dead writers and deleters began, and writes the markers of steps that have none.
-
-    Returns:
-      The directories that were removed, and the index.
-    """
-    removed: list[str] = []
-    for step in sorted(index.busy):
-        try:
-            if _sweep_one(storage, step, clock(), stale_after):
-                removed.append(step_dir(step))
-        except T5CkptError as error:
-            _log.warning('t5ckpt: could not sweep %s: %s', storage.url(step_dir(step)), error)
-    if not index.is_complete:
-        index = ensured_index(storage)
-    return removed, index if not index.busy else dataclasses.replace(index, is_fresh=False)
-
-
-def _sweep_one(storage: Storage, step: int, now: float, stale_after: float) -> bool:
-    claim = storage.claim(step_dir(step))
-    if claim is None:
-        return False
-    with contextlib.closing(claim):
-        owner = _read_owner(storage, busy_marker(step))
-        if owner is None or not owner.is_dead(now, stale_after):
-            return False
-        is_committed = storage.is_file(join(step_dir(step), MANIFEST))
-        if is_committed:
-            mark_step(storage, step)
-        else:
-            remove_step(storage, step)
-        storage.delete_file(busy_marker(step))
-        return not is_committed

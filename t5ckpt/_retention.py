@@ -20,11 +20,9 @@ from t5ckpt._commit import Hidden, hide_checkpoint, remove_hidden
 from t5ckpt._holds import held_steps, live_steps
 from t5ckpt._index import Index, read_index, steps_of
 from t5ckpt._layout import (
-    DATASET_REMOVED,
     MANIFEST,
     PINNED,
     SIDECAR,
-    TRAIN_DS_PREFIX,
     join,
     parse_prefixed_step,
     step_dir,
@@ -32,6 +30,7 @@ from t5ckpt._layout import (
 from t5ckpt._sidecar import decode_sidecar, metrics_of, time_of
 from t5ckpt._types import Clock, MetricSource
 from t5ckpt.catalog.layouts import ListedStep, inspect_name, other_layout
+from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -249,7 +248,9 @@ class Retention:
                 hidden.append(found)
                 done.append(decision)
                 _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
-        self._remove_old_datasets(just_saved)
+        if self.keep_datasets is not None:
+            steps = self._prunable(listing(self._storage).steps)
+            remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)
         self.wait()
         if hidden:
             self._remover = threading.Thread(target=self._remove, args=(hidden,), name='t5ckpt-delete')
@@ -308,29 +309,6 @@ class Retention:
             except T5CkptError as error:
                 where = self._storage.url(hidden.directory)
                 _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
-
-    def _remove_old_datasets(self, just_saved: int | None) -> None:
-        """Removes the data-iterator files of all but the latest steps that have some; arrays stay, and pinned steps (T5X)."""
-        keep = self.keep_datasets
-        if keep is None:
-            return
-        files = {step: _dataset_files(self._storage, step) for step in self._prunable(listing(self._storage).steps)}
-        having = [step for step, names in files.items() if names]
-        for step in having[:-keep]:
-            if step == just_saved or self._storage.is_file(join(step_dir(step), PINNED)):
-                continue
-            try:
-                # First: from then on it is no damage that some of them are missing.
-                self._storage.write(join(step_dir(step), DATASET_REMOVED), b'')
-                for name in files[step]:
-                    key = join(step_dir(step), name)
-                    # Some iterators write directories.
-                    remove = (
-                        self._storage.delete_tree if self._storage.kind(key) == 'dir' else self._storage.delete_file
-                    )
-                    remove(key)
-            except T5CkptError as error:
-                _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
 
 
 def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Decision:
@@ -412,7 +390,3 @@ def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:
     if not infos or metric in known:
         return None
     return f'no step has the metric {metric!r}; there are: {", ".join(known) or "none"}.'
-
-
-def _dataset_files(storage: Storage, step: int) -> Collection[str]:
-    return storage.names(step_dir(step), f'{TRAIN_DS_PREFIX}-')

@@ -16,12 +16,13 @@ import logging
 from collections.abc import Iterable
 
 from t5ckpt._holds import hold_dir, list_holds
-from t5ckpt._in_place import TAKE_OVER_SECONDS, has_ended, parse_owner, sweep_in_place
+from t5ckpt._in_place import TAKE_OVER_SECONDS, has_ended, parse_owner
 from t5ckpt._index import Index, read_index
 from t5ckpt._layout import SIDECAR, Hold, Leftover, join, parse_leftover
 from t5ckpt._sidecar import decode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.commit.deletion import remove_checkpoint, renamed_for_deletion
+from t5ckpt.commit.in_place import sweep_in_place
 from t5ckpt.commit.replacement import put_back
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.storage import Storage

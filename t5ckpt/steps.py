@@ -375,8 +375,13 @@ def pin_checkpoint(
         )
         raise other_layout(storage.url(), layout, rest)
     if not storage.is_file(MANIFEST):
+        storage.check_reachable(MANIFEST)
         raise CheckpointNotFoundError(f'{storage.url()} is no checkpoint; pass the directory of a step.')
     storage.write(PINNED, txt.encode())
+    if not storage.renames and not storage.is_file(MANIFEST):
+        # A deleter that was first does not see the mark, and would leave it behind.
+        storage.delete_file(PINNED)
+        raise CheckpointNotFoundError(f'{storage.url()}: another process has deleted it.')
 
 
 def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -386,7 +391,9 @@ def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mappi
       ckpt_dir: the step's directory.
       storage_options: see docs/storage.md.
     """
-    open_storage(ckpt_dir, storage_options).delete_file(PINNED)
+    storage = open_storage(ckpt_dir, storage_options)
+    storage.delete_file(PINNED)
+    storage.check_reachable(PINNED)
 
 
 def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> bool:
@@ -396,4 +403,8 @@ def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: M
       ckpt_dir: the step's directory.
       storage_options: see docs/storage.md.
     """
-    return open_storage(ckpt_dir, storage_options).is_file(PINNED)
+    storage = open_storage(ckpt_dir, storage_options)
+    if storage.is_file(PINNED):
+        return True
+    storage.check_reachable(PINNED)
+    return False

@@ -17,10 +17,12 @@ import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
 from t5ckpt._commit import hide_checkpoint, remove_hidden
 from t5ckpt._holds import held, hold_dir
-from t5ckpt._in_place import hide_in_place, take
+from t5ckpt._in_place import take
 from t5ckpt._layout import busy_marker
 from t5ckpt._retention import Retention
 from t5ckpt.cli._app import app
+from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.in_place import hide_in_place
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.file import FileStorage
@@ -363,3 +365,24 @@ def test_weights_are_exported_beside_the_run(tmp_path):
         export_weights({'w': jnp.ones(3)}, tmp_path / 'other', step=1)
     with pytest.raises(CheckpointNotFoundError):
         t5ckpt.find_checkpoint(tmp_path / 'other')
+
+
+@pytest.mark.parametrize('state', ['being deleted', 'deleted'])
+def test_iterator_files_of_a_step_that_is_deleted_meanwhile(tmp_path, state):
+    """Nothing is written into what another process removes."""
+    storage = open_storage(f'memory://{tmp_path.name}-{state[:2]}/run')
+    save(storage.url(), [0, 1])
+    for step in (0, 1):
+        storage.write(f'checkpoint_{step}/train_ds-000-of-001', b'x')
+    before = set(storage.walk('checkpoint_0'))
+    lease = take(storage, 0, time.time) if state == 'being deleted' else None
+    if lease is None:
+        storage.delete_file('checkpoint_0/checkpoint')
+        before = set(storage.walk('checkpoint_0'))
+    remove_old_datasets(storage, [0, 1], 1, None, time.time)
+    assert set(storage.walk('checkpoint_0')) == before
+    if lease is not None:
+        lease.release()
+        remove_old_datasets(storage, [0, 1], 1, None, time.time)
+        assert storage.names('checkpoint_0', 'train_ds') == []
+    assert not storage.is_file(busy_marker(0))

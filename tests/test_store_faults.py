@@ -283,6 +283,12 @@ def every_way_in(url):
         'open_checkpoint of a step': lambda: t5ckpt.open_checkpoint(f'{url}/checkpoint_5'),
         'open_run': lambda: t5ckpt.open_run(url).steps,
         'reindex_steps': lambda: t5ckpt.reindex_steps(url),
+        'metrics': lambda: ck.metrics(5),
+        'best_step': lambda: ck.best_step('loss', 'min'),
+        'delete': lambda: ck.delete(5),
+        'pin_checkpoint': lambda: t5ckpt.pin_checkpoint(f'{url}/checkpoint_5'),
+        'unpin_checkpoint': lambda: t5ckpt.unpin_checkpoint(f'{url}/checkpoint_5'),
+        'is_pinned_checkpoint': lambda: t5ckpt.is_pinned_checkpoint(f'{url}/checkpoint_5'),
     }
 
 

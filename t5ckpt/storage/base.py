@@ -98,6 +98,10 @@ class Storage(ABC):
         """``is_file`` of each, all asked for at once where that helps."""
         return [self.is_file(key) for key in keys]
 
+    def check_reachable(self, key: str) -> None:
+        """To be called before "there is none" is given as an answer: raises StorageError where there is no such bucket."""
+        del key
+
     @abstractmethod
     def size(self, key: str) -> int | None:
         """The bytes of a file, or None where there is no file. On an object store the file is read for it."""

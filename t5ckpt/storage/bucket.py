@@ -289,6 +289,11 @@ class BucketStorage(Storage):
             return 'file'
         return 'dir' if self._keys(key) else None
 
+    def check_reachable(self, key: str) -> None:
+        # A server answers a question for a key in a missing bucket as for a missing key, but not a listing.
+        if not self._is_found:
+            self._keys(key)
+
     def size(self, key: str) -> int | None:
         try:
             return len(self.read(key))

@@ -1,0 +1,73 @@
+"""Removing the data-iterator files of older steps (T5X's ``keep_dataset_checkpoints``); their arrays stay.
+
+On an object store this is done under the write lease of the step: a deleter of the step waits meanwhile, so that nothing is
+written into what it removes, and what a crash leaves has a marker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Generator, Sequence
+
+from t5ckpt._in_place import AlreadyCommittedError, take
+from t5ckpt._layout import DATASET_REMOVED, MANIFEST, TRAIN_DS_PREFIX, join, step_dir
+from t5ckpt._types import Clock
+from t5ckpt.commit.deletion import is_pinned
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.storage import Storage
+
+__all__ = ['remove_old_datasets']
+
+_log = logging.getLogger('t5ckpt')
+
+
+def remove_old_datasets(
+    storage: Storage, steps: Sequence[int], keep: int, just_saved: int | None, clock: Clock
+) -> None:
+    """Removes them of all but the latest ``keep`` steps that have some; pinned steps keep theirs, as in T5X.
+
+    Args:
+      storage: the run.
+      steps: the complete steps in T5X's layout, ascending.
+      keep: how many steps keep theirs.
+      just_saved: keeps its own, too.
+      clock: unix seconds.
+    """
+    files = {step: storage.names(step_dir(step), f'{TRAIN_DS_PREFIX}-') for step in steps}
+    having = [step for step, names in files.items() if names]
+    for step in having[:-keep]:
+        if step == just_saved or is_pinned(storage, step_dir(step)):
+            continue
+        try:
+            with _taken(storage, step, clock) as is_there:
+                if is_there:
+                    _remove(storage, step, files[step])
+        except (AlreadyCommittedError, CheckpointNotFoundError):
+            # Another process deletes the step, or its iterator's files.
+            continue
+        except T5CkptError as error:
+            _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
+
+
+@contextlib.contextmanager
+def _taken(storage: Storage, step: int, clock: Clock) -> Generator[bool]:
+    """Holds the step's write lease on an object store; gives whether the step is there."""
+    if storage.renames:
+        yield True
+        return
+    lease = take(storage, step, clock)
+    try:
+        yield storage.is_file(join(step_dir(step), MANIFEST))
+    finally:
+        lease.release()
+
+
+def _remove(storage: Storage, step: int, names: Collection[str]) -> None:
+    # First: from then on it is no damage that some of them are missing.
+    storage.write(join(step_dir(step), DATASET_REMOVED), b'')
+    for name in names:
+        key = join(step_dir(step), name)
+        # Some iterators write directories.
+        remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
+        remove(key)

@@ -17,7 +17,6 @@ from t5ckpt._foreign import contents_text, foreign_file, not_a_run
 from t5ckpt._index import indexed_steps, newest_indexed_step
 from t5ckpt._layout import (
     MANIFEST,
-    PINNED,
     TRAIN_DS_PREFIX,
     join,
     parse_prefixed_step,
@@ -36,6 +35,7 @@ from t5ckpt.catalog.layouts import (
     is_orbax,
     other_layout,
 )
+from t5ckpt.catalog.pins import is_pinned_at, pin_at, unpin_at
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.format.safetensors import WHOLE_NAMES, is_safetensors
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
@@ -374,14 +374,7 @@ def pin_checkpoint(
             f"write them in T5X's format (t5ckpt.convert.convert_checkpoint({layout!r}, path, directory)) and pin that step."
         )
         raise other_layout(storage.url(), layout, rest)
-    if not storage.is_file(MANIFEST):
-        storage.check_reachable(MANIFEST)
-        raise CheckpointNotFoundError(f'{storage.url()} is no checkpoint; pass the directory of a step.')
-    storage.write(PINNED, txt.encode())
-    if not storage.renames and not storage.is_file(MANIFEST):
-        # A deleter that was first does not see the mark, and would leave it behind.
-        storage.delete_file(PINNED)
-        raise CheckpointNotFoundError(f'{storage.url()}: another process has deleted it.')
+    pin_at(storage, txt)
 
 
 def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -391,9 +384,7 @@ def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mappi
       ckpt_dir: the step's directory.
       storage_options: see docs/storage.md.
     """
-    storage = open_storage(ckpt_dir, storage_options)
-    storage.delete_file(PINNED)
-    storage.check_reachable(PINNED)
+    unpin_at(open_storage(ckpt_dir, storage_options))
 
 
 def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> bool:
@@ -403,8 +394,4 @@ def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: M
       ckpt_dir: the step's directory.
       storage_options: see docs/storage.md.
     """
-    storage = open_storage(ckpt_dir, storage_options)
-    if storage.is_file(PINNED):
-        return True
-    storage.check_reachable(PINNED)
-    return False
+    return is_pinned_at(open_storage(ckpt_dir, storage_options))

@@ -343,7 +343,7 @@ class _Matcher:
             return False
         came = cast_dtype(path, dtype, self._cast, wanted) if self._casts_from(source) else dtype
         if self._strict == 'exact' and came != wanted and target.kind == 'array':
-            hint = "strict='exact' asks for the same; restore_dtype='template' casts."
+            hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
             self.problems.append(LeafProblem(name, 'dtype', f'{source}{came.name}', wanted.name, hint))
             return False
         if came != wanted and target.kind == 'array' and not (target.device and narrowed(came) == wanted):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 import re
@@ -166,6 +167,35 @@ def check_transforms(fns: Any) -> None:
     wrong = next((fn for fn in fns if not callable(fn)), None) if is_list else fns
     if wrong is not None:
         raise ValueError(f'state_transformation_fns is a list of functions, got {wrong!r:.80}.')
+    for fn in fns:
+        _check_takes_two(fn)
+
+
+def _check_takes_two(fn: Any) -> None:
+    """Raises ValueError where a transformation cannot be called with two arguments, as all of them are."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        # Written in C, without a signature.
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(fn, '__name__', type(fn).__name__)
+        needed = [
+            each.name
+            for each in signature.parameters.values()
+            if each.default is each.empty and each.kind is each.KEYWORD_ONLY
+        ]
+        cure = (
+            f'Bind what else it needs: functools.partial({name}, {", ".join(f"{each}=..." for each in needed)}).'
+            if needed
+            else 'Give it two parameters, and defaults to all others.'
+        )
+        raise ValueError(
+            f'state_transformation_fns: {name}{signature} cannot be called with two arguments, which is how each function in '
+            f'the list is called ({error}). {cure}'
+        ) from error
 
 
 def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:

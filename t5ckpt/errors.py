@@ -54,7 +54,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from t5ckpt._text import counted, lines, printable
 
@@ -103,6 +104,7 @@ __all__ = [
     'UnsupportedTopologyError',
     'mismatch_error',
     'near_names',
+    'with_cures',
 ]
 
 
@@ -319,9 +321,11 @@ class LeafProblem:
 class TreeMismatchError(T5CkptError, ValueError):
     """The checkpoint's tree is not the model's; ``problems`` lists every difference."""
 
-    def __init__(self, message: str, problems: Sequence[LeafProblem] = ()):
+    def __init__(self, message: str, problems: Sequence[LeafProblem] = (), where: str = ''):
         super().__init__(message)
         self.problems = tuple(problems)
+        # The checkpoint, where the text was made by mismatch_error.
+        self.where = where
 
 
 class ShapeMismatch(TreeMismatchError):  # noqa: N818 - the name DESIGN gives
@@ -349,6 +353,7 @@ class UnmatchedPattern(TreeMismatchError):  # noqa: N818
 
 
 _CURES = {
+    'rename': 'state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map=[{rule}])]',
     'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the model.',
     'mesh': 'jax.eval_shape inside jax.set_mesh gives such shardings. Name the devices: '
     'jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)) with a mesh of '
@@ -372,12 +377,20 @@ _CLASSES: dict[str, type[TreeMismatchError]] = {
 _SHOWN = 20
 
 
-def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchError:
+def with_cures(error: TreeMismatchError, cures: Mapping[str, str]) -> TreeMismatchError:
+    """The error with the cures of the function that the user has called: options of another one are of no use there."""
+    return mismatch_error(error.problems, error.where, cures) if error.where else error
+
+
+def mismatch_error(
+    problems: Sequence[LeafProblem], where: str, cures: Mapping[str, str] = MappingProxyType({})
+) -> TreeMismatchError:
     """Builds the one error that holds all differences.
 
     Args:
       problems: the differences, at least one.
       where: the checkpoint, for the first line.
+      cures: by kind, instead of those of ``Checkpointer.restore``; 'rename' has a place for the ``rule``.
 
     Returns:
       The class of the kind when all problems are of one kind, else TreeMismatchError.
@@ -389,13 +402,14 @@ def mismatch_error(problems: Sequence[LeafProblem], where: str) -> TreeMismatchE
     shown += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         shown.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
-    shown += _renaming(problems)
-    shown += [_CURES[kind] for kind in kinds]
+    cures = _CURES | dict(cures)
+    shown += _renaming(problems, cures['rename'])
+    shown += dict.fromkeys(cures[kind] for kind in kinds)
     shown.append('There is an example of each in docs/changed-models.md.')
-    return cls(lines(*shown), problems)
+    return cls(lines(*shown), problems, where)
 
 
-def _renaming(problems: Sequence[LeafProblem]) -> list[str]:
+def _renaming(problems: Sequence[LeafProblem], cure: str) -> list[str]:
     """How to rename, with the first pair of near names as the example; nothing where there is no such pair."""
     first = next((problem for problem in problems if problem.near), None)
     if first is None:
@@ -403,8 +417,7 @@ def _renaming(problems: Sequence[LeafProblem]) -> list[str]:
     model, held = (first.leaf, first.near[0]) if first.kind == 'missing' else (first.near[0], first.leaf)
     rule = _scope_rule(model, held, problems) or (_literal(model), held.replace('\\', r'\\'))
     text = 'Where only a name has changed, say so, the name in the model first'
-    fn = f'functools.partial(t5ckpt.apply_assignment_map, assignment_map=[{rule!r}])'
-    return [f'{text}: state_transformation_fns=[{fn}]']
+    return [f'{text}: {cure.replace("{rule}", repr(rule))}']
 
 
 def _scope_rule(model: str, held: str, problems: Sequence[LeafProblem]) -> tuple[str, str] | None:

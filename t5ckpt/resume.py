@@ -30,11 +30,13 @@ from t5ckpt.errors import (
     NotADirectoryStorageError,
     RemoteError,
     T5CkptError,
+    TreeMismatchError,
     UnreadLayoutWarning,
+    with_cures,
 )
 from t5ckpt.planning.resizing import Patterns
 from t5ckpt.steps import find_checkpoint, listing
-from t5ckpt.translate import apply_assignment_map
+from t5ckpt.translate import assigned
 
 __all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
 
@@ -44,6 +46,25 @@ MODEL = r'(target|params)/.*'
 """The weights, in T5X's and in Flax's train state; a pattern for ``WarmStart.take``."""
 OPTIMIZER = r'(state/param_states|opt_state)/.*'
 """The optimizer's state in them; a pattern for ``WarmStart.leave``."""
+
+
+# What to do about a difference, in options of WarmStart; restore_or_init does not take those of Checkpointer.restore.
+_WARM_CURES = {
+    'dtype': 'A cast between kinds is never made silently: name the leaf in WarmStart(leave=...), or change the model.',
+    'missing': "WarmStart(missing='init') takes leaves that are new from init_fn.",
+    'shape': 'WarmStart(resize=...) pads with zeros or truncates; WarmStart(leave=...) takes the leaf from init_fn.',
+    'unexpected': "WarmStart(strict='contains') leaves out what the model has no place for.",
+    'rename': 'WarmStart(rename=[{rule}])',
+}
+# The run goes on from its own checkpoint whole. A changed model is a new run.
+_OWN_CURES = {
+    'rename': 'initial_checkpoint=WarmStart(the old directory, rename=[{rule}]), in a new directory',
+    **dict.fromkeys(
+        ('dtype', 'missing', 'shape', 'unexpected'),
+        'To go on with a changed model, start a run in a new directory with initial_checkpoint=WarmStart(the old directory, '
+        "...): missing='init', leave=, resize=, rename= and strict='contains' say what is taken.",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +81,8 @@ class WarmStart:
       rename: (pattern, replacement) in order, as in ``apply_assignment_map``: where a leaf of the model has another name
         in the checkpoint. Averaged weights instead of the trained ones: ``((r'params/(.*)', r'ema/\1'),)``.
       missing: 'error', or 'init': a leaf that ``take`` names and the checkpoint lacks comes from ``init_fn``.
-      strict: as in ``Checkpointer.restore``, for what is taken.
+      strict: as in ``Checkpointer.restore``, for what is taken of this source; the other leaves are not compared. Of several
+        sources in a row each is held to its own ``strict``.
       resize: as in ``Checkpointer.restore``.
 
     A pattern is text or compiled.
@@ -103,7 +125,7 @@ class WarmStart:
     def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
         """The checkpoint's state with the model's names, and only what is taken; a restore transform."""
         if self.rename:
-            state_dict = apply_assignment_map(state_dict, target_state_dict, self.rename)
+            state_dict = assigned(state_dict, target_state_dict, self.rename, wanted=self.is_taken)
         table = flatten_nested(state_dict, is_spec)
         return nest({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
 
@@ -147,6 +169,8 @@ def restore_or_init(
         error: T5CkptError | None = None
         try:
             state = checkpointer.restore(step, strict=strict, donate=donate)
+        except TreeMismatchError as caught:
+            error = with_cures(caught, _OWN_CURES)
         except T5CkptError as caught:
             error = caught
         else:
@@ -172,7 +196,10 @@ def restore_or_init(
     if not given:
         raise ValueError('initial_checkpoint is empty: pass a path or a WarmStart in it, or None.')
     warm = [source if isinstance(source, WarmStart) else WarmStart(source) for source in given]
-    return _warm_start(checkpointer, init_fn, warm, donate)
+    try:
+        return _warm_start(checkpointer, init_fn, warm, donate)
+    except TreeMismatchError as error:
+        raise with_cures(error, _WARM_CURES) from error.__cause__
 
 
 def _warn_of_unread(checkpointer: Checkpointer) -> None:

@@ -134,8 +134,23 @@ def apply_assignment_map(
     """
     if is_resuming:
         return ckpt_optimizer_state
+    return assigned(ckpt_optimizer_state, optimizer_state, assignment_map, require_all_rules_match)
+
+
+def assigned(
+    ckpt_optimizer_state: Mapping[str, Any],
+    optimizer_state: Mapping[str, Any],
+    assignment_map: Sequence[tuple[str | re.Pattern[str], str | None]],
+    require_all_rules_match: bool = True,
+    wanted: Callable[[str], bool] | None = None,
+) -> Mapping[str, Any]:
+    """As :func:`apply_assignment_map`, for those leaves of the model that are ``wanted``.
+
+    Of the others nothing is said, and of the wanted ones only that a rule leads to nothing: the caller knows what to do with
+    leaves that are missing.
+    """
     held, model = _flatten(ckpt_optimizer_state), _flatten(optimizer_state)
-    source, unused = _apply_rules(held, model, assignment_map)
+    source, unused = _apply_rules(held, model, assignment_map, wanted)
     if unused and require_all_rules_match:
         raise TreeMismatchError(
             f'the patterns {unused} of the assignment map match no leaf of the model, which has {_some(model)}. A rule is '
@@ -174,7 +189,10 @@ def _is_nothing(leaf: Any) -> bool:
 
 
 def _apply_rules(
-    held: Mapping[str, Any], model: Mapping[str, Any], rules: Sequence[tuple[str | re.Pattern[str], str | None]]
+    held: Mapping[str, Any],
+    model: Mapping[str, Any],
+    rules: Sequence[tuple[str | re.Pattern[str], str | None]],
+    wanted: Callable[[str], bool] | None,
 ) -> tuple[dict[str, str | None], list[str]]:
     """For each leaf of the model its source, None where a rule drops it; and the patterns that matched nothing."""
     compiled = [(leaf_pattern(pattern), replacement) for pattern, replacement in rules]
@@ -185,11 +203,13 @@ def _apply_rules(
         if rule is None:
             if name in held:
                 source[name] = name
-            else:
+            elif wanted is None:
                 _log.warning('t5ckpt: %s is in no rule of the assignment map and not in the checkpoint', name)
             continue
         match, replacement = rule
         unused.discard(match.re)
+        if wanted is not None and not wanted(name):
+            continue
         source[name] = None if replacement is None else match.expand(replacement)
         old = source[name]
         if old is not None and old not in held:

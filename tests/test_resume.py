@@ -1,5 +1,7 @@
 """Coming back: damaged checkpoints, warm starts, strictness, memory."""
 
+import dataclasses
+import inspect
 import os
 import re
 import shutil
@@ -409,3 +411,79 @@ def test_a_source_of_another_size(tmp_path):
         model,
     )
     assert float(state['params']['dense']['kernel'].sum()) == 64 * 128
+
+
+# --- errors and log lines that fit what was called ---------------------------------------------------------------------
+
+
+OTHERS = {
+    'missing': {'params': {**params(0.0), 'new': jnp.zeros(3)}, 'n': 0},
+    'unexpected': {'params': {'dense': params(0.0)['dense']}, 'n': 0},
+    'renamed': {'params': {'dense': params(0.0)['dense'], 'heads': params(0.0)['head']}, 'n': 0},
+    'shape': {'params': {**params(0.0), 'dense': {'kernel': jnp.zeros((80, 128))}}, 'n': 0},
+    'dtype': {'params': params(0.0), 'n': 0.5},
+}
+
+
+@pytest.mark.parametrize('kind', OTHERS)
+@pytest.mark.parametrize('how', ['own', 'path', 'warm', 'several'])
+def test_every_option_that_an_error_names_is_one_of_the_called_function(tmp_path, kind, how):
+    held = {'params': params(1.0), 'n': 7}
+    with Checkpointer(held, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(held, step=1)
+    sources = {
+        'own': None,
+        'path': tmp_path / 'old',
+        'warm': WarmStart(tmp_path / 'old'),
+        'several': [WarmStart(tmp_path / 'old', take='params/dense/.*'), tmp_path / 'old'],
+    }
+    directory = tmp_path / ('old' if how == 'own' else 'new')
+    with Checkpointer(OTHERS[kind], checkpoints_dir=directory) as ck, pytest.raises(TreeMismatchError) as raised:
+        restore_or_init(ck, lambda: OTHERS[kind], initial_checkpoint=sources[how])
+    text = str(raised.value)
+    named = set(re.findall(r'\b([a-z_]+)=', text))
+    known = set(inspect.signature(restore_or_init).parameters) | {each.name for each in dataclasses.fields(WarmStart)}
+    assert named
+    assert named <= known, text
+    assert 'state_transformation_fn' not in text
+    assert 'fallback_state' not in text
+
+
+@pytest.mark.parametrize(
+    ('kind', 'options'),
+    [
+        ('missing', {'missing': 'init'}),
+        ('unexpected', {'strict': 'contains'}),
+        ('renamed', {'rename': [('(.*)/heads/(.*)', r'\1/head/\2')]}),
+        ('shape', {'resize': '.*/dense/kernel'}),
+        ('shape', {'leave': '.*/dense/kernel'}),
+        ('dtype', {'leave': 'n'}),
+    ],
+)
+def test_the_cures_that_they_name_work(tmp_path, kind, options):
+    held = {'params': params(1.0), 'n': 7}
+    with Checkpointer(held, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(held, step=1)
+    state = start_from(tmp_path / 'new', WarmStart(tmp_path / 'old', **options), OTHERS[kind])
+    assert jax.tree.structure(state) == jax.tree.structure(OTHERS[kind])
+
+
+def test_of_leaves_that_are_left_nothing_is_said(tmp_path, caplog):
+    old = {'model': {'dense': params(5.0)['dense']}}
+    with Checkpointer(old, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(old, step=1)
+    caplog.set_level('WARNING', 't5ckpt')
+    model = {'params': params(0.0), 'extra': jnp.zeros(3)}
+    for leave in ('params/head/.*|extra', re.compile('params/head/.*|extra')):
+        warm = WarmStart(tmp_path / 'old', leave=leave, rename=[('params/(.*)', r'model/\1')])
+        state = start_from(tmp_path / 'new', warm, model)
+        assert float(state['params']['dense']['kernel'][0, 0]) == 5
+    assert caplog.messages == []
+
+
+def test_each_source_is_held_to_its_own_strictness_for_what_is_taken_of_it(tmp_path):
+    run_with(tmp_path / 'one', [1])
+    run_with(tmp_path / 'two', [2])
+    first = WarmStart(tmp_path / 'one', take='params/dense/.*', strict='exact')
+    state = start_from(tmp_path / 'new', [first, WarmStart(tmp_path / 'two')])
+    assert (value_of(state), int(state.step)) == (1, 2)

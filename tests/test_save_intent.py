@@ -35,6 +35,10 @@ def caught():
         yield found
 
 
+def resumed(state_dict, target_state_dict, *, is_resuming):
+    return state_dict
+
+
 def same(state_dict, infos):
     return state_dict, infos
 
@@ -339,6 +343,11 @@ def test_preemption_without_a_notice_is_refused(tmp_path):
         (lambda ck, state: ck.restore(2, 'run/checkpoint_1'), "step=2 and path='run/checkpoint_1' both say"),
         (lambda ck, state: ck.restore(state_transformation_fns=t5ckpt.intersect_state), 'Put it into a list'),
         (lambda ck, state: ck.restore(resize=True), 'resize'),
+        (
+            lambda ck, state: ck.restore(state_transformation_fns=[resumed]),
+            r'resumed\(.*is_resuming\) cannot be called .*functools.partial\(resumed, is_resuming=...\)',
+        ),
+        (lambda ck, state: ck.save(state, [lambda tree: tree]), 'cannot be called with two arguments.*two parameters'),
         (t5ckpt.restore_or_init, 'init_fn is a function .* got a dict'),
         (lambda ck, state: t5ckpt.Checkpointer('runs/a'), "train_state is 'runs/a', which looks like a directory"),
         (lambda ck, state: t5ckpt.Checkpointer('run', state), "train_state is 'run', which looks like a directory"),

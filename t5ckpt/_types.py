@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -33,7 +32,6 @@ __all__ = [
     'check_kind',
     'check_patterns',
     'check_policies',
-    'check_transforms',
     'given_steps',
     'integer',
     'leaf_name',
@@ -155,47 +153,6 @@ def check_callables(**functions: Any) -> None:
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f'{name} must be a function, got {value!r:.80}.')
-
-
-def check_transforms(fns: Any) -> None:
-    """Raises ValueError unless the option is a list of functions."""
-    if callable(fns):
-        raise ValueError(  # noqa: TRY004 - as for all options
-            f'state_transformation_fns is a list of functions, got {fns!r:.80}. Put it into a list.'
-        )
-    is_list = isinstance(fns, Sequence) and not isinstance(fns, str)
-    wrong = next((fn for fn in fns if not callable(fn)), None) if is_list else fns
-    if wrong is not None:
-        raise ValueError(f'state_transformation_fns is a list of functions, got {wrong!r:.80}.')
-    for fn in fns:
-        _check_takes_two(fn)
-
-
-def _check_takes_two(fn: Any) -> None:
-    """Raises ValueError where a transformation cannot be called with two arguments, as all of them are."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        # Written in C, without a signature.
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        name = getattr(fn, '__name__', type(fn).__name__)
-        needed = [
-            each.name
-            for each in signature.parameters.values()
-            if each.default is each.empty and each.kind is each.KEYWORD_ONLY
-        ]
-        cure = (
-            f'Bind what else it needs: functools.partial({name}, {", ".join(f"{each}=..." for each in needed)}).'
-            if needed
-            else 'Give it two parameters, and defaults to all others.'
-        )
-        raise ValueError(
-            f'state_transformation_fns: {name}{signature} cannot be called with two arguments, which is how each function in '
-            f'the list is called ({error}). {cure}'
-        ) from error
 
 
 def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:

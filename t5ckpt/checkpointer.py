@@ -44,12 +44,12 @@ from t5ckpt._types import (
     check_callables,
     check_flags,
     check_kind,
-    check_transforms,
     integer,
     number,
     warn_no_effect,
 )
 from t5ckpt.core.call_site import CallSite, warn_caller
+from t5ckpt.core.transform_check import check_transforms
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import (
     ClosedError,

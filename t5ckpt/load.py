@@ -18,8 +18,9 @@ from t5ckpt._plan_restore import StoredLeaf, StoredRead
 from t5ckpt._read import read_arrays
 from t5ckpt._reader import ArrayReader, ReadOptions
 from t5ckpt._sidecar import TreeFacts
-from t5ckpt._types import Path, RestoreStateTransformationFn, check_transforms, leaf_name
+from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
 from t5ckpt._workers import Pool
+from t5ckpt.core.transform_check import check_transforms
 from t5ckpt.steps import locate, with_links
 from t5ckpt.view import lazy_leaf
 

@@ -34,6 +34,7 @@ from t5ckpt.catalog.layouts import (
     inspect_step,
     is_orbax,
     other_layout,
+    step_around,
 )
 from t5ckpt.catalog.pins import is_pinned_at, pin_at, unpin_at
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
@@ -119,24 +120,18 @@ def open_run_storage(
 
 
 def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Looks whether a directory that is to be a run's lies in that of a step. Costs nothing where no name says so.
+    """Looks whether a directory that is to be a run's lies in that of a step.
 
     Raises:
       CheckpointNotFoundError: it does, or is a step's itself.
     """
-    here = above = storage.url().rstrip('/')
-    while '/' in above:
-        parent, _, name = above.rpartition('/')
-        # A number alone names a step of Orbax, but mostly something else; on an object store a look is a request.
-        step = parse_prefixed_step(name) if storage.renames else parse_step_dir(name)
-        if step is not None:
-            place = storage if above == here else open_storage(above, storage_options)
-            # TensorFlow's directories have a file of the manifest's name, too.
-            is_named = parse_step_name(name) is not None
-            if (is_named and place.is_file(MANIFEST)) or is_orbax(place, ''):
-                what = 'is' if above == here else f'lies in {above}, which is'
-                raise CheckpointNotFoundError(f'{here} {what} step {step} of a run, and no run. Give the run: {parent}')
-        above = parent
+    found = step_around(storage, storage_options)
+    if found is not None:
+        here, (directory, step) = storage.url().rstrip('/'), found
+        what = 'is' if directory == here else f'lies in {directory}, which is'
+        raise CheckpointNotFoundError(
+            f'{here} {what} step {step} of a run, and no run. Give the run: {directory.rpartition("/")[0]}'
+        )
 
 
 def get_checkpoint_dir(

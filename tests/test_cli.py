@@ -128,6 +128,11 @@ def test_a_directory_that_is_not_there_is_exit_code_3(run_dir):
     assert 'no such directory' in t5ckpt_cli('ls', run_dir / 'nope', code=3)
 
 
+@pytest.mark.parametrize('verb', [['ls'], ['best'], ['prune', '--keep', '1'], ['rm', '--step', '1']])
+def test_an_empty_path_is_a_usage_error(verb):
+    assert "is empty. Write '.'" in t5ckpt_cli(verb[0], '', *verb[1:], code=2)
+
+
 def test_wrong_words_are_exit_code_2(run_dir):
     assert 'No such command' in t5ckpt_cli('list', run_dir, code=2)
 

@@ -147,6 +147,22 @@ def test_a_selection_and_a_cast(run: str, tmp_path: pathlib.Path, kind: str):
             EXPORTS[kind](run, tmp_path / 'no', ExportOptions(select=pattern))
 
 
+@pytest.mark.parametrize('force', [False, True])
+@pytest.mark.parametrize('kind', EXPORTS)
+def test_nothing_is_written_into_a_step(run: str, tmp_path: pathlib.Path, kind: str, force: bool):
+    """With force, the manifest of the very checkpoint was replaced by the export of it."""
+    step = pathlib.Path(t5ckpt.find_checkpoint(run)).parent
+    (tmp_path / 'link').symlink_to(step)
+    before = sorted(step.rglob('*'))
+    for place in (step / 'checkpoint', step / 'new', step / 'target.big' / 'new', tmp_path / 'link' / 'new'):
+        with pytest.raises(
+            OutputExistsError, match=r'which is step \d+ of a run. Name a path outside of the checkpoint'
+        ):
+            EXPORTS[kind](run, place, ExportOptions(force=force))
+    assert sorted(step.rglob('*')) == before
+    assert t5ckpt.verify(step, full=True).ok
+
+
 def test_a_dtype_that_safetensors_has_not_is_refused_before_anything_is_written(tmp_path: pathlib.Path):
     state = {'target': {'w': jnp.ones((4, 4), jnp.int4), 'v': np.ones(3)}}
     with t5ckpt.Checkpointer(state, checkpoints_dir=str(tmp_path / 'run')) as checkpointer:

@@ -58,7 +58,8 @@ def test_prune_says_what_it_would_do_and_does_that(tmp_path):
 
 def test_prune_must_be_told_what_to_keep(tmp_path):
     assert 'say what to keep' in t5ckpt_cli('prune', tmp_path, code=2)
-    assert 'must be above 0' in t5ckpt_cli('prune', tmp_path, '--every-hours', '0', code=2)
+    for hours in ('0', 'inf', 'nan'):
+        assert 'must be a finite number above 0' in pruned(tmp_path, '--every-hours', hours, code=2)
     assert 'no such directory' in t5ckpt_cli('prune', tmp_path / 'none', '--keep', 1, code=3)
 
 

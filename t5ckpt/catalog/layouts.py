@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 from collections.abc import Mapping
+from typing import Any
 
 from t5ckpt._layout import MANIFEST, join, parse_prefixed_step, parse_step_dir, parse_step_name, step_dir
 from t5ckpt._manifest import is_whole
@@ -25,7 +26,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.storage import Storage
+from t5ckpt.storage import Storage, open_storage
 
 __all__ = [
     'FLAX',
@@ -42,6 +43,7 @@ __all__ = [
     'one_a_step',
     'orbax_marks',
     'other_layout',
+    'step_around',
 ]
 
 T5X, ORBAX, FLAX = 't5x', 'orbax', 'flax'
@@ -244,3 +246,20 @@ def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
     for each in sorted(found, key=lambda each: (each.step, each.is_t5x)):
         by_step[each.step] = each
     return [*by_step.values()]
+
+
+def step_around(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> tuple[str, int] | None:
+    """The directory of the step that a storage's root is or lies in, and its number. Costs nothing where no name says so."""
+    here = above = storage.url().rstrip('/')
+    while '/' in above:
+        parent, _, name = above.rpartition('/')
+        # A number alone names a step of Orbax, but mostly something else; on an object store a look is a request.
+        step = parse_prefixed_step(name) if storage.renames else parse_step_dir(name)
+        if step is not None:
+            place = storage if above == here else open_storage(above, storage_options)
+            # TensorFlow's directories have a file of the manifest's name, too.
+            is_named = parse_step_name(name) is not None
+            if (is_named and place.is_file(MANIFEST)) or is_orbax(place, ''):
+                return above, step
+        above = parent
+    return None

@@ -12,8 +12,11 @@ from typing import Any
 
 import click
 
+from t5ckpt._foreign import not_a_run
 from t5ckpt._text import aligned, printable
 from t5ckpt._types import Progress
+from t5ckpt.steps import open_run_storage
+from t5ckpt.storage import Storage
 
 __all__ = [
     'Column',
@@ -26,6 +29,7 @@ __all__ = [
     'print_json',
     'print_table',
     'progress',
+    'run_at',
     'say',
     'step_option',
     'steps_option',
@@ -138,6 +142,21 @@ def progress(title: str) -> Generator[Progress]:
         task = shown.add_task(title, total=None)
         update: Callable[..., None] = shown.update
         yield lambda done, total: update(task, completed=done, total=total)
+
+
+def run_at(path: str) -> Storage:
+    """Opens the run at a path that the command line was given.
+
+    Raises:
+      click.UsageError: the path is empty, as an unset variable of the shell is.
+      CheckpointNotFoundError: there is no directory, or it is that of a step.
+    """
+    if not path:
+        raise click.UsageError("PATH is empty. Write '.' for the current directory.")
+    storage = open_run_storage(path)
+    if storage.renames and storage.kind('') != 'dir':
+        raise not_a_run(storage)
+    return storage
 
 
 def confirm(question: str, yes: bool) -> None:

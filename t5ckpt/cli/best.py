@@ -6,13 +6,11 @@ import time
 
 import click
 
-from t5ckpt._foreign import not_a_run
 from t5ckpt._retention import Retention, missing_from_all
-from t5ckpt.cli._output import json_option, print_json, say
+from t5ckpt.cli._output import json_option, print_json, run_at, say
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import KeepAll
 from t5ckpt.save.monitored import best_of, candidates, monitored_metrics
-from t5ckpt.steps import open_run_storage
 
 __all__ = ['command']
 
@@ -41,9 +39,7 @@ def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> N
       t5ckpt best run eval/loss --mode min
       t5ckpt cp run weights --step $(t5ckpt best run eval/loss --mode min)
     """
-    storage = open_run_storage(path)
-    if storage.renames and storage.kind('') != 'dir':
-        raise not_a_run(storage)
+    storage = run_at(path)
     retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
     policy = retention.recorded_policy()
     known = () if policy is None else monitored_metrics(policy, None)

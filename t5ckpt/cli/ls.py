@@ -7,15 +7,14 @@ import time
 
 import click
 
-from t5ckpt._foreign import foreign_layout, not_a_run
+from t5ckpt._foreign import foreign_layout
 from t5ckpt._holds import held_steps
 from t5ckpt._summaries import StepSummary, summaries
 from t5ckpt._text import human_age, human_bytes
-from t5ckpt.cli._output import Column, json_option, print_json, print_table, say
+from t5ckpt.cli._output import Column, json_option, print_json, print_table, run_at, say
 from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import StepInfo, policy_of, retention_plan
-from t5ckpt.steps import open_run_storage
 from t5ckpt.storage import Storage
 
 __all__ = ['command']
@@ -42,9 +41,7 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     Example:
       t5ckpt ls run
     """
-    storage = open_run_storage(path)
-    if storage.renames and storage.kind('') != 'dir':
-        raise not_a_run(storage)
+    storage = run_at(path)
     found = [entry for entry in summaries(storage) if entry.complete or entry.reason or show_all]
     foreign = None if found else foreign_layout(storage)
     if foreign is not None:

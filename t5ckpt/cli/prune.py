@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from t5ckpt._foreign import not_a_run
 from t5ckpt._retention import Retention, missing_from_all
 from t5ckpt._text import counted, some_of
-from t5ckpt.cli._output import Column, confirm, json_option, moved_option, print_json, print_table, say
+from t5ckpt.cli._output import Column, confirm, json_option, moved_option, print_json, print_table, run_at, say
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (
     Decision,
@@ -26,7 +26,6 @@ from t5ckpt.policies import (
     KeepSteps,
 )
 from t5ckpt.save.monitored import monitored_metrics
-from t5ckpt.steps import open_run_storage
 
 __all__ = ['command']
 
@@ -63,9 +62,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     Example:
       t5ckpt prune run --keep 3 --best eval/accuracy --every 10000 --dry-run
     """
-    storage = open_run_storage(path)
-    if storage.kind('') != 'dir':
-        raise not_a_run(storage)
+    storage = run_at(path)
     retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
     mode, told = _mode(retention, keep['metric'], keep['mode'])
     retention.policy = _policy({**keep, 'mode': mode})
@@ -156,8 +153,8 @@ def _policy(keep: Mapping[str, Any]) -> KeepPolicy:
     if keep['every'] is not None:
         policies.append(KeepEvery(keep['every']))
     if keep['every_hours'] is not None:
-        if not keep['every_hours'] > 0:
-            raise click.UsageError(f'--every-hours must be above 0, got {keep["every_hours"]:g}.')
+        if not 0 < keep['every_hours'] < math.inf:
+            raise click.UsageError(f'--every-hours must be a finite number above 0, got {keep["every_hours"]:g}.')
         policies.append(KeepEveryHours(keep['every_hours']))
     if keep['steps']:
         policies.append(KeepSteps(frozenset(keep['steps'])))

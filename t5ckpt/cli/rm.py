@@ -11,9 +11,8 @@ import click
 from t5ckpt._layout import parse_step_dir
 from t5ckpt._retention import delete_step, deletion
 from t5ckpt._text import counted
-from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table, say, steps_option
+from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table, run_at, say, steps_option
 from t5ckpt.errors import StepKeptError
-from t5ckpt.steps import open_run_storage
 from t5ckpt.storage import Storage, split_path
 
 __all__ = ['command']
@@ -83,4 +82,4 @@ def _chosen(path: str, numbers: Sequence[int]) -> tuple[Storage, list[int]]:
         raise click.UsageError('say which steps: t5ckpt rm PATH STEP, or --step.')
     if step is not None and numbers:
         raise click.UsageError(f'{path} is one step, so no other can be named. Give the run, {parent}.')
-    return open_run_storage(path if step is None else parent), sorted({*numbers} if step is None else {step})
+    return run_at(path if step is None else parent), sorted({*numbers} if step is None else {step})

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator
 
 from t5ckpt._in_place import TAKE_OVER_SECONDS
+from t5ckpt.catalog.layouts import step_around
 from t5ckpt.errors import OutputExistsError, UnsupportedFormatError
 from t5ckpt.storage import foreign_errors, open_storage
 
@@ -26,6 +27,7 @@ def local_output(path: str | os.PathLike[str]) -> str:
 
     Raises:
       UnsupportedFormatError: it is not on a local file system, or is '-'.
+      OutputExistsError: it lies in a step's directory, where it could replace a file of the checkpoint.
     """
     if os.fspath(path) == '-':
         raise UnsupportedFormatError(
@@ -35,7 +37,13 @@ def local_output(path: str | os.PathLike[str]) -> str:
     local = open_storage(path).local_path('')
     if local is None:
         raise UnsupportedFormatError(f'{path}: exports are written to a local file system. Write there, then copy.')
-    return local.rstrip('/')
+    local = local.rstrip('/') or '/'
+    within = step_around(open_storage(os.path.realpath(os.path.dirname(local))))
+    if within is not None:
+        raise OutputExistsError(
+            f'{local} lies in {within[0]}, which is step {within[1]} of a run. Name a path outside of the checkpoint.'
+        )
+    return local
 
 
 def check_output(path: str, force: bool, is_ours: Callable[[str], bool] | None = None) -> None:
@@ -62,7 +70,10 @@ def check_output(path: str, force: bool, is_ours: Callable[[str], bool] | None =
             f'{path} holds {", ".join(foreign[:5])}, which no export wrote, and is not replaced. Move it away yourself.'
         )
     if not force and (names or not is_dir):
-        raise OutputExistsError(f'{path} is there already. Choose another name, or ask to replace it (force).')
+        raise OutputExistsError(
+            f'{path} is there already. Choose another name, or replace it: --force; in Python force=True, '
+            'or overwrite=True of a conversion.'
+        )
 
 
 @contextlib.contextmanager

@@ -125,7 +125,9 @@ def _found(path: str | os.PathLike[str], step: int | None) -> tuple[Storage, str
         steps = _steps_in(storage)
         if not steps or (step is not None and step not in steps):
             wanted = 'no complete checkpoint of seqax' if step is None else f'no complete step {step} of seqax'
-            raise CheckpointNotFoundError(f'{storage.url()}: {wanted}; complete steps: {steps[-5:]}.')
+            raise CheckpointNotFoundError(
+                f'{storage.url()}: {wanted}; complete steps: {", ".join(map(str, steps[-5:])) or "none"}.'
+            )
         directory = f'{steps[-1] if step is None else step:010}'
     if not _is_done(storage, directory):
         raise CheckpointNotFoundError(

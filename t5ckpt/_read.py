@@ -156,8 +156,10 @@ class _Flight:
         return self._values
 
     def _open(self, read: StoredRead) -> Any:
-        """Begins to open an array: a future of its plain chunks, or of TensorStore's."""
+        """Begins to open an array: a future of its plain chunks, or of TensorStore's; None for a range of a bucket's file."""
         direct = self._reader.direct
+        if direct is None and read.leaf.array.container == 'file':
+            return None
         if direct is None or not (has_plain_chunks(read.leaf.array) or read.leaf.array.container == 'file'):
             return self._reader.start_open(read.leaf.array)
         return self._pool.submit(direct.plain_chunks, read.leaf.array, leaf_name(read.path))
@@ -174,6 +176,11 @@ class _Flight:
 
     def _start(self, read: StoredRead, opened: Any, boxes: Sequence[Box], size: int) -> _Pending:
         array, name = read.leaf.array, leaf_name(read.path)
+        if opened is None:
+            buffers = {box: _buffer(box, array.dtype) for box in boxes}
+            return _Pending(
+                read, buffers, [self._pool.submit(task) for task in self._reader.range_tasks(array, buffers)], size
+            )
         if isinstance(opened, concurrent.futures.Future):
             chunks = opened.result()
             if chunks is not None and self._reader.direct is not None:

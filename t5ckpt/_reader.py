@@ -34,6 +34,7 @@ from t5ckpt._scan import Scanner
 from t5ckpt._specs import StoredArray
 from t5ckpt._types import leaf_name
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
+from t5ckpt.reading.byte_ranges import RangeReader
 from t5ckpt.steps import Located
 from t5ckpt.storage import Storage, foreign_errors
 
@@ -77,10 +78,15 @@ class ArrayReader:
         self.checks = None if ledger is None else Checks(ledger, self._scanner, in_passing=in_passing)
         self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
         self.direct = None if root is None else DirectReader(root, checks=self.checks, follow_links=follow_links)
+        self._ranges = RangeReader(storage, directory)
 
     def url(self, array: StoredArray) -> str:
         """Where an array lies, for messages."""
         return self._storage.url(join(self._directory, array.location))
+
+    def range_tasks(self, array: StoredArray, buffers: dict[Box, np.ndarray]) -> list[Callable[[], None]]:
+        """What fills the buffers with boxes of an array in a ``'file'`` of a store without local files."""
+        return self._ranges.tasks(array, buffers)
 
     def wait(self, future: Any) -> Any:
         """See ``Storage.wait``."""
@@ -200,8 +206,8 @@ class ArrayReader:
         slices, after = basic
         for task in self.check_tasks(leaf.array, name, [Box.from_slices(slices, leaf.shape)]):
             task()
-        if leaf.array.container == 'file' and self.direct is not None:
-            return self._read_range(self.direct, leaf, name, slices)[after]
+        if leaf.array.container == 'file':
+            return self._read_range(leaf, name, slices)[after]
         mapped = self._read_mapped(leaf, name, slices, index is Ellipsis)
         if mapped is not None:
             return from_stored(mapped, leaf.dtype)[after]
@@ -213,12 +219,16 @@ class ArrayReader:
             self.wait(start_read(view, out))
         return from_stored(out, leaf.dtype)[after]
 
-    def _read_range(self, direct: DirectReader, leaf: StoredLeaf, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+    def _read_range(self, leaf: StoredLeaf, name: str, slices: tuple[slice, ...]) -> np.ndarray:
         box = Box.from_slices(slices, leaf.shape)
         check_memory(box.size * leaf.array.dtype.itemsize, f'{name} ({self.url(leaf.array)})')
         out = aligned_empty(box.shape, leaf.array.dtype)
-        request = ReadRequest(leaf.array, name, leaf.dtype, {box: out})
-        for task in direct.tasks(request, chunk_of_file(leaf.array)) or ():
+        if self.direct is None:
+            tasks = self.range_tasks(leaf.array, {box: out})
+        else:
+            request = ReadRequest(leaf.array, name, leaf.dtype, {box: out})
+            tasks = self.direct.tasks(request, chunk_of_file(leaf.array)) or ()
+        for task in tasks:
             task()
         return out[_steps(slices)]
 

@@ -263,7 +263,7 @@ def locate(
     if storage.renames and storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: no such file or directory, so no checkpoint.')
     if tensors and step is None and storage.local_path('') is not None and not storage.is_file(MANIFEST):
-        # Elsewhere safetensors are not read, so nothing is asked of a bucket.
+        # Of a bucket nothing more is asked: safetensors there are named by their file.
         file = next((file for file in WHOLE_NAMES if storage.is_file(file)), None)
         if file is not None and not _holds_steps(storage):
             return Located(outer, name, file, None)

@@ -186,10 +186,55 @@ def test_missing_files_links_and_buckets(shards, tmp_path):
     with pytest.raises(UnsafeSpecError, match='follow_links=True'):
         restore(shards)
     check(restore(shards, options={'follow_links': True})['params'])
-    storage = t5ckpt.storage.open_storage('memory://tensors')
-    storage.write('w/model.safetensors', b'x' * 20)
-    with pytest.raises(UnsupportedFormatError, match='local files only'):
-        restore('memory://tensors/w/model.safetensors')
+
+
+def test_from_a_bucket(s3, one_file, shards):
+    """And no byte twice, of a part no more than the part."""
+    url = s3.url()
+    for file in (*shards.parent.iterdir(), one_file):
+        s3.put(f'{url}/{file.name}', file.read_bytes())
+    for file in (one_file, shards):
+        path = f'{url}/{file.name}'
+        s3.proxy.clear()
+        check(restore(path)['params'])
+        assert received(s3) < 1.05 * sum(values.nbytes for values in TENSORS.values()) + 4096
+        view = t5ckpt.open_checkpoint(path)
+        np.testing.assert_array_equal(
+            view['model.embed.weight'][3:60:5, -1:2:-3], TENSORS['model.embed.weight'][3:60:5, -1:2:-3]
+        )
+        assert view['model.scale'][()] == 3
+    # 16 of 256 rows, and no embedding.
+    s3.proxy.clear()
+    some = template(embed=..., layer_0=sharded((16, 512), 'x'))
+    restored = restore(f'{url}/{one_file.name}', some, resize='params/layer_0')['params']['layer_0']
+    np.testing.assert_array_equal(restored, TENSORS['model.layers.0.weight'][:16])
+    assert received(s3) < 16 * 2048 + 8192
+    s3.put(f'{url}/short.safetensors', one_file.read_bytes()[:-9])
+    with pytest.raises((CorruptCheckpointError, t5ckpt.errors.StorageError), match=r'short\.safetensors'):
+        restore(f'{url}/short.safetensors')
+    with pytest.raises(CheckpointNotFoundError):
+        restore(f'{url}/none.safetensors')
+
+
+def received(bucket) -> int:
+    """The bytes that the server has sent since the last call."""
+    return sum(request.received for request in bucket.proxy.clear())
+
+
+@pytest.mark.parametrize('shape', [(), (7,), (0, 3), (5, 4, 6), (3, 1, 40000)])
+def test_every_part_of_an_array_in_a_bucket(shape):
+    """Blocks, rows and single runs; where the rows are far apart each is a request of its own."""
+    values = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape)
+    storage = t5ckpt.storage.open_storage('memory://parts')
+    storage.write('w.safetensors', safetensors.save({'a': np.ones(3, np.uint8), 'w': values, 'z': np.ones(5)}))
+    view = t5ckpt.open_checkpoint('memory://parts/w.safetensors')
+    for index in (
+        ...,
+        (slice(1, None),) * len(shape),
+        (slice(None, None, -2),) * len(shape),
+        (..., slice(2, 3))[: len(shape)],
+    ):
+        np.testing.assert_array_equal(view['w'][index], values[index])
 
 
 def test_only_the_ranges_that_are_needed_are_read(one_file, caplog):

@@ -26,6 +26,7 @@ __all__ = [
     'WHOLE_NAMES',
     'Header',
     'Tensor',
+    'data_bytes',
     'header_bytes',
     'is_safetensors',
     'parse_header',
@@ -98,6 +99,15 @@ def header_bytes(first: bytes, size: int, where: str) -> int:
             f'{where}: a header of {length} bytes in a file of {size}: truncated, or no safetensors. Copy it again.'
         )
     return length
+
+
+def data_bytes(text: bytes) -> int:
+    """Where the last tensor ends by a header, from the first byte after it; 0 for what :func:`parse_header` refuses."""
+    try:
+        header = json.loads(text)
+        return max((int(entry['data_offsets'][1]) for name, entry in header.items() if name != METADATA), default=0)
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError):
+        return 0
 
 
 def parse_header(text: bytes, size: int, where: str) -> Header:

@@ -21,7 +21,8 @@ from t5ckpt._manifest import Manifest
 from t5ckpt._specs import SpecDict, StoredArray
 from t5ckpt._types import Path, path_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
-from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, header_bytes, parse_header
+from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, Header, data_bytes, header_bytes, parse_header
+from t5ckpt.reading.byte_ranges import read_range
 from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['decode_tensors', 'read_tensors']
@@ -36,28 +37,24 @@ def read_tensors(
       The JSON, and the ``Storage.version`` of each file from before it was read.
 
     Raises:
-      UnsupportedFormatError: the storage has no local files, or two tensors have the same place in a tree.
+      UnsupportedFormatError: two tensors have the same place in a tree.
       CheckpointNotFoundError: a file that the index names is missing.
       CorruptCheckpointError: a header or the index does not decode, or the two disagree.
     """
-    root = storage.local_path(directory)
-    if root is None:
-        raise UnsupportedFormatError(
-            f'{storage.url(join(directory, name))}: safetensors are read from local files only. Copy it to a local disk.'
-        )
-    fence = Fence(root, follow_links=follow_links)
+    local = storage.local_path(directory)
+    files = _Bucket(storage, directory) if local is None else _Local(local, follow_links)
     versions: dict[str, Any] = {}
 
     def entries(file: str) -> tuple[int, list[Any]]:
         versions[file] = storage.version(join(directory, file))
-        return _entries(fence, root, file)
+        return _entries(files, file)
 
-    where = os.path.join(root, name)
+    where = files.where(name)
     if not name.endswith(INDEX_SUFFIX):
         found = {name: entries(name)}
     else:
         versions[name] = storage.version(join(directory, name))
-        by_tensor = _weight_map(_read(fence, root, name, None), where)
+        by_tensor = _weight_map(files.read(name), where)
         found = _chosen(by_tensor, {file: entries(file) for file in sorted(set(by_tensor.values()))}, where)
     _check_places([tensor[0] for _, tensors in found.values() for tensor in tensors], where)
     return json.dumps(found).encode(), versions
@@ -129,39 +126,78 @@ def _check_places(names: Sequence[str], where: str) -> None:
         raise UnsupportedFormatError(f"{where}: a '/' in a name begins a level of the tree. {error}") from error
 
 
-def _entries(fence: Fence, root: str, file: str) -> tuple[int, list[Any]]:
+def _entries(files: _Local | _Bucket, file: str) -> tuple[int, list[Any]]:
     """A file's size, and (name, dtype, shape, offset) of each tensor."""
-    where = os.path.join(root, file)
-    first, size = _read(fence, root, file, 8), _size(fence, root, file)
-    length = header_bytes(first, size, where)
-    header = parse_header(_read(fence, root, file, 8 + length)[8:], size, where)
+    header, size = files.header(file)
     return size, [(tensor.name, tensor.dtype.name, tensor.shape, tensor.offset) for tensor in header.tensors]
 
 
-def _read(fence: Fence, root: str, file: str, count: int | None) -> bytes:
-    fd, size = _open(fence, root, file)
-    with os.fdopen(fd, 'rb') as opened, foreign_errors(os.path.join(root, file)):
-        if count is None:
-            check_size(size, MAX_HEADER, os.path.join(root, file))
-        return opened.read(size if count is None else count)
+class _Local:
+    """The files of a directory on a disk."""
+
+    def __init__(self, root: str, follow_links: bool):
+        self._root = root
+        self._fence = Fence(root, follow_links=follow_links)
+
+    def where(self, file: str) -> str:
+        """The name for messages."""
+        return os.path.join(self._root, file)
+
+    def read(self, file: str) -> bytes:
+        """All bytes of an index."""
+        return self._read(file, None)
+
+    def header(self, file: str) -> tuple[Header, int]:
+        """The header of a file, and the file's size."""
+        first, size = self._read(file, 8), self._size(file)
+        length = header_bytes(first, size, self.where(file))
+        return parse_header(self._read(file, 8 + length)[8:], size, self.where(file)), size
+
+    def _read(self, file: str, count: int | None) -> bytes:
+        fd, size = self._open(file)
+        with os.fdopen(fd, 'rb') as opened, foreign_errors(self.where(file)):
+            if count is None:
+                check_size(size, MAX_HEADER, self.where(file))
+            return opened.read(size if count is None else count)
+
+    def _size(self, file: str) -> int:
+        fd, size = self._open(file)
+        os.close(fd)
+        return size
+
+    def _open(self, file: str) -> tuple[int, int]:
+        with foreign_errors(self.where(file)):
+            directory = self._fence.open_dir('', file)
+            try:
+                return self._fence.open_file((directory, ''), file, file)
+            except FileNotFoundError as error:
+                raise CheckpointNotFoundError(f'{self.where(file)} is missing. Copy the directory again.') from error
+            finally:
+                os.close(directory)
 
 
-def _size(fence: Fence, root: str, file: str) -> int:
-    fd, size = _open(fence, root, file)
-    os.close(fd)
-    return size
+class _Bucket:
+    """The files below a prefix of an object store, which tells no sizes: a file is as long as its header says."""
 
+    def __init__(self, storage: Storage, directory: str):
+        self._storage = storage
+        self._directory = directory
 
-def _open(fence: Fence, root: str, file: str) -> tuple[int, int]:
-    where = os.path.join(root, file)
-    with foreign_errors(where):
-        directory = fence.open_dir('', file)
-        try:
-            return fence.open_file((directory, ''), file, file)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f'{where} is missing. Copy the directory again.') from error
-        finally:
-            os.close(directory)
+    def where(self, file: str) -> str:
+        """The name for messages."""
+        return self._storage.url(join(self._directory, file))
+
+    def read(self, file: str) -> bytes:
+        """All bytes of an index."""
+        return self._storage.read(join(self._directory, file))
+
+    def header(self, file: str) -> tuple[Header, int]:
+        """The header of a file, and the file's size."""
+        key, where = join(self._directory, file), self.where(file)
+        length = header_bytes(self._storage.read_range(key, 0, 8), 2**62, where)
+        text = read_range(self._storage, key, 8, 8 + length)
+        size = 8 + length + data_bytes(text)
+        return parse_header(text, size, where), size
 
 
 def decode_tensors(data: bytes) -> Manifest:

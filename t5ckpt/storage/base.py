@@ -66,6 +66,10 @@ class Storage(ABC):
     def read(self, key: str) -> bytes:
         """The bytes of a key. Raises CheckpointNotFoundError when there is none."""
 
+    def read_range(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes of a key from ``start`` to ``stop``; fewer where the file ends before."""
+        return self.read(key)[start:stop]
+
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
         """Writes a key durably and whole."""

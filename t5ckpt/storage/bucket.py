@@ -28,6 +28,7 @@ from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageErr
 from t5ckpt.storage._cache import CachedFile, FileCache
 from t5ckpt.storage._errors import bucket_errors, map_bucket_error
 from t5ckpt.storage._forked import use_tensorstore
+from t5ckpt.storage._key_ranges import after, gaps
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.options import retries_within, stall_environment
 
@@ -222,11 +223,18 @@ class BucketStorage(Storage):
         return self.read_with_version(key)[0]
 
     def read_with_version(self, key: str) -> tuple[bytes, Any]:
+        found = self._found(key)
+        return bytes(found.value), found.stamp.generation
+
+    def read_range(self, key: str, start: int, stop: int) -> bytes:
+        return bytes(self._found(key, byte_range=slice(start, stop)).value)
+
+    def _found(self, key: str, **options: Any) -> Any:
         with bucket_errors(self.url(key)):
-            found = self.wait(self._kvstore().read(self._key(key)))
+            found = self.wait(self._kvstore().read(self._key(key), **options))
         if found.state != 'value':
             raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
-        return bytes(found.value), found.stamp.generation
+        return found
 
     def version(self, key: str) -> Any:
         with bucket_errors(self.url(key)):
@@ -321,7 +329,7 @@ class BucketStorage(Storage):
         ranges = [
             gap
             for each in beginnings
-            for gap in _gaps(below + each, [f'{below}{name}/' for name in without if name.startswith(each)])
+            for gap in gaps(below + each, [f'{below}{name}/' for name in without if name.startswith(each)])
         ]
         with bucket_errors(self.url(key)):
             futures = [self._kvstore().list(ts.KvStore.KeyRange(*ends)) for ends in ranges]
@@ -385,16 +393,4 @@ class BucketStorage(Storage):
 
 
 def _range(prefix: str) -> Any:
-    return ts.KvStore.KeyRange(prefix, _after(prefix)) if prefix else ts.KvStore.KeyRange()
-
-
-def _after(prefix: str) -> str:
-    """The first key that comes after all that begin so."""
-    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
-
-
-def _gaps(prefix: str, without: Sequence[str]) -> list[tuple[str, str]]:
-    """The ranges of keys that begin with ``prefix`` and lie in none of the directories ``without``."""
-    starts = [prefix, *(_after(directory) for directory in sorted(without))]
-    ends = [*sorted(without), _after(prefix)]
-    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+    return ts.KvStore.KeyRange(prefix, after(prefix)) if prefix else ts.KvStore.KeyRange()

@@ -39,6 +39,7 @@ from t5ckpt._types import Partitioner, Path, Progress, leaf_name
 from t5ckpt.datasets import DatasetState, warn_of_unused
 from t5ckpt.errors import DisagreementError, RemoteError
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.leaves import restricted
 from t5ckpt.planning.resizing import Resize, resized
 from t5ckpt.restore.notices import warn_if_local, warn_if_narrowed, warn_if_unsharded, warn_of_idle
 from t5ckpt.save.notices import Notices
@@ -133,7 +134,7 @@ def _read(
     )
     targets = _targets(view, state, partitioner)
     if request.only is not None:
-        targets = {path: target if path in request.only else target.left_out() for path, target in targets.items()}
+        targets = restricted(targets, request.only)
     plan = plan_restore(leaves, targets, options, located.url)
     _log_plan(plan, request)
     if request.meeting.is_first:

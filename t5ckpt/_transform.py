@@ -114,9 +114,13 @@ def transformed(table: LeafTable, axes: LeafAxes, fns: Sequence[Any]) -> Transfo
     # Leaves without an array (None, numbers, empty) have None for an info, as in T5X.
     tree: Any = nest({path: axes.info(path, leaf) if hasattr(leaf, 'shape') else None for path, leaf in table.items()})
     for fn in fns:
-        state, tree = fn(state, tree)
-    if not isinstance(state, Mapping) or not isinstance(tree, Mapping):
-        raise UnsupportedLeafError('a state transformation must return the new state dict and the new parameter infos.')
+        made = fn(state, tree)
+        if not isinstance(made, tuple | list) or [isinstance(each, Mapping) for each in made] != [True, True]:
+            raise UnsupportedLeafError(
+                f'{getattr(fn, "__name__", fn)!r:.80}: a state transformation must return the new state dict and the new '
+                f'parameter infos, got {made!r:.80}.'
+            )
+        state, tree = made
     leaves = flatten_nested(state, lambda _: False)
     moved = flatten_nested(tree, lambda _: False)
     infos = {path: info for path, info in moved.items() if isinstance(info, ParameterInfo)}

@@ -162,7 +162,9 @@ def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:
 
 
 def check_policies(policies: Any, kind: type[Any], owner: str) -> None:
-    """Raises ValueError unless all are policies of the kind."""
+    """Raises ValueError unless there is one and all are policies of the kind."""
+    if not policies:
+        raise ValueError(f'{owner} needs at least one policy, got none in policies={policies!r:.80}.')
     wrong = next((policy for policy in policies if not isinstance(policy, kind)), None)
     if wrong is not None:
         raise ValueError(f'{owner} joins policies of type {kind.__name__}, got {wrong!r:.80}.')

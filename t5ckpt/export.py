@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from t5ckpt._commit import CommittedCheckpoint
+from t5ckpt._dtypes import Cast, check_cast
 from t5ckpt._leaves import Empty, flatten_nested, nest
 from t5ckpt._types import Partitioner, leaf_name, leaf_pattern
 from t5ckpt.checkpointer import Checkpointer
@@ -41,8 +42,9 @@ def export_weights(
       The checkpoint, or None when a complete one of this step was there already.
 
     Raises:
-      ValueError: no leaf has such a name.
+      ValueError: no leaf has such a name, or ``dtype`` is given and none that is taken is floating.
     """
+    cast = None if dtype is None else Cast.of(dtype, take, 'dtype')
 
     def weights(state_dict: Any, parameter_infos: Any) -> tuple[Any, Any]:
         leaves = flatten_nested(state_dict, lambda _: False)
@@ -54,6 +56,8 @@ def export_weights(
         if not kept:
             names = ', '.join(leaf_name(path) for path in list(leaves)[:5])
             raise ValueError(f'export_weights: no leaf matches {take!r}; the state has {names}. Pass take=.')
+        # Under the name that the option has here; the checkpointer would name its own.
+        check_cast(cast, {path: getattr(leaf, 'dtype', None) for path, leaf in kept.items()})
         infos = flatten_nested(parameter_infos, lambda _: False)
         return nest(kept), nest({path: infos[path] for path in kept if path in infos and infos[path] is not None})
 

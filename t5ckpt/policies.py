@@ -263,8 +263,6 @@ class KeepAny(KeepPolicy):
     policies: tuple[KeepPolicy, ...]
 
     def __post_init__(self) -> None:
-        if not self.policies:
-            raise ValueError('KeepAny needs at least one policy: none keeps anything.')
         check_policies(self.policies, KeepPolicy, 'KeepAny')
 
     @property

@@ -482,64 +482,6 @@ def test_event_files_are_local(directory, tmp_path, monkeypatch):
 # --- options that have no effect -----------------------------------------------------------------------------------------
 
 
-def checkpointer(**options):
-    return t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='memory://idle', **options)
-
-
-def in_memory(run):
-    """The run on a storage without links."""
-    place = 'memory://idle-restore'
-    if not t5ckpt.all_steps(place):
-        t5ckpt.copy_checkpoint(run, place)
-    return place
-
-
-def saved_without_maybe_save(**options):
-    place = f'memory://idle-{"-".join(options)}'
-    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=place, **options) as checkpointer:
-        checkpointer.save(nnx_state())
-    checkpointer.close()
-
-
-def restored_with(run, *, fallback=None, donate=False, **options):
-    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=in_memory(run), **options) as checkpointer:
-        return checkpointer.restore(fallback_state=fallback, donate=donate)
-
-
-IDLE = {
-    'metric_source': lambda run: checkpointer(metric_source=t5ckpt.TensorBoardMetrics(run)),
-    'metric_source with keep': lambda run: checkpointer(metric_source=t5ckpt.TensorBoardMetrics(run), keep=2),
-    'keep_dataset_checkpoints': lambda run: checkpointer(keep_dataset_checkpoints=2),
-    'mmap': lambda run: restored_with(run, mmap=True),
-    'follow_links': lambda run: restored_with(run, follow_links=True),
-    'donate': lambda run: restored_with(run, donate=True),
-    'fallback_state': lambda run: restored_with(run, fallback={'modell': {'w': KERNEL}}),
-    'PreemptionNotice': lambda run: [notice() for notice in [t5ckpt.PreemptionNotice()] for _ in range(2)],
-    'follow_links of load': lambda run: t5ckpt.load_t5x_checkpoint(in_memory(run), follow_links=True),
-    'follow_links of open': lambda run: t5ckpt.open_checkpoint(in_memory(run), follow_links=True),
-    'follow_links of verify': lambda run: t5ckpt.verify(in_memory(run), follow_links=True),
-    'follow_links of copy': lambda run: t5ckpt.copy_checkpoint(
-        in_memory(run), run.parent / 'copied', options=t5ckpt.CopyOptions(follow_links=True)
-    ),
-    'force_keep_period of SaveBest': lambda run: t5ckpt.SaveBestCheckpointer(nnx_state(), force_keep_period=5),
-    'keep_checkpoints_without_metrics and force_keep_period': lambda run: t5ckpt.SaveBestCheckpointer(
-        nnx_state(), force_keep_period=5, keep_checkpoints_without_metrics=False
-    ),
-    'save_policy': lambda run: saved_without_maybe_save(save_policy=t5ckpt.SaveEvery(5)),
-    'preempted': lambda run: saved_without_maybe_save(preempted=lambda: False),
-    'save_policy and preempted': lambda run: saved_without_maybe_save(
-        save_policy=t5ckpt.SaveOnPreemption(), preempted=lambda: False
-    ),
-}
-
-
-@pytest.mark.parametrize('name', IDLE)
-def test_an_option_without_an_effect_is_warned_of_once(name, run):
-    with pytest.warns(NoEffectWarning, match=f'^{name.split()[0]} ') as told:
-        IDLE[name](run)
-    assert len(told) == 1
-
-
 def ended_early(options):
     with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='memory://asked-not', **options) as checkpointer:
         checkpointer.save(nnx_state())
@@ -562,27 +504,6 @@ def test_a_policy_that_somebody_asks_is_not_warned_of():
     # A loop that an error ends may not have come to it.
     with pytest.raises(ZeroDivisionError):
         ended_early(options)
-
-
-IMPOSSIBLE = {
-    'select': lambda run, out: t5ckpt.export_hf(run, out, options=ExportOptions(select='x')),
-    'cast_leaves': lambda run, out: t5ckpt.export_hf(run, out, options=ExportOptions(dtype='float32', cast_leaves='x')),
-    'max_shard_bytes': lambda run, out: t5ckpt.export_npz(run, out, ExportOptions(max_shard_bytes=10)),
-    'scanned, split_heads': lambda run, out: imported(t5ckpt.export_npz, t5ckpt.import_npz)(
-        run, out, None, scanned=True, split_heads=False
-    ),
-    'compression and concurrent_gb': lambda run, out: convert_to_orbax(run, out, ConvertOptions(compression='zstd')),
-    'translator': lambda run, out: t5ckpt.convert_checkpoint(
-        'flax', run, out, translator=t5ckpt.CheckpointTranslator()
-    ),
-}
-
-
-@pytest.mark.parametrize('name', IMPOSSIBLE)
-def test_an_option_that_another_format_has_is_an_error(name, run, tmp_path):
-    with pytest.raises(ValueError, match=f'^{name}.* no effect'):
-        IMPOSSIBLE[name](run, tmp_path / 'out')
-    assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
 from t5ckpt._dtypes import kind
 from t5ckpt._leaves import Empty, Target
+from t5ckpt._text import some_of
 from t5ckpt._types import Path, leaf_name
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
 from t5ckpt.tree.leaf_values import base_number
 
-__all__ = ['as_leaf', 'both_python_ints', 'describe', 'first_in', 'held', 'is_empty']
+__all__ = ['as_leaf', 'both_python_ints', 'describe', 'first_in', 'held', 'is_empty', 'restricted']
 
 
 def as_leaf(path: Path, found: Any) -> Any:
@@ -67,3 +68,18 @@ def is_empty(leaf: Any) -> bool:
 def first_in(path: Path, places: Collection[Path]) -> Path | None:
     """The path itself or the nearest to the root of what is above it, if it is one of these."""
     return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in places), None)
+
+
+def restricted(targets: Mapping[Path, Target], only: AbstractSet[Path]) -> dict[Path, Target]:
+    """The targets of a model with all but some leaves left out.
+
+    Raises:
+      UnmatchedPattern: the model lacks one of these leaves.
+    """
+    unknown = sorted(leaf_name(path) for path in only - targets.keys())
+    if unknown:
+        raise UnmatchedPattern(
+            f'leaves: the model has no {some_of(unknown, 5, ", ")}. A leaf is named by its path, such as '
+            f'{next(iter(targets), ())!r}.'
+        )
+    return {path: target if path in only else target.left_out() for path, target in targets.items()}

@@ -28,7 +28,16 @@ def write_hlo(directory: str | os.PathLike[str], name: str, compiled: Any, *, se
 
     Returns:
       What was written, as a user would write it; nothing in other processes than the first.
+
+    Raises:
+      ValueError: ``name`` is empty, or ``compiled`` is not a compiled function.
     """
+    if not name:
+        raise ValueError("name is empty: pass the name of the files without a suffix, such as 'train_step'.")
+    if not hasattr(compiled, 'runtime_executable'):
+        raise ValueError(
+            f'compiled is what jax.jit(f).lower(...).compile() returns, got {type(compiled).__name__}. Compile the function.'
+        )
     if jax_processes().index != 0:
         return []
     storage = open_storage(directory)

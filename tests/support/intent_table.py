@@ -1,6 +1,7 @@
 """What is said where a parameter or an option has no effect: a row for each that is public.
 
-A row is ``names | answer | when it has no effect, and what is said``. The answers:
+A row is ``names | answer | when it has no effect, and what is said``. ``intent_cases.py`` has a case for each name whose
+answer is not ``hint``, and test_intent_table.py provokes it. The answers:
 
     error    it is refused
     warning  a T5CkptWarning, once for its cause
@@ -10,7 +11,8 @@ A row is ``names | answer | when it has no effect, and what is said``. The answe
 
 # The same wherever they are taken, with one answer each. Everything else has a row of its own below.
 COMMON = """
-path checkpoints_dir ckpt_dir directory source sources target a b checkpoint file path_or_dir | error | nothing is there
+path ckpt_dir directory source sources target a b checkpoint file path_or_dir | error | nothing is there
+checkpoints_dir | hint | a run that begins there: it has no steps yet
 step | error | there is no such step, or the path names one already
 storage_options source_options target_options | error | a key that the scheme lacks, or that another one switches off
 progress | hint | a wish to be told; nothing is called where no byte moves
@@ -273,7 +275,7 @@ VERBS = {
     'export hf': '--config | error | it does not fit\n--max-shard-size | hint | a limit',
     'export npz': '--select | error | matches nothing',
     'export safetensors': '--select | error | matches nothing',
-    'import hf': '--config --scanned --split-heads | error | it does not fit',
+    'import hf': '--config | error | it does not fit\n--scanned --split-heads | hint | the layout to write',
     'ls': '--all | hint | there is nothing else',
     'pin': '--why | hint | replaces the reason that is there',
     'prune': """

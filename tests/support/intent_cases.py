@@ -1,0 +1,986 @@
+"""How each row of ``intent_table.py`` that claims a message is provoked: what has no effect, and what is said then.
+
+A case is ``(owner, names, said, text, call)``. ``call(scene, name)`` is the smallest use of the parameter in which it has no
+effect. ``said`` is what ``text`` is the pattern of: a class of errors or warnings, ``LOG`` for a log line, ``SHOWN`` for the
+text that the call returns. A case of the command line returns the words instead, and ``said`` is the exit code.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import t5ckpt
+from t5ckpt import (
+    Changes,
+    Checkpointer,
+    ConvertOptions,
+    CopyOptions,
+    ExportOptions,
+    ImportOptions,
+    NoEffectWarning,
+    RepairOptions,
+    WarmStart,
+    errors,
+)
+from t5ckpt.convert import seqax
+from t5ckpt.convert.to_orbax import convert_to_orbax
+from t5ckpt.datasets import as_dataset_iterator
+from t5ckpt.storage import open_storage
+from t5ckpt.training import MetricWriter, ProfilerWindow, Watchdog, write_hlo
+
+from . import partitioner, t5
+
+LOG, SHOWN = 'log', 'shown'
+KERNEL = np.arange(48, dtype=np.float32).reshape(6, 8)
+# The weights are where Flax NNX and axlearn have them, so that no cast is meant for a leaf by default.
+STATE = {
+    'model': {'dense': {'kernel': KERNEL}, 'ids': np.arange(3)},
+    'optimizer': {'mu': KERNEL, 'count': np.int32(1)},
+    'step': np.int32(1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """Directories that the cases share and do not change, and one of their own.
+
+    Attributes:
+      root: holds ``run`` with step 1, saved with the metric loss; ``t5`` with a T5; ``x.npz``, ``x.safetensors`` and
+        ``x.flax``, the same state; ``tf``, a TensorFlow checkpoint.
+      out: does not exist yet.
+    """
+
+    root: pathlib.Path
+    out: pathlib.Path
+
+    @property
+    def run(self) -> pathlib.Path:
+        return self.root / 'run'
+
+    @property
+    def memory(self) -> str:
+        """The run on a storage without links."""
+        place = f'memory://intent-{id(self.root)}'
+        if not t5ckpt.all_steps(place):
+            t5ckpt.copy_checkpoint(self.run, place)
+        return place
+
+    @property
+    def tensorflow(self) -> Any:
+        """A state that the TensorFlow checkpoint fits."""
+        place = self.root / 'from_tf'
+        if not place.exists():
+            t5ckpt.convert_checkpoint('tf', self.root / 'tf', place)
+        return t5ckpt.load_t5x_checkpoint(place)
+
+    @property
+    def model(self) -> Any:
+        """A state of T5X's names that the TensorFlow checkpoint does not fit."""
+        return {'target': {'w': KERNEL}, 'state': {'step': np.int32(1)}}
+
+    def checkpointer(self, **options: Any) -> Checkpointer:
+        """One of the run, whose writes go elsewhere."""
+        return Checkpointer(STATE, checkpoints_dir=self.out, **options)
+
+    def reader(self, template: Any = STATE, place: Any = None, **options: Any) -> Checkpointer:
+        return Checkpointer(template, checkpoints_dir=self.run if place is None else place, **options)
+
+    def restored(self, options: Any = None, place: Any = None, **arguments: Any) -> Any:
+        return self.reader(place=place, **(options or {})).restore(**arguments)
+
+
+def make(root: pathlib.Path, tensorflow: pathlib.Path) -> None:
+    """Makes what the cases share."""
+    from flax import serialization
+
+    with Checkpointer(STATE, checkpoints_dir=root / 'run', inline_bytes=0) as checkpointer:
+        checkpointer.save(STATE, metrics={'loss': 0.5})
+    t5_state = {'target': t5.init(t5.Config(gated=True, tied=False)), 'state': {'step': np.int32(1)}}
+    with Checkpointer(t5_state, checkpoints_dir=root / 't5') as checkpointer:
+        checkpointer.save(t5_state)
+    t5ckpt.export_npz(root / 'run', root / 'x.npz')
+    t5ckpt.export_safetensors(root / 'run', root / 'x.safetensors')
+    (root / 'x.flax').write_bytes(serialization.to_bytes(STATE))
+    (root / 'tf').symlink_to(tensorflow)
+
+
+def saved(scene: Scene, *, times: int = 1, metrics: Any = None, **options: Any) -> None:
+    with scene.checkpointer(**options) as checkpointer:
+        for number in range(times):
+            checkpointer.save(STATE | {'step': np.int32(number)}, metrics=metrics)
+
+
+def asked(scene: Scene, times: int, metrics: Any, **options: Any) -> None:
+    with scene.checkpointer(**options) as checkpointer:
+        for step in range(times):
+            checkpointer.maybe_save(step, STATE | {'step': np.int32(step)}, metrics=metrics)
+
+
+def broken(scene: Scene, victim: str = 'checkpoint_1/model.dense.kernel/0.0') -> pathlib.Path:
+    """A copy of the run with a damaged chunk."""
+    shutil.copytree(scene.run, scene.out)
+    path = scene.out / victim
+    path.write_bytes(b'\xff' * path.stat().st_size)
+    return scene.out / 'checkpoint_1'
+
+
+def started(scene: Scene, warm: WarmStart) -> Any:
+    with scene.checkpointer() as checkpointer:
+        return t5ckpt.restore_or_init(checkpointer, lambda: STATE, initial_checkpoint=warm)
+
+
+def wrong(state_dict: Any, *_: Any) -> Any:
+    """A transform whose result fits no template."""
+    return {'other': state_dict}
+
+
+def nothing(*_: Any) -> Any:
+    """A translator without a rule."""
+    return t5ckpt.CheckpointTranslator()
+
+
+def compiled() -> Any:
+    return jax.jit(lambda x: x + 1).lower(1.0).compile()
+
+
+def pinned(scene: Scene) -> None:
+    """A pin keeps a step that the policy means to drop."""
+    with scene.checkpointer(keep_policy=t5ckpt.KeepLatest(1)) as checkpointer:
+        checkpointer.save(STATE, step=1)
+        t5ckpt.pin_checkpoint(scene.out / 'checkpoint_1')
+        checkpointer.save(STATE | {'step': np.int32(2)}, step=2)
+
+
+Case = tuple[str, str, Any, str, Callable[[Scene, str], Any]]
+
+MISSING = (errors.CheckpointNotFoundError, FileNotFoundError)
+
+COMMON: list[Case] = [
+    (
+        'COMMON',
+        'path',
+        MISSING,
+        'nowhere',
+        lambda s, name: t5ckpt.open_checkpoint(s.root / 'nowhere'),
+    ),
+    ('COMMON', 'ckpt_dir', MISSING, 'nowhere', lambda s, name: t5ckpt.pin_checkpoint(s.root / 'nowhere')),
+    ('COMMON', 'directory', MISSING, 'nowhere', lambda s, name: t5ckpt.import_hf(s.root / 'nowhere', s.out)),
+    ('COMMON', 'source', MISSING, 'nowhere', lambda s, name: t5ckpt.copy_checkpoint(s.root / 'nowhere', s.out)),
+    ('COMMON', 'sources', MISSING, 'nowhere', lambda s, name: t5ckpt.rewrite_checkpoint(s.root / 'nowhere', s.out)),
+    (
+        'COMMON',
+        'target',
+        errors.CheckpointExistsError,
+        'already',
+        lambda s, name: [t5ckpt.copy_checkpoint(s.run, s.out), t5ckpt.rewrite_checkpoint(s.run, s.out)],
+    ),
+    ('COMMON', 'a', MISSING, 'nowhere', lambda s, name: t5ckpt.diff(s.root / 'nowhere', s.run)),
+    ('COMMON', 'b', MISSING, 'nowhere', lambda s, name: t5ckpt.diff(s.run, s.root / 'nowhere')),
+    ('COMMON', 'checkpoint', MISSING, 'nowhere', lambda s, name: t5ckpt.export_npz(s.root / 'nowhere', s.out)),
+    ('COMMON', 'file', MISSING, 'nowhere', lambda s, name: t5ckpt.import_npz(s.root / 'nowhere', s.out)),
+    (
+        'COMMON',
+        'path_or_dir',
+        MISSING,
+        'nowhere',
+        lambda s, name: s.reader(s.model).restore_from_tf_checkpoint(s.root / 'nowhere'),
+    ),
+    ('COMMON', 'step', MISSING, '7', lambda s, name: t5ckpt.open_checkpoint(s.run, step=7)),
+    ('COMMON', 'step', ValueError, 'step', lambda s, name: t5ckpt.open_checkpoint(s.run / 'checkpoint_1', step=7)),
+    (
+        'COMMON',
+        'storage_options',
+        ValueError,
+        'no option endpoint',
+        lambda s, name: t5ckpt.open_checkpoint(s.run, storage_options={'endpoint': 'x'}),
+    ),
+    (
+        'COMMON',
+        'source_options target_options',
+        ValueError,
+        'no option endpoint',
+        lambda s, name: t5ckpt.copy_checkpoint(s.run, s.out, options=CopyOptions(**{name: {'endpoint': 'x'}})),
+    ),
+    (
+        'COMMON',
+        'train_state state state_dict',
+        errors.UnsupportedLeafError,
+        'object',
+        lambda s, name: t5ckpt.export_weights({'params': {'w': object()}}, s.out, step=1),
+    ),
+    (
+        'COMMON',
+        'options',
+        TypeError,
+        'keep_all',
+        lambda s, name: t5ckpt.ConvertOptions(keep_all=1),
+    ),
+    ('COMMON', 'changes', errors.UnmatchedPattern, 'modell', lambda s, name: changed(s, drop=('modell/.*',))),
+]
+
+
+def changed(scene: Scene, **changes: Any) -> Any:
+    return t5ckpt.rewrite_checkpoint(scene.run, scene.out, Changes(**changes))
+
+
+def written(scene: Scene, **options: Any) -> Any:
+    return t5ckpt.rewrite_checkpoint(scene.run, scene.out, options=ConvertOptions(**options))
+
+
+def restored_t5(scene: Scene, **options: Any) -> Any:
+    return t5ckpt.import_hf(exported_t5(scene), scene.out, **options)
+
+
+def exported_t5(scene: Scene) -> pathlib.Path:
+    place = scene.root / 'hf'
+    if not place.exists():
+        t5ckpt.export_hf(scene.root / 't5', place)
+    return place
+
+
+def mapped(scene: Scene, name: str) -> Any:
+    held, model = {'params': {'a': KERNEL}}, {'params': {'b': KERNEL}}
+    rules = {
+        'ckpt_optimizer_state': [('params/b', 'params/c')],
+        'optimizer_state': [('params/b', 'params/c')],
+        'assignment_map': [('parms/.*', None)],
+        'require_all_rules_match': [('parms/.*', None)],
+    }[name]
+    return t5ckpt.apply_assignment_map(held, model, rules)
+
+
+def traced(scene: Scene) -> None:
+    with ProfilerWindow(scene.out, start=10) as window:
+        window.before(9)
+
+
+def with_donate(scene: Scene, name: str) -> Any:
+    return t5ckpt.restore_or_init(scene.reader(), lambda: STATE, donate=True)
+
+
+def notice(*_: Any) -> Any:
+    asked_twice = t5ckpt.PreemptionNotice()
+    return [asked_twice() for _ in range(2)]
+
+
+class Meshed(partitioner.Partitioner):
+    """A partitioner that gives every leaf an axis."""
+
+
+def lazily(scene: Scene, name: str) -> Any:
+    state = partitioner.T5XState({'target': {'w': np.zeros((4, 4), np.float32)}, 'state': {'step': np.int32(1)}})
+    parts = partitioner.Partitioner(partitioner.mesh(), partitioner.t5x_rules)
+    with Checkpointer(state, parts, scene.out) as checkpointer:
+        checkpointer.save(state)
+        return checkpointer.restore(lazy_parameters=True)
+
+
+def iterated(scene: Scene, name: str) -> Any:
+    return scene.reader(dataset_iterator=iter([1, 2])).restore()
+
+
+DTYPE = dict.fromkeys(('dtype', 'save_dtype', 'restore_dtype'), 'bfloat16')
+
+
+def cast(owner: str, name: str, call: Callable[..., Any], dtype: str) -> list[Case]:
+    """A dtype without a leaf that it is meant for, and a pattern without a dtype."""
+    return [
+        (owner, dtype, errors.UnmatchedPattern, 'model/, optimizer/', lambda s, _: call(s, **{dtype: 'bfloat16'})),
+        (owner, name, ValueError, 'cast_leaves=.x. has no effect without', lambda s, _: call(s, cast_leaves='x')),
+        (
+            owner,
+            name,
+            errors.UnmatchedPattern,
+            "cast_leaves='modell/",
+            lambda s, _: call(s, **{dtype: 'bfloat16'}, cast_leaves='modell/.*'),
+        ),
+    ]
+
+
+def exported(scene: Scene, **options: Any) -> Any:
+    return t5ckpt.export_npz(scene.run, scene.out, ExportOptions(**options))
+
+
+def imported(scene: Scene, **options: Any) -> Any:
+    return t5ckpt.import_npz(scene.root / 'x.npz', scene.out, ImportOptions(**options))
+
+
+CHECKPOINTER: list[Case] = [
+    ('Checkpointer', 'dataset_iterator', TypeError, 'iterator', iterated),
+    (
+        'Checkpointer',
+        'keep',
+        ValueError,
+        'keep and keep_policy',
+        lambda s, _: s.checkpointer(keep=1, keep_policy=t5ckpt.KeepAll()),
+    ),
+    ('Checkpointer', 'keep_policy', LOG, 'step 1 stays, whatever the keep policy says: pinned', lambda s, _: pinned(s)),
+    *cast('Checkpointer', 'cast_leaves', saved, 'save_dtype'),
+    *cast('Checkpointer', 'cast_leaves', lambda s, **options: s.reader(**options).restore(), 'restore_dtype'),
+    (
+        'Checkpointer',
+        'keep_dataset_checkpoints',
+        NoEffectWarning,
+        '^keep_dataset_checkpoints has no effect',
+        lambda s, _: s.checkpointer(keep_dataset_checkpoints=2),
+    ),
+    *(
+        (
+            'Checkpointer',
+            'metric_source',
+            NoEffectWarning,
+            '^metric_source has no effect',
+            lambda s, _, keep=keep: s.checkpointer(metric_source=t5ckpt.TensorBoardMetrics(s.run), keep=keep),
+        )
+        for keep in (None, 2)
+    ),
+    (
+        'Checkpointer',
+        'save_policy',
+        NoEffectWarning,
+        '^save_policy had no effect',
+        lambda s, _: saved(s, save_policy=t5ckpt.SaveEvery(5)),
+    ),
+    (
+        'Checkpointer',
+        'preempted',
+        NoEffectWarning,
+        '^preempted had no effect',
+        lambda s, _: saved(s, preempted=lambda: False),
+    ),
+    (
+        'Checkpointer',
+        'save_policy preempted',
+        NoEffectWarning,
+        '^save_policy and preempted had no effect',
+        lambda s, _: saved(s, save_policy=t5ckpt.SaveOnPreemption(), preempted=lambda: False),
+    ),
+    ('Checkpointer', 'compression', ValueError, 'zzz', lambda s, _: s.checkpointer(compression='zzz')),
+    (
+        'Checkpointer',
+        'mmap follow_links',
+        NoEffectWarning,
+        'not on a local file system',
+        lambda s, name: s.restored({name: True}, place=s.memory),
+    ),
+    ('Checkpointer', 'verify', ValueError, 'ful', lambda s, _: s.checkpointer(verify='ful')),
+    (
+        'Checkpointer',
+        'use_gda',
+        errors.ObsoleteArgumentWarning,
+        'use_gda=True has no effect',
+        lambda s, _: s.checkpointer(use_gda=True),
+    ),
+    ('Checkpointer.best_step', 'metric', ValueError, 'metric', lambda s, _: s.reader().best_step()),
+    ('Checkpointer.best_step', 'metric', ValueError, 'loss', lambda s, _: s.reader().best_step('acc', 'max')),
+    ('Checkpointer.best_step', 'mode', ValueError, 'mode', lambda s, _: s.reader().best_step('loss')),
+    (
+        'Checkpointer.convert_from_tf_checkpoint',
+        'state_transformation_fns',
+        errors.UnsupportedLeafError,
+        'must return the new state dict',
+        lambda s, _: Checkpointer(s.tensorflow, checkpoints_dir=s.out).convert_from_tf_checkpoint(
+            s.root / 'tf', state_transformation_fns=[wrong]
+        ),
+    ),
+    (
+        'Checkpointer.convert_from_tf_checkpoint',
+        'translator',
+        errors.T5CkptError,
+        'rule',
+        lambda s, _: s.checkpointer().convert_from_tf_checkpoint(s.root / 'tf', translator=nothing()),
+    ),
+    (
+        'Checkpointer.restore_from_tf_checkpoint',
+        'strict',
+        errors.T5CkptError,
+        'target/w: not in the checkpoint',
+        lambda s, _: s.reader(s.model).restore_from_tf_checkpoint(s.root / 'tf'),
+    ),
+    (
+        'Checkpointer.restore_from_tf_checkpoint',
+        'translator',
+        errors.T5CkptError,
+        'rule',
+        lambda s, _: s.reader().restore_from_tf_checkpoint(s.root / 'tf', translator=nothing()),
+    ),
+    (
+        'Checkpointer.maybe_save',
+        'step',
+        errors.StepMismatchWarning,
+        'saved as step 30, and the step that it holds is 1',
+        lambda s, _: s.checkpointer(save_policy=t5ckpt.SaveEvery(10)).maybe_save(30, STATE).result(),
+    ),
+    (
+        'Checkpointer.maybe_save',
+        'metrics',
+        errors.MissingMetricWarning,
+        "without the metric 'acc'",
+        lambda s, _: asked(s, 1, {'accuracy': 1}, save_policy=t5ckpt.SaveOnImprovement('acc')),
+    ),
+    ('Checkpointer.restore', 'step', MISSING, '7', lambda s, _: s.restored(step=7)),
+    (
+        'Checkpointer.restore',
+        'step path',
+        ValueError,
+        'both say',
+        lambda s, _: s.restored(step=1, path=s.run / 'checkpoint_1'),
+    ),
+    ('Checkpointer.restore', 'path', MISSING, 'nowhere', lambda s, _: s.restored(path=s.root / 'nowhere')),
+    (
+        'Checkpointer.restore',
+        'state_transformation_fns',
+        errors.TreeMismatchError,
+        'model/dense/kernel',
+        lambda s, _: s.restored(state_transformation_fns=[wrong]),
+    ),
+    (
+        'Checkpointer.restore',
+        'fallback_state',
+        NoEffectWarning,
+        '^fallback_state holds leaves that the model lacks: modell/w',
+        lambda s, _: s.restored(fallback_state={'modell': {'w': KERNEL}}),
+    ),
+    ('Checkpointer.restore', 'lazy_parameters', ValueError, 'lazy_parameters', lazily),
+    ('Checkpointer.restore', 'strict', ValueError, 'strict', lambda s, _: s.restored(strict='vey')),
+    ('Checkpointer.restore', 'donate', NoEffectWarning, '^donate has no effect', lambda s, _: s.restored(donate=True)),
+    ('Checkpointer.restore', 'resize', ValueError, "resize='emb' names no leaf", lambda s, _: s.restored(resize='emb')),
+    (
+        'Checkpointer.restore_leaves',
+        'leaves',
+        errors.UnmatchedPattern,
+        'the model has no nowhere',
+        lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('nowhere',)]),
+    ),
+    (
+        'Checkpointer.restore_leaves',
+        'state_transformation_fns',
+        errors.TreeMismatchError,
+        'model/ids',
+        lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('model', 'ids')], [wrong]),
+    ),
+    (
+        'Checkpointer.restore_leaves',
+        'strict',
+        ValueError,
+        'strict',
+        lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('model', 'ids')], strict='vey'),
+    ),
+    (
+        'Checkpointer.restore_leaves',
+        'resize',
+        ValueError,
+        "resize='emb' names no leaf",
+        lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('model', 'ids')], resize='emb'),
+    ),
+    (
+        'Checkpointer.save',
+        'state_transformation_fns',
+        errors.UnsupportedLeafError,
+        'must return the new state dict',
+        lambda s, _: s.checkpointer().save(STATE, [wrong]),
+    ),
+    (
+        'Checkpointer.save',
+        'step',
+        errors.StepMismatchWarning,
+        'saved as step 30, and the step that it holds is 1',
+        lambda s, _: s.checkpointer().save(STATE, step=30),
+    ),
+    (
+        'Checkpointer.save',
+        'metrics',
+        errors.MissingMetricWarning,
+        "no metric 'acc'.*it has: accuracy",
+        lambda s, _: saved(s, metrics={'accuracy': 1}, keep_policy=t5ckpt.KeepBest(1, 'acc')),
+    ),
+    (
+        'Checkpointer.save',
+        'overwrite',
+        errors.CheckpointExistsError,
+        'overwrite=True needs a storage that renames',
+        lambda s, _: Checkpointer(STATE, checkpoints_dir=s.memory).save(STATE, overwrite=True),
+    ),
+    (
+        'Checkpointer.save',
+        'custom_metadata',
+        LOG,
+        'Skipping save checkpoint for step 1',
+        lambda s, _: Checkpointer(STATE, checkpoints_dir=s.run).save(STATE, custom_metadata={'a': 1}),
+    ),
+    (
+        'Checkpointer.should_save',
+        'step metrics',
+        ValueError,
+        'save_policy=',
+        lambda s, _: s.checkpointer().should_save(1, metrics={'a': 1}),
+    ),
+]
+
+FUNCTIONS: list[Case] = [
+    (
+        'Changes',
+        'ema',
+        errors.MissingLeaves,
+        'ema/dense/kernel is not there',
+        lambda s, _: changed(s, ema='ema', parameters='model/.*'),
+    ),
+    ('Changes', 'drop', errors.UnmatchedPattern, 'modell', lambda s, _: changed(s, drop=('modell/.*',))),
+    ('Changes', 'rename', errors.UnmatchedPattern, 'modell', lambda s, _: changed(s, rename=(('modell/.*', 'a'),))),
+    (
+        'Changes',
+        'parameters',
+        ValueError,
+        'parameters=.* has no effect',
+        lambda s, _: changed(s, parameters='model/.*'),
+    ),
+    (
+        'CheckpointTranslator.apply',
+        'flatdict',
+        errors.T5CkptError,
+        'decoder/w',
+        lambda s, _: nothing().apply({'decoder/w': KERNEL}),
+    ),
+    (
+        'CheckpointTranslator.translate',
+        'flatdict',
+        errors.T5CkptError,
+        'decoder/w',
+        lambda s, _: nothing().translate({'decoder/w': KERNEL}),
+    ),
+    (
+        'CheckpointView.heatmap',
+        'name',
+        KeyError,
+        'nowhere',
+        lambda s, _: t5ckpt.open_checkpoint(s.run).heatmap('nowhere'),
+    ),
+    (
+        'CheckpointView.select',
+        'pattern',
+        (KeyError, ValueError),
+        'nowhere',
+        lambda s, _: t5ckpt.open_checkpoint(s.run).select('nowhere'),
+    ),
+    *cast('ConvertOptions', 'cast_leaves', written, 'save_dtype'),
+    (
+        'ConvertOptions',
+        'compression',
+        ValueError,
+        'compression and concurrent_gb.* no effect',
+        lambda s, _: convert_to_orbax(s.run, s.out, ConvertOptions(compression='zstd')),
+    ),
+    (
+        'ConvertOptions',
+        'concurrent_gb',
+        ValueError,
+        'compression and concurrent_gb.* no effect',
+        lambda s, _: convert_to_orbax(s.run, s.out, ConvertOptions(concurrent_gb=1)),
+    ),
+    ('ConvertOptions', 'optimizer', NoEffectWarning, 'optimizer=False', lambda s, _: written(s, optimizer=False)),
+    (
+        'CopyOptions',
+        'follow_links',
+        NoEffectWarning,
+        '^follow_links has no effect',
+        lambda s, _: t5ckpt.copy_checkpoint(s.memory, s.out, options=CopyOptions(follow_links=True)),
+    ),
+    *cast('ExportOptions', 'cast_leaves', exported, 'dtype'),
+    (
+        'ExportOptions',
+        'cast_leaves',
+        ValueError,
+        'cast_leaves.* no effect',
+        lambda s, _: t5ckpt.export_hf(s.root / 't5', s.out, options=ExportOptions(dtype='float32', cast_leaves='x')),
+    ),
+    ('ExportOptions', 'select', ValueError, 'nowhere', lambda s, _: exported(s, select='nowhere')),
+    (
+        'ExportOptions',
+        'select',
+        ValueError,
+        'select.* no effect',
+        lambda s, _: t5ckpt.export_hf(s.root / 't5', s.out, options=ExportOptions(select='x')),
+    ),
+    (
+        'ExportOptions',
+        'max_shard_bytes',
+        ValueError,
+        'max_shard_bytes.* no effect',
+        lambda s, _: exported(s, max_shard_bytes=9),
+    ),
+    *cast('ImportOptions', 'cast_leaves', imported, 'dtype'),
+    (
+        'ImportOptions',
+        'scanned split_heads',
+        ValueError,
+        '(scanned|split_heads): no effect',
+        lambda s, n: imported(s, **{n: True}),
+    ),
+    ('KeepAny', 'policies', (TypeError, ValueError), 'polic', lambda s, _: t5ckpt.KeepAny(())),
+    ('KeepBest', 'count', ValueError, '0', lambda s, _: t5ckpt.KeepBest(0, 'acc')),
+    ('KeepBest', 'metric', ValueError, 'metric', lambda s, _: t5ckpt.KeepBest(1, '')),
+    ('KeepBest', 'mode', ValueError, 'least', lambda s, _: t5ckpt.KeepBest(1, 'acc', 'least')),
+    ('KeepBest', 'period', ValueError, '0', lambda s, _: t5ckpt.KeepBest(1, 'acc', period=0)),
+    (
+        'KeepBest',
+        'metric',
+        errors.MissingMetricWarning,
+        "no metric 'acc'",
+        lambda s, _: saved(s, metrics={'accuracy': 1}, keep_policy=t5ckpt.KeepBest(1, 'acc')),
+    ),
+    ('KeepEvery', 'steps', ValueError, '0', lambda s, _: t5ckpt.KeepEvery(0)),
+    ('KeepEveryHours', 'hours', ValueError, '0', lambda s, _: t5ckpt.KeepEveryHours(0)),
+    ('KeepLatest', 'count', ValueError, '0', lambda s, _: t5ckpt.KeepLatest(0)),
+    ('PreemptionNotice', 'signals', ValueError, 'no signal is named', lambda s, _: t5ckpt.PreemptionNotice(())),
+    ('PreemptionNotice', 'signals', NoEffectWarning, '^PreemptionNotice ', notice),
+    (
+        'RepairOptions',
+        'drop',
+        (ValueError, errors.T5CkptError),
+        'modell',
+        lambda s, _: t5ckpt.repair(broken(s), s.out / 'new', options=RepairOptions(drop=['modell/.*'])),
+    ),
+    (
+        'RepairOptions',
+        'trust_files add_checksums',
+        SHOWN,
+        'changed=False',
+        lambda s, name: repr(t5ckpt.repair(s.run, s.out, options=RepairOptions(**{name: True}))),
+    ),
+    ('Run.series', 'name fn', KeyError, 'nowhere', lambda s, _: t5ckpt.open_run(s.run).series('nowhere', np.mean)),
+    ('SaveAll', 'policies', (TypeError, ValueError), 'polic', lambda s, _: t5ckpt.SaveAll(())),
+    ('SaveAny', 'policies', (TypeError, ValueError), 'polic', lambda s, _: t5ckpt.SaveAny(())),
+    (
+        'SaveBestCheckpointer',
+        'metric_name_to_monitor',
+        errors.MissingMetricWarning,
+        "no metric 'acc'",
+        lambda s, _: best(s, {'accuracy': 1}, keep=1, metric_name_to_monitor='acc'),
+    ),
+    (
+        'SaveBestCheckpointer',
+        'keep_checkpoints_without_metrics',
+        NoEffectWarning,
+        '^keep_checkpoints_without_metrics ',
+        lambda s, _: t5ckpt.SaveBestCheckpointer(STATE, None, s.out, keep_checkpoints_without_metrics=False),
+    ),
+    (
+        'SaveBestCheckpointer',
+        'force_keep_period',
+        NoEffectWarning,
+        '^force_keep_period ',
+        lambda s, _: t5ckpt.SaveBestCheckpointer(STATE, None, s.out, force_keep_period=5),
+    ),
+    (
+        'SaveBestCheckpointer',
+        'keep_checkpoints_without_metrics force_keep_period',
+        NoEffectWarning,
+        '^keep_checkpoints_without_metrics and force_keep_period ',
+        lambda s, _: t5ckpt.SaveBestCheckpointer(
+            STATE, None, s.out, force_keep_period=5, keep_checkpoints_without_metrics=False
+        ),
+    ),
+    *(
+        (policy, name, ValueError, f'{name}|period', lambda s, _, call=call: call())
+        for policy, name, call in (
+            ('SaveEvery', 'steps', lambda: t5ckpt.SaveEvery(0)),
+            ('SaveEvery', 'min_step', lambda: t5ckpt.SaveEvery(1, min_step=-1)),
+            ('SaveEverySeconds', 'seconds', lambda: t5ckpt.SaveEverySeconds(0)),
+            ('SaveEverySeconds', 'min_step', lambda: t5ckpt.SaveEverySeconds(1, min_step=-1)),
+            ('SaveLast', 'step', lambda: t5ckpt.SaveLast(-1)),
+            ('SaveOnImprovement', 'mode', lambda: t5ckpt.SaveOnImprovement('a', 'least')),
+            ('SaveOnImprovement', 'least', lambda: t5ckpt.SaveOnImprovement('a', least=-1)),
+            ('SaveOnImprovement', 'min_step', lambda: t5ckpt.SaveOnImprovement('a', min_step=-1)),
+            ('SaveWhenIdle', 'min_step', lambda: t5ckpt.SaveWhenIdle(min_step=-1)),
+            ('YoungDaly', 'mtbf_seconds', lambda: t5ckpt.YoungDaly(0)),
+            ('YoungDaly', 'first_cost_seconds', lambda: t5ckpt.YoungDaly(1, -1)),
+            ('YoungDaly', 'min_step', lambda: t5ckpt.YoungDaly(1, min_step=-1)),
+            ('WarmStart', 'missing', lambda: WarmStart('a', missing='no')),
+            ('restore_or_init', 'fallback', lambda: t5ckpt.restore_or_init(None, dict, fallback='no')),
+            ('training.Watchdog', 'seconds', lambda: Watchdog(0)),
+            ('training.Watchdog', 'first_seconds', lambda: Watchdog(1, first_seconds=0)),
+        )
+    ),
+    (
+        'SaveOnImprovement',
+        'metric',
+        errors.MissingMetricWarning,
+        "without the metric 'acc'",
+        lambda s, _: asked(s, 1, {'accuracy': 1}, save_policy=t5ckpt.SaveOnImprovement('acc')),
+    ),
+    (
+        'CheckpointStats.plot',
+        'name',
+        (KeyError, ValueError),
+        'nowhere',
+        lambda s, _: t5ckpt.open_checkpoint(s.run).stats(bins=4).plot('nowhere'),
+    ),
+    ('CheckpointDiff.only', 'what', ValueError, "got 'valeus'", lambda s, _: t5ckpt.diff(s.run, s.run).only('valeus')),
+    (
+        'TensorBoardMetrics',
+        'directory',
+        errors.MissingMetricWarning,
+        "no metric 'acc'",
+        lambda s, _: saved(
+            s, times=4, keep_policy=t5ckpt.KeepBest(1, 'acc'), metric_source=t5ckpt.TensorBoardMetrics(s.root / 'tb')
+        ),
+    ),
+    (
+        'WarmStart',
+        'take leave',
+        ValueError,
+        'names no leaf',
+        lambda s, n: started(s, WarmStart(s.run, **{n: 'modell'})),
+    ),
+    (
+        'WarmStart',
+        'rename',
+        errors.TreeMismatchError,
+        'modell',
+        lambda s, _: started(s, WarmStart(s.run, rename=[('modell', 'a')])),
+    ),
+    (
+        'WarmStart',
+        'resize',
+        ValueError,
+        "resize='modell' names no leaf",
+        lambda s, _: started(s, WarmStart(s.run, resize='modell')),
+    ),
+    ('WarmStart', 'strict', ValueError, 'strict', lambda s, _: started(s, WarmStart(s.run, strict='vey'))),
+    ('apply_assignment_map', 'ckpt_optimizer_state optimizer_state', errors.MissingLeaves, 'params/c', mapped),
+    ('apply_assignment_map', 'assignment_map require_all_rules_match', errors.TreeMismatchError, 'parms', mapped),
+    (
+        'checkpoints_iterator',
+        'timeout poll_seconds',
+        ValueError,
+        '-1',
+        lambda s, name: t5ckpt.checkpoints_iterator(s.run, **{name: -1}),
+    ),
+    (
+        'checkpoints_iterator',
+        'hold_seconds',
+        ValueError,
+        '0',
+        lambda s, _: t5ckpt.checkpoints_iterator(s.run, hold_seconds=0),
+    ),
+    ('convert_checkpoint', 'kind', ValueError, 'flux', lambda s, _: t5ckpt.convert_checkpoint('flux', s.run, s.out)),
+    (
+        'convert_checkpoint',
+        'translator',
+        ValueError,
+        '^translator.* no effect',
+        lambda s, _: t5ckpt.convert_checkpoint('flax', s.root / 'x.flax', s.out, translator=nothing()),
+    ),
+    (
+        'detect_checkpoint_type',
+        'checkpoint_path',
+        MISSING,
+        'nowhere',
+        lambda s, _: t5ckpt.detect_checkpoint_type(s.root / 'nowhere'),
+    ),
+    (
+        'detect_checkpoint_type',
+        'expected',
+        LOG,
+        'Expected the checkpoint at .* to be .*ORBAX',
+        lambda s, _: t5ckpt.detect_checkpoint_type(s.run / 'checkpoint_1', t5ckpt.CheckpointTypes.ORBAX),
+    ),
+    (
+        'export_hf',
+        'config',
+        errors.T5CkptError,
+        'd_model',
+        lambda s, _: t5ckpt.export_hf(s.root / 't5', s.out, {'d_model': 7}),
+    ),
+    ('import_hf', 'config', errors.T5CkptError, 'd_model', lambda s, _: restored_t5(s, config={'d_model': 7})),
+    (
+        'export_weights',
+        'dtype',
+        errors.UnmatchedPattern,
+        '^dtype=bfloat16 casts floating leaves, and there are none',
+        lambda s, _: t5ckpt.export_weights(STATE, s.out, dtype='bfloat16', take='model/ids'),
+    ),
+    (
+        'export_weights',
+        'take',
+        ValueError,
+        "no leaf matches 'modell",
+        lambda s, _: t5ckpt.export_weights(STATE, s.out, take='modell/.*'),
+    ),
+    (
+        'intersect_state',
+        'intersect_state_dict',
+        LOG,
+        'not in the model, so left out: a',
+        lambda s, _: t5ckpt.intersect_state({'a': KERNEL}, {'b': KERNEL}),
+    ),
+    *cast(
+        'load_t5x_checkpoint',
+        'cast_leaves',
+        lambda s, **options: t5ckpt.load_t5x_checkpoint(s.run, **options),
+        'restore_dtype',
+    ),
+    *(
+        case
+        for function in (t5ckpt.load_t5x_checkpoint, t5ckpt.open_checkpoint)
+        for case in (
+            (function.__name__, 'verify', ValueError, 'vey', lambda s, _, f=function: f(s.run, verify='vey')),
+            (
+                function.__name__,
+                'follow_links',
+                NoEffectWarning,
+                '^follow_links has no effect',
+                lambda s, _, f=function: f(s.memory, follow_links=True),
+            ),
+        )
+    ),
+    (
+        'verify',
+        'follow_links',
+        NoEffectWarning,
+        '^follow_links has no effect',
+        lambda s, _: t5ckpt.verify(s.memory, follow_links=True),
+    ),
+    ('repair', 'output in_place', ValueError, 'say where', lambda s, _: t5ckpt.repair(s.run)),
+    ('repair', 'output in_place', ValueError, 'say where', lambda s, _: t5ckpt.repair(s.run, s.out, in_place=True)),
+    ('restore_or_init', 'donate', NoEffectWarning, '^donate has no effect', with_donate),
+    (
+        'convert.seqax.export_seqax',
+        'like',
+        errors.TreeMismatchError,
+        'model/ids',
+        lambda s, _: seqax.export_seqax(s.run, s.out, like={'weights': KERNEL}),
+    ),
+    ('datasets.as_dataset_iterator', 'iterator', TypeError, 'iterator', lambda s, _: as_dataset_iterator(iter([1]))),
+    *(
+        ('storage.options.FileOptions', name, ValueError, name, lambda s, _, o=options: open_storage(s.out, o))
+        for name, options in (
+            ('locking', {'locking': 'yes'}),
+            ('direct_io', {'direct_io': 'yes'}),
+            ('direct_bytes', {'direct_io': 'never', 'direct_bytes': 2**20}),
+        )
+    ),
+    *(
+        (
+            f'storage.options.{owner}',
+            name,
+            ValueError,
+            name,
+            lambda s, _, url=url, o=options: open_storage(url, o),
+        )
+        for owner, url in (('GcsOptions', 'gs://bucket/run'), ('S3Options', 's3://bucket/run'))
+        for name, options in (
+            ('endpoint', {'endpoint': 1}),
+            ('anonymous', {'anonymous': 'yes'}),
+            ('concurrency', {'concurrency': 0}),
+            ('retry_seconds', {'retry_seconds': 0}),
+            ('cache_gb', {'cache_gb': 1}),
+            *(
+                [('user_project', {'user_project': 1})]
+                if owner == 'GcsOptions'
+                else [
+                    ('region', {'region': 1}),
+                    ('requester_pays', {'requester_pays': 'yes'}),
+                    ('profile', {'profile': 'p', 'anonymous': True}),
+                ]
+            ),
+        )
+    ),
+    (
+        'training.MetricWriter',
+        'directory',
+        errors.UnsupportedFormatError,
+        'only a local',
+        lambda s, _: MetricWriter('gs://b/run'),
+    ),
+    ('training.ProfilerWindow', 'start count', LOG, 'none of the steps 10 to 12 came', lambda s, _: traced(s)),
+    ('training.ProfilerWindow', 'count', ValueError, 'count', lambda s, _: ProfilerWindow(s.out, start=1, count=0)),
+    ('training.write_hlo', 'name', ValueError, 'name', lambda s, _: write_hlo(s.out, '', compiled())),
+    ('training.write_hlo', 'compiled', ValueError, 'compiled', lambda s, _: write_hlo(s.out, 'step', compiled)),
+    (
+        'training.write_hlo',
+        'seconds',
+        LOG,
+        'no picture of step',
+        lambda s, _: write_hlo(s.out, 'step', compiled(), seconds=0),
+    ),
+]
+
+
+def best(scene: Scene, metrics: Any, **options: Any) -> None:
+    with t5ckpt.SaveBestCheckpointer(STATE, None, scene.out, **options) as checkpointer:
+        for step in range(4):
+            # Event files may be written after the save, so the step before is judged.
+            checkpointer.save(STATE | {'step': np.int32(step)}, metrics=metrics)
+
+
+# They leave nothing behind where they refuse something.
+WRITERS = {'Changes', 'ConvertOptions', 'ExportOptions', 'ImportOptions', 'convert_checkpoint', 'export_weights'}
+
+# Provoked by a test of its own, since the library that is needed takes seconds to load: kind, file, test.
+ELSEWHERE = {
+    ('training.MetricWriter.write', 'metrics'): ('error', 'test_training.py', 'test_what_is_no_number_is_named'),
+}
+
+PYTHON = [*COMMON, *CHECKPOINTER, *FUNCTIONS]
+
+# What is typed, the exit code and what is said. {run}, {out}, {memory}, {root} and {hf} are of the scene.
+COMMANDS: list[tuple[str, str, int, str, str]] = [
+    ('OPTIONS', 'path', 3, 'nowhere', 'show {root}/nowhere'),
+    ('OPTIONS', 'source', 3, 'nowhere', 'cp {root}/nowhere {out}'),
+    ('OPTIONS', 'out', 1, 'already', 'export npz {run} {root}/x.npz'),
+    ('OPTIONS', 'directory', 3, 'nowhere', 'convert flax {root}/nowhere {out}'),
+    ('OPTIONS', 'target', 1, 'already', 'cp {run} {run} --cast-leaves .* --save-dtype bfloat16'),
+    ('OPTIONS', 'a', 3, 'nowhere', 'diff {root}/nowhere {run}'),
+    ('OPTIONS', 'b', 3, 'nowhere', 'diff {run} {root}/nowhere'),
+    ('OPTIONS', '--step', 3, '7', 'show {run} --step 7'),
+    ('OPTIONS', '--step', 2, '--as-step', 'import npz {root}/x.npz {out} --step 1'),
+    ('OPTIONS', '--as-step', 2, '--step', 'convert to-orbax {run} {out} --as-step 1'),
+    ('OPTIONS', '--json', 2, '--npy and --json', 'cat {run} model/ids --json --npy'),
+    ('OPTIONS', '--save-dtype', 1, 'model/, optimizer/', 'cp {run} {out} --save-dtype bfloat16'),
+    ('OPTIONS', '--save-dtype', 1, 'model/, optimizer/', 'export npz {run} {out} --save-dtype bfloat16'),
+    ('OPTIONS', '--cast-leaves', 2, 'has no effect without', 'export npz {run} {out} --cast-leaves model/.*'),
+    ('OPTIONS', '--cast-leaves', 2, 'has no effect without', 'cp {run} {out} --cast-leaves model/.*'),
+    ('OPTIONS', '--no-optimizer', 0, 'optimizer=False', 'cp {run} {out} --no-optimizer'),
+    ('OPTIONS', '--compression', 2, 'no effect', 'convert to-orbax {run} {out} --compression zstd'),
+    ('OPTIONS', '--concurrent-gb', 2, 'no effect', 'convert to-orbax {run} {out} --concurrent-gb 1'),
+    ('best', 'metric', 2, 'acc', 'best {run} acc --mode max'),
+    ('best', '--mode', 2, '--mode', 'best {run} loss'),
+    ('cat', 'leaf', 3, 'nowhere', 'cat {run} nowhere'),
+    ('cat', '--npy', 2, '--npy and --json', 'cat {run} model/ids --json --npy'),
+    ('convert', 'kind', 2, 'flux', 'convert flux {run} {out}'),
+    ('convert', '--rules', 2, '--rules', 'convert flax {root}/x.flax {out} --rules rules.py'),
+    ('cp', '--workers', 2, '--workers', 'cp {run} {out} --drop step --workers 2'),
+    ('cp', '--follow-links', 2, '--follow-links', 'cp {run} {out} --drop step --follow-links'),
+    ('cp', '--follow-links', 0, 'follow_links', 'cp {memory} {out} --follow-links'),
+    ('cp', '--drop', 1, 'modell', 'cp {run} {out} --drop modell'),
+    ('cp', '--rename', 1, 'modell', 'cp {run} {out} --rename modell model'),
+    ('cp', '--ema', 1, 'no moving average', 'cp {run} {out} --ema ema'),
+    ('cp', '--average', 1, 'nothing would be averaged', 'cp {run} {out} --average {run}'),
+    ('cp', '--parameters', 2, 'has no effect', 'cp {run} {out} --parameters model/.*'),
+    ('diff', '--top', 2, '--no-values', 'diff {run} {run} --top 1 --no-values'),
+    ('export hf', '--config', 3, 'd_model', 'export hf {root}/t5 {out} --config {{"d_model":7}}'),
+    ('export npz', '--select', 2, 'nowhere', 'export npz {run} {out} --select nowhere'),
+    ('export safetensors', '--select', 2, 'nowhere', 'export safetensors {run} {out} --select nowhere'),
+    ('import hf', '--config', 3, 'd_model', 'import hf {hf} {out} --config {{"d_model":7}}'),
+    ('prune', '--best', 2, 'acc', 'prune {run} --best acc --mode max --dry-run'),
+    ('prune', '--keep-best', 2, '--keep-best', 'prune {run} --keep 1 --keep-best 2 --dry-run'),
+    ('prune', '--mode', 2, '--mode', 'prune {run} --keep 1 --mode min --dry-run'),
+    ('prune', '--keep-step', 2, 'the run has no step 9', 'prune {run} --keep-step 9 --dry-run'),
+    ('repair', 'output', 2, 'where', 'repair {run}'),
+    ('repair', '--in-place', 2, '--in-place', 'repair {run} {out} --in-place'),
+    ('repair', '--drop', 3, 'modell', 'repair {broken} {out}/new --drop modell'),
+    ('repair', '--trust-files', 0, 'nothing to repair', 'repair {run} {out} --trust-files'),
+    ('repair', '--add-checksums', 0, 'nothing to repair', 'repair {run} {out} --add-checksums'),
+    ('rm', 'numbers', 3, '9', 'rm {run} 9 --yes'),
+    ('show', '--depth', 2, '--depth', 'show {run} --depth 1 --sort size'),
+    ('show', '--depth', 2, '--depth', 'show {run} --depth 1 --json'),
+    ('show', '--grep', 1, 'kernl', 'show {run} --grep kernl'),
+    ('stats', 'leaves', 3, 'nowhere', 'stats {run} nowhere'),
+    ('verify', '--follow-links', 0, 'follow_links', 'verify {memory} --follow-links'),
+]

@@ -23,7 +23,7 @@ from t5ckpt._sidecar import decode_sidecar
 from t5ckpt._types import Clock
 from t5ckpt.commit.deletion import remove_checkpoint, renamed_for_deletion
 from t5ckpt.commit.in_place import sweep_in_place
-from t5ckpt.commit.replacement import put_back
+from t5ckpt.commit.replacement import is_still_kept, put_back
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.storage import Storage
 
@@ -89,7 +89,8 @@ def _sweep_one(storage: Storage, leftover: Leftover, now: float, stale_after: fl
             is_dead = leftover.unix < now - stale_after
         else:
             is_dead = is_abandoned(storage, leftover, now, stale_after, has_lock=claim.is_held)
-        if is_dead and leftover.state == 'replaced' and put_back(storage, leftover):
+        is_replaced = is_dead and leftover.state == 'replaced'
+        if is_replaced and (put_back(storage, leftover) or is_still_kept(storage, leftover, now)):
             return False
         if is_dead:
             name = leftover.name

@@ -20,6 +20,7 @@ from t5ckpt._holds import held, hold_dir
 from t5ckpt._in_place import take
 from t5ckpt._layout import busy_marker
 from t5ckpt._retention import Retention
+from t5ckpt._sweep import sweep
 from t5ckpt.cli._app import app
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.in_place import hide_in_place
@@ -387,3 +388,25 @@ def test_iterator_files_of_a_step_that_is_deleted_meanwhile(tmp_path, state):
         remove_old_datasets(storage, [0, 1], 1, None, time.time)
         assert storage.names('checkpoint_0', 'train_ds') == []
     assert not storage.is_file(busy_marker(0))
+
+
+@pytest.mark.parametrize('keeper', ['pin', 'reader'])
+def test_a_kept_step_that_could_not_be_put_back_is_not_collected(tmp_path, keeper):
+    """An overwrite that a pin or a reader refuses swaps the old step back. When that fails it lies under another name."""
+    run, other = open_storage(tmp_path / 'run'), open_storage(tmp_path / 'other')
+    save(run.url(), [1])
+    save(other.url(), [1])
+    old = run.read('checkpoint_1/t5ckpt.json')
+    (tmp_path / 'run' / 'checkpoint_1').rename(tmp_path / 'run' / 'checkpoint_1.replaced-1000')
+    (tmp_path / 'other' / 'checkpoint_1').rename(tmp_path / 'run' / 'checkpoint_1')
+    if keeper == 'pin':
+        run.write('checkpoint_1.replaced-1000/PINNED', b'1')
+        assert sweep(run, time.time) == []
+        assert run.read('checkpoint_1/t5ckpt.json') == old
+        assert t5ckpt.is_pinned_checkpoint(f'{run.url()}/checkpoint_1')
+    else:
+        with held(run, 1, 60, time.time):
+            assert sweep(run, time.time) == []
+            assert run.read('checkpoint_1.replaced-1000/t5ckpt.json') == old
+    assert sweep(run, time.time) == ['checkpoint_1.replaced-1000']
+    assert t5ckpt.all_steps(run.url()) == [1]

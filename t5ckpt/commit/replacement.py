@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 
+from t5ckpt._holds import list_holds, live_steps
 from t5ckpt._layout import MANIFEST, Leftover, join, step_dir
 from t5ckpt._manifest import is_whole as is_whole_manifest
 from t5ckpt._types import Clock
@@ -18,7 +19,7 @@ from t5ckpt.errors import StorageError, T5CkptError
 from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
 
-__all__ = ['NotPutBackError', 'put_back', 'put_in_place']
+__all__ = ['NotPutBackError', 'is_still_kept', 'put_back', 'put_in_place']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -92,6 +93,22 @@ def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
         return renamed_for_deletion(storage, name, step, clock)
     except T5CkptError:
         return name
+
+
+def is_still_kept(storage: Storage, leftover: Leftover, now: float) -> bool:
+    """Whether a replaced checkpoint must not be removed; for one who holds its claim.
+
+    A pinned one lies there where the new one was to give its place back, and could not. It gets its place now, and the new one
+    its name. While a reader holds the step nothing is changed.
+    """
+    final = step_dir(leftover.step)
+    if is_pinned(storage, leftover.name) and not is_pinned(storage, final):
+        if storage.exchange(leftover.name, final):
+            _log.warning('t5ckpt: brought back %s, which is pinned, from %s', storage.url(final), leftover.name)
+        else:
+            _log.warning('t5ckpt: %s stays, because it is pinned. Move it away', storage.url(leftover.name))
+        return True
+    return leftover.step in live_steps(list_holds(storage), now)
 
 
 def put_back(storage: Storage, leftover: Leftover) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -588,3 +589,41 @@ def test_what_was_lost_in_the_checkpoint_before_is_written_again(run_dir, restar
     found = independent_reader.read(run_dir / 'checkpoint_2')
     for key, leaf in state.items():
         assert_same(found[key], leaf, key)
+
+
+_ODD_VALUES = {
+    'int1': np.arange(2).astype(ml_dtypes.int1),
+    'wide': 2**64,
+    'bytes': np.array([b'a']),
+    'texts': np.array(['a']),
+    'date': np.datetime64('2020-01-01'),
+    'record': np.zeros(2, [('a', 'i4')]),
+    'objects': np.array([1, None]),
+    'rank': np.ones((1,) * 33),
+    'rank of 32': np.ones((1,) * 32, '>f8'),
+    'signs': np.array([np.nan, -np.inf, -0.0]),
+    'payload': np.array([0x7FF4000000000001], np.uint64).view(np.float64),
+    'complex': np.complex64(complex(-0.0, np.nan)),
+    'int2': np.arange(4).astype(ml_dtypes.int2),
+    'float4': np.arange(4).astype(ml_dtypes.float4_e2m1fn),
+    'none': np.zeros((0, 2), np.int64),
+}
+_REFUSED = frozenset({'int1', 'wide', 'bytes', 'texts', 'date', 'record', 'objects', 'rank'})
+
+
+@settings(max_examples=25, deadline=None)
+@given(key=st.text(max_size=4), what=st.sampled_from(sorted(_ODD_VALUES)), inline_bytes=st.sampled_from([0, 1024]))
+def test_a_leaf_comes_back_to_the_bit_or_is_refused_by_name(key, what, inline_bytes):
+    """Whatever its key and its dtype; a refused leaf leaves nothing behind."""
+    value = _ODD_VALUES[what]
+    with tempfile.TemporaryDirectory() as run:
+        checkpointer = t5ckpt.Checkpointer({'p': {key: value}}, checkpoints_dir=run, inline_bytes=inline_bytes)
+        if what in _REFUSED:
+            with pytest.raises(errors.UnsupportedLeafError, match='p/'):
+                checkpointer.save({'p': {key: value}}, step=1)
+            assert checkpointer.all_steps() == []
+            return
+        checkpointer.save({'p': {key: value}}, step=1)
+        found = np.asarray(checkpointer.restore()['p'][key])
+        wanted = np.asarray(value).astype(np.asarray(value).dtype.newbyteorder('='))
+        assert (found.shape, found.dtype, found.tobytes()) == (wanted.shape, wanted.dtype, wanted.tobytes())

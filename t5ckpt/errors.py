@@ -58,6 +58,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from t5ckpt._text import counted, lines, printable
+from t5ckpt.core.value_suffix import value_rule
 
 __all__ = [
     'AccessDeniedError',
@@ -415,7 +416,12 @@ def _renaming(problems: Sequence[LeafProblem], cure: str) -> list[str]:
     if first is None:
         return []
     model, held = (first.leaf, first.near[0]) if first.kind == 'missing' else (first.near[0], first.leaf)
-    rule = _scope_rule(model, held, problems) or (_literal(model), held.replace('\\', r'\\'))
+    lacking, excess = ([each.leaf for each in problems if each.kind == kind] for kind in ('missing', 'unexpected'))
+    rule = (
+        value_rule(lacking, excess)
+        or _scope_rule(model, held, problems)
+        or (_literal(model), held.replace('\\', r'\\'))
+    )
     text = 'Where only a name has changed, say so, the name in the model first'
     return [f'{text}: {cure.replace("{rule}", repr(rule))}']
 

@@ -20,7 +20,7 @@ PACKAGE = ROOT / 't5ckpt'
 # A module imports only from rows above its own, and in its own row from what stands before it, so that no two modules
 # can ever need each other. CONTRIBUTING.md says what each is for. A folder counts as one module.
 ROWS = (
-    ('_text', 'errors', '_version', 'core', '_types', '_budget', '_flag', '_gc', '_workers', '_process'),
+    ('_text', 'core', 'errors', '_version', '_types', '_budget', '_flag', '_gc', '_workers', '_process'),
     (
         'lazy',
         'tree',
@@ -112,7 +112,7 @@ MAX_BODY_LINES = 50
 MAX_PARAMETERS = 6
 # The one class that users hold in their hands: each of its methods is a docstring and a few lines that pass its
 # arguments on. Splitting it would hide the interface, not shorten it. errors.py is a list of classes, one a cause.
-LONGER_MODULES = {'checkpointer': 800, 'errors': 450}
+LONGER_MODULES = {'checkpointer': 800, 'errors': 460}
 LONGER_BODIES = {'checkpointer.Checkpointer.__init__': 80}
 # Signatures that T5X's callers use by position and keyword; everything else groups its parameters in a type.
 T5X_SIGNATURES = {

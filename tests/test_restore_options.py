@@ -1,5 +1,6 @@
 """What a restore may be asked for: leaves left out, shardings that do not divide, dtypes, sizes, memory."""
 
+import functools
 import json
 import logging
 import re
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner
 from support.partitioner import Partitioner, T5XState
@@ -528,3 +530,29 @@ def test_an_empty_wide_array_is_not_narrowed(tmp_path):
         tmp_path, {name: jnp.asarray(leaf, np.dtype(leaf.dtype.str.replace('8', '4'))) for name, leaf in state.items()}
     )
     assert {name: leaf.shape for name, leaf in restored.items()} == {'none': (0, 3), 'reals': (0,), 'w': (2,)}
+
+
+# --- Flax NNX ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('nested', [False, True])
+@pytest.mark.parametrize('saved', ['state', 'pure'])
+def test_the_hint_for_the_value_suffix_of_nnx_works(tmp_path, saved, nested):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 3, rngs=rngs)
+            self.out = nnx.Linear(3, 2, rngs=rngs)
+
+    state = nnx.state(Net(nnx.Rngs(0)))
+    forms = {'state': state, 'pure': nnx.to_pure_dict(state)}
+    if nested:
+        forms = {name: {'model': form, 'step': 1} for name, form in forms.items()}
+    template = forms['pure' if saved == 'state' else 'state']
+    save(tmp_path, forms[saved])
+    with pytest.raises(TreeMismatchError) as raised:
+        restore(tmp_path, template)
+    hint = re.search(r'state_transformation_fns=(\[functools.*\])', str(raised.value))[1]
+    fns = eval(hint, {'functools': functools, 't5ckpt': t5ckpt})  # noqa: S307 - a text of ours
+    restored = restore(tmp_path, template, state_transformation_fns=fns)
+    assert jax.tree.structure(restored) == jax.tree.structure(template)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(restored), jax.tree.leaves(template))

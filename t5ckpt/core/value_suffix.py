@@ -1,0 +1,34 @@
+"""The ``/value`` that ends the names of Flax NNX's variables in an ``nnx.State``, and not those in a pure dict."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+__all__ = ['value_rule']
+
+_SUFFIX = '/value'
+
+
+def value_rule(model: Collection[str], held: Collection[str]) -> tuple[str, str] | None:
+    """One rule of an assignment map for all leaves that differ in the suffix alone; None where there are none.
+
+    Args:
+      model: names that the model has and the checkpoint lacks.
+      held: names that the checkpoint has and the model lacks.
+    """
+    there = set(held)
+    lack = [name for name in model if name + _SUFFIX in there]
+    if lack:
+        return rf'({_scopes(lack)})', rf'\1{_SUFFIX}'
+    have = [name.removesuffix(_SUFFIX) for name in model if name.endswith(_SUFFIX) and name[: -len(_SUFFIX)] in there]
+    return (rf'({_scopes(have)}){_SUFFIX}', r'\1') if have else None
+
+
+def _scopes(names: Collection[str]) -> str:
+    """A pattern for what lies below the roots of these names, so that leaves beside them, such as a step, keep theirs."""
+    roots = {
+        re.escape(root).replace('\\-', '-') + ('/.*' if below else '')
+        for root, below, _ in (n.partition('/') for n in names)
+    }
+    return '|'.join(sorted(roots))

@@ -8,16 +8,15 @@ from __future__ import annotations
 import collections
 import logging
 import os
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from t5ckpt._commit import CommittedCheckpoint
 from t5ckpt._flag import Flag
+from t5ckpt._save import PreparedSave, run_save
 from t5ckpt._text import lines, printable
 from t5ckpt._types import check_callables
 from t5ckpt.errors import SaveFailedError
@@ -26,57 +25,37 @@ __all__ = ['PendingSave']
 
 _log = logging.getLogger('t5ckpt')
 _WAIT_SECONDS = 0.5
-
-
-class Work(Protocol):
-    """A prepared save: ``run`` writes and commits, ``feed`` stages what is left, ``stop`` ends both."""
-
-    def run(self, ask: Callable[[], None]) -> CommittedCheckpoint | None:
-        """Writes, asks whether to commit, which raises where the answer is no, and commits; in a thread of its own."""
-        ...
-
-    def feed(self) -> None:
-        """Stages what did not fit at once; in the caller's thread."""
-        ...
-
-    def stop(self) -> None:
-        """Makes ``run`` fail at the next chunk."""
-        ...
+_START_SECONDS = 10.0
 
 
 class PendingSave:
     """What ``save_async`` returns."""
 
-    def __init__(self, step: int, save: Work | None, *, is_blocking: bool = False):
-        """Takes a save that is to be started; with None there is nothing to do.
-
-        A save that the caller waits for (``is_blocking``) writes the caller's arrays as they are, so it is committed only
-        when the caller, still waiting, says so: whoever was interrupted may have changed them.
-        """
+    def __init__(self, step: int, save: PreparedSave | None):
+        """Takes a save that is to be started; with None there is nothing to do."""
         self.step = step
         self._outcome: CommittedCheckpoint | None = None
         self._error: BaseException | None = None
         self._seen = False
-        self._is_blocking = is_blocking
+        self._is_blocking = False
         self._work = save
         # Not Thread.join: an interrupt during join leaves a thread that seems to have ended (CPython issue 90010).
         self._ended = Flag()
         self._is_started = False
-        # Who has the work: the thread that saves, or the caller, who gave it up before that thread had begun. The first to
-        # write it down, in one atomic operation that may be done again, since an interrupt may come between any two.
-        self._owner: dict[str, str] = {}
-        # Whether to commit, likewise; the thread waits for the answer.
-        self._verdict: dict[str, bool] = {}
-        self._written, self._answered = Flag(), Flag()
-        self._caller, self._thread = threading.get_ident(), -1
-        # The call that waits, and whether it has nothing to do but to wait.
-        self._frame: FrameType | None = None
-        self._is_fed = False
+        # Who has the work: a thread that saves, or who gave it up before one had begun. The first to write it down, in one
+        # atomic operation that may be done again, since an interrupt may come between any two.
+        self._owner: dict[str, object] = {}
+        self._begun = Flag()
+        self._thread = -1
+        # Held by the call that lends its arrays. The exit of a lock is one operation of C: a ``with`` block lets go of it
+        # however it is left, by two interrupts, say, while a ``finally`` may be interrupted itself.
+        self._lent = threading.Lock()
+        self._is_staged = False
         self._process = os.getpid()
         self._callbacks: collections.deque[Callable[[PendingSave], object]] = collections.deque()
 
     def start(self) -> None:
-        """Starts the save in a thread and feeds it from this one; returns when it needs the caller's arrays no more.
+        """Starts the save in a thread; returns when it needs the caller's arrays no more.
 
         An interrupt may come at any moment, also between a thread's start and the next line: it ends the save.
         """
@@ -84,67 +63,69 @@ class PendingSave:
         if work is None:
             return
         try:
-            # Only now: what was interrupted before it was started is nothing to wait for.
-            self._is_started = True
-            self._frame = self._frame or sys._getframe()  # noqa: SLF001 - the only way
-            threading.Thread(target=self._run, name=f't5ckpt-save-{self.step}', daemon=False).start()
-            work.feed()
-            self._is_fed = True
-            if not self._is_blocking:
-                self._answer(True)
+            self._lend(work.staging.is_staged)
         except BaseException:
-            # Interrupted, no more threads, or a copy failed: the rest will never be staged.
+            # Interrupted, or no more threads.
             self.cancel()
             raise
 
     def complete(self) -> CommittedCheckpoint | None:
-        """Starts a blocking save and waits until it is committed; ends it with whatever comes between.
+        """Starts a save that uses the caller's arrays as they are, and waits until it is committed; an interrupt ends it.
 
         Raises:
           T5CkptError: as ``result``.
         """
+        self._is_blocking = True
         try:
-            self._frame = sys._getframe()  # noqa: SLF001
-            self.start()
-            while not (self.done() or self._written.wait(_WAIT_SECONDS)):
-                pass
-            self._answer(True)
+            if self._work is not None:
+                self._lend(self._ended)
             return self.result()
         except BaseException:
             self.cancel()
             raise
 
-    def _answer(self, commit: bool) -> None:
-        """The first answer counts."""
-        self._verdict.setdefault('commit', commit)
-        self._answered.set()
-        self._frame = None
+    def _lend(self, until: Flag) -> None:
+        """Starts the save, and leaves the caller's arrays as they are until a flag is set or the save has ended."""
+        with self._lent:
+            # Only now: what was interrupted before it was started is nothing to wait for.
+            self._is_started = True
+            self._launch()
+            while not (self.done() or until.wait(_WAIT_SECONDS)):
+                pass
+            self._is_staged = True
+
+    def _launch(self) -> None:
+        threading.Thread(target=self._run, name=f't5ckpt-save-{self.step}', daemon=False).start()
+
+    def _has_begun(self) -> bool:
+        """Whether a thread has the work. A handler may have come before there was one; of two threads, one does it."""
+        if not self._owner:
+            self._launch()
+            # Not for ever: while a thread is being started, a lock of ``threading`` keeps others from being started.
+            self._begun.wait(_START_SECONDS)
+        return bool(self._owner)
 
     def _has_caller(self) -> bool:
-        """Whether the call that is to answer is on its thread's stack.
+        """Whether the caller's arrays are still lent, or are needed no more.
 
-        Not ``Thread.is_alive``: the main thread counts as ended once the interpreter waits for the others to exit, and handlers
-        of signals and of ``atexit``, which save what there is, run in it after that.
+        Read in this order: the call says that they are staged before it lets go.
         """
-        frame, waiting = sys._current_frames().get(self._caller), self._frame  # noqa: SLF001
-        while frame is not None and frame is not waiting:
-            frame = frame.f_back
-        return frame is not None
+        return self._lent.locked() or self._is_staged
 
-    def _ask(self) -> None:
-        """In the thread, when all is written. No answer will come from a call that was left, by two interrupts, say."""
-        self._written.set()
-        while 'commit' not in self._verdict and self._has_caller():
-            self._answered.wait(_WAIT_SECONDS)
-        if not self._verdict.setdefault('commit', False):
+    def _check_caller(self) -> None:
+        """In the thread, when all values are taken: whoever was interrupted may have changed them before."""
+        if not self._has_caller():
             raise SaveFailedError(f'the save of step {self.step} was interrupted; nothing is committed.')
 
     def _run(self) -> None:
-        if self._owner.setdefault('is', 'thread') != 'thread':
+        # Not this thread's identifier, which another one may have had.
+        token = object()
+        if self._owner.setdefault('is', token) is not token:
             return
+        self._begun.set()
         self._thread = threading.get_ident()
         try:
-            self._outcome = None if self._work is None else self._work.run(self._ask)
+            self._outcome = None if self._work is None else run_save(self._work, self._check_caller)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
             _clear_frames(error)
@@ -152,11 +133,8 @@ class PendingSave:
             if not self._is_blocking:
                 _log.error('t5ckpt: the save of step %d failed and is lost: %s', self.step, error)
         finally:
-            work, self._work = self._work, None
-            if work is not None:
-                work.stop()
+            self._work = None
             self._ended.set()
-            self._written.set()
             self._call_back()
 
     def cancel(self) -> None:
@@ -174,11 +152,10 @@ class PendingSave:
 
     def _give_up(self) -> None:
         self._seen = True
-        self._answer(False)
         work = self._work
         if work is not None:
-            work.stop()
-        if self._owner.setdefault('is', 'caller') == 'caller':
+            work.staging.stop()
+        if self._owner.setdefault('is', self) is self:
             if work is not None:
                 self._error = SaveFailedError(f'the save of step {self.step} was interrupted before it began.')
                 self._work = None
@@ -233,9 +210,8 @@ class PendingSave:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the save has ended; says whether it has.
 
-        In a forked process there is nothing to wait for: the save goes on in the one that began it. A save that has no answer
-        yet when its own thread comes to wait is one that its caller left, and is given up; or this is a handler of a signal
-        that came while the caller waits, and so waits in its place.
+        In a forked process there is nothing to wait for: the save goes on in the one that began it. A save that its caller left
+        before its arrays were staged is given up. A handler of a signal that came while the caller waits may wait as well.
 
         Raises:
           SaveFailedError: the save itself waits, in a progress callback, say: it would for ever.
@@ -248,11 +224,8 @@ class PendingSave:
                 'close where the training does.'
             )
         end = None if timeout is None else time.monotonic() + timeout
-        if 'commit' not in self._verdict and threading.get_ident() == self._caller:
-            if not (self._is_fed and self._has_caller()):
-                self._give_up()
-            elif _wait_until(self._written, end):
-                self._answer(True)
+        if not (self._has_caller() and self._has_begun()):
+            self._give_up()
         return _wait_until(self._ended, end)
 
     def result(self, timeout: float | None = None) -> CommittedCheckpoint | None:

@@ -49,7 +49,7 @@ from t5ckpt.policies import fields_of
 from t5ckpt.save import SaveRequest
 from t5ckpt.tree.leaf_values import most_devices
 
-__all__ = ['PreparedSave', 'prepare_save']
+__all__ = ['PreparedSave', 'prepare_save', 'run_save']
 
 _log = logging.getLogger('t5ckpt')
 _SAMPLE_BYTES = 2**20
@@ -57,26 +57,7 @@ _SAMPLE_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class PreparedSave:
-    """A planned save whose first wave is staged; see ``_pending.Work`` for its methods."""
-
-    job: _Job
-
-    def run(self, ask: Callable[[], None]) -> CommittedCheckpoint | None:
-        """Writes, asks, and commits."""
-        return _write_and_commit(self.job, ask)
-
-    def feed(self) -> None:
-        """Stages the other waves."""
-        self.job.staging.feed()
-
-    def stop(self) -> None:
-        """Ends the save at the next chunk."""
-        self.job.staging.stop()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """What the background needs; it holds no array of the caller's but the unchanged ones.
+    """A planned save whose first wave is staged, for :func:`run_save`; of the staged arrays it holds no original.
 
     ``leaves`` is for the next save, see ``_reuse.py``; ``text`` and ``samples`` are what the processes agree on.
     """
@@ -137,10 +118,9 @@ def prepare_save(
         staging.start()
     known = leaves_of_writes(plan.writes)
     spread = most_devices(table.values())
-    job = _Job(
+    return PreparedSave(
         request, meeting, plan.facts, staging, previous, unchanged, known, dataset, text, samples, spread, started
     )
-    return PreparedSave(job)
 
 
 def _is_free(request: SaveRequest) -> bool:
@@ -191,7 +171,16 @@ def _samples(writes: Sequence[ArrayWrite]) -> dict[str, Any]:
     return samples
 
 
-def _write_and_commit(job: _Job, ask: Callable[[], None]) -> CommittedCheckpoint | None:
+def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
+    """Writes and commits.
+
+    Args:
+      job: of :func:`prepare_save`.
+      check_caller: called once all values of the caller's are taken; raises if the caller may have changed them before.
+
+    Returns:
+      The checkpoint; None when the step is there already.
+    """
     request, meeting = job.request, job.meeting
     held: list[Workspace] = []
     try:
@@ -202,9 +191,8 @@ def _write_and_commit(job: _Job, ask: Callable[[], None]) -> CommittedCheckpoint
             return None
         try:
             report, entry = _write(job, started)
-            # All values of the caller's are taken here: after the answer they may change.
             manifest = _manifest_bytes(job, report) if meeting.is_first else b''
-            ask()
+            check_caller()
         except BaseException as error:
             meeting.fail('write', error)
             raise
@@ -240,7 +228,7 @@ def _write_and_commit(job: _Job, ask: Callable[[], None]) -> CommittedCheckpoint
     return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
 
 
-def _begin(job: _Job, notes: Sequence[Any], held: list[Workspace]) -> dict[str, Any]:
+def _begin(job: PreparedSave, notes: Sequence[Any], held: list[Workspace]) -> dict[str, Any]:
     """Process 0's decision whether to save, and where; nothing is written before all plans are the same."""
     request = job.request
     different = [index for index, note in enumerate(notes) if note != notes[0]]
@@ -263,7 +251,7 @@ def _begin(job: _Job, notes: Sequence[Any], held: list[Workspace]) -> dict[str, 
     return {'directory': held[0].directory, 'reuse': reuse, 'codecs': codecs}
 
 
-def _check_agreement(job: _Job, different: Sequence[int]) -> None:
+def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
     """Raises the difference between process 0's plan and that of the first other one, the same on all processes."""
     if not different:
         return
@@ -277,7 +265,7 @@ def _check_agreement(job: _Job, different: Sequence[int]) -> None:
     raise error
 
 
-def _write(job: _Job, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[int, str]]:
+def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[int, str]]:
     """Writes this process's part; returns what was written and (bytes, digest) of the file that lists it."""
     request, directory = job.request, started['directory']
     # Staged copies hold half of the budget, see _stage.py; what is being written, the other half.
@@ -306,7 +294,7 @@ def _write(job: _Job, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[in
 
 
 def _commit(
-    job: _Job, notes: Sequence[Any], held: list[Workspace], report: WriteReport, manifest: bytes
+    job: PreparedSave, notes: Sequence[Any], held: list[Workspace], report: WriteReport, manifest: bytes
 ) -> dict[str, Any]:
     """Process 0's last step: everything is written, by all."""
     request, work = job.request, held[0]
@@ -337,7 +325,7 @@ def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:
     return {'skip': True}
 
 
-def _finish(job: _Job, report: WriteReport, nbytes: int, seconds: float) -> None:
+def _finish(job: PreparedSave, report: WriteReport, nbytes: int, seconds: float) -> None:
     """What follows a commit: the log line, the event, and retention."""
     request = job.request
     step = request.step
@@ -351,7 +339,7 @@ def _finish(job: _Job, report: WriteReport, nbytes: int, seconds: float) -> None
         _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
 
 
-def _manifest_bytes(job: _Job, report: WriteReport) -> bytes:
+def _manifest_bytes(job: PreparedSave, report: WriteReport) -> bytes:
     table: LeafTable = dict(job.staging.inline_values())
     _check_step(job.request, table)
     table |= {path: spec_of(array, job.request.storage.driver) for path, array in report.arrays.items()}
@@ -374,7 +362,7 @@ def _check_step(request: SaveRequest, table: LeafTable) -> None:
         request.notices.warn('step', StepMismatchWarning(text), request.site)
 
 
-def _sidecar(job: _Job, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]]) -> Sidecar:
+def _sidecar(job: PreparedSave, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]]) -> Sidecar:
     extra: dict[str, Any] = {
         'writer': writer_facts(__version__),
         'created_unix': round(job.request.clock(), 3),

@@ -14,9 +14,9 @@ where it lies:
 ``auto`` takes views on the CPU where the array is there already and a dispatched copy where it is still being
 computed, and pinned host memory elsewhere.
 
-Copies are bounded: what does not fit into half of the save's byte budget is staged in waves, each when the one before
-it has been written (the other half serves the writer), so that the caller returns when the last wave is staged. A leaf
-that is larger than a wave is fetched chunk by chunk while the caller waits.
+Copies are bounded: what does not fit into half of the save's byte budget is staged in waves. The writer pulls them: it has
+each wave staged when it has written the one before (the other half serves the writer), and the caller waits until the last
+wave is staged. A leaf that is larger than a wave is fetched chunk by chunk while the caller waits.
 
 Host arrays, and jax.Arrays on the CPU whose memory may be somebody else's (``_place.is_private``), are copied for an
 asynchronous save before the caller goes on, since their owner may write into them, and used as they are for a blocking
@@ -26,13 +26,13 @@ one. A LazyArray is read when its turn to be written comes, chunk by chunk where
 from __future__ import annotations
 
 import dataclasses
-import queue
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from t5ckpt._dtypes import to_stored
+from t5ckpt._flag import Flag
 from t5ckpt._leaves import is_jax_array
 from t5ckpt._place import is_private
 from t5ckpt._plan import ArrayWrite, ChunkWrite, InlineWrite, SavePlan
@@ -44,7 +44,6 @@ from t5ckpt.lazy import LazyArray
 __all__ = ['STAGING_MODES', 'Source', 'StagedWave', 'Staging']
 
 _Write = TypeVar('_Write', ArrayWrite, InlineWrite)
-_WAIT_SECONDS = 0.5
 STAGING_MODES = ('auto', 'copy', 'pinned_host', 'view')
 
 
@@ -103,10 +102,11 @@ class StagedWave:
 
 
 class Staging:
-    """Stages a plan, wave after wave, between the caller's thread and the writer's.
+    """Stages a plan, wave after wave.
 
-    The caller stages the first wave with :meth:`start` and the others with :meth:`feed`, the writer takes them from
-    :meth:`waves`. ``inline`` is staged with the first wave.
+    The caller stages ``inline`` and the first wave with :meth:`start`. The writer pulls the waves from :meth:`waves`, which
+    stages each of the others in the writer's thread when the one before it has been written. The caller must not change its
+    arrays before ``is_staged`` is set.
     """
 
     def __init__(self, plan: SavePlan, mode: str, budget_bytes: int, private_host: bool):
@@ -114,17 +114,15 @@ class Staging:
         self.total_bytes = sum(write.chunk_bytes * len(write.chunks) for write in plan.writes)
         self.chunk_count = sum(len(write.chunks) for write in plan.writes)
         self.array_count = len(plan.writes)
+        self.is_staged = Flag()
         self._inline_writes = plan.inline
         self._private_host = private_host
         self._modes = {write.path: _mode_of(write.leaf, mode, private_host) for write in (*plan.writes, *plan.inline)}
         self._limit = max(1, budget_bytes // 2)
         self._waves = _split(plan.writes, self._modes, self._limit)
-        self._ready: queue.SimpleQueue[StagedWave | None] = queue.SimpleQueue()
-        self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._stopped = False
+        self._next: StagedWave | None = None
         self._interrupted = False
         self._inline: dict[Path, Any] = {}
-        self._caller_waits = False
 
     def start(self) -> None:
         """Stages the inline leaves and the first wave."""
@@ -134,54 +132,38 @@ class Staging:
             w.path: moved[w.path] if w.path in moved else _inline_source(w.leaf, self._private_host) for w in inline
         }
         self._inline_writes = tuple(_without_array(write) for write in inline)
-        self._caller_waits = self._stage_next()
-
-    def feed(self) -> None:
-        """Stages the other waves as room is made; returns when the caller's arrays are needed no more."""
-        while (self._waves or self._caller_waits) and not self._stopped:
-            try:
-                # Not for ever at once: a signal that comes just before such a wait is seen after it.
-                self._written.get(timeout=_WAIT_SECONDS)
-            except queue.Empty:
-                continue
-            self._caller_waits = bool(self._waves) and self._stage_next()
+        self._stage_next()
 
     def stop(self) -> None:
-        """Makes the writer fail, if it is not through, and the feeder return."""
+        """Makes the writer fail at the next chunk."""
         self._interrupted = True
-        self._let_go()
 
     @property
     def is_interrupted(self) -> bool:
         """Whether :meth:`stop` was called."""
         return self._interrupted
 
-    def _let_go(self) -> None:
-        """Wakes whoever waits for the other side."""
-        self._stopped = True
-        self._written.put(None)
-        self._ready.put(None)
-
-    def _stage_next(self) -> bool:
-        if not self._waves:
-            self._ready.put(None)
-            return False
-        wave = self._waves.pop(0)
-        sources = _sources(wave, self._modes, self._limit)
-        self._ready.put(StagedWave(tuple((_without_array(w), s) for w, s in zip(wave, sources, strict=True))))
-        if not self._waves:
-            self._ready.put(None)
-        return any(_is_direct(write, self._modes, self._limit) for write in wave)
+    def _stage_next(self) -> None:
+        reads_caller = False
+        if self._waves:
+            wave = self._waves.pop(0)
+            reads_caller = any(_is_direct(write, self._modes, self._limit) for write in wave)
+            sources = _sources(wave, self._modes, self._limit)
+            self._next = StagedWave(tuple((_without_array(w), s) for w, s in zip(wave, sources, strict=True)))
+        if not self._waves and not reads_caller:
+            self.is_staged.set()
 
     def waves(self) -> Generator[StagedWave]:
         """The waves, for the writer; asking for the next one says that the one before it is written."""
         try:
-            while (wave := self._ready.get()) is not None:
+            while (wave := self._next) is not None:
+                self._next = None
                 yield wave
                 del wave
-                self._written.put(None)
+                self._stage_next()
         finally:
-            self._let_go()
+            # A writer that failed needs the caller's arrays no more.
+            self.is_staged.set()
 
     def inline_values(self) -> dict[Path, Any]:
         """The inline leaves as numpy, after their cast; waits for their transfer."""

@@ -435,9 +435,7 @@ class Checkpointer(FromTensorFlow):
         except BaseException as error:
             meeting.fail('plan', error)
             raise
-        self._pending = pending = PendingSave(
-            request.step, prepared, is_blocking=not is_async
-        )  # known before it is started
+        self._pending = pending = PendingSave(request.step, prepared)  # known before it is started
         return pending
 
     def _is_saving(self) -> bool:

@@ -442,18 +442,16 @@ def test_two_signals(changing):
         assert ck._pending.wait(20), step
 
 
+@pytest.mark.parametrize('concurrent_gb', [1, 2e-5])
 @pytest.mark.parametrize('method', ['save', 'save_async', 'wait_until_finished'])
-def test_a_signal_handler_waits_in_the_callers_place(tmp_path, method):
-    """It comes while a blocking save waits, which is ended first, and not given up: nobody raised anything."""
-    states = [{'x': np.full((8, 512), step, np.float32)} for step in range(3)]
+def test_a_signal_handler_waits_during_a_blocking_save(tmp_path, method, concurrent_gb):
+    """The blocking save is ended first, also when it has waves to stage, and is not given up: nobody raised anything."""
+    states = [{name: jnp.full((8, 512), step, jnp.float32) for name in 'xyz'} for step in range(3)]
     entered, main, rung = threading.Event(), threading.get_ident(), []
 
     def ring(*_):
         if not rung:
             rung.append(True)
-            # From the writer's thread, once there is nothing that the caller has to do but to wait.
-            while not ck._pending._is_fed:
-                time.sleep(0.001)
             signal.pthread_kill(main, signal.SIGALRM)
             assert entered.wait(60)
 
@@ -461,10 +459,10 @@ def test_a_signal_handler_waits_in_the_callers_place(tmp_path, method):
         entered.set()
         getattr(ck, method)(*([states[2]] if 'save' in method else []), **({'step': 2} if 'save' in method else {}))
 
-    ck = t5ckpt.Checkpointer(states[0], checkpoints_dir=tmp_path, progress=ring, inline_bytes=0)
+    ck = t5ckpt.Checkpointer(states[0], checkpoints_dir=tmp_path, staging='copy', progress=ring, inline_bytes=0)
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        assert ck.save(states[1], step=1) is not None
+        assert ck.save(states[1], step=1, concurrent_gb=concurrent_gb) is not None
     finally:
         signal.signal(signal.SIGALRM, before)
     ck.wait_until_finished()
@@ -473,7 +471,41 @@ def test_a_signal_handler_waits_in_the_callers_place(tmp_path, method):
     steps = [1, 2] if 'save' in method else [1]
     assert ck.all_steps() == steps
     for step in steps:
-        assert (ck.restore(step=step)['x'] == step).all()
+        assert same(ck.restore(step=step), states[step])
+
+
+def test_a_signal_handler_waits_while_a_blocking_save_starts():
+    """At every line between the call of ``save`` and its return; the save need not have a thread yet."""
+    state = {'x': np.ones(8, np.float32)}
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir='memory://a handler waits/run')
+    files = {t5ckpt._pending.__file__, threading.__file__}
+
+    def save(step):
+        """Waits at one line of the modules of saves and threads; says whether there are so many."""
+        lines, waited = itertools.count(), []
+
+        def trace(frame, event, _):
+            is_line = event == 'line' and frame.f_code.co_filename in files
+            # Python looks for no signal while it holds this lock, without which no thread starts.
+            if is_line and not waited and not threading._active_limbo_lock._is_owned() and next(lines) == step:
+                waited.append(True)
+                # Not for ever, since the test is to fail and not to hang.
+                assert ck._pending is None or ck._pending.wait(20)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            assert ck.save(state, step=step) is not None
+        finally:
+            sys.settrace(before)
+        return bool(waited)
+
+    for step in itertools.count():
+        if not save(step):
+            break
+    assert step > 60
+    assert ck.all_steps() == list(range(step + 1))
 
 
 @pytest.mark.parametrize(
@@ -604,7 +636,8 @@ def test_a_failed_save_keeps_nothing_alive(tmp_path):
     run = tmp_path / 'run'
     state = big_state()
     refs = [weakref.ref(leaf) for leaf in state['params'].values()]
-    ck = t5ckpt.Checkpointer(jax.eval_shape(lambda s: s, state), checkpoints_dir=run)
+    template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    ck = t5ckpt.Checkpointer(template, checkpoints_dir=run)
     fail_writes(run)
     pending = ck.save_async(state, step=1)
     pending.wait()

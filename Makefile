@@ -4,7 +4,7 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
-# Set to run part of the tests: make test ARGS='tests/test_readme.py -k notebook'
+# Set to run part of the tests: make test ARGS='tests/pages/test_readme.py -k notebook'
 ARGS ?=
 
 .PHONY: help demo test test-fast lint format bench fuzz soak docs transformers constraints clean
@@ -37,6 +37,7 @@ test-fast: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/installed-test
@@ -83,7 +84,7 @@ $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 $(VENV)/installed-test $(VENV)/installed-fuzz: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 	$(install)
 
-# Two versions of transformers, each in a directory of the environment where tests/test_hf_logits.py finds them: one
+# Two versions of transformers, each in a directory of the environment where tests/convert/test_hf_logits.py finds them: one
 # environment holds one version. They run on the torch of the extra `peers`.
 transformers: $(VENV)/transformers-5 $(VENV)/transformers-4
 

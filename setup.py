@@ -36,6 +36,7 @@ EXTRAS = {
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
         'google-crc32c>=1.5',  # of the extra tf, without TensorFlow
         'hypothesis>=6.100',
+        'import-linter>=2.5',
         'ipykernel>=6.29',  # for the notebooks in docs/
         'ministack>=1.4.21,<1.5',  # likewise of S3; later ones need botocore and all that comes with it
         'nbclient>=0.10',

@@ -27,7 +27,7 @@ import numpy as np
 from support import proxy, servers
 
 import t5ckpt
-from t5ckpt._index import mark_step
+from t5ckpt.catalog.step_index import mark_step
 from t5ckpt.storage import open_storage
 
 BUCKET = 'bench'

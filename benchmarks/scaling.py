@@ -3,7 +3,7 @@
     python benchmarks/scaling.py                                10 trillion parameters on 1,024 hosts of 8 devices
     python benchmarks/scaling.py --hosts 8 --tensor 8 --layers 2 --all     small, every host planned
 
-The planner is the real one (`t5ckpt._plan.plan_save`); what it is given are stand-ins that answer as jax.Array,
+The planner is the real one (`t5ckpt.planning.save_plan.plan_save`); what it is given are stand-ins that answer as jax.Array,
 NamedSharding and Device do, because no machine has 8,192 devices to make real ones from. The state is a decoder with a
 gated MLP and Adam's two moments, sharded over `fsdp` and `tensor` and replicated over `data`.
 """
@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._leaves import nest
-from t5ckpt._manifest import encode_manifest
-from t5ckpt._owners import Owners
-from t5ckpt._plan import SaveOptions, SavePlan, plan_save
-from t5ckpt._plan_text import plan_text
-from t5ckpt._specs import spec_of
+from t5ckpt.format.array_spec import spec_of
+from t5ckpt.format.manifest import encode_manifest
+from t5ckpt.planning.plan_fingerprint import plan_text
+from t5ckpt.planning.save_plan import SaveOptions, SavePlan, plan_save
+from t5ckpt.planning.write_assignment import WriteAssignment
+from t5ckpt.tree.leaf_table import unflatten
 
 _AXES = ('data', 'fsdp', 'tensor')
 _DEVICES_PER_HOST = 8
@@ -156,7 +156,7 @@ class World:
         table = self.arrays(host)
         gc.collect()
         started = time.process_time()
-        plan = plan_save(table, {}, SaveOptions(), Owners(host, self.hosts))
+        plan = plan_save(table, {}, SaveOptions(), WriteAssignment(host, self.hosts))
         plan_text(plan, [])
         return plan, time.process_time() - started
 
@@ -173,7 +173,7 @@ def simulate(world: World, hosts: list[int]) -> dict[str, Any]:
     if plan is None:
         raise ValueError('no host to plan for')
     files_by_directory = [write.array.grid.num_chunks for write in plan.writes]
-    manifest = encode_manifest(nest({write.path: spec_of(write.array, 'file') for write in plan.writes}))
+    manifest = encode_manifest(unflatten({write.path: spec_of(write.array, 'file') for write in plan.writes}))
     return {
         'hosts': world.hosts,
         'devices': world.mesh.devices.size,

@@ -20,24 +20,24 @@ import msgpack
 import numpy as np
 
 import t5ckpt
-from t5ckpt._bands import Blocks, Limits
-from t5ckpt._digest import digest
-from t5ckpt._layout import array_dirs, parse_leftover, parse_step_dir
-from t5ckpt._leaves import Empty, nest
-from t5ckpt._ledger import decode_ledger, encode_ledger
-from t5ckpt._local import has_plain_chunks, plain_chunks_of
-from t5ckpt._manifest import decode_manifest, encode_manifest, is_whole
-from t5ckpt._orbax import read_orbax
-from t5ckpt._plan_restore import checkpoint_leaves
-from t5ckpt._sidecar import Sidecar, TreeFacts, decode_sidecar, encode_sidecar
-from t5ckpt._specs import StoredArray, parse_spec, spec_of
-from t5ckpt.convert._flax_file import read_large
-from t5ckpt.convert._tf_bundle import _MAGIC, _masked, read_bundle
+from t5ckpt.catalog.locate import locate
+from t5ckpt.convert.files.flax_msgpack import read_large
+from t5ckpt.convert.files.tf_bundle import _MAGIC, _masked, read_bundle
 from t5ckpt.errors import T5CkptError
+from t5ckpt.format.array_spec import StoredArray, parse_spec, spec_of
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.file_checksums import decode_ledger, encode_ledger
+from t5ckpt.format.manifest import decode_manifest, encode_manifest, is_whole
+from t5ckpt.format.names import array_dirs, parse_leftover, parse_step_dir
+from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar, encode_sidecar
+from t5ckpt.format.stored_leaf import checkpoint_leaves
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.metrics._records import masked_crc32c
-from t5ckpt.steps import locate
+from t5ckpt.metrics.record_file import masked_crc32c
+from t5ckpt.reading.local.blocks import Blocks, Limits
+from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
+from t5ckpt.reading.orbax import read_orbax
 from t5ckpt.storage import open_storage
+from t5ckpt.tree.leaf_table import Empty, unflatten
 
 __all__ = ['RUNS', 'SEEDS', 'TARGETS', 'corpus']
 
@@ -73,7 +73,7 @@ def manifest(data: bytes) -> None:
     is_whole(data)
     decoded = decode_manifest(data, 'fuzzed')
     table = checkpoint_leaves(decoded.state, decoded.version, TreeFacts())
-    nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+    unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 
 
 def spec(data: bytes) -> None:
@@ -90,7 +90,7 @@ def sidecar(data: bytes) -> None:
     body = b'{\n' + data
     decoded = decode_sidecar(b'{\n "checksum": "%s",\n%s' % (digest(body).encode(), data), 'fuzzed')
     table = checkpoint_leaves({'target': {'w': _SPEC}}, 3, decoded.facts)
-    nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+    unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 
 
 def ledger(data: bytes) -> None:

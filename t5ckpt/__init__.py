@@ -11,24 +11,17 @@ from typing import TYPE_CHECKING, Any
 from t5ckpt._version import __version__
 
 if TYPE_CHECKING:
-    from t5ckpt._commit import CommittedCheckpoint
-    from t5ckpt._copy import CopyOptions, CopyReport, copy_checkpoint
-    from t5ckpt._cure import RepairOptions
-    from t5ckpt._damage import Damage, VerifyReport
-    from t5ckpt._diff import CheckpointDiff, LeafDiff, diff
-    from t5ckpt._foreign import CheckpointTypes, detect_checkpoint_type
-    from t5ckpt._index import reindex_steps
-    from t5ckpt._integrity import verify
-    from t5ckpt._pending import PendingSave
-    from t5ckpt._repair import RepairReport, repair
-    from t5ckpt._stats import CheckpointStats, LeafStats
-    from t5ckpt._types import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
+    from t5ckpt.catalog.foreign_layouts import CheckpointTypes, detect_checkpoint_type
+    from t5ckpt.catalog.step_index import reindex_steps
     from t5ckpt.checkpointer import Checkpointer
+    from t5ckpt.commit.transaction import CommittedCheckpoint
     from t5ckpt.convert import Conversion, ConvertOptions, convert_checkpoint
-    from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions
+    from t5ckpt.convert.copy import CopyOptions, CopyReport, copy_checkpoint
+    from t5ckpt.convert.export_options import ExportOptions, ExportReport, ImportOptions
     from t5ckpt.convert.huggingface import export_hf, import_hf
     from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
+    from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.errors import (
         MissingMetricWarning,
         NarrowedDtypeWarning,
@@ -41,6 +34,14 @@ if TYPE_CHECKING:
         UnshardedTemplateWarning,
     )
     from t5ckpt.export import export_weights
+    from t5ckpt.inspection.diff import CheckpointDiff, LeafDiff, diff
+    from t5ckpt.inspection.runs import Run, Series, open_run
+    from t5ckpt.inspection.stats import CheckpointStats, LeafStats
+    from t5ckpt.inspection.view import CheckpointView, open_checkpoint
+    from t5ckpt.integrity.repair import RepairReport, repair
+    from t5ckpt.integrity.repair_plan import RepairOptions
+    from t5ckpt.integrity.report import Damage, VerifyReport
+    from t5ckpt.integrity.verify import verify
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
     from t5ckpt.metrics import TensorBoardMetrics
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from t5ckpt.preemption import PreemptionNotice
     from t5ckpt.progress import ProgressReporter
     from t5ckpt.resume import MODEL, OPTIMIZER, WarmStart, restore_or_init
-    from t5ckpt.runs import Run, Series, open_run
+    from t5ckpt.save.pending import PendingSave
     from t5ckpt.save_best import SaveBestCheckpointer
     from t5ckpt.save_policies import (
         Moment,
@@ -87,7 +88,6 @@ if TYPE_CHECKING:
         unpin_checkpoint,
     )
     from t5ckpt.translate import CheckpointTranslator, apply_assignment_map, intersect_state
-    from t5ckpt.view import CheckpointView, open_checkpoint
     from t5ckpt.watch import checkpoints_iterator
 
 __all__ = [
@@ -202,22 +202,22 @@ _MODULES = {
     'MODEL': 'resume',
     'OPTIMIZER': 'resume',
     'Changes': 'convert.rewrite',
-    'CheckpointDiff': '_diff',
-    'CheckpointStats': '_stats',
+    'CheckpointDiff': 'inspection.diff',
+    'CheckpointStats': 'inspection.stats',
     'CheckpointTranslator': 'translate',
-    'CheckpointTypes': '_foreign',
-    'CheckpointView': 'view',
+    'CheckpointTypes': 'catalog.foreign_layouts',
+    'CheckpointView': 'inspection.view',
     'Checkpointer': 'checkpointer',
-    'CommittedCheckpoint': '_commit',
-    'CopyOptions': '_copy',
-    'CopyReport': '_copy',
+    'CommittedCheckpoint': 'commit.transaction',
+    'CopyOptions': 'convert.copy',
+    'CopyReport': 'convert.copy',
     'Conversion': 'convert',
     'ConvertOptions': 'convert',
-    'Damage': '_damage',
+    'Damage': 'integrity.report',
     'Decision': 'policies',
-    'ExportOptions': 'convert._exports',
-    'ExportReport': 'convert._exports',
-    'ImportOptions': 'convert._exports',
+    'ExportOptions': 'convert.export_options',
+    'ExportReport': 'convert.export_options',
+    'ImportOptions': 'convert.export_options',
     'KeepAll': 'policies',
     'KeepAny': 'policies',
     'KeepBest': 'policies',
@@ -229,19 +229,19 @@ _MODULES = {
     'LazyArray': 'lazy',
     'LazyAwaitableArray': 'lazy',
     'LazyThreadPoolArray': 'lazy',
-    'LeafDiff': '_diff',
-    'LeafStats': '_stats',
+    'LeafDiff': 'inspection.diff',
+    'LeafStats': 'inspection.stats',
     'Moment': 'save_policies',
     'NoEffectWarning': 'errors',
     'ObsoleteArgumentWarning': 'errors',
-    'ParameterInfo': '_types',
-    'PendingSave': '_pending',
+    'ParameterInfo': 'core.protocols',
+    'PendingSave': 'save.pending',
     'PreemptionNotice': 'preemption',
     'ProgressReporter': 'progress',
-    'RepairOptions': '_cure',
-    'RepairReport': '_repair',
-    'RestoreStateTransformationFn': '_types',
-    'Run': 'runs',
+    'RepairOptions': 'integrity.repair_plan',
+    'RepairReport': 'integrity.repair',
+    'RestoreStateTransformationFn': 'core.protocols',
+    'Run': 'inspection.runs',
     'SaveAll': 'save_policies',
     'SaveAny': 'save_policies',
     'SaveAt': 'save_policies',
@@ -253,24 +253,24 @@ _MODULES = {
     'SaveOnImprovement': 'save_policies',
     'SaveOnPreemption': 'save_policies',
     'SavePolicy': 'save_policies',
-    'SaveStateTransformationFn': '_types',
+    'SaveStateTransformationFn': 'core.protocols',
     'SaveWhenIdle': 'save_policies',
-    'Series': 'runs',
+    'Series': 'inspection.runs',
     'StepInfo': 'policies',
     'T5CkptWarning': 'errors',
     'UnreadLayoutWarning': 'errors',
     'TensorBoardMetrics': 'metrics',
-    'VerifyReport': '_damage',
+    'VerifyReport': 'integrity.report',
     'WarmStart': 'resume',
     'YoungDaly': 'save_policies',
     'all_dataset_checkpoint_steps': 'steps',
     'all_steps': 'steps',
     'apply_assignment_map': 'translate',
-    'copy_checkpoint': '_copy',
+    'copy_checkpoint': 'convert.copy',
     'checkpoints_iterator': 'watch',
     'convert_checkpoint': 'convert',
-    'detect_checkpoint_type': '_foreign',
-    'diff': '_diff',
+    'detect_checkpoint_type': 'catalog.foreign_layouts',
+    'diff': 'inspection.diff',
     'export_hf': 'convert.huggingface',
     'export_npz': 'convert.plain',
     'export_safetensors': 'convert.plain',
@@ -284,15 +284,15 @@ _MODULES = {
     'is_pinned_checkpoint': 'steps',
     'latest_step': 'steps',
     'load_t5x_checkpoint': 'load',
-    'open_checkpoint': 'view',
-    'open_run': 'runs',
+    'open_checkpoint': 'inspection.view',
+    'open_run': 'inspection.runs',
     'pin_checkpoint': 'steps',
-    'reindex_steps': '_index',
-    'repair': '_repair',
+    'reindex_steps': 'catalog.step_index',
+    'repair': 'integrity.repair',
     'restore_or_init': 'resume',
     'rewrite_checkpoint': 'convert.rewrite',
     'unpin_checkpoint': 'steps',
-    'verify': '_integrity',
+    'verify': 'integrity.verify',
 }
 
 

@@ -15,50 +15,44 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 from t5ckpt import steps
-from t5ckpt._budget import bytes_of_gb
-from t5ckpt._commit import CommittedCheckpoint
-from t5ckpt._dtypes import Cast, floating_dtype
-from t5ckpt._from_tf import FromTensorFlow
-from t5ckpt._leaves import LeafTable, step_of, view_state
-from t5ckpt._meetings import Meetings
-from t5ckpt._pending import PendingSave
-from t5ckpt._plan import SaveOptions
-from t5ckpt._plan_restore import STRICTNESS, RestoreOptions
-from t5ckpt._process import DEFAULT_TIMEOUT_SECONDS, Processes, Round
-from t5ckpt._reader import ReadOptions
-from t5ckpt._restore import RestoreRequest, fit_leaves, run_restore
-from t5ckpt._retention import Retention, delete_step, missing_from_all
-from t5ckpt._save import prepare_save
-from t5ckpt._schedule import Environment, SaveSchedule
-from t5ckpt._stage import STAGING_MODES
-from t5ckpt._transform import LeafAxes
-from t5ckpt._types import (
+from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.commit.retention import Retention, delete_step, missing_from_all
+from t5ckpt.commit.transaction import CommittedCheckpoint
+from t5ckpt.convert.tf.restore import FromTensorFlow
+from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer, number
+from t5ckpt.core.byte_budget import bytes_of_gb
+from t5ckpt.core.call_site import CallSite, warn_caller
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.protocols import (
     Clock,
     MetricSource,
     Partitioner,
-    Path,
     Progress,
     RestoreStateTransformationFn,
     SaveStateTransformationFn,
     TrainState,
-    check_callables,
-    check_flags,
-    check_kind,
-    integer,
-    number,
-    warn_no_effect,
 )
-from t5ckpt.core.call_site import CallSite, warn_caller
 from t5ckpt.core.transform_check import check_transforms
 from t5ckpt.datasets import DatasetState
+from t5ckpt.distributed.coordinator import Coordinator
+from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
+from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import (
     ClosedError,
     DisagreementError,
+    NoEffectWarning,
     ObsoleteArgumentWarning,
     ReadOnlyError,
 )
+from t5ckpt.format.dtypes import Cast, floating_dtype
+from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.planning.resizing import Patterns, Resize
+from t5ckpt.planning.restore_plan import STRICTNESS, RestoreOptions
+from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
+from t5ckpt.reading.open_reader import ReadOptions
+from t5ckpt.restore.pipeline import fit_leaves, run_restore
+from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.save import (
     Notices,
     Reuse,
@@ -70,10 +64,15 @@ from t5ckpt.save import (
     monitored,
     monitored_metrics,
 )
+from t5ckpt.save.pending import PendingSave
+from t5ckpt.save.prepare import prepare_save
+from t5ckpt.save.schedule import Environment, SaveSchedule
+from t5ckpt.save.stage import STAGING_MODES
+from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.save_policies import SavePolicy
-from t5ckpt.steps import open_run_storage
 from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
-from t5ckpt.view import CheckpointView, open_checkpoint
+from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.tree.train_state import flatten_state, step_of
 
 __all__ = ['Checkpointer']
 
@@ -211,7 +210,7 @@ class Checkpointer(FromTensorFlow):
         )
         self._progress = progress
         self._clock = clock
-        self._meetings = Meetings(self._storage, processes, number('process_timeout', process_timeout))
+        self._meetings = Coordinator(self._storage, processes, number('process_timeout', process_timeout))
         self._is_read_only = read_only
         self._monitored = monitored_metrics(policy, save_policy)
         self._notices = Notices()
@@ -409,7 +408,7 @@ class Checkpointer(FromTensorFlow):
         meeting = self._meeting('a save' if call.step is None else f'the save of step {call.step}')
         try:
             self.check_for_errors()
-            table = view_state(state).table
+            table = flatten_state(state).table
             request = SaveRequest(
                 storage=self._storage,
                 step=step_of(state, table, call.step),
@@ -453,8 +452,8 @@ class Checkpointer(FromTensorFlow):
         """
         return self._meeting(action).agree('agree', note, decide)
 
-    def _meeting(self, action: str) -> Round:
-        if self._meetings.of_job().count > 1:
+    def _meeting(self, action: str) -> CoordinationRound:
+        if self._meetings.processes_of_job().count > 1:
             # One thing at a time: the keys of a round go when the next one begins.
             self.wait_until_finished()
         return self._meetings.round(action)
@@ -716,13 +715,13 @@ def _cast(dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast
 def _warn_of_idle(policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None) -> None:
     if source is not None and not policy.metric_names:
         text = 'metric_source has no effect: no keep policy looks at a metric. Pass keep_policy=KeepBest(...), or leave it out.'
-        warn_no_effect(text)
+        warn_caller(NoEffectWarning(text))
     if keep_datasets is not None and dataset is None:
         text = (
             'keep_dataset_checkpoints has no effect on what is saved: there is no data iterator. Pass dataset_iterator=, or '
             'leave it out.'
         )
-        warn_no_effect(text)
+        warn_caller(NoEffectWarning(text))
 
 
 def _check_no_directory(**options: Any) -> None:

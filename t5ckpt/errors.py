@@ -57,7 +57,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from t5ckpt._text import counted, lines, printable
+from t5ckpt.core.text import counted, lines, printable
 from t5ckpt.core.value_suffix import value_rule
 
 __all__ = [

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from t5ckpt._commit import CommittedCheckpoint
-from t5ckpt._dtypes import Cast, check_cast
-from t5ckpt._leaves import Empty, flatten_nested, nest
-from t5ckpt._types import Partitioner, leaf_name, leaf_pattern
 from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.commit.transaction import CommittedCheckpoint
+from t5ckpt.core.leaf_path import leaf_name
+from t5ckpt.core.protocols import Partitioner, leaf_pattern
+from t5ckpt.format.dtypes import Cast, check_cast
 from t5ckpt.resume import MODEL
 from t5ckpt.storage import Storage
+from t5ckpt.tree.leaf_table import Empty, flatten_nested, unflatten
 
 __all__ = ['export_weights']
 
@@ -59,7 +60,9 @@ def export_weights(
         # Under the name that the option has here; the checkpointer would name its own.
         check_cast(cast, {path: getattr(leaf, 'dtype', None) for path, leaf in kept.items()})
         infos = flatten_nested(parameter_infos, lambda _: False)
-        return nest(kept), nest({path: infos[path] for path in kept if path in infos and infos[path] is not None})
+        return unflatten(kept), unflatten(
+            {path: infos[path] for path in kept if path in infos and infos[path] is not None}
+        )
 
     # Whatever is taken counts as weights.
     casting: dict[str, Any] = {} if dtype is None else {'save_dtype': dtype, 'cast_leaves': take}

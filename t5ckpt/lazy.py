@@ -19,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from t5ckpt._workers import Pool
+from t5ckpt.core.thread_pool import Pool
 
 __all__ = ['LazyArray', 'LazyAwaitableArray', 'LazyThreadPoolArray', 'run_coroutine']
 

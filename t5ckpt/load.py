@@ -9,20 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._budget import ByteBudget
-from t5ckpt._cached import CachedReader, reader_of
-from t5ckpt._dtypes import Cast, array_dtype, cast_dtype, check_cast
-from t5ckpt._leaves import Empty, LeafTable, Target, nest
-from t5ckpt._open import leaves_of, read_contents, read_raw
-from t5ckpt._plan_restore import StoredLeaf, StoredRead
-from t5ckpt._read import read_arrays
-from t5ckpt._reader import ArrayReader, ReadOptions
-from t5ckpt._sidecar import TreeFacts
-from t5ckpt._types import Path, RestoreStateTransformationFn, leaf_name
-from t5ckpt._workers import Pool
+from t5ckpt.catalog.locate import locate, with_links
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import RestoreStateTransformationFn
+from t5ckpt.core.thread_pool import Pool
 from t5ckpt.core.transform_check import check_transforms
-from t5ckpt.steps import locate, with_links
-from t5ckpt.view import lazy_leaf
+from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
+from t5ckpt.format.sidecar import TreeFacts
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.planning.restore_plan import StoredRead
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.cached_reader import CachedReader
+from t5ckpt.reading.contents import leaves_of, read_contents, read_raw
+from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, reader_of
+from t5ckpt.restore.read_arrays import read_arrays
+from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
+from t5ckpt.tree.template import LeafTemplate
 
 __all__ = ['load_t5x_checkpoint']
 
@@ -88,7 +91,7 @@ def load_t5x_checkpoint(
     else:
         with contents.identity.reading():
             table = _read_all(reader, leaves, cast, facts)
-    return nest({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+    return unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 
 
 def _lazy(reader: ArrayReader, item: tuple[Path, Any], cast: Cast | None, facts: TreeFacts) -> Any:
@@ -100,7 +103,7 @@ def _lazy(reader: ArrayReader, item: tuple[Path, Any], cast: Cast | None, facts:
 
 def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: TreeFacts) -> LeafTable:
     reads = [
-        StoredRead(path, leaf, Target('array', leaf.shape, leaf.dtype), cast_dtype(path, leaf.dtype, cast))
+        StoredRead(path, leaf, LeafTemplate('array', leaf.shape, leaf.dtype), cast_dtype(path, leaf.dtype, cast))
         for path, leaf in leaves.items()
         if isinstance(leaf, StoredLeaf)
     ]

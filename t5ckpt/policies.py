@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt._types import check_policies, given_steps, integer, number, set_fields
+from t5ckpt.core.arguments import check_policies, given_steps, integer, number, set_fields
 
 __all__ = [
     'HELD',

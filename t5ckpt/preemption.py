@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
-from t5ckpt._types import warn_no_effect
+from t5ckpt.core.call_site import warn_caller
+from t5ckpt.errors import NoEffectWarning
 
 __all__ = ['PreemptionNotice']
 
@@ -41,8 +42,10 @@ class PreemptionNotice:
         """Whether a signal came."""
         if self._is_deaf:
             self._is_deaf = False
-            warn_no_effect(
-                'PreemptionNotice hears no signal before it is entered. Write: with PreemptionNotice() as notice: ...'
+            warn_caller(
+                NoEffectWarning(
+                    'PreemptionNotice hears no signal before it is entered. Write: with PreemptionNotice() as notice: ...'
+                )
             )
         return self._came
 

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TextIO
 
-from t5ckpt._types import Clock, Progress
+from t5ckpt.core.protocols import Clock, Progress
 
 __all__ = ['Meter', 'ProgressReporter']
 

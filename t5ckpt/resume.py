@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5ckpt._foreign import unread_contents
-from t5ckpt._layout import PINNED, damaged_dir, join, step_dir
-from t5ckpt._leaves import Empty, LeafTable, flatten_nested, nest, view_state
-from t5ckpt._specs import is_spec
-from t5ckpt._types import Path, leaf_name, leaf_pattern, path_of
+from t5ckpt.catalog.foreign_layouts import unread_contents
+from t5ckpt.catalog.locate import listing
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.core.call_site import warn_caller
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of
+from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -34,9 +34,13 @@ from t5ckpt.errors import (
     UnreadLayoutWarning,
     with_cures,
 )
+from t5ckpt.format.array_spec import is_spec
+from t5ckpt.format.names import PINNED, damaged_dir, step_dir
 from t5ckpt.planning.resizing import Patterns
-from t5ckpt.steps import find_checkpoint, listing
+from t5ckpt.steps import find_checkpoint
 from t5ckpt.translate import assigned
+from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
+from t5ckpt.tree.train_state import flatten_state
 
 __all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
 
@@ -127,7 +131,7 @@ class WarmStart:
         if self.rename:
             state_dict = assigned(state_dict, target_state_dict, self.rename, wanted=self.is_taken)
         table = flatten_nested(state_dict, is_spec)
-        return nest({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
+        return unflatten({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
 
 
 def restore_or_init(
@@ -261,13 +265,13 @@ class _Share:
     def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
         """The checkpoint's state without what the sources before this one have given."""
         table = flatten_nested(self.warm.transform(state_dict, target_state_dict), is_spec)
-        return nest({path: _value(leaf) for path, leaf in table.items() if path not in self.before})
+        return unflatten({path: _value(leaf) for path, leaf in table.items() if path not in self.before})
 
 
 def _warm_start(
     checkpointer: Checkpointer, init_fn: Callable[[], Any], sources: Sequence[WarmStart], donate: bool
 ) -> Any:
-    model = view_state(checkpointer.template).table
+    model = flatten_state(checkpointer.template).table
     places: list[str] = checkpointer.agree(
         'the sources of a warm start', None, lambda _: [_found(checkpointer, each) for each in sources]
     )
@@ -290,13 +294,13 @@ def _warm_start(
         )
     initial: LeafTable = {}
     if from_init:
-        fresh = view_state(init_fn()).table
+        fresh = flatten_state(init_fn()).table
         initial = {path: _value(fresh[path]) for path in from_init if path in fresh}
     rest = values | initial
     state = checkpointer.restore(
         path=last.warm.place,
         state_transformation_fns=(last.transform,),
-        fallback_state=nest(rest) if rest else None,
+        fallback_state=unflatten(rest) if rest else None,
         strict=last.warm.strict,
         donate=donate,
         restore_iterator=False,
@@ -320,7 +324,7 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, model: LeafTable, before
       ValueError: a pattern names nothing, or the sources before this one leave nothing for it.
     """
     held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.place)))
-    found = warm.transform(_names(held), nest({path: _value(leaf) for path, leaf in model.items()}))
+    found = warm.transform(_names(held), unflatten({path: _value(leaf) for path, leaf in model.items()}))
     _check_patterns(warm, [*map(leaf_name, model), *held])
     have = set(flatten_nested(found, is_spec))
     free = frozenset(path for path in model if path not in before)
@@ -354,7 +358,7 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
 
 def _names(held: Sequence[str]) -> dict[str, Any]:
     """The checkpoint's leaves by name, as a state dict; a '/' in a key is written with a backslash there."""
-    return nest({path_of(name): name for name in held})
+    return unflatten({path_of(name): name for name in held})
 
 
 def _value(leaf: Any) -> Any:

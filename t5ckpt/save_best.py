@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from t5ckpt._types import Partitioner, warn_no_effect
+from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.core.call_site import warn_caller
+from t5ckpt.core.protocols import Partitioner
+from t5ckpt.errors import NoEffectWarning
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import KeepAll, KeepBest, KeepPolicy, check_metric_mode, check_metric_name
-from t5ckpt.steps import open_run_storage
 from t5ckpt.storage import Storage
 
 __all__ = ['SaveBestCheckpointer']
@@ -67,8 +69,10 @@ class SaveBestCheckpointer(Checkpointer):
             if is_given and keep is None
         ]
         if idle:
-            warn_no_effect(
-                f'{" and ".join(idle)} has no effect while keep is None, since all steps stay. Pass keep=, or leave it out.'
+            warn_caller(
+                NoEffectWarning(
+                    f'{" and ".join(idle)} has no effect while keep is None, since all steps stay. Pass keep=, or leave it out.'
+                )
             )
         super().__init__(
             train_state,

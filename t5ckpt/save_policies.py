@@ -5,7 +5,7 @@ They are joined with ``|`` (any of them) and ``&`` (all of them)::
     SaveEvery(1000) | SaveEverySeconds(600) | SaveOnPreemption()
     SaveEvery(100) & SaveOnImprovement('eval/loss', 'min')
 
-In a job of several processes each one asks its own copy about the same moment, see ``_schedule.py``, so all come to the
+In a job of several processes each one asks its own copy about the same moment, see ``save/schedule.py``, so all come to the
 same answer without a word between them. A policy must therefore look at nothing but the moment.
 """
 
@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 
-from t5ckpt._types import check_policies, given_steps, integer, number, set_fields
+from t5ckpt.core.arguments import check_policies, given_steps, integer, number, set_fields
 from t5ckpt.policies import check_metric_mode, check_metric_name
 
 __all__ = [

@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from t5ckpt._text import lines
-from t5ckpt._types import Path, leaf_name, leaf_pattern, path_of
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of
+from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.text import lines
 from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
 
 __all__ = ['CheckpointTranslator', 'Rule', 'Translation', 'apply_assignment_map', 'intersect_state']

@@ -7,8 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from t5ckpt._holds import held
-from t5ckpt.steps import steps_in
+from t5ckpt.catalog.locate import steps_in
+from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['checkpoints_iterator']
@@ -58,7 +58,9 @@ def _steps(
         if not new:
             continue
         step = new[0] if every else new[-1]
-        holding = contextlib.nullcontext(True) if hold_seconds is None else held(storage, step, hold_seconds, time.time)
+        holding = (
+            contextlib.nullcontext(True) if hold_seconds is None else read_lease(storage, step, hold_seconds, time.time)
+        )
         with holding as is_there:
             if is_there:
                 after = step

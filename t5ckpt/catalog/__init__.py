@@ -1,1 +1,1 @@
-"""Which checkpoints there are, and in which layout each one is."""
+"""Which checkpoints exist: locate, list, the index of steps on object stores, summaries, foreign layouts."""

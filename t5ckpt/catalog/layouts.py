@@ -17,8 +17,7 @@ import errno
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt._layout import MANIFEST, join, parse_prefixed_step, parse_step_dir, parse_step_name, step_dir
-from t5ckpt._manifest import is_whole
+from t5ckpt.core.keys import join
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
@@ -26,6 +25,8 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.manifest import is_whole
+from t5ckpt.format.names import MANIFEST, parse_prefixed_step, parse_step_dir, parse_step_name, step_dir
 from t5ckpt.storage import Storage, open_storage
 
 __all__ = [

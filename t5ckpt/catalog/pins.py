@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from t5ckpt._layout import MANIFEST, PINNED
 from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.format.names import MANIFEST, PINNED
 from t5ckpt.storage import Storage
 
 __all__ = ['is_pinned_at', 'pin_at', 'unpin_at']

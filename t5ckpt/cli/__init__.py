@@ -41,6 +41,6 @@ def main() -> None:
     missing = [name for name in ('click', 'rich') if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"t5ckpt: the command line needs {' and '.join(missing)}: pip install 't5ckpt[cli]'")
-    from t5ckpt.cli._app import run
+    from t5ckpt.cli.app import run
 
     run()

@@ -6,8 +6,8 @@ import time
 
 import click
 
-from t5ckpt._retention import Retention, missing_from_all
-from t5ckpt.cli._output import json_option, print_json, run_at, say
+from t5ckpt.cli.output import json_option, print_json, run_at, say
+from t5ckpt.commit.retention import Retention, missing_from_all
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import KeepAll
 from t5ckpt.save.monitored import best_of, candidates, monitored_metrics

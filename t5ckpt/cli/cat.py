@@ -9,11 +9,11 @@ from typing import Any
 import click
 import numpy as np
 
-from t5ckpt._text import counted
-from t5ckpt.cli._output import json_option, print_json, say, step_option
+from t5ckpt.cli.output import json_option, print_json, say, step_option
+from t5ckpt.core.text import counted
 from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
-from t5ckpt.view import CheckpointView, open_checkpoint
 
 __all__ = ['command']
 

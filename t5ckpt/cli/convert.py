@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from t5ckpt._text import counted, human_bytes, lines
-from t5ckpt.cli._output import as_step_option, cast_leaves_option, dtype_option, json_option, print_json, progress, say
-from t5ckpt.cli._reports import words as words_of
+from t5ckpt.cli.output import as_step_option, cast_leaves_option, dtype_option, json_option, print_json, progress, say
+from t5ckpt.cli.reports import words as words_of
 from t5ckpt.convert import CODEC_NAMES, FORMATS, convert_checkpoint
-from t5ckpt.convert._conversion import Conversion, ConvertOptions
+from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.to_orbax import convert_to_orbax
+from t5ckpt.core.text import counted, human_bytes, lines
 from t5ckpt.translate import CheckpointTranslator
 
 __all__ = ['command', 'print_conversion']

@@ -7,9 +7,7 @@ from typing import Any
 
 import click
 
-from t5ckpt._copy import CopyOptions, copy_checkpoint
-from t5ckpt._text import counted, human_bytes
-from t5ckpt.cli._output import (
+from t5ckpt.cli.output import (
     as_step_option,
     cast_leaves_option,
     dtype_option,
@@ -19,7 +17,9 @@ from t5ckpt.cli._output import (
     say,
     step_option,
 )
-from t5ckpt.cli._reports import words as words_of
+from t5ckpt.cli.reports import words as words_of
+from t5ckpt.convert.copy import CopyOptions, copy_checkpoint
+from t5ckpt.core.text import counted, human_bytes
 
 __all__ = ['command']
 

@@ -7,8 +7,8 @@ import math
 
 import click
 
-from t5ckpt._diff import LeafDiff, diff
-from t5ckpt.cli._output import Column, json_option, print_json, print_table, progress, say
+from t5ckpt.cli.output import Column, json_option, print_json, print_table, progress, say
+from t5ckpt.inspection.diff import LeafDiff, diff
 
 __all__ = ['command']
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from t5ckpt.cli._output import cast_leaves_option, dtype_option, json_option, progress, step_option
-from t5ckpt.cli._reports import print_report, words
-from t5ckpt.convert._exports import ExportOptions
+from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, progress, step_option
+from t5ckpt.cli.reports import print_report, words
+from t5ckpt.convert.export_options import ExportOptions
 
 __all__ = ['command']
 

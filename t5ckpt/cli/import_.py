@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import click
 
-from t5ckpt.cli._output import cast_leaves_option, dtype_option, json_option, moved_option, progress
-from t5ckpt.cli._reports import print_report, words
-from t5ckpt.convert._exports import ImportOptions
+from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, moved_option, progress
+from t5ckpt.cli.reports import print_report, words
+from t5ckpt.convert.export_options import ImportOptions
 
 __all__ = ['command']
 

@@ -7,11 +7,11 @@ import time
 
 import click
 
-from t5ckpt._foreign import foreign_layout
-from t5ckpt._holds import held_steps
-from t5ckpt._summaries import StepSummary, summaries
-from t5ckpt._text import human_age, human_bytes
-from t5ckpt.cli._output import Column, json_option, print_json, print_table, run_at, say
+from t5ckpt.catalog.foreign_layouts import foreign_layout
+from t5ckpt.catalog.step_summaries import StepSummary, summaries
+from t5ckpt.cli.output import Column, json_option, print_json, print_table, run_at, say
+from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.core.text import human_age, human_bytes
 from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import StepInfo, policy_of, retention_plan
@@ -70,7 +70,7 @@ def _with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummar
     steps = [entry.step for entry in complete]
     seen = TensorBoardMetrics(storage)
     given = {name: seen.by_step(name, steps) for name in policy.metric_names}
-    held = held_steps(storage, time.time)
+    held = leased_steps(storage, time.time)
     infos = [
         StepInfo(
             entry.step,

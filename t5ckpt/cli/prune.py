@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from t5ckpt._retention import Retention, missing_from_all
-from t5ckpt._text import counted, some_of
-from t5ckpt.cli._output import Column, confirm, json_option, moved_option, print_json, print_table, run_at, say
+from t5ckpt.cli.output import Column, confirm, json_option, moved_option, print_json, print_table, run_at, say
+from t5ckpt.commit.retention import Retention, missing_from_all
+from t5ckpt.core.text import counted, some_of
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (
     Decision,

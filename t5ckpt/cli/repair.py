@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from t5ckpt._cure import RepairOptions
-from t5ckpt._repair import RepairReport, repair
-from t5ckpt._text import counted, lines
-from t5ckpt.cli._output import confirm, json_option, print_json, progress, say, step_option
-from t5ckpt.cli._reports import words
+from t5ckpt.cli.output import confirm, json_option, print_json, progress, say, step_option
+from t5ckpt.cli.reports import words
+from t5ckpt.core.text import counted, lines
+from t5ckpt.integrity.repair import RepairReport, repair
+from t5ckpt.integrity.repair_plan import RepairOptions
 
 __all__ = ['command']
 

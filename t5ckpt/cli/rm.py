@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import click
 
-from t5ckpt._layout import parse_step_dir
-from t5ckpt._retention import delete_step, deletion
-from t5ckpt._text import counted
-from t5ckpt.cli._output import Column, confirm, json_option, print_json, print_table, run_at, say, steps_option
+from t5ckpt.cli.output import Column, confirm, json_option, print_json, print_table, run_at, say, steps_option
+from t5ckpt.commit.retention import delete_step, deletion
+from t5ckpt.core.text import counted
 from t5ckpt.errors import StepKeptError
+from t5ckpt.format.names import parse_step_dir
 from t5ckpt.storage import Storage, split_path
 
 __all__ = ['command']

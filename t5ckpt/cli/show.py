@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from t5ckpt._text import counted, human_bytes
-from t5ckpt._tree import Group, LeafInfo, build_tree
-from t5ckpt._types import leaf_pattern
-from t5ckpt.cli._output import Column, json_option, print_json, print_table, say, step_option
-from t5ckpt.view import open_checkpoint
+from t5ckpt.cli.output import Column, json_option, print_json, print_table, say, step_option
+from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.text import counted, human_bytes
+from t5ckpt.inspection.leaf_tree import Group, LeafInfo, build_tree
+from t5ckpt.inspection.view import open_checkpoint
 
 __all__ = ['command']
 

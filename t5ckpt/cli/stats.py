@@ -7,8 +7,8 @@ import math
 
 import click
 
-from t5ckpt.cli._output import Column, json_option, print_json, print_table, progress, step_option
-from t5ckpt.view import open_checkpoint
+from t5ckpt.cli.output import Column, json_option, print_json, print_table, progress, step_option
+from t5ckpt.inspection.view import open_checkpoint
 
 __all__ = ['command']
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from t5ckpt.cli._output import json_option, print_json, say, steps_option
-from t5ckpt.steps import is_pinned_checkpoint, locate, unpin_checkpoint
+from t5ckpt.catalog.locate import locate
+from t5ckpt.cli.output import json_option, print_json, say, steps_option
+from t5ckpt.steps import is_pinned_checkpoint, unpin_checkpoint
 
 __all__ = ['command']
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import click
 
-from t5ckpt._integrity import verify
-from t5ckpt.cli._output import json_option, print_json, progress, step_option
+from t5ckpt.cli.output import json_option, print_json, progress, step_option
+from t5ckpt.integrity.verify import verify
 
 __all__ = ['command']
 

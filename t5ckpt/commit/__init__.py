@@ -1,1 +1,1 @@
-"""From a temporary directory to a visible checkpoint, and back."""
+"""From a temporary directory to a visible checkpoint and back: transaction, leases, garbage collection, retention."""

@@ -10,11 +10,12 @@ import contextlib
 import logging
 from collections.abc import Collection, Generator, Sequence
 
-from t5ckpt._in_place import AlreadyCommittedError, take
-from t5ckpt._layout import DATASET_REMOVED, MANIFEST, TRAIN_DS_PREFIX, join, step_dir
-from t5ckpt._types import Clock
 from t5ckpt.commit.deletion import is_pinned
+from t5ckpt.commit.write_lease import AlreadyCommittedError, acquire_lease
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, TRAIN_DS_PREFIX, step_dir
 from t5ckpt.storage import Storage
 
 __all__ = ['remove_old_datasets']
@@ -56,7 +57,7 @@ def _taken(storage: Storage, step: int, clock: Clock) -> Generator[bool]:
     if storage.renames:
         yield True
         return
-    lease = take(storage, step, clock)
+    lease = acquire_lease(storage, step, clock)
     try:
         yield storage.is_file(join(step_dir(step), MANIFEST))
     finally:

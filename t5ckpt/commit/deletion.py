@@ -16,8 +16,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from t5ckpt._holds import held_steps
-from t5ckpt._layout import (
+from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError
+from t5ckpt.format.file_checksums import decode_ledger
+from t5ckpt.format.manifest import is_of_others
+from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
     SIDECAR,
@@ -25,15 +30,10 @@ from t5ckpt._layout import (
     foreign_dir,
     foreign_keys,
     is_integrity_file,
-    join,
     replaced_dir,
     step_dir,
 )
-from t5ckpt._ledger import decode_ledger
-from t5ckpt._manifest import is_of_others
-from t5ckpt._sidecar import decode_sidecar
-from t5ckpt._types import Clock
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError
+from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
 
@@ -180,7 +180,7 @@ def kept_by(storage: Storage, step: int, clock: Clock, *, pinned: bool) -> str |
     """
     if pinned:
         return 'pinned'
-    return HELD if step in held_steps(storage, clock) else None
+    return HELD if step in leased_steps(storage, clock) else None
 
 
 def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKeptError:

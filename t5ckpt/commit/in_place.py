@@ -1,6 +1,6 @@
 """Deleting a step where nothing can be renamed, and ending what dead writers and deleters began.
 
-``_in_place.py`` says in which order the requests are sent, and under which lease.
+``commit/write_lease.py`` says in which order the requests are sent, and under which lease.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from t5ckpt._in_place import AlreadyCommittedError, WriteLease, read_owner, take
-from t5ckpt._index import Index, ensured_index, mark_step
-from t5ckpt._layout import MANIFEST, busy_marker, join, step_dir, step_marker
-from t5ckpt._types import Clock
+from t5ckpt.catalog.step_index import Index, ensured_index, mark_step
 from t5ckpt.commit.deletion import keys_below, remove_own_keys
+from t5ckpt.commit.write_lease import AlreadyCommittedError, WriteLease, acquire_lease, read_owner
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.format.names import MANIFEST, busy_marker, step_dir, step_marker
 from t5ckpt.storage import Storage
 
 __all__ = ['Hidden', 'hide_in_place', 'remove_in_place', 'remove_step', 'sweep_in_place']
@@ -112,7 +113,7 @@ def remove_in_place(storage: Storage, hidden: Hidden, hold: WriteLease, clock: C
         if not hold.is_ours():
             hold.close()
             try:
-                hold = take(storage, hidden.step, clock)
+                hold = acquire_lease(storage, hidden.step, clock)
             except AlreadyCommittedError:
                 return
             if storage.is_file(join(hidden.directory, MANIFEST)):
@@ -133,7 +134,7 @@ def _taken_to_hide(storage: Storage, step: int, clock: Clock, index: Index | Non
     deadline = time.monotonic() + _RIVAL_SECONDS
     while True:
         try:
-            return take(storage, step, clock, index)
+            return acquire_lease(storage, step, clock, index)
         except AlreadyCommittedError as error:
             index = None
             if not storage.is_file(key):

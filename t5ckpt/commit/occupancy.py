@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from t5ckpt._layout import MANIFEST, PINNED, join, parse_step_name, step_dir
-from t5ckpt._manifest import decode_manifest, is_of_others, is_whole
 from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, has_placeholder, inspect_name, inspect_others, orbax_marks
 from t5ckpt.commit.deletion import few, foreign_files
+from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.manifest import decode_manifest, is_of_others, is_whole
+from t5ckpt.format.names import MANIFEST, PINNED, parse_step_name, step_dir
 from t5ckpt.storage import Storage
 
 __all__ = ['Occupancy', 'check_room', 'listed_elsewhere', 'occupancy']

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from t5ckpt._holds import list_holds, live_steps
-from t5ckpt._layout import MANIFEST, Leftover, join, step_dir
-from t5ckpt._manifest import is_whole as is_whole_manifest
-from t5ckpt._types import Clock
 from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error, renamed_for_deletion, renamed_for_replacement
+from t5ckpt.commit.read_lease import list_read_leases, live_steps
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StorageError, T5CkptError
+from t5ckpt.format.manifest import is_whole as is_whole_manifest
+from t5ckpt.format.names import MANIFEST, Leftover, step_dir
 from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
 
@@ -108,7 +109,7 @@ def is_still_kept(storage: Storage, leftover: Leftover, now: float) -> bool:
         else:
             _log.warning('t5ckpt: %s stays, because it is pinned. Move it away', storage.url(leftover.name))
         return True
-    return leftover.step in live_steps(list_holds(storage), now)
+    return leftover.step in live_steps(list_read_leases(storage), now)
 
 
 def put_back(storage: Storage, leftover: Leftover) -> bool:

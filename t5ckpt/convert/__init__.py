@@ -1,17 +1,18 @@
 """From other formats and to them, and copies with changes.
 
-A reader gives a table of LazyArrays, a writer takes one; ``_stream.py`` is the writer of T5X's format. So every conversion
-reads one tensor, or a piece of one, at a time. What an optional dependency is needed for is imported when it is called.
+A reader gives a table of LazyArrays, a writer takes one; ``save/stream_writer.py`` is the writer of T5X's format. So
+every conversion reads one tensor, or a piece of one, at a time. What an optional dependency is needed for is imported
+when it is called.
 """
 
 from __future__ import annotations
 
 import os
 
-from t5ckpt._plan import CODECS
-from t5ckpt.convert._conversion import Conversion, ConvertOptions
+from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.tf import convert_tf
 from t5ckpt.convert.trees import TREE_FORMATS, convert_tree
+from t5ckpt.format.codecs import CODECS
 from t5ckpt.storage import Storage
 from t5ckpt.translate import CheckpointTranslator
 

@@ -22,21 +22,29 @@ from typing import IO, Any
 
 import numpy as np
 
-from t5ckpt._dtypes import cast_dtype, check_cast, dtype_from_name
-from t5ckpt._fence import open_source
-from t5ckpt._leaves import LeafTable, nest
-from t5ckpt._plan import SaveOptions
-from t5ckpt._stream import StreamRequest, rehearse, write_stream
-from t5ckpt._types import leaf_name, native_dtype, path_of
-from t5ckpt.convert._exports import ExportOptions, ExportReport, ImportOptions, refuse_inside, refuse_options, stamp
-from t5ckpt.convert._outputs import check_output, local_output, output
-from t5ckpt.convert._safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
-from t5ckpt.convert._sources import Source, cast, open_sources, slices_of
+from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.convert.export_options import (
+    ExportOptions,
+    ExportReport,
+    ImportOptions,
+    refuse_inside,
+    refuse_options,
+    stamp,
+)
+from t5ckpt.convert.files.safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
+from t5ckpt.convert.output_files import check_output, local_output, output
+from t5ckpt.convert.source_arrays import Source, cast, open_sources, slices_of
+from t5ckpt.core.arguments import native_dtype
+from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
+from t5ckpt.format.dtypes import cast_dtype, check_cast, dtype_from_name
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.progress import Meter
-from t5ckpt.steps import open_run_storage
+from t5ckpt.reading.contained_open import open_source
+from t5ckpt.save.stream_writer import StreamRequest, rehearse, write_stream
 from t5ckpt.storage import foreign_errors
+from t5ckpt.tree.leaf_table import LeafTable, unflatten
 
 __all__ = ['export_npz', 'export_safetensors', 'import_npz', 'import_safetensors']
 
@@ -254,7 +262,7 @@ def _import(
             )
         table[leaf] = array
         mapped[leaf_name(leaf)] = (there,)
-    nest(table)
+    unflatten(table)
     step = _step(table) if options.step is None else options.step
     request = StreamRequest(
         open_run_storage(checkpoints_dir),

@@ -1,7 +1,8 @@
 """Copies with changes: leaves dropped, cast, renamed, averaged over checkpoints, or replaced by their moving averages.
 
 One pass, in bounded memory. What stays as it is, is not read but to compare its checksum: its files are hard-linked where
-source and copy lie on one file system (``_borrow.py``). A source of T5X, Orbax or Flax does; what is written is T5X's format.
+source and copy lie on one file system (``save/linked_arrays.py``). A source of T5X, Orbax or Flax does; what is written
+is T5X's format.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._borrow import borrow
-from t5ckpt._dtypes import kind
-from t5ckpt._layout import TRAIN_DS_PREFIX, join
-from t5ckpt._leaves import Empty, LeafTable, flatten_nested
-from t5ckpt._open import Contents, read_contents
-from t5ckpt._sidecar import Sidecar
-from t5ckpt._specs import is_spec
-from t5ckpt._text import lines
-from t5ckpt._types import Path, check_patterns, leaf_name, leaf_pattern, path_of, root_names
-from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish
+from t5ckpt.catalog.locate import Located, locate, refuse_within
+from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves
+from t5ckpt.core.arguments import check_patterns
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of, root_names
+from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.text import lines
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
+from t5ckpt.format.array_spec import is_spec
+from t5ckpt.format.dtypes import kind
+from t5ckpt.format.names import TRAIN_DS_PREFIX
+from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.steps import Located, locate, refuse_within
+from t5ckpt.reading.contents import Contents, read_contents
+from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, open_storage
+from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested
 
 __all__ = ['Changes', 'rewrite_checkpoint']
 
@@ -163,7 +167,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _averaged(contents: Sequence[Contents], parameters: str | re.Pattern[str] | None) -> LeafTable:
-    tables = [borrow(each) for each in contents]
+    tables = [linked_leaves(each) for each in contents]
     last = tables[-1]
     problems: list[LeafProblem] = []
     for each, table in zip(contents[:-1], tables[:-1], strict=True):

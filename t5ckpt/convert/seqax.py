@@ -24,18 +24,13 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from t5ckpt._commit import CommittedCheckpoint
-from t5ckpt._dtypes import dtype_from_typestr
-from t5ckpt._layout import join
-from t5ckpt._leaves import Empty, LeafTable, is_jax_array, view_state
-from t5ckpt._plan_restore import StoredLeaf
-from t5ckpt._process import jax_processes
-from t5ckpt._reader import ArrayReader
-from t5ckpt._scan import Scanner
-from t5ckpt._specs import StoredArray
-from t5ckpt._stream import StreamRequest, write_stream
-from t5ckpt._text import counted
-from t5ckpt._types import Path, TrainState, leaf_name, path_of
+from t5ckpt.catalog.locate import Located, open_run_storage
+from t5ckpt.commit.transaction import CommittedCheckpoint
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of
+from t5ckpt.core.protocols import TrainState
+from t5ckpt.core.text import counted
+from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -46,12 +41,21 @@ from t5ckpt.errors import (
     UnsupportedLeafError,
     UnsupportedTopologyError,
 )
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import ChunkGrid
+from t5ckpt.format.dtypes import dtype_from_typestr
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.inspection.view import open_checkpoint
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.chunk_shape import choose_chunks
-from t5ckpt.steps import Located, open_run_storage
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.open_reader import lazy_leaf
+from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
-from t5ckpt.view import lazy_leaf, open_checkpoint
+from t5ckpt.tree.leaf_table import Empty, LeafTable
+from t5ckpt.tree.leaf_values import is_jax_array
+from t5ckpt.tree.train_state import flatten_state
 
 __all__ = ['export_seqax', 'import_seqax', 'read_seqax', 'seqax_steps', 'write_seqax']
 
@@ -267,7 +271,7 @@ def write_seqax(directory: str | os.PathLike[str], step: int, state: Any, *, ove
     Returns:
       The directory that was written.
     """
-    table = view_state(state).table
+    table = flatten_state(state).table
     return _write(directory, step, {name: table[path] for path, name in _keystr_names(state).items()}, overwrite)
 
 
@@ -276,7 +280,9 @@ def _keystr_names(state: Any) -> dict[Path, str]:
     import jax
 
     tree = state.state_dict() if isinstance(state, TrainState) else state
-    paths = [path for path, leaf in view_state(tree).table.items() if leaf is not None and not isinstance(leaf, Empty)]
+    paths = [
+        path for path, leaf in flatten_state(tree).table.items() if leaf is not None and not isinstance(leaf, Empty)
+    ]
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {path: jax.tree_util.keystr(keys) for path, (keys, _) in zip(paths, flat, strict=True)}
 

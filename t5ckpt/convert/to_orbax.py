@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._borrow import borrow
-from t5ckpt._dtypes import Cast, array_dtype, cast_dtype, check_cast
-from t5ckpt._leaves import Empty, nest
-from t5ckpt._open import read_contents
-from t5ckpt._types import Path, leaf_name
-from t5ckpt.convert._conversion import Conversion, ConvertOptions
-from t5ckpt.convert._outputs import check_output, local_output, output
+from t5ckpt.catalog.locate import locate
+from t5ckpt.convert.conversion import Conversion, ConvertOptions
+from t5ckpt.convert.output_files import check_output, local_output, output
 from t5ckpt.convert.trees import optimizer_leaves
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
+from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.progress import Meter
-from t5ckpt.steps import locate
+from t5ckpt.reading.contents import read_contents
+from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import open_storage
+from t5ckpt.tree.leaf_table import Empty, unflatten
 
 __all__ = ['convert_to_orbax']
 
@@ -67,7 +67,7 @@ def convert_to_orbax(
     contents = read_contents(locate(source, options.step))
     target = local_output(directory)
     check_output(target, options.overwrite, _is_ours)
-    table = borrow(contents)
+    table = linked_leaves(contents)
     dropped = set[Path]() if options.optimizer else optimizer_leaves(table)
     kept = {path: leaf for path, leaf in table.items() if path not in dropped}
     check_cast(options.cast, {path: array_dtype(leaf) for path, leaf in kept.items()})
@@ -81,7 +81,7 @@ def convert_to_orbax(
     if not options.dry_run:
         with contents.identity.reading(), output(target, options.overwrite, _is_ours) as temporary:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
-            _save(nest(leaves), temporary, Meter(options.progress, total))
+            _save(unflatten(leaves), temporary, Meter(options.progress, total))
         nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))
     return Conversion(step, target, nbytes, time.monotonic() - started, *found)
 

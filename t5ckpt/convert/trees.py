@@ -12,27 +12,29 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from t5ckpt._borrow import borrow
-from t5ckpt._layout import join
-from t5ckpt._leaves import Empty, LeafTable, nest, view_state
-from t5ckpt._manifest import Manifest
-from t5ckpt._open import Contents, read_contents
-from t5ckpt._orbax import array_leaves
-from t5ckpt._scan import Scanner
-from t5ckpt._sidecar import Sidecar
-from t5ckpt._types import Path, leaf_name, root_names
-from t5ckpt.convert._conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
-from t5ckpt.convert._flax_file import LARGE_BYTES, LargeFile, read_large
+from t5ckpt.catalog.layouts import is_orbax
+from t5ckpt.catalog.locate import Located, locate
+from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
+from t5ckpt.convert.files.flax_msgpack import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path, leaf_name, root_names
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingDependencyError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.manifest import Manifest
+from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray
-from t5ckpt.steps import Located, is_orbax, locate
+from t5ckpt.reading.contents import Contents, read_contents
+from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.orbax import array_leaves
+from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, open_storage, split_path
+from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
+from t5ckpt.tree.train_state import flatten_state
 
 __all__ = ['TREE_FORMATS', 'convert_tree', 'open_tree', 'optimizer_leaves']
 
@@ -92,7 +94,9 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
     located = contents.located
     stamp = located.storage.stamp(join(located.directory, located.manifest or '_METADATA'))
     identity = {'format': kind, 'path': located.url, 'stamp': None if stamp is None else list(stamp)}
-    table = {path: large.get(leaf, leaf) if isinstance(leaf, str) else leaf for path, leaf in borrow(contents).items()}
+    table = {
+        path: large.get(leaf, leaf) if isinstance(leaf, str) else leaf for path, leaf in linked_leaves(contents).items()
+    }
     return _found(table, located.step, identity, optimizer)
 
 
@@ -160,7 +164,7 @@ def _open_jax(source: str) -> Contents:
         tree = pytree_serialization.load_pytreedef(storage.url())
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
         raise CorruptCheckpointError(f'{storage.url(_JAX_TREE)} does not decode ({error!s:.200}).') from error
-    table = view_state(tree).table
+    table = flatten_state(tree).table
     leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
     found = array_leaves(storage, (_JAX_ARRAYS, '', Scanner(storage, _JAX_ARRAYS)), list(names), True, names)
@@ -168,7 +172,7 @@ def _open_jax(source: str) -> Contents:
         path: found.get(path, leaf.build() if isinstance(leaf, Empty) else leaf) for path, leaf in table.items()
     }
     located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
-    return Contents(located, Manifest(3, nest(state)), Sidecar())
+    return Contents(located, Manifest(3, unflatten(state)), Sidecar())
 
 
 _OPENERS: Mapping[str, Callable[[str], Contents | LargeFile]] = {

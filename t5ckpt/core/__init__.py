@@ -1,1 +1,1 @@
-"""Primitives that know nothing of checkpoints."""
+"""Primitives that know nothing of checkpoints: protocols, arguments, keys, byte budget, thread pool, text."""

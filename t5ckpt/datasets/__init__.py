@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from t5ckpt.datasets._adapters import StateIterator, TfDataIterator, as_dataset_iterator
-from t5ckpt.datasets._shards import DatasetState, warn_of_unused
-from t5ckpt.datasets._state_file import decode_state, encode_state
+from t5ckpt.datasets.adapters import StateIterator, TfDataIterator, as_dataset_iterator
+from t5ckpt.datasets.shards import DatasetState, warn_of_unused
+from t5ckpt.datasets.state_file import decode_state, encode_state
 
 __all__ = [
     'DatasetState',

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._dtypes import dtype_from_name
 from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.dtypes import dtype_from_name
 
 __all__ = [
     'DTYPE_NAMES',

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from t5ckpt._layout import join
-from t5ckpt.metrics._events import scalars
-from t5ckpt.metrics._records import RecordScan
+from t5ckpt.core.keys import join
+from t5ckpt.metrics.event_protobuf import scalars
+from t5ckpt.metrics.record_file import RecordScan
 from t5ckpt.storage import Storage, foreign_errors, open_storage
 
 __all__ = ['TensorBoardMetrics']

@@ -1,1 +1,1 @@
-"""Parts of the plans of saves and restores; pure."""
+"""What to write and what to read, decided before a byte moves; pure."""

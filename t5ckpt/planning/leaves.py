@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._dtypes import kind
-from t5ckpt._leaves import Empty, Target
-from t5ckpt._text import some_of
-from t5ckpt._types import Path, leaf_name
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
+from t5ckpt.format.dtypes import kind
+from t5ckpt.tree.leaf_table import Empty
 from t5ckpt.tree.leaf_values import base_number
+from t5ckpt.tree.template import LeafTemplate
 
 __all__ = ['as_leaf', 'both_python_ints', 'describe', 'first_in', 'held', 'is_empty', 'restricted']
 
@@ -34,7 +35,7 @@ def as_leaf(path: Path, found: Any) -> Any:
     )
 
 
-def both_python_ints(dtype: np.dtype, target: Target) -> bool:
+def both_python_ints(dtype: np.dtype, target: LeafTemplate) -> bool:
     """A Python int from 2^63 on is stored as uint64, and is a Python int again."""
     is_int = target.kind == 'scalar' and target.python is not None and base_number(target.python) is int
     return is_int and kind(dtype) in ('int', 'uint')
@@ -53,7 +54,7 @@ def held(found: Any) -> str:
     )
 
 
-def describe(target: Target) -> str:
+def describe(target: LeafTemplate) -> str:
     """What the template has at a leaf, for a message."""
     if target.kind == 'scalar' and target.python is not None:
         return f'Python {target.python.__name__}'
@@ -70,7 +71,7 @@ def first_in(path: Path, places: Collection[Path]) -> Path | None:
     return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in places), None)
 
 
-def restricted(targets: Mapping[Path, Target], only: AbstractSet[Path]) -> dict[Path, Target]:
+def restricted(targets: Mapping[Path, LeafTemplate], only: AbstractSet[Path]) -> dict[Path, LeafTemplate]:
     """The targets of a model with all but some leaves left out.
 
     Raises:

@@ -12,7 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from t5ckpt._types import Path, check_patterns, leaf_name, leaf_pattern
+from t5ckpt.core.arguments import check_patterns
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.format.chunk_grid import Box
 
 __all__ = ['Patterns', 'Resize', 'clipped', 'resized']

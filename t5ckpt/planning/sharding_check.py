@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from t5ckpt._leaves import Target
+from t5ckpt.tree.template import LeafTemplate
 
 __all__ = ['ShardingCheck']
 
@@ -21,7 +21,7 @@ class ShardingCheck:
         # A sharding is as long there as the target that holds it.
         self._known: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
 
-    def problem(self, target: Target) -> tuple[str, str]:
+    def problem(self, target: LeafTemplate) -> tuple[str, str]:
         """The kind of the problem and why they cannot, for a message; both empty where they can."""
         key = (id(target.sharding), target.shape)
         found = self._known.get(key)

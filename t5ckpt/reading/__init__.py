@@ -1,1 +1,1 @@
-"""From a located checkpoint to its arrays."""
+"""From a located checkpoint to its arrays, verified, by index."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from t5ckpt._layout import join
-from t5ckpt._specs import StoredArray
+from t5ckpt.core.keys import join
 from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.storage import Storage
 

@@ -13,17 +13,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt._dtypes import dtype_from_name
-from t5ckpt._fence import Fence, check_size
-from t5ckpt._layout import is_inside, join
-from t5ckpt._leaves import nest
-from t5ckpt._manifest import Manifest
-from t5ckpt._specs import SpecDict, StoredArray
-from t5ckpt._types import Path, path_of
+from t5ckpt.core.keys import is_inside, join
+from t5ckpt.core.leaf_path import Path, path_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
+from t5ckpt.format.array_spec import SpecDict, StoredArray
+from t5ckpt.format.dtypes import dtype_from_name
+from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, Header, data_bytes, header_bytes, parse_header
 from t5ckpt.reading.byte_ranges import read_range
+from t5ckpt.reading.contained_open import Fence, check_size
 from t5ckpt.storage import Storage, foreign_errors
+from t5ckpt.tree.leaf_table import unflatten
 
 __all__ = ['decode_tensors', 'read_tensors']
 
@@ -121,7 +121,7 @@ def _check_places(names: Sequence[str], where: str) -> None:
                 'Rename one of them in the file.'
             )
     try:
-        nest(places)
+        unflatten(places)
     except UnsupportedLeafError as error:
         raise UnsupportedFormatError(f"{where}: a '/' in a name begins a level of the tree. {error}") from error
 
@@ -216,4 +216,4 @@ def decode_tensors(data: bytes) -> Manifest:
                 container='file',
             )
             table[path] = spec
-    return Manifest(3, nest(table))
+    return Manifest(3, unflatten(table))

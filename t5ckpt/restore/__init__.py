@@ -1,1 +1,1 @@
-"""One restore: what it is asked for, and what it says."""
+"""One restore: request, resolve, read into the buffers of shards, put on devices."""

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._leaves import LeafTable, narrowed
-from t5ckpt._plan_restore import InlineRead, RestorePlan, StoredRead
-from t5ckpt._text import some_of
-from t5ckpt._types import leaf_name
 from t5ckpt.core.call_site import warn_caller
+from t5ckpt.core.leaf_path import leaf_name
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import NarrowedDtypeWarning, NoEffectWarning, UnshardedTemplateWarning
+from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
 from t5ckpt.save.notices import Notices
+from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaf_values import is_abstract
+from t5ckpt.tree.template import canonical_dtype
 
 __all__ = ['warn_if_local', 'warn_if_narrowed', 'warn_if_unsharded', 'warn_of_idle']
 
@@ -33,7 +34,7 @@ def warn_if_narrowed(plan: RestorePlan) -> None:
     wide = [read for read in (*plan.stored, *plan.inline) if read.target.device and read.dtype.itemsize >= _WIDE_BYTES]
     if not wide:
         return
-    names = [f'{leaf_name(r.path)} ({r.dtype.name})' for r in wide if not _fits(r, narrowed(r.dtype))]
+    names = [f'{leaf_name(r.path)} ({r.dtype.name})' for r in wide if not _fits(r, canonical_dtype(r.dtype))]
     if names:
         warn_caller(
             NarrowedDtypeWarning(

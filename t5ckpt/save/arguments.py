@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._budget import bytes_of_gb
-from t5ckpt._types import check_flags, check_kind
+from t5ckpt.core.arguments import check_flags, check_kind
+from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.transform_check import check_transforms
 
 __all__ = ['SaveCall', 'in_order', 'metric_numbers', 'plain_json']

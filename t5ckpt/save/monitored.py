@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from t5ckpt._types import check_kind
+from t5ckpt.core.arguments import check_kind
 from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo, check_metric_mode
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
 

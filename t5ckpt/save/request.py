@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from t5ckpt._layout import MANIFEST, join, step_dir
-from t5ckpt._plan import SaveOptions
-from t5ckpt._retention import Retention
-from t5ckpt._reuse import Previous, find_previous
-from t5ckpt._types import Clock, Progress
 from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error
+from t5ckpt.commit.retention import Retention
 from t5ckpt.core.call_site import CallSite
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.datasets import DatasetState
 from t5ckpt.errors import CheckpointExistsError
+from t5ckpt.format.names import MANIFEST, step_dir
+from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.arguments import SaveCall
+from t5ckpt.save.chunk_reuse import PreviousCheckpoint, find_previous
 from t5ckpt.save.notices import Notices
 from t5ckpt.storage import Storage
 
@@ -63,10 +64,10 @@ class Reuse:
     """What the saves of one checkpointer hand on: the last checkpoint that was committed."""
 
     def __init__(self) -> None:
-        self.previous: Previous | None = None
+        self.previous: PreviousCheckpoint | None = None
         self.looked = False
 
-    def start(self, storage: Storage) -> Previous | None:
+    def start(self, storage: Storage) -> PreviousCheckpoint | None:
         """The checkpoint to take chunks from; looks on storage after a start, and when the last one is gone."""
         if not self.looked or (self.previous is not None and not self.previous.is_there(storage)):
             self.previous = find_previous(storage)

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._leaves import Empty, LeafTable, target_of, view_state
-from t5ckpt._text import counted, lines, some_of
-from t5ckpt._types import Path, leaf_name
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.text import counted, lines, some_of
 from t5ckpt.errors import (
     LeafProblem,
     T5CkptError,
@@ -18,7 +17,10 @@ from t5ckpt.errors import (
     TreeMismatchError,
 )
 from t5ckpt.save.notices import Notices
+from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaf_values import is_abstract, leaf_devices
+from t5ckpt.tree.template import leaf_template
+from t5ckpt.tree.train_state import flatten_state
 
 __all__ = ['SavedLeaf', 'TemplateCheck']
 
@@ -75,7 +77,7 @@ class TemplateCheck:
         """Warns, at the first save, where leaves that lie on several devices have no sharding in an abstract template."""
         if self._has_looked_at_shardings:
             return
-        template = view_state(self._template).table
+        template = flatten_state(self._template).table
         names = [
             leaf_name(path)
             for path, leaf in table.items()
@@ -93,7 +95,7 @@ class TemplateCheck:
 
     def _differences(self, table: LeafTable, seen: list[Any]) -> Sequence[LeafProblem]:
         try:
-            if seen == _fingerprint(view_state(self._template).table):
+            if seen == _fingerprint(flatten_state(self._template).table):
                 return ()
             leaves, keys = _as_saved(table)
             self._match(leaves, keys)
@@ -151,7 +153,7 @@ def _as_saved(table: LeafTable) -> tuple[LeafTable, dict[Path, str]]:
     leaves: LeafTable = {}
     keys: dict[Path, str] = {}
     for path, leaf in table.items():
-        target = target_of(path, leaf)
+        target = leaf_template(path, leaf)
         leaves[path] = leaf if target.dtype is None else SavedLeaf(tuple(target.shape), target.dtype)
         if target.kind == 'key':
             keys[path] = target.impl

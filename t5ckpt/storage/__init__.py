@@ -5,9 +5,9 @@ This package is the only place that knows a URL scheme or a TensorStore driver.
 
 from __future__ import annotations
 
-from t5ckpt.storage._errors import foreign_errors
 from t5ckpt.storage.absent import AbsentStorage, require_directory
 from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.error_mapping import foreign_errors
 from t5ckpt.storage.open import is_same_kind, open_storage, split_path
 
 __all__ = [

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t5ckpt.storage._errors import foreign_errors
+from t5ckpt.storage.error_mapping import foreign_errors
 
 if TYPE_CHECKING:
     # Listing steps and reading manifests need no TensorStore, whose import is most of what `t5ckpt ls` would wait for.

@@ -22,14 +22,14 @@ from typing import Any
 
 import tensorstore as ts
 
-from t5ckpt._layout import join
-from t5ckpt._text import counted
+from t5ckpt.core.keys import join
+from t5ckpt.core.text import counted
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.storage._cache import CachedFile, FileCache
-from t5ckpt.storage._errors import bucket_errors, map_bucket_error
-from t5ckpt.storage._forked import use_tensorstore
 from t5ckpt.storage._key_ranges import after, gaps
 from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.error_mapping import bucket_errors, map_bucket_error
+from t5ckpt.storage.file_cache import CachedFile, FileCache
+from t5ckpt.storage.forked import use_tensorstore
 from t5ckpt.storage.options import retries_within, stall_environment
 
 __all__ = ['BucketStorage']

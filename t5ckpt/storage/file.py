@@ -1,6 +1,6 @@
 """POSIX file systems.
 
-Small files go through ``os.open``/``fsync``; chunk files past the page cache (``_direct_io.py``), or through TensorStore's
+Small files go through ``os.open``/``fsync``; chunk files past the page cache (``storage/direct_io.py``), or through TensorStore's
 file driver, which writes to ``<name>.__lock``, fsyncs and renames. None of them makes directory entries durable, so
 ``sync_tree`` fsyncs every directory from the leaves up, and ``publish`` fsyncs the parent after the rename.
 
@@ -19,11 +19,11 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t5ckpt._layout import join
-from t5ckpt.storage._errors import foreign_errors
-from t5ckpt.storage._forked import use_tensorstore
-from t5ckpt.storage._rename import check_renamed, exchange, leads_to
+from t5ckpt.core.keys import join
 from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.checked_rename import check_renamed, exchange, leads_to
+from t5ckpt.storage.error_mapping import foreign_errors
+from t5ckpt.storage.forked import use_tensorstore
 from t5ckpt.storage.options import FileOptions
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class FileStorage(Storage):
 
     def write_direct(self, key: str, data: np.ndarray) -> None:
         # numpy, which listing steps can do without.
-        from t5ckpt.storage._direct_io import write_direct
+        from t5ckpt.storage.direct_io import write_direct
 
         write_direct(self._path(key), data)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorstore as ts
 
-from t5ckpt.storage._forked import use_tensorstore
 from t5ckpt.storage.bucket import BucketStorage
+from t5ckpt.storage.forked import use_tensorstore
 
 __all__ = ['MemoryStorage']
 

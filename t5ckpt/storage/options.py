@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.storage._cache import FileCache
+from t5ckpt.storage.file_cache import FileCache
 
 __all__ = ['FileOptions', 'GcsOptions', 'MemoryOptions', 'Retries', 'S3Options', 'parse_options', 'retries_within']
 

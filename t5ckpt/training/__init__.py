@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from t5ckpt.training._flops import peak_flops
-from t5ckpt.training._hlo import write_hlo
-from t5ckpt.training._metrics import MetricWriter
-from t5ckpt.training._profiler import ProfilerWindow
-from t5ckpt.training._summary import state_summary, write_state_summary
-from t5ckpt.training._watchdog import Watchdog
+from t5ckpt.training.flops import peak_flops
+from t5ckpt.training.hlo import write_hlo
+from t5ckpt.training.metrics import MetricWriter
+from t5ckpt.training.profiler import ProfilerWindow
+from t5ckpt.training.summary import state_summary, write_state_summary
+from t5ckpt.training.watchdog import Watchdog
 
 __all__ = [
     'MetricWriter',

@@ -1,1 +1,1 @@
-"""Train states and their leaves; no files."""
+"""From a train state to a flat table of its leaves, and back; no files."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._types import Path, leaf_name, native_dtype
+from t5ckpt.core.arguments import native_dtype
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._types import Path, leaf_name
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 

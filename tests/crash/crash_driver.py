@@ -34,8 +34,8 @@ from support import faultshim
 from support.faultshim import LOSE, SHORT, SHUTDOWN, Shim
 
 import t5ckpt
-import t5ckpt._save
 import t5ckpt.checkpointer
+import t5ckpt.save.execute
 import t5ckpt.testing
 from t5ckpt.errors import SaveFailedError, T5CkptError
 

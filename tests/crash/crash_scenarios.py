@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 import t5ckpt
-from t5ckpt._commit import hide_checkpoint, remove_hidden
-from t5ckpt._plan import SaveOptions
-from t5ckpt._retention import Retention
-from t5ckpt._stream import StreamRequest, write_stream
-from t5ckpt._types import Clock
+from t5ckpt.commit.removal import hide_checkpoint, remove_hidden
+from t5ckpt.commit.retention import Retention
+from t5ckpt.core.protocols import Clock
+from t5ckpt.planning.save_plan import SaveOptions
+from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock
 

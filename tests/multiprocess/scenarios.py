@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import t5ckpt
 from t5ckpt import PreemptionNotice, SaveAt, SaveEvery, SaveEverySeconds, SaveOnImprovement, SaveOnPreemption
-from t5ckpt._process import jax_processes
+from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
 

@@ -924,7 +924,11 @@ WRITERS = {'Changes', 'ConvertOptions', 'ExportOptions', 'ImportOptions', 'conve
 
 # Provoked by a test of its own, since the library that is needed takes seconds to load: kind, file, test.
 ELSEWHERE = {
-    ('training.MetricWriter.write', 'metrics'): ('error', 'test_training.py', 'test_what_is_no_number_is_named'),
+    ('training.MetricWriter.write', 'metrics'): (
+        'error',
+        'training/test_training.py',
+        'test_what_is_no_number_is_named',
+    ),
 }
 
 PYTHON = [*COMMON, *CHECKPOINTER, *FUNCTIONS]

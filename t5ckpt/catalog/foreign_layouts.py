@@ -1,0 +1,182 @@
+"""What a directory is that is no run of ours: named, with its steps and what reads it."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt.core.keys import join
+from t5ckpt.core.text import counted, some_of
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
+from t5ckpt.format.manifest import is_whole
+from t5ckpt.format.names import MANIFEST, parse_step_dir
+from t5ckpt.storage import Storage, open_storage, split_path
+
+__all__ = [
+    'CheckpointTypes',
+    'contents_text',
+    'detect_checkpoint_type',
+    'foreign_file',
+    'foreign_layout',
+    'not_a_run',
+    'unread_contents',
+]
+
+_log = logging.getLogger('t5ckpt')
+
+_STEP = re.compile(r'(?:step[_-])?([0-9]+)')
+# What a directory is known by, the first that matches one of its names; for single checkpoints and files.
+_MARKS = (
+    (
+        r'\.metadata|.*\.distcp',
+        'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
+    ),
+    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which T5X converts with convert_from_tf_checkpoint'),
+    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
+    (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
+    (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
+)
+# The same for a step below a run, by what lies in it.
+_STEP_MARKS = (
+    (
+        {'.metadata'},
+        'a run of torchtitan, or another one that saves with torch.distributed.checkpoint (DCP)',
+        'Their metadata is a pickle and is not read: load them with PyTorch and save safetensors',
+    ),
+    ({'index', 'gda'}, 'a run of axlearn', "They are in axlearn's own layout and are not read: load them with axlearn"),
+    ({'.zattrs', '.zgroup'}, 'a run of seqax', 'import_seqax of t5ckpt.convert.seqax converts them'),
+)
+
+
+# What a single file is known by, before it is read: it may be large.
+_FILES = (
+    (
+        ('.safetensors', '.safetensors.index.json'),
+        'a safetensors file',
+        'restore(path=...), load_t5x_checkpoint and open_checkpoint read it, t5ckpt import safetensors makes a checkpoint of it',
+    ),
+    ('.npz', 'an npz file', 'numpy.load reads it, t5ckpt import npz makes a checkpoint of it'),
+    ('.npy', 'one array of numpy', 'numpy.load reads it'),
+    (
+        ('.bin', '.pt', '.pth'),
+        'a PyTorch file, which needs pickle and is not read',
+        'load it with PyTorch and save safetensors',
+    ),
+)
+
+
+def foreign_file(name: str) -> str | None:
+    """What a file of this name is, and what reads it, for the end of a sentence; None for what may be a manifest."""
+    return next((f'{what}, not a checkpoint: {cure}' for ends, what, cure in _FILES if name.endswith(ends)), None)
+
+
+def not_a_run(storage: Storage) -> T5CkptError:
+    """The error of a path that is to be a run's directory and is none: a file is named with what reads it."""
+    where = storage.url()
+    if storage.kind('') is None:
+        return CheckpointNotFoundError(f'{where}: there is no such directory.')
+    what = foreign_file(where)
+    if what is not None:
+        return UnsupportedFormatError(f'{where} is {what}.')
+    return CheckpointNotFoundError(f'{where} is a file, not the directory of a run. Check the path.')
+
+
+def foreign_layout(storage: Storage) -> str | None:
+    """What a storage's root looks like, for the end of a sentence; None for what is not known.
+
+    Looks at names only, in the directory and in one that is named like a step.
+    """
+    entries = storage.entries()
+    steps = {entry.name: int(match[1]) for entry in entries if entry.is_dir and (match := _STEP.fullmatch(entry.name))}
+    if steps:
+        latest = max(steps, key=lambda name: steps[name])
+        names = {below.name for below in storage.entries(latest)}
+        for marks, what, cure in _STEP_MARKS:
+            if marks <= names:
+                shown = ', '.join(str(step) for step in sorted(steps.values())[-5:])
+                more = 'the last are ' if len(steps) > 5 else ''
+                return f'{what}, with {counted(len(steps), "step")}: {more}{shown}. {cure}; {storage.url(join(latest))} is one'
+    names = [entry.name for entry in entries]
+    return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
+
+
+def contents_text(storage: Storage) -> str:
+    """What a directory without a checkpoint holds, for the end of a sentence."""
+    if storage.kind('') != 'dir':
+        return 'there is no such directory'
+    names = [entry.name for entry in storage.entries()]
+    if not names:
+        return 'the directory is empty'
+    known = foreign_layout(storage)
+    looks = '' if known is None else f'; it looks like {known}'
+    return f'it holds {counted(len(names), "entry", "entries")}: {some_of(names, 5)}{looks}'
+
+
+def unread_contents(storage: Storage) -> str | None:
+    """What a run without a step holds that looks like one, for the end of a sentence; None where there is nothing."""
+    known = foreign_layout(storage)
+    if known is not None:
+        return f'it looks like {known}'
+    if not storage.renames:
+        # What a save left that was stopped lies there under the step's own name.
+        return None
+    names = [entry.name for entry in storage.entries() if parse_step_dir(entry.name) is not None]
+    holding = [name for name in names if storage.kind(name) == 'file' or storage.entries(name)]
+    return f'it holds {", ".join(holding[:5])}, none of which is a complete checkpoint' if holding else None
+
+
+class CheckpointTypes(enum.Enum):
+    """What T5X calls the formats that its programs meet (t5x/checkpoint_utils.py)."""
+
+    ORBAX = 'ORBAX'
+    T5X = 'T5X'
+    T5X_TF = 'T5X_TF'
+
+
+def detect_checkpoint_type(
+    checkpoint_path: str | os.PathLike[str],
+    expected: CheckpointTypes | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CheckpointTypes:
+    """The format of a checkpoint, by T5X's rules.
+
+    Args:
+      checkpoint_path: its file ``checkpoint``, or the directory of a step.
+      expected: the log says so where the format is another; nothing is raised.
+      storage_options: see docs/storage.md.
+
+    Returns:
+      ORBAX where a ``_METADATA`` lies beside the file, T5X_TF for the state file of a TensorFlow checkpoint, else T5X.
+
+    Raises:
+      CheckpointNotFoundError: there is no such file.
+      UnsupportedFormatError: the file holds neither that nor one whole msgpack map.
+    """
+    parent, name = split_path(checkpoint_path)
+    storage = open_storage(parent, storage_options)
+    if not storage.is_file(name):
+        storage, name = open_storage(checkpoint_path, storage_options), MANIFEST
+    found = _type_of(storage, name)
+    if expected is not None and found is not expected:
+        text = 'Expected the checkpoint at %s to be %s format, but the actual detected format was %s.'
+        _log.warning(text, storage.url(name), expected, found)
+    return found
+
+
+def _type_of(storage: Storage, name: str) -> CheckpointTypes:
+    if storage.is_file('_METADATA'):
+        return CheckpointTypes.ORBAX
+    data = storage.read(name)
+    if data.startswith(b'model_checkpoint_path'):
+        return CheckpointTypes.T5X_TF
+    if not is_whole(data):
+        raise UnsupportedFormatError(
+            f'{storage.url(name)} is neither one whole msgpack map nor the state file of a TensorFlow checkpoint, so its '
+            'format is not known. Check the path, or copy the checkpoint again.'
+        )
+    return CheckpointTypes.T5X

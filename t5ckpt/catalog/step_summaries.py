@@ -1,0 +1,210 @@
+"""What can be said of each step of a run without opening it: for ``ls``, and for who chooses among steps.
+
+Notes: reads one small file a step where t5ckpt wrote it, and lists the step's files where somebody else did. Loads
+neither jax nor tensorstore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt.catalog.layouts import T5X, ListedStep
+from t5ckpt.catalog.locate import listing
+from t5ckpt.catalog.step_index import read_index
+from t5ckpt.core.keys import join
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
+from t5ckpt.format.file_checksums import ledger_entries
+from t5ckpt.format.names import (
+    MANIFEST,
+    PINNED,
+    SIDECAR,
+    parse_damaged,
+    parse_foreign,
+    parse_leftover,
+    parse_step_dir,
+    step_dir,
+)
+from t5ckpt.format.sidecar import decode_sidecar, metrics_of, time_of
+from t5ckpt.storage import Entry, Storage
+
+__all__ = ['StepSummary', 'summaries']
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSummary:
+    """One step of a run.
+
+    Attributes:
+      step: its number.
+      path: its directory, as a user would write it.
+      complete: whether readers see it.
+      state: ``'complete'``, ``'unreadable'``, ``'unfinished'``, ``'being deleted'``, ``'broken'``, ``'damaged'``, which a
+        restore has set aside, or ``'moved aside'``, which holds files of other programs.
+      nbytes: of all its files; None where neither a sidecar nor the storage's listing says it.
+      created: unix seconds of the save; of the manifest file where no sidecar says it; None where nothing does.
+      metrics: given to ``save``.
+      pinned: whether retention never deletes it.
+      writer: who wrote it, such as ``'t5ckpt 0.1.0'``; empty where it is not known.
+      kept: why it stays, in words, as far as that is known without a policy.
+      policy: the keep policy that it was saved under, see ``policies.policy_of``; None where nobody says.
+      layout: ``'t5x'``, ``'orbax'`` or ``'flax'``, see ``catalog/layouts.py``.
+      reason: why it is unreadable.
+    """
+
+    step: int
+    path: str
+    complete: bool
+    state: str
+    nbytes: int | None
+    created: float | None
+    metrics: Mapping[str, float]
+    pinned: bool
+    writer: str
+    kept: str
+    policy: Mapping[str, Any] | None = None
+    layout: str = T5X
+    reason: str = ''
+
+
+def summaries(storage: Storage) -> list[StepSummary]:
+    """Every step below a storage's root, ascending, with what is unfinished or broken.
+
+    A step that is deleted meanwhile is left out. One that cannot be looked at is there, with the reason.
+    """
+    listed = listing(storage)
+    complete = {each.name: each for each in listed.steps}
+    latest = listed.steps[-1].step if listed.steps else None
+    found: list[StepSummary] = []
+    for entry in _directories(storage, complete):
+        named = _state_of(entry, complete)
+        if named is None:
+            continue
+        try:
+            if entry.name in listed.unreadable:
+                raise listed.unreadable[entry.name]
+            summary = _summary(storage, entry, named, latest)
+        except T5CkptError as error:
+            summary = _unreadable(storage, entry, named, error)
+        found += [] if summary is None else [summary]
+    return sorted(found, key=lambda summary: (summary.step, not summary.complete))
+
+
+def _unreadable(storage: Storage, entry: Entry, named: _Named, error: T5CkptError) -> StepSummary:
+    facts = (None, None, {}, False, '', '', None)
+    return StepSummary(
+        named.step, storage.url(entry.name), named.is_complete, 'unreadable', *facts, named.layout, str(error)
+    )
+
+
+def _directories(storage: Storage, complete: Mapping[str, ListedStep]) -> list[Entry]:
+    if storage.renames:
+        return storage.entries()
+    # There, to list the names is to list every chunk.
+    names = {*complete, *map(step_dir, read_index(storage).busy)}
+    return [Entry(name, True) for name in sorted(names)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """What a name and the listing say."""
+
+    step: int
+    state: str
+    layout: str = T5X
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state == 'complete'
+
+
+def _state_of(entry: Entry, complete: Mapping[str, ListedStep]) -> _Named | None:
+    found = complete.get(entry.name)
+    if found is not None:
+        return _Named(found.step, 'complete', found.layout)
+    if not entry.is_dir:
+        return None
+    for state, parse in (('broken', parse_step_dir), ('damaged', parse_damaged), ('moved aside', parse_foreign)):
+        step = parse(entry.name)
+        if step is not None:
+            return _Named(step, state)
+    leftover = parse_leftover(entry.name)
+    if leftover is None:
+        return None
+    return _Named(leftover.step, 'unfinished' if leftover.state == 'tmp' else 'being deleted')
+
+
+def _summary(storage: Storage, entry: Entry, named: _Named, latest: int | None) -> StepSummary | None:
+    extra, damage = _sidecar(storage, entry)
+    files = _files(storage, entry)
+    if not files and storage.renames:
+        return None
+    pinned = PINNED in files
+    manifest = files.get(MANIFEST, entry if not entry.is_dir else None)
+    created = time_of(extra)
+    if created is None:
+        created = manifest.mtime if manifest is not None and manifest.mtime else None
+    # The keep policies are not asked about the others.
+    kept = [f'in the layout of {named.layout}'] if named.layout != T5X else []
+    kept += ['pinned'] * pinned + ['latest'] * (named.is_complete and named.step == latest)
+    return StepSummary(
+        step=named.step,
+        path=storage.url(entry.name),
+        complete=named.is_complete,
+        state='unreadable' if damage and named.is_complete else named.state,
+        nbytes=_nbytes(storage, entry.name, extra, files),
+        created=created,
+        metrics=metrics_of(extra),
+        pinned=pinned,
+        writer=_writer(extra),
+        kept=', '.join(kept) if named.is_complete else '',
+        policy=extra.get('keep') if isinstance(extra.get('keep'), Mapping) else None,
+        layout=named.layout,
+        reason=damage if named.is_complete else '',
+    )
+
+
+def _files(storage: Storage, entry: Entry) -> dict[str, Entry]:
+    """What lies directly in a step's directory; on an object store only whether it is pinned."""
+    if not entry.is_dir:
+        return {entry.name: entry}
+    if storage.renames:
+        return {item.name: item for item in storage.entries(entry.name)}
+    return {PINNED: Entry(PINNED, False)} if storage.is_file(join(entry.name, PINNED)) else {}
+
+
+def _nbytes(storage: Storage, directory: str, extra: Mapping[str, Any], files: Mapping[str, Entry]) -> int | None:
+    arrays, digests = extra.get('bytes'), extra.get('digests')
+    if isinstance(arrays, int) and 0 <= arrays < 2**63:
+        # The sidecar counts what lies in the arrays' directories, and knows the files beside them, but not itself.
+        if storage.renames:
+            return arrays + sum(item.size or 0 for item in files.values())
+        try:
+            return arrays + sum(size for size, _ in ledger_entries(digests, SIDECAR).values())
+        except FormatError:
+            return None
+    if not storage.renames:
+        return None
+    listed = [size or 0 for _, size in storage.walk(directory)]
+    return sum(listed) if listed else sum(item.size or 0 for item in files.values())
+
+
+def _sidecar(storage: Storage, entry: Entry) -> tuple[Mapping[str, Any], str]:
+    """What a step's sidecar says, and what is wrong with it."""
+    key = join(entry.name, SIDECAR)
+    if not entry.is_dir:
+        return {}, ''
+    try:
+        return decode_sidecar(storage.read(key), storage.url(key)).extra, ''
+    except CheckpointNotFoundError:
+        return {}, ''
+    except FormatError as error:
+        return {}, str(error)
+
+
+def _writer(extra: Mapping[str, Any]) -> str:
+    writer = extra.get('writer')
+    if not isinstance(writer, Mapping):
+        return ''
+    return ' '.join(str(writer[key]) for key in ('name', 'version') if key in writer)

@@ -1,0 +1,174 @@
+"""What verbs print: tables for people, JSON for programs, progress on a terminal, questions before destruction."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+import click
+
+from t5ckpt.catalog.foreign_layouts import not_a_run
+from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import aligned, printable
+from t5ckpt.storage import Storage
+
+__all__ = [
+    'Column',
+    'as_step_option',
+    'cast_leaves_option',
+    'confirm',
+    'dtype_option',
+    'json_option',
+    'moved_option',
+    'print_json',
+    'print_table',
+    'progress',
+    'run_at',
+    'say',
+    'step_option',
+    'steps_option',
+]
+
+# One rule for all verbs: --step names the step to work on, --as-step the one to write as.
+step_option = click.option('--step', type=int, help='Which step, where the path is a run; the latest without it.')
+steps_option = click.option(
+    '--step', 'steps', type=int, multiple=True, help='Which step, where PATH is a run; may be repeated.'
+)
+as_step_option = click.option(
+    '--as-step', type=click.IntRange(0), metavar='STEP', help="Write as this step instead of the source's."
+)
+cast_leaves_option = click.option(
+    '--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*'
+)
+json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON, for programs.')
+
+
+def dtype_option(field: str) -> Any:
+    """``--save-dtype``, which every verb that writes takes, with its older name; ``field`` is its parameter."""
+    text = 'Cast floating parameters, for instance to bfloat16.'
+    return click.option('--save-dtype', '--dtype', field, metavar='DTYPE', help=text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column of a table; numbers go to the right."""
+
+    title: str
+    right: bool = False
+
+
+def moved_option(old: str, cure: str) -> Any:
+    """An option that once meant something else: whoever still writes it is told what to write.
+
+    Args:
+      old: the option.
+      cure: what to write instead, as a sentence.
+    """
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value:
+            raise click.UsageError(f'{ctx.command_path} takes no {param.opts[0]}: {cure}', ctx)
+
+    # A name of its own: click mixes up options that share one.
+    return click.option(old, 'moved', type=str, multiple=True, hidden=True, expose_value=False, callback=refuse)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints one line, in which names of a checkpoint may stand."""
+    click.echo(printable(text), err=err)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as JSON; what JSON does not know (numpy scalars, paths) as a number or as text."""
+    # JSON has no NaN: what reads it would stumble.
+    click.echo(json.dumps(_finite(json.loads(json.dumps(value, default=_plain))), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, 'item') else str(value)
+
+
+def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+    """Prints rows: with colours and lines on a terminal, as plain aligned text where the output is piped."""
+    if not sys.stdout.isatty():
+        _print_plain(columns, [*rows])
+        return
+    import rich.box
+    import rich.console
+    import rich.table
+    import rich.text
+
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(
+            rich.text.Text(printable(column.title)), justify='right' if column.right else 'left', overflow='fold'
+        )
+    for row in rows:
+        # Names may hold square brackets, which are rich's markup.
+        table.add_row(*[rich.text.Text(printable(cell)) for cell in row])
+    rich.console.Console(highlight=False).print(table)
+
+
+def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    for line in aligned([[column.title for column in columns], *rows], [column.right for column in columns]):
+        click.echo(line)
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Generator[Progress]:
+    """A progress bar on the terminal that errors go to; nothing where there is none. Takes bytes done and in all."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None  # noqa: ARG005
+        return
+    import rich.console
+    import rich.progress as bars
+
+    columns = (bars.TextColumn(title), bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn())
+    with bars.Progress(*columns, bars.TimeRemainingColumn(), console=rich.console.Console(stderr=True)) as shown:
+        task = shown.add_task(title, total=None)
+        update: Callable[..., None] = shown.update
+        yield lambda done, total: update(task, completed=done, total=total)
+
+
+def run_at(path: str) -> Storage:
+    """Opens the run at a path that the command line was given.
+
+    Raises:
+      click.UsageError: the path is empty, as an unset variable of the shell is.
+      CheckpointNotFoundError: there is no directory, or it is that of a step.
+    """
+    if not path:
+        raise click.UsageError("PATH is empty. Write '.' for the current directory.")
+    storage = open_run_storage(path)
+    if storage.renames and storage.kind('') != 'dir':
+        raise not_a_run(storage)
+    return storage
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Asks before something is destroyed: on a terminal; elsewhere ``--yes`` has to say it.
+
+    Raises:
+      click.UsageError: nobody to ask, and no ``--yes``; or the answer was no.
+    """
+    if yes:
+        return
+    question = printable(question)
+    if not sys.stdin.isatty():
+        raise click.UsageError(f'{question} There is no terminal to ask: pass --yes.')
+    if not click.confirm(question, err=True):
+        raise click.UsageError('nothing was done.')

@@ -1,0 +1,52 @@
+"""What ``export`` and ``import`` say of what they did."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Sequence
+
+import click
+
+from t5ckpt.cli.output import print_json, say
+from t5ckpt.convert.export_options import ExportReport
+from t5ckpt.core.text import counted, human_bytes
+from t5ckpt.errors import T5CkptError
+
+__all__ = ['print_report', 'words']
+
+_SHOWN = 5
+
+
+@contextlib.contextmanager
+def words() -> Generator[None]:
+    """Makes a value that the library does not take (a dtype, a selection) a usage error."""
+    try:
+        yield
+    except T5CkptError:
+        raise
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def print_report(report: ExportReport, as_json: bool) -> None:
+    """One line for what was written, one for what was left out; as JSON every name."""
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    verb = 'would write' if report.dry_run else 'wrote'
+    tensors = sum(len(names) for names in report.mapped.values())
+    arrays = (
+        counted(len(report.mapped), 'array')
+        if tensors == len(report.mapped)
+        else f'{counted(len(report.mapped), "array")}, {counted(tensors, "tensor")}'
+    )
+    files = f', {counted(len(report.files), "file")}' if len(report.files) > 1 else ''
+    say(f'{verb} {report.output}: {report.kind}, {arrays}, {human_bytes(report.bytes)}{files}, {report.seconds:.1f} s')
+    if report.dropped:
+        say(f'left out {len(report.dropped)}: {_few(report.dropped)}')
+
+
+def _few(names: Sequence[str]) -> str:
+    more = ', ... (--json lists them)' if len(names) > _SHOWN else ''
+    return ', '.join(names[:_SHOWN]) + more

@@ -1,0 +1,51 @@
+"""Temporary directories of an earlier run that a copy or a conversion goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt.commit.garbage_collection import is_abandoned
+from t5ckpt.commit.transaction import (
+    Workspace,
+    take_lease,
+)
+from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import FormatError
+from t5ckpt.format.names import SIDECAR, parse_leftover
+from t5ckpt.format.sidecar import decode_sidecar
+from t5ckpt.storage import Storage
+
+__all__ = ['resume_text', 'unfinished']
+
+
+def unfinished(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) -> Workspace | None:
+    """The directory of a killed write of the same, which ``facts['resume']`` names, taken over."""
+    for entry in storage.entries() if storage.renames else ():
+        leftover = parse_leftover(entry.name)
+        if leftover is None or leftover.state != 'tmp' or leftover.step != step:
+            continue
+        claim = storage.claim(entry.name)
+        if claim is None:
+            continue
+        is_same = claim.is_held and resume_text(storage, entry.name) == facts['resume']
+        if is_same and is_abandoned(storage, leftover, clock(), TAKE_OVER_SECONDS, has_lock=True):
+            work = Workspace(storage, step, entry.name, claim)
+            take_lease(work, clock, facts)
+            return work
+        claim.close()
+    return None
+
+
+def resume_text(storage: Storage, directory: str) -> Any:
+    """What an unfinished directory is to become, as its owner wrote it down."""
+    key = join(directory, SIDECAR)
+    if storage.kind(key) != 'file':
+        return None
+    try:
+        writer = decode_sidecar(storage.read(key), storage.url(key)).extra.get('writer')
+    except FormatError:
+        return None
+    return writer.get('resume') if isinstance(writer, Mapping) else None

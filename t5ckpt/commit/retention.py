@@ -1,0 +1,387 @@
+"""What goes after a save.
+
+The plan is pure (``policies.retention_plan``); here its facts are gathered, and it is carried out: each step that goes is
+made invisible in one atomic operation, and then removed in the background. A crash in between leaves a directory that no
+listing shows and that the next save sweeps. One deletion that fails is logged and does not stop the others.
+
+Only steps in T5X's layout are looked at. A step of Orbax or Flax stays, and takes no place among the latest or the best; who
+wants it gone removes its directory. A step that cannot be looked at stays, too, and is logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from t5ckpt.catalog.layouts import ListedStep, inspect_name, other_layout
+from t5ckpt.catalog.locate import listing, steps_in
+from t5ckpt.catalog.step_index import Index, read_index, steps_of
+from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error
+from t5ckpt.commit.in_place import Hidden
+from t5ckpt.commit.read_lease import leased_steps, live_steps
+from t5ckpt.commit.removal import hide_checkpoint, remove_hidden
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock, MetricSource
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    StorageError,
+    T5CkptError,
+)
+from t5ckpt.format.names import MANIFEST, PINNED, SIDECAR, parse_prefixed_step, step_dir
+from t5ckpt.format.sidecar import decode_sidecar, metrics_of, time_of
+from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, policy_of, retention_plan
+from t5ckpt.storage import Storage
+
+__all__ = ['Retention', 'delete_step', 'deletion', 'missing_from_all', 'saved_facts']
+
+_log = logging.getLogger('t5ckpt')
+
+
+class Retention:
+    """The keep policy of one checkpointer, and what it knows of the steps. It acts in process 0."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        policy: KeepPolicy,
+        clock: Clock,
+        keep_datasets: int | None = None,
+        source: MetricSource | None = None,
+    ):
+        """See ``Checkpointer`` for the parameters."""
+        self.policy = policy
+        self.keep_datasets = keep_datasets
+        self._storage = storage
+        self._clock = clock
+        self._source = source
+        # Of a complete checkpoint they never change.
+        self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
+        self._remover: threading.Thread | None = None
+        self._latest: int | None = None
+        # What the save listed, of whose step retention comes next. On object stores.
+        self._index: Index | None = None
+        # For missing_metrics: the steps whose saves had retention carried out, and what the older ones of them lack.
+        self._seen: set[int] = set()
+        self._lacking: dict[str, dict[int, Collection[str]]] = {}
+        self._measured: set[str] = set()
+        # Said already: each step that a rule keeps is named once.
+        self._told: set[tuple[int, str]] = set()
+
+    def steps(self) -> list[int]:
+        """The complete steps, ascending, in whichever layout."""
+        return steps_in(self._storage)
+
+    def others(self) -> list[Decision]:
+        """The steps that the policy is not asked about, and why they stay."""
+        found = listing(self._storage)
+        written = [
+            Decision(each.step, True, f'in the layout of {each.layout}') for each in found.steps if not each.is_t5x
+        ]
+        unreadable = [
+            Decision(parse_prefixed_step(name) or 0, True, f'unreadable: {error}')
+            for name, error in found.unreadable.items()
+        ]
+        return sorted([*written, *unreadable], key=lambda decision: decision.step)
+
+    def _prunable(self, steps: Sequence[ListedStep]) -> list[int]:
+        for each in steps:
+            if not each.is_t5x:
+                self._tell(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
+        return [each.step for each in steps if each.is_t5x]
+
+    def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
+        """The facts that the policy sees, ascending by step; ``names`` are the metrics to look for instead of its own."""
+        return self._infos(self.policy.metric_names if names is None else names)
+
+    def _infos(self, names: Collection[str]) -> list[StepInfo]:
+        return self._facts_of(*self._steps_and_held(), names, None)
+
+    def _facts_of(
+        self, steps: Sequence[int], held: Collection[int], names: Collection[str], just_saved: int | None
+    ) -> list[StepInfo]:
+        self._facts = {
+            step: self._facts[step] if step in self._facts else saved_facts(self._storage, step) for step in steps
+        }
+        found = self._found_metrics(steps, names)
+        older = [step for step in steps if step != just_saved]
+        pins = self._storage.are_files([join(step_dir(step), PINNED) for step in older])
+        pinned = {step for step, is_pinned in zip(older, pins, strict=True) if is_pinned}
+        return [
+            StepInfo(
+                step,
+                step in pinned,
+                step in held,
+                self._facts[step][0],
+                {**{name: values[step] for name, values in found.items() if step in values}, **self._facts[step][1]},
+            )
+            for step in steps
+        ]
+
+    def _steps_and_held(self) -> tuple[list[int], set[int]]:
+        """The steps that may go, and those that readers hold. On object stores one listing has both."""
+        if self._storage.renames:
+            found = listing(self._storage)
+            for name, error in found.unreadable.items():
+                if (cause := (parse_prefixed_step(name) or 0, str(error))) not in self._told:
+                    self._told.add(cause)
+                    _log.warning('t5ckpt: %s stays, because it cannot be read: %s', self._storage.url(name), error)
+            return self._prunable(found.steps), leased_steps(self._storage, self._clock)
+        index = read_index(self._storage)
+        return self._prunable(steps_of(self._storage, index)), live_steps(index.holds, self._clock())
+
+    def _assumed_plan(self, just_saved: int | None) -> tuple[list[StepInfo], list[Decision]]:
+        """The plan on an object store, where the manifests of steps that go are not asked for: who hides them reads them.
+
+        The markers may be those that the save listed when it began. A step that was committed since by another process is then
+        seen by the next save. Nothing is hidden before the leases are listed once more.
+        """
+        index, self._index = self._index or read_index(self._storage), None
+        assumed = set(index.steps - index.busy)
+        own = set[int]() if just_saved is None else {just_saved}
+        index = dataclasses.replace(index, steps=index.steps | own)
+        steps = self._prunable(steps_of(self._storage, index, assumed | own))
+        infos = self._facts_of(steps, live_steps(index.holds, self._clock()), self.policy.metric_names, just_saved)
+        assumed -= own
+        while True:
+            plan = retention_plan(self.policy, infos, just_saved)
+            asked = sorted({decision.step for decision in plan if decision.keep} & assumed)
+            there = self._storage.are_files([join(step_dir(step), MANIFEST) for step in asked])
+            gone = {step for step, is_there in zip(asked, there, strict=True) if not is_there}
+            if not gone:
+                return infos, plan
+            assumed.difference_update(asked)
+            infos = [info for info in infos if info.step not in gone]
+
+    def note_index(self, index: Index | None) -> None:
+        """Takes what a save listed on an object store, for the retention that follows it."""
+        self._index = index
+
+    def note_saved(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
+        self._facts[step] = time_of(extra), metrics_of(extra)
+        self._latest = step if self._latest is None else max(self._latest, step)
+
+    def is_next(self, step: int) -> bool:
+        """Whether a step is above the latest one that this process saved."""
+        return self._latest is not None and step > self._latest
+
+    def metrics_at(self, step: int | None) -> Mapping[str, float]:
+        """The metrics of a step; None takes the latest, in whichever layout.
+
+        Raises:
+          CheckpointNotFoundError: there is no such step.
+          UnsupportedFormatError: it is in another layout, whose metrics are not read.
+        """
+        infos = {info.step: info for info in self.infos()}
+        if step in infos:
+            return infos[step].metrics
+        found = {each.step: each for each in listing(self._storage).steps}
+        wanted = max(found, default=None) if step is None else step
+        if wanted in infos:
+            return infos[wanted].metrics
+        if wanted in found:
+            shown = ', '.join(map(str, list(infos)[-10:])) or 'none'
+            rest = f'and t5ckpt does not read its metrics. Steps whose metrics are read: {shown}.'
+            raise other_layout(self._storage.url(found[wanted].name), found[wanted].layout, rest)
+        shown = ', '.join(map(str, list(found)[-10:])) or 'none'
+        asked = 'a step' if wanted is None else f'step {wanted}'
+        raise CheckpointNotFoundError(f'{self._storage.url()}: there is no {asked}; complete steps are: {shown}.')
+
+    def recorded_policy(self) -> KeepPolicy | None:
+        """The keep policy under which the latest step was saved; None where nothing says so."""
+        steps = self._prunable(listing(self._storage).steps)
+        return policy_of(_extra(self._storage, steps[-1]).get('keep')) if steps else None
+
+    def _found_metrics(self, steps: Sequence[int], names: Collection[str]) -> dict[str, Mapping[int, float]]:
+        if self._source is None:
+            return {}
+        return {name: self._source.by_step(name, steps) for name in names}
+
+    def plan(self, just_saved: int | None = None) -> list[Decision]:
+        """What stays and what goes."""
+        return retention_plan(self.policy, self.infos(), just_saved)
+
+    def carry_out(self, just_saved: int | None = None) -> list[Decision]:
+        """Makes the steps that go invisible, and begins to remove them.
+
+        Returns:
+          The decisions that were carried out.
+        """
+        plan: list[Decision] = []
+        if not isinstance(self.policy, KeepAll):
+            if self._storage.renames:
+                infos = self._facts_of(*self._steps_and_held(), self.policy.metric_names, just_saved)
+                plan = retention_plan(self.policy, infos, just_saved)
+            else:
+                infos, plan = self._assumed_plan(just_saved)
+            self._note_lacking(infos, just_saved)
+        done: list[Decision] = []
+        hidden: list[Hidden] = []
+        for decision in plan:
+            if decision.keep:
+                self._tell(decision)
+                continue
+            try:
+                found = self._hidden(decision.step)
+            except CheckpointNotFoundError:
+                # Another process has deleted it: it is gone, as was wanted.
+                done.append(decision)
+                continue
+            except T5CkptError as error:
+                _log.warning('t5ckpt: could not delete step %d: %s', decision.step, error)
+                continue
+            if found is None:
+                pinned = is_pinned(self._storage, step_dir(decision.step))
+                reason = kept_by(self._storage, decision.step, self._clock, pinned=pinned) or HELD
+                self._tell(Decision(decision.step, True, reason, overruled=True))
+            else:
+                hidden.append(found)
+                done.append(decision)
+                _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
+        if self.keep_datasets is not None:
+            steps = self._prunable(listing(self._storage).steps)
+            remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)
+        self.wait()
+        if hidden:
+            self._remover = threading.Thread(target=self._remove, args=(hidden,), name='t5ckpt-delete')
+            self._remover.start()
+        return done
+
+    def _hidden(self, step: int) -> Hidden | None:
+        """Makes a step invisible; None where it is kept. On object stores one listing shows the leases of readers and writers."""
+        if self._storage.renames:
+            return hide_checkpoint(self._storage, step, self._clock)
+        index = read_index(self._storage)
+        if step in live_steps(index.holds, self._clock()):
+            return None
+        return hide_checkpoint(self._storage, step, self._clock, has_looked=True, index=index)
+
+    def _note_lacking(self, infos: Sequence[StepInfo], just_saved: int | None) -> None:
+        """A metric source may learn the metrics of a step after its save, so the latest one is not looked at."""
+        for info in infos:
+            if info.step in self._seen and info.step != just_saved:
+                self._measured |= info.metrics.keys()
+                for name in set(self.policy.metric_names) - info.metrics.keys():
+                    self._lacking.setdefault(name, {})[info.step] = tuple(info.metrics)
+        if just_saved is not None:
+            self._seen.add(just_saved)
+
+    def missing_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, tuple[int, Collection[str]]]:
+        """Metrics that the policy looks at and a step lacks: by name, the step and the metrics that it has.
+
+        Args:
+          step: that is about to be saved.
+          metrics: given for it. Where there is a metric source, the steps before it are judged instead, as of the
+            latest save.
+        """
+        if self._source is not None:
+            # One step may lack them: T5X's loop saves the first before anything is measured.
+            lacking = {name: steps for name, steps in self._lacking.items() if name not in self._measured}
+            return {name: next(iter(steps.items())) for name, steps in lacking.items() if len(steps) > 1}
+        return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
+
+    def _tell(self, decision: Decision) -> None:
+        """Logs once that a pin or a reader keeps a step."""
+        if decision.overruled and (decision.step, decision.reason) not in self._told:
+            self._told.add((decision.step, decision.reason))
+            _log.info('t5ckpt: step %d stays, whatever the keep policy says: %s', decision.step, decision.reason)
+
+    def wait(self) -> None:
+        """Waits until what was made invisible is gone."""
+        if self._remover is not None:
+            self._remover.join()
+            self._remover = None
+
+    def _remove(self, found: Sequence[Hidden]) -> None:
+        for hidden in found:
+            try:
+                remove_hidden(self._storage, hidden, self._clock)
+            except T5CkptError as error:
+                where = self._storage.url(hidden.directory)
+                _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
+
+
+def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Decision:
+    """Whether a step that somebody asks to delete goes, and why; nothing is changed.
+
+    Raises:
+      CheckpointNotFoundError: with the steps that are there.
+      UnsupportedFormatError: the step is in another layout.
+    """
+    directory = step_dir(step)
+    found = inspect_name(storage, directory)
+    if not (found.is_t5x if found is not None else storage.is_file(join(directory, MANIFEST))):
+        steps = [found] if found is not None else listing(storage).steps
+        for each in steps:
+            if each.step == step and not each.is_t5x:
+                rest = 'which t5ckpt does not delete. Remove it with the program that wrote it.'
+                raise other_layout(storage.url(each.name), each.layout, rest)
+        shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
+        raise CheckpointNotFoundError(
+            f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'
+        )
+    pin = join(directory, PINNED)
+    if not even_pinned and storage.is_file(pin):
+        text = storage.read(pin).decode(errors='replace').strip()
+        return Decision(step, True, 'pinned' if text in ('', '1') else f'pinned: {text}')
+    if step in leased_steps(storage, clock):
+        return Decision(step, True, HELD)
+    return Decision(step, False, 'asked for')
+
+
+def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> None:
+    """Deletes one step: it becomes invisible in one atomic operation, and is then removed.
+
+    A crash in between leaves what no listing shows and the next save removes.
+
+    Raises:
+      CheckpointNotFoundError: the step is not there, with those that are.
+      StepKeptError: it is pinned, or a reader holds it; nothing was changed.
+      StorageError: the storage refused; the step is there whole, or is not listed.
+    """
+    found = deletion(storage, step, clock, even_pinned=even_pinned)
+    hidden = None if found.keep else hide_checkpoint(storage, step, clock, even_pinned=even_pinned, has_looked=True)
+    if hidden is None:
+        if not found.keep:
+            # Something has kept it since.
+            found = deletion(storage, step, clock, even_pinned=even_pinned)
+        raise kept_error(storage, step, found.reason if found.keep else HELD, 'deleted')
+    try:
+        remove_hidden(storage, hidden, clock)
+    except T5CkptError as error:
+        where = storage.url(hidden.directory)
+        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
+
+
+def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
+    """When a step was saved, as unix seconds or None, and the metrics it was saved with."""
+    extra = _extra(storage, step)
+    created = time_of(extra)
+    if created is None and storage.renames:
+        # T5X's: the manifest is written last.
+        created = (
+            next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None
+        )
+    return created, metrics_of(extra)
+
+
+def _extra(storage: Storage, step: int) -> Mapping[str, Any]:
+    """What a step's sidecar records; nothing where it cannot be read, which must not stop retention."""
+    key = join(step_dir(step), SIDECAR)
+    try:
+        return decode_sidecar(storage.read(key), storage.url(key)).extra
+    except (StorageError, FileNotFoundError, FormatError):
+        return {}
+
+
+def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:
+    """What to say to a metric that no step has, with those there are; None where a step has it or there is no step."""
+    known = sorted({name for info in infos for name in info.metrics})
+    if not infos or metric in known:
+        return None
+    return f'no step has the metric {metric!r}; there are: {", ".join(known) or "none"}.'

@@ -1,0 +1,324 @@
+"""The commit: from a temporary directory to a checkpoint that is there or is not.
+
+File systems: ``begin`` makes ``checkpoint_<step>.tmp-<unix s>``, takes its owner's lock and writes the owner's
+sidecar; the arrays are written; ``commit`` writes the sidecar and, last, the manifest, fsyncs every directory, renames,
+and fsyncs the parent. A crash before the rename leaves a directory that no listing shows and that the next start
+sweeps; a crash after it leaves the checkpoint.
+
+Stores without rename: the same, in ``checkpoint_<step>`` itself; the manifest's write is the commit, see
+``commit/write_lease.py``.
+
+Delete: rename to ``checkpoint_<step>.deleted-<unix s>``, then remove. What a crash leaves,
+``commit/garbage_collection.py`` removes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5ckpt.catalog.step_index import Index, mark_step
+from t5ckpt.commit.deletion import (
+    move_aside,
+    remove_checkpoint,
+    renamed_for_deletion,
+    renamed_for_replacement,
+)
+from t5ckpt.commit.in_place import remove_step
+from t5ckpt.commit.occupancy import listed_elsewhere, occupancy
+from t5ckpt.commit.replacement import NotPutBackError, put_in_place
+from t5ckpt.commit.write_lease import (
+    AlreadyCommittedError,
+    WriteLease,
+    acquire_lease,
+    process_facts,
+    sidecar_record,
+)
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    FormatError,
+    SaveFailedError,
+    StorageError,
+    T5CkptError,
+)
+from t5ckpt.format.names import MANIFEST, SIDECAR, parse_leftover, step_dir, tmp_dir
+from t5ckpt.reading.contents import check_opens
+from t5ckpt.storage import Storage
+
+__all__ = [
+    'AlreadyCommittedError',
+    'CommittedCheckpoint',
+    'Workspace',
+    'begin',
+    'commit',
+    'release',
+    'rollback',
+    'take_lease',
+    'writer_facts',
+]
+
+_log = logging.getLogger('t5ckpt')
+
+
+@dataclasses.dataclass(frozen=True)
+class CommittedCheckpoint:
+    """A checkpoint that is on storage, durably.
+
+    Attributes:
+      step: its step.
+      path: its directory, as a user would write it.
+      nbytes: bytes of all its files.
+      seconds: from the call of save to the commit.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+
+
+@dataclasses.dataclass
+class Workspace:
+    """A directory that is being written, and the lock that says so: a claim, or a hold where it is written in place.
+
+    ``replaces`` a complete checkpoint of the step. ``is_left`` where it must not be removed any more: it is somebody else's,
+    or it may be committed after all.
+    """
+
+    storage: Storage
+    step: int
+    directory: str
+    claim: Any = None
+    replaces: bool = False
+    hold: WriteLease | None = None
+    is_left: bool = False
+
+
+def writer_facts(version: str) -> dict[str, Any]:
+    """Who writes: for the sidecar, and for the sweep of another process."""
+    return {'name': 't5ckpt', 'version': version, 'host': socket.gethostname(), 'pid': os.getpid(), **process_facts()}
+
+
+def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None:
+    """Writes the owner's record into the directory and keeps it fresh, until the claim is closed."""
+    key = join(work.directory, SIDECAR)
+    work.claim = WriteLease(work.storage, key, clock, work.claim, sidecar_record(writer, work.step))
+    work.claim.start()
+
+
+def begin(
+    storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any], index: Index | None = None
+) -> Workspace:
+    """Makes the directory that a save writes into, and locks it.
+
+    Garbage collection comes first: on stores without rename it also writes the markers of steps that have none, which
+    nobody looks for once the marker of this one is there. ``index`` is what it found.
+    """
+    storage.make_dir('')
+    if not storage.renames:
+        found = listed_elsewhere(storage, step, () if index is None else index.others)
+        if found is not None:
+            raise AlreadyCommittedError(f'{storage.url(found.name)} is in the layout of {found.layout}')
+        return _begin_in_place(storage, step, clock, index)
+    unix = int(clock())
+    while True:
+        directory = tmp_dir(step, unix)
+        if storage.make_dir(directory, exclusive=True):
+            claim = storage.claim(directory)
+            if claim is not None:
+                work = Workspace(storage, step, directory, claim)
+                if _has_lease(work, clock, writer):
+                    return work
+        unix += 1
+
+
+def _has_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> bool:
+    """Takes the write lease; False where another host, which sees no lock, has removed the directory while it was empty."""
+    try:
+        take_lease(work, clock, writer)
+    except CheckpointNotFoundError:
+        release(work)
+        return False
+    except BaseException:
+        rollback(work)
+        raise
+    return True
+
+
+def _begin_in_place(storage: Storage, step: int, clock: Clock, index: Index | None) -> Workspace:
+    hold = acquire_lease(storage, step, clock, index)
+    work = Workspace(storage, step, step_dir(step), hold=hold)
+    try:
+        has_leftovers = bool(storage.names(step_dir(step), ''))
+        if has_leftovers:
+            _check_replaceable(work)
+    except BaseException:
+        # Nothing was touched, and the next garbage collection must not remove what is somebody else's.
+        hold.release()
+        raise
+    if has_leftovers:
+        try:
+            remove_step(storage, step)
+        except BaseException:
+            hold.close()
+            raise
+    return work
+
+
+def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories: Sequence[str], clock: Clock) -> str:
+    """Makes a written directory the checkpoint of its step.
+
+    Args:
+      work: where everything was written.
+      manifest: the file's bytes.
+      sidecar: likewise; None for a copy of what has none.
+      directories: that were written, relative to the checkpoint's.
+      clock: unix seconds.
+
+    Returns:
+      The directory's name.
+
+    Raises:
+      SaveFailedError: a reader would refuse it; nothing became visible.
+      StorageError: nothing became visible; call :func:`rollback`.
+    """
+    storage, final = work.storage, step_dir(work.step)
+    try:
+        check_opens(storage, work.directory, manifest, sidecar)
+    except FormatError as error:
+        raise SaveFailedError(
+            f'{storage.url(final)}: nothing is committed, because it could not be opened again: {error}'
+        ) from error
+    if sidecar is None:
+        storage.delete_file(join(work.directory, SIDECAR))
+    else:
+        storage.write(join(work.directory, SIDECAR), sidecar)
+    if work.hold is not None:
+        _commit_in_place(work, work.hold, manifest)
+        return final
+    storage.write(join(work.directory, MANIFEST), manifest)
+    storage.sync_tree(work.directory, directories)
+    old = _publish(work, final, clock)
+    work.directory = final
+    if old is not None:
+        _remove_leftover(work, old, clock)
+    work.claim.close()
+    return final
+
+
+def _commit_in_place(work: Workspace, hold: WriteLease, manifest: bytes) -> None:
+    storage = work.storage
+    if not hold.is_ours():
+        work.is_left = True
+        raise AlreadyCommittedError(
+            f'{storage.url(work.directory)} was taken over by another writer: this one was silent for too long'
+        )
+    try:
+        storage.write(join(work.directory, MANIFEST), manifest)
+    except AccessDeniedError:
+        raise
+    except StorageError:
+        # It may arrive yet, and must then find its arrays.
+        work.is_left = True
+        raise
+    try:
+        mark_step(storage, work.step)
+    except T5CkptError as error:
+        # Seen all the same, since the hold's marker stays.
+        _log.warning('t5ckpt: the marker of step %d is left to the next save: %s', work.step, error)
+        hold.close()
+    else:
+        hold.release()
+
+
+def _publish(work: Workspace, final: str, clock: Clock) -> str | None:
+    """Renames the directory to its final name; where what stood there is now, or None."""
+    storage = work.storage
+    standing = storage.kind(final)
+    if standing is not None:
+        _check_replaceable(work)
+    if standing == 'file':
+        move_aside(storage, final, work.step, clock, ())
+    elif standing == 'dir':
+        work.directory = renamed_for_replacement(storage, work.directory, work.step, clock)
+        try:
+            return put_in_place(storage, work.step, work.directory, clock, is_whole=work.replaces)
+        except NotPutBackError:
+            work.is_left = True
+            raise
+    try:
+        storage.publish(work.directory, final)
+    except StorageError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and storage.kind(join(final, MANIFEST)) == 'file':
+            raise AlreadyCommittedError(storage.url(final)) from error
+        raise
+    return None
+
+
+def _check_replaceable(work: Workspace) -> bool:
+    """Whether nothing lies at the final name; what does is broken, or to be replaced, and makes room.
+
+    Raises:
+      AlreadyCommittedError: it is a complete step.
+    """
+    if work.replaces:
+        return False
+    there = occupancy(work.storage, work.step)
+    if there.found is not None:
+        raise AlreadyCommittedError(work.storage.url(there.found.name))
+    return there.is_empty
+
+
+def _remove_leftover(work: Workspace, name: str, clock: Clock) -> None:
+    """Removes what no listing shows any more; the checkpoint is committed, so a failure is only logged."""
+    try:
+        remove_checkpoint(work.storage, name, work.step, clock)
+    except T5CkptError as error:
+        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', work.storage.url(name), error)
+
+
+def release(work: Workspace) -> None:
+    """Lets go of what is written so far and keeps it, for who goes on with it, or for a later sweep."""
+    if work.hold is not None:
+        work.hold.close()
+    if work.claim is not None:
+        work.claim.close()
+
+
+def rollback(work: Workspace) -> None:
+    """Removes what a failed save wrote; what it cannot remove is left to the next sweep and logged."""
+    storage = work.storage
+    try:
+        if work.is_left:
+            return
+        if work.hold is not None:
+            remove_step(storage, work.step)
+            work.hold.release()
+        else:
+            leftover = _out_of_the_way(work)
+            remove_checkpoint(storage, leftover, work.step, time.time)
+    except T5CkptError as error:
+        _log.warning('t5ckpt: could not remove %s after a failed save: %s', storage.url(work.directory), error)
+    finally:
+        release(work)
+
+
+def _out_of_the_way(work: Workspace) -> str:
+    """The directory under a name that every sweep removes, however little is left of it when this process is killed."""
+    leftover = parse_leftover(work.directory)
+    if leftover is not None:
+        try:
+            return renamed_for_deletion(work.storage, work.directory, work.step, lambda: leftover.unix)
+        except T5CkptError:
+            pass
+    work.storage.delete_file(join(work.directory, MANIFEST))
+    return work.directory

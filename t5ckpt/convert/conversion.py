@@ -1,0 +1,164 @@
+"""What all converters to T5X's format take, do last, and return."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.core.byte_budget import bytes_of_gb
+from t5ckpt.core.call_site import warn_caller
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.protocols import Progress
+from t5ckpt.errors import NoEffectWarning
+from t5ckpt.format.codecs import CODECS
+from t5ckpt.format.dtypes import Cast
+from t5ckpt.format.names import parse_step_dir, step_dir
+from t5ckpt.planning.save_plan import SaveOptions
+from t5ckpt.save.stream_writer import STREAM_BYTES, StreamRequest, rehearse, write_stream
+from t5ckpt.storage import Storage, split_path
+from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.tree.train_state import MAX_STEP
+
+__all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish', 'warn_no_optimizer']
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """How to convert.
+
+    Attributes:
+      step: to write as; None takes the source's own.
+      save_dtype: floating leaves of ``target`` and ``params`` are cast to it; None casts nothing.
+      cast_leaves: a pattern for the whole names, in what is written, of the leaves that are cast instead.
+      compression: as in ``Checkpointer``.
+      optimizer: False leaves the optimizer's state out.
+      concurrent_gb: gigabytes (10^9 bytes) of values in flight.
+      overwrite: replaces a complete checkpoint of the step, once the new one is whole.
+      dry_run: reads no tensor and writes nothing; the result says what would be done.
+      progress: called with (bytes done, bytes in all).
+    """
+
+    step: int | None = None
+    save_dtype: Any = None
+    compression: str | None = None
+    optimizer: bool = True
+    concurrent_gb: float = STREAM_BYTES / 10**9
+    overwrite: bool = False
+    dry_run: bool = False
+    progress: Progress | None = None
+    cast_leaves: str | re.Pattern[str] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.cast
+        if self.compression not in CODECS:
+            raise ValueError(f'compression is one of {list(CODECS)}, got {self.compression!r}.')
+        bytes_of_gb(self.concurrent_gb)
+        if self.step is not None and not 0 <= self.step < MAX_STEP:
+            raise ValueError(f'step must be at least 0 and below 10^18, got {self.step}.')
+
+    @property
+    def cast(self) -> Cast | None:
+        """The cast, checked."""
+        return Cast.of(self.save_dtype, self.cast_leaves, 'save_dtype')
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What a conversion did, or with ``dry_run`` would do.
+
+    Attributes:
+      step: of the checkpoint.
+      path: its directory.
+      nbytes: bytes of all its files; 0 where nothing was written.
+      seconds: it took.
+      mapped: name in the source to leaf.
+      added: leaves that the source does not have.
+      dropped: names in the source that were left out.
+      without_effect: options that found nothing to do: 'optimizer'.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+    mapped: Mapping[str, str]
+    added: tuple[str, ...]
+    dropped: tuple[str, ...]
+    without_effect: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A source, read as far as names, shapes and dtypes.
+
+    Attributes:
+      table: the leaves to write.
+      step: the source's, or None.
+      source: what it is, of JSON's types; the same source again is resumed.
+      mapped: name in the source to leaf.
+      added: leaves that the source does not have.
+      dropped: names in the source that are left out.
+      files: what else belongs to the step, by name in its directory: a data iterator's state.
+      extra: fields of the sidecar that come along: metrics, the keep policy.
+      inline: leaves that the source holds in its manifest and that the copy is to hold there, too, whatever their size: T5X
+        cannot restore one without mesh axes that is stored.
+      without_effect: options that found nothing to do.
+    """
+
+    table: LeafTable
+    step: int | None
+    source: Mapping[str, Any]
+    mapped: Mapping[str, str]
+    added: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    inline: Collection[Path] = ()
+    without_effect: tuple[str, ...] = ()
+
+
+def warn_no_optimizer(roots: Sequence[str]) -> None:
+    """Says that ``optimizer=False`` found no optimizer state in a tree with these names at its root."""
+    warn_caller(
+        NoEffectWarning(
+            f"optimizer=False (--no-optimizer) leaves nothing out: no leaf is under 'opt_state' or 'param_states'; the tree has "
+            f'{", ".join(roots[:8])}. Name other leaves with drop (t5ckpt cp --drop).'
+        )
+    )
+
+
+def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: ConvertOptions) -> Conversion:
+    """Writes what was found, as ``checkpoint_<step>`` in a run's directory.
+
+    Raises:
+      ValueError: no step is known.
+      CheckpointExistsError, UnsupportedLeafError, StorageError: see ``write_stream``.
+    """
+    step = found.step if options.step is None else options.step
+    if step is None:
+        raise ValueError('the source does not say which step it is of: pass one (step=, --as-step).')
+    if not isinstance(directory, Storage) and parse_step_dir(split_path(directory)[1]) is not None:
+        raise ValueError(f'{os.fspath(directory)} is a directory of a step. Give that of the run, its parent.')
+    storage = open_run_storage(directory)
+    request = StreamRequest(
+        storage,
+        step,
+        SaveOptions(options.cast, options.compression),
+        bytes_of_gb(options.concurrent_gb),
+        options.overwrite,
+        found.source,
+        options.progress,
+        files=found.files,
+        extra=found.extra,
+        rule=dict.fromkeys(found.inline, True),
+    )
+    facts = (dict(found.mapped), found.added, found.dropped, found.without_effect)
+    if options.dry_run:
+        rehearse(found.table, request)
+        return Conversion(step, storage.url(step_dir(step)), 0, 0.0, *facts)
+    done = write_stream(found.table, request)
+    return Conversion(step, done.path, done.nbytes, done.seconds, *facts)

@@ -1,0 +1,275 @@
+"""Large msgpack files of Flax without holding them: the structure is decoded, arrays stay where they are until they are read.
+
+msgpack says of everything how long it is (github.com/msgpack/msgpack/blob/master/spec.md), so an array's bytes are stepped
+over, and its place in the file is kept. What is small is decoded as in any manifest, and so are all rules for names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import struct
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from t5ckpt.catalog.locate import Located
+from t5ckpt.convert.files.flat_array import FlatArray
+from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.manifest import array_header, decode_ext, manifest_of
+from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.reading.contained_open import open_source
+from t5ckpt.reading.contents import Contents
+from t5ckpt.storage import foreign_errors
+
+__all__ = ['LARGE_BYTES', 'LargeFile', 'read_large']
+
+LARGE_BYTES = 64 * 2**20
+"""Files below are decoded at once."""
+
+_IN_PLACE_BYTES = 2**16
+_MAX_DEPTH = 250
+_HEADER_BYTES = 512
+_EXT_ARRAY = 1
+_MAX_RANK = 32
+_CHUNKED = '__msgpack_chunked_array__'
+# By the first byte: the struct format of the length that follows it.
+_STRINGS = {0xD9: '>B', 0xDA: '>H', 0xDB: '>I', 0xC4: '>B', 0xC5: '>H', 0xC6: '>I'}
+_EXTENSIONS = {0xC7: '>B', 0xC8: '>H', 0xC9: '>I'}
+_LISTS, _MAPS = {0xDC: '>H', 0xDD: '>I'}, {0xDE: '>H', 0xDF: '>I'}
+_FIXED = {
+    0xC0: 0,
+    0xC2: 0,
+    0xC3: 0,
+    0xCA: 4,
+    0xCB: 8,
+    0xCC: 1,
+    0xCD: 2,
+    0xCE: 4,
+    0xCF: 8,
+    0xD0: 1,
+    0xD1: 2,
+    0xD2: 4,
+    0xD3: 8,
+    0xD4: 2,
+    0xD5: 3,
+    0xD6: 5,
+    0xD7: 9,
+    0xD8: 17,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeFile:
+    """A decoded file; in the place of each large array stands a text, by which ``arrays`` has it."""
+
+    contents: Contents
+    arrays: dict[str, LazyArray]
+
+
+def read_large(located: Located, path: str, in_place_bytes: int = _IN_PLACE_BYTES) -> LargeFile:
+    """Reads the structure of a local file; arrays above ``in_place_bytes`` stay where they are.
+
+    Raises:
+      FormatError: it is truncated, or no such file.
+      StorageError: it cannot be read.
+    """
+    with foreign_errors(path), open_source(path) as file:
+        scan = _Scan(file.fileno(), path, in_place_bytes)
+        try:
+            tree = scan.value(0)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f'{path}: {error}. Copy the file again.') from error
+        except (ValueError, TypeError, struct.error, msgpack.UnpackException) as error:
+            raise CorruptCheckpointError(f'{path} does not decode as msgpack ({error!s:.120}).') from error
+        if scan.at != scan.size:
+            raise CorruptCheckpointError(f'{path}: {scan.size - scan.at:,} bytes follow the end. Copy the file again.')
+    return LargeFile(Contents(located, manifest_of(tree, path), Sidecar()), scan.arrays)
+
+
+class _Scan:
+    """Goes through a file once.
+
+    Attributes:
+      at, size: the position, and the end.
+      arrays: those that stay in the file, by the text that stands for each.
+    """
+
+    def __init__(self, fd: int, path: str, in_place_bytes: int):
+        self._in_place_bytes = in_place_bytes
+        self.size = os.fstat(fd).st_size
+        self.at = 0
+        self.arrays: dict[str, LazyArray] = {}
+        self._flat: dict[str, FlatArray] = {}
+        self._fd = fd
+        self._path = path
+        # So that no text of the file is taken for one of ours.
+        self._mark = uuid.uuid4().hex
+
+    def value(self, depth: int) -> Any:
+        """The value at the position."""
+        if depth > _MAX_DEPTH:
+            raise CorruptCheckpointError(f'nested more than {_MAX_DEPTH} deep, which no model is')
+        first = self._peek(1)[0]
+        if 0x80 <= first <= 0x8F or first in _MAPS:
+            return self._map(self._count(first, _MAPS), depth)
+        if 0x90 <= first <= 0x9F or first in _LISTS:
+            return [self.value(depth + 1) for _ in range(self._count(first, _LISTS))]
+        if first in _EXTENSIONS:
+            start = self.at
+            length = self._number(_EXTENSIONS[first])
+            code = self._take(1)[0]
+            if code == _EXT_ARRAY and length > self._in_place_bytes:
+                return self._array(length)
+            self.at = start
+        return self._small(first)
+
+    def _count(self, first: int, wide: Mapping[int, str]) -> int:
+        if first not in wide:
+            self.at += 1
+            return first & 0x0F
+        count = self._number(wide[first])
+        if count > self.size - self.at:
+            raise CorruptCheckpointError(f'{count:,} items are claimed in {self.size - self.at:,} bytes')
+        return count
+
+    def _number(self, form: str) -> int:
+        return int(struct.unpack(form, self._take(1 + struct.calcsize(form))[1:])[0])
+
+    def _map(self, count: int, depth: int) -> Any:
+        found: dict[Any, Any] = {}
+        for _ in range(count):
+            key = self.value(depth + 1)
+            if isinstance(key, str) and key in self.arrays:
+                raise CorruptCheckpointError(f'the key of a map at byte {self.at:,} is an array')
+            found[key] = self.value(depth + 1)
+        shape, chunks = _in_order(found.get('shape')), _in_order(found.get('chunks'))
+        if _CHUNKED in found and shape is not None and chunks is not None:
+            return self._joined(shape, chunks) or found
+        return found
+
+    def _small(self, first: int) -> Any:
+        """Anything without an end of its own, decoded from its bytes."""
+        if first <= 0x7F or first >= 0xE0:
+            length = 1
+        elif 0xA0 <= first <= 0xBF:
+            length = 1 + (first & 0x1F)
+        elif first in _FIXED:
+            length = 1 + _FIXED[first]
+        else:
+            start, form = self.at, (_STRINGS | _EXTENSIONS).get(first, '')
+            if not form:
+                raise CorruptCheckpointError(f'byte {self.at:,} is 0x{first:02x}, which is nothing')
+            length = self._number(form) + 1 + struct.calcsize(form) + (first in _EXTENSIONS)
+            self.at = start
+        return msgpack.unpackb(
+            self._take(length), ext_hook=decode_ext, raw=False, strict_map_key=False, max_array_len=length
+        )
+
+    def _array(self, length: int) -> str:
+        """An array that stays where it is."""
+        end = self.at + length
+        head = msgpack.Unpacker(raw=True, max_buffer_size=2 * _HEADER_BYTES)
+        head.feed(self._peek(min(length, _HEADER_BYTES)))
+        if head.read_array_header() != 3:
+            raise CorruptCheckpointError(f'an array at byte {self.at:,} is no (shape, dtype, bytes)')
+        shape, name = head.unpack(), head.unpack()
+        self.at += head.tell()
+        first = self._peek(1)[0]
+        nbytes = self._number(_STRINGS[first]) if first in _STRINGS else -1
+        if self.at + nbytes != end or end > self.size:
+            raise CorruptCheckpointError(f'an array at byte {self.at:,} does not end where it should')
+        dims, dtype = array_header(shape, name, nbytes)
+        flat = FlatArray(f'array at byte {self.at:,}', dtype, dims, self._path, self.at)
+        self.at = end
+        return self._kept(flat.shape, flat.dtype, _reader(flat), flat)
+
+    def _kept(self, shape: Sequence[int], dtype: np.dtype, read: Callable[[Any], np.ndarray], flat: Any) -> str:
+        text = f'{self._mark} {len(self.arrays)}'
+        self.arrays[text] = LazyThreadPoolArray(tuple(shape), dtype, lambda: read(...), read)
+        if flat is not None:
+            self._flat[text] = flat
+        return text
+
+    def _joined(self, shape: Sequence[Any], chunks: Sequence[Any]) -> str | None:
+        """An array that Flax wrote in parts, one after another: they are joined when it is read.
+
+        None for what is none, or has no part that stays in the file.
+        """
+        parts = [self._flat.get(chunk) if isinstance(chunk, str) else chunk for chunk in chunks]
+        known = [part for part in parts if isinstance(part, (FlatArray, np.ndarray))]
+        if len(known) < len(parts) or not any(isinstance(part, FlatArray) for part in known):
+            return None
+        good = len(shape) <= _MAX_RANK and all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape)
+        if not good or len({part.dtype for part in known}) != 1:
+            raise CorruptCheckpointError('the chunks of an array are no arrays of one dtype')
+        if math.prod(shape) != sum(math.prod(part.shape) for part in known):
+            raise CorruptCheckpointError(f'the chunks of an array do not make one of shape {shape!r:.80}')
+        sizes = [int(size) for size in shape]
+        return self._kept(sizes, known[0].dtype, _joined_reader(sizes, known), None)
+
+    def _peek(self, count: int) -> bytes:
+        data = os.pread(self._fd, count, self.at)
+        if len(data) < count:
+            raise CorruptCheckpointError(f'truncated at byte {self.size:,}')
+        return data
+
+    def _take(self, count: int) -> bytes:
+        if self.at + count > self.size:
+            raise CorruptCheckpointError(f'truncated at byte {self.size:,}')
+        data = self._peek(count)
+        self.at += count
+        return data
+
+
+def _in_order(items: Any) -> list[Any] | None:
+    """The values of {'0': ..., '1': ...}, which Flax makes of a list."""
+    if not isinstance(items, Mapping) or {str(number) for number in range(len(items))} != set(items):
+        return None
+    return [items[str(number)] for number in range(len(items))]
+
+
+def _reader(flat: FlatArray) -> Callable[[Any], np.ndarray]:
+    def read(index: Any) -> np.ndarray:
+        with foreign_errors(flat.file), open_source(flat.file) as file:
+            return flat.read(file.fileno(), index)
+
+    return read
+
+
+def _joined_reader(shape: Sequence[int], parts: Sequence[FlatArray | np.ndarray]) -> Callable[[Any], np.ndarray]:
+    """Reads boxes of an array whose elements lie in several parts, each flat."""
+    ends = list(itertools.accumulate(math.prod(part.shape) for part in parts))
+
+    def elements(start: int, stop: int) -> np.ndarray:
+        """Those from ``start`` to ``stop`` of the flattened array."""
+        out = np.empty(stop - start, parts[0].dtype)
+        for part, end in zip(parts, ends, strict=True):
+            begin = end - math.prod(part.shape)
+            first, last = max(start, begin), min(stop, end)
+            if first >= last:
+                continue
+            if isinstance(part, np.ndarray):
+                out[first - start : last - start] = part.reshape(-1)[first - begin : last - begin]
+            else:
+                flat = dataclasses.replace(part, shape=(math.prod(part.shape),))
+                out[first - start : last - start] = _reader(flat)((slice(first - begin, last - begin),))
+        return out
+
+    def read(index: Any) -> np.ndarray:
+        """A slice along the first axis is read alone, anything else out of the rows it touches."""
+        first = index[0] if isinstance(index, tuple) and index else None
+        row = math.prod(shape[1:])
+        if not shape or not isinstance(first, slice) or first.step not in (None, 1):
+            return elements(0, ends[-1]).reshape(shape)[index]
+        start, stop, _ = first.indices(shape[0])
+        rows = elements(start * row, max(start, stop) * row).reshape(max(0, stop - start), *shape[1:])
+        return rows[(slice(None), *index[1:])]
+
+    return read

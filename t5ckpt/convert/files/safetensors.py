@@ -1,0 +1,165 @@
+"""Files of safetensors, one tensor at a time; the format is described in ``format/safetensors.py``.
+
+The ``safetensors`` package takes all tensors at once to write a file, and has no numpy dtype for bfloat16 to read one
+into. The format is the header, so that is what this module does: it knows all shapes before the first value, writes
+the header, and then rows to where they belong, in any order. Tests read every file with the package.
+
+Notes: reading maps the file; a view of a tensor stays valid as long as it lives. Everything in a header is checked
+before it is believed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from t5ckpt.format.safetensors import DTYPE_NAMES, MAX_HEADER, METADATA, header_bytes, parse_header
+from t5ckpt.lazy import LazyThreadPoolArray
+from t5ckpt.reading.contained_open import open_source
+from t5ckpt.storage import foreign_errors
+
+__all__ = ['TensorReader', 'TensorSpec', 'TensorWriter', 'check_dtype', 'lazy_copy']
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that is to be written."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def check_dtype(name: str, dtype: np.dtype) -> None:
+    """Says which tensor cannot be written: one of another dtype, or with the name of the metadata.
+
+    Raises:
+      UnsupportedLeafError: the format has no name for the dtype.
+    """
+    if name == METADATA:
+        raise UnsupportedLeafError(f'{name}: a safetensors file has another use for this name. Leave the array out.')
+    if dtype.name not in DTYPE_NAMES:
+        raise UnsupportedLeafError(
+            f'{name}: safetensors has no {dtype.name}, only {", ".join(DTYPE_NAMES)}. Leave it out with a selection, or cast it.'
+        )
+
+
+class TensorWriter:
+    """Writes one file. Not safe from several threads."""
+
+    def __init__(self, path: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]):
+        """Creates the file, with its header.
+
+        Args:
+          path: must not exist.
+          tensors: in any order; wide dtypes come first in the file, as the package writes them, so that all are aligned.
+          metadata: text to text.
+        """
+        header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+        self._places: dict[str, tuple[int, TensorSpec]] = {}
+        end = 0
+        for spec in sorted(tensors, key=lambda spec: -spec.dtype.itemsize):
+            check_dtype(spec.name, spec.dtype)
+            start, end = end, end + spec.nbytes
+            header[spec.name] = {
+                'dtype': DTYPE_NAMES[spec.dtype.name],
+                'shape': list(spec.shape),
+                'data_offsets': [start, end],
+            }
+            self._places[spec.name] = (start, spec)
+        text = json.dumps(header, separators=(',', ':'), ensure_ascii=False).encode()
+        text += b' ' * (-len(text) % 8)
+        if len(text) > MAX_HEADER:
+            raise UnsupportedLeafError(
+                f'{path}: {len(tensors)} tensors, whose names do not fit into one header. Select fewer.'
+            )
+        self._path = path
+        self._data = 8 + len(text)
+        with foreign_errors(path, writing=True):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            _write_all(self._file, len(text).to_bytes(8, 'little') + text, 0)
+            os.ftruncate(self._file, self._data + end)
+
+    def write(self, name: str, row: int, values: np.ndarray) -> None:
+        """Writes the rows of a tensor from ``row`` on; of one without dimensions, its value."""
+        start, spec = self._places[name]
+        data = np.ascontiguousarray(values)
+        if data.dtype.byteorder == '>':
+            data = data.astype(data.dtype.newbyteorder('<'))
+        row_bytes = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        with foreign_errors(self._path, writing=True):
+            _write_all(self._file, data.reshape(-1).view(np.uint8), self._data + start + row * row_bytes)
+
+    def close(self) -> None:
+        """Makes the file durable."""
+        with foreign_errors(self._path, writing=True):
+            os.fsync(self._file)
+        self.abort()
+
+    def abort(self) -> None:
+        """Lets go of the file as it is; closing twice is no error."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _write_all(file: int, data: Any, offset: int) -> None:
+    view = memoryview(data)
+    while len(view) > 0:
+        # Linux writes at most 2 GiB in one call.
+        done = os.pwrite(file, view[: 2**30], offset)
+        view, offset = view[done:], offset + done
+
+
+class TensorReader:
+    """One mapped file: ``tensors`` are views of it, by name."""
+
+    def __init__(self, path: str):
+        """Maps a file.
+
+        Raises:
+          CorruptCheckpointError: the header is not what the format says, or does not fit the file.
+          StorageError: the file cannot be opened.
+        """
+        self.path = path
+        with foreign_errors(path), open_source(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 8:
+                raise CorruptCheckpointError(f'{path} has {size} bytes, which is no safetensors file. Copy it again.')
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._mapped = mapped
+        header = parse_header(mapped[8 : 8 + header_bytes(mapped[:8], size, path)], size, path)
+        self.metadata = header.metadata
+        self.tensors = {
+            tensor.name: np.ndarray(tensor.shape, tensor.dtype, mapped, tensor.offset) for tensor in header.tensors
+        }
+
+    def forget(self) -> None:
+        """Lets go of the pages that were read, which else count as this process's memory. Views stay valid."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def lazy_copy(
+    shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray], forget: Callable[[], None]
+) -> LazyThreadPoolArray:
+    """A lazy array of what ``read`` makes of mapped tensors: each slice is copied, then the pages are let go of."""
+
+    def part(index: Any) -> np.ndarray:
+        values = np.array(read(index), order='C')
+        forget()
+        return values
+
+    return LazyThreadPoolArray(shape, dtype, lambda: part(...), part)

@@ -1,0 +1,269 @@
+"""Reading TensorFlow checkpoints without TensorFlow, any part of a tensor at a time.
+
+TensorFlow's own reader gives whole tensors, and one embedding of mT5 XXL has 4 GB. What lies on disk is simple
+(tensorflow/core/util/tensor_bundle/tensor_bundle.h, core/lib/io/table_format.txt, core/protobuf/tensor_bundle.proto):
+
+    <prefix>.index                 a LevelDB table: '' -> BundleHeaderProto, tensor name -> BundleEntryProto
+    <prefix>.data-00000-of-00002   the tensors' bytes, one after another, little endian, C order
+
+An entry has dtype, shape, data file, offset, size and the CRC-32C of the bytes, which is compared when a tensor is first
+read. Left to TensorFlow are tensors of strings, variables that were saved in parts, compressed tables, and the
+format of before 2016.
+
+Nothing in the files is believed: sizes must agree with shapes and lie inside the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.convert.files.flat_array import FlatArray
+from t5ckpt.errors import CorruptCheckpointError, MissingDependencyError, UnsupportedFormatError
+from t5ckpt.format.dtypes import dtype_from_name
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.reading.contained_open import open_source, read_source
+from t5ckpt.storage import foreign_errors
+
+__all__ = ['read_bundle']
+
+_FOOTER_BYTES, _TRAILER_BYTES = 48, 5
+_MAGIC = 0xDB4775248B80FB57
+_READ_BYTES = 8 * 2**20
+# A tensor takes about 100 bytes of an index.
+_INDEX_BYTES = 256 * 2**20
+_CURE = 'Copy the checkpoint again.'
+# core/framework/types.proto
+_DTYPES = {
+    1: 'float32', 2: 'float64', 3: 'int32', 4: 'uint8', 5: 'int16', 6: 'int8', 8: 'complex64', 9: 'int64', 10: 'bool',
+    14: 'bfloat16', 17: 'uint16', 18: 'complex128', 19: 'float16', 22: 'uint32', 23: 'uint64',
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """One tensor: where its bytes are, and their masked CRC-32C."""
+
+    array: FlatArray
+    crc: int
+
+
+def read_bundle(prefix: str) -> dict[str, LazyArray]:
+    """The tensors of a checkpoint on a local disk, each to be read when asked for, whole or in slices.
+
+    Raises:
+      CheckpointNotFoundError: no such file.
+      UnsupportedFormatError: something that only TensorFlow reads.
+      CorruptCheckpointError: damaged.
+    """
+    checksum = _checksum_function()
+    path = f'{prefix}.index'
+    with foreign_errors(path):
+        data = read_source(path, _INDEX_BYTES)
+    try:
+        entries = list(_entries(data, prefix))
+    except (IndexError, ValueError, struct.error, UnicodeDecodeError, OverflowError) as error:
+        if isinstance(error, (CorruptCheckpointError, UnsupportedFormatError)):
+            raise
+        raise CorruptCheckpointError(f'{path} does not decode ({error!s:.120}). {_CURE}') from error
+    return {entry.array.name: _lazy(_Tensor(entry, checksum)) for entry in entries}
+
+
+def _lazy(tensor: _Tensor) -> LazyArray:
+    entry = tensor.entry.array
+    return LazyThreadPoolArray(entry.shape, entry.dtype, lambda: tensor.read(...), tensor.read)
+
+
+class _Tensor:
+    """Reads one tensor; its checksum is compared once."""
+
+    def __init__(self, entry: _Entry, checksum: Any):
+        self.entry = entry
+        self._checksum = checksum
+        self._guard = threading.Lock()
+        self._checked = False
+
+    def read(self, index: Any) -> np.ndarray:
+        """The values of a numpy basic index, as a copy; only what it touches is brought into memory."""
+        array = self.entry.array
+        with foreign_errors(array.file), open_source(array.file) as file:
+            if array.offset + array.nbytes > os.fstat(file.fileno()).st_size:
+                raise CorruptCheckpointError(f'{array.name}: {array.file} is too short. {_CURE}')
+            self._check(file.fileno())
+            return array.read(file.fileno(), index)
+
+    def _check(self, fd: int) -> None:
+        with self._guard:
+            if self._checked:
+                return
+            entry, crc, done = self.entry.array, 0, 0
+            while done < entry.nbytes:
+                part = os.pread(fd, min(_READ_BYTES, entry.nbytes - done), entry.offset + done)
+                if not part:
+                    break
+                crc, done = self._checksum(crc, part), done + len(part)
+            if _masked(crc) != self.entry.crc:
+                raise CorruptCheckpointError(
+                    f'{entry.name}: {entry.file} is damaged there (CRC-32C {_masked(crc):08x}, expected {self.entry.crc:08x}). '
+                    f'{_CURE}'
+                )
+            self._checked = True
+
+
+def _masked(crc: int) -> int:
+    # core/lib/hash/crc32c.h: so that the checksum of data that hold checksums is no weak one.
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _checksum_function() -> Any:
+    try:
+        import google_crc32c
+    except ImportError as error:
+        raise MissingDependencyError("reading a TensorFlow checkpoint needs pip install 't5ckpt[tf]'") from error
+    return google_crc32c.extend
+
+
+# --- the index -------------------------------------------------------------------------------------------------------
+
+
+def _entries(data: bytes, prefix: str) -> Iterator[_Entry]:
+    shards = 1
+    for key, value in _table(data, f'{prefix}.index'):
+        if key == b'':
+            header = _message(value)
+            if _number(header, 2) != 0:
+                raise UnsupportedFormatError(f'{prefix}.index: written on a big-endian machine, which is not read.')
+            shards = _number(header, 1, 1)
+            continue
+        if key[0] == 0:
+            # A slice: such keys are no text, and stand before all names (core/util/saved_tensor_slice_util.cc).
+            raise UnsupportedFormatError(
+                f'{prefix}.index: variables were saved in parts, which TensorFlow alone reads.'
+            )
+        yield _entry(key.decode(), _message(value), prefix, shards)
+
+
+def _entry(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int) -> _Entry:
+    number = _number(fields, 1)
+    if number not in _DTYPES:
+        raise UnsupportedFormatError(
+            f'{prefix}.index: {name} has the dtype {number} of types.proto, which TensorFlow alone reads.'
+        )
+    shard, offset, size = (_number(fields, field) for field in (3, 4, 5))
+    dims = _messages(next(_messages(fields, 2), {}), 2)
+    shape = tuple(_number(dim, 1) for dim in dims)
+    dtype = dtype_from_name(_DTYPES[number])
+    if max(shape, default=0) >= 2**62 or math.prod(shape) * dtype.itemsize != size or shard >= shards:
+        raise CorruptCheckpointError(
+            f'{prefix}.index: {name} of shape {shape} and dtype {dtype.name} has {size} bytes in file {shard} of {shards}. '
+            f'{_CURE}'
+        )
+    file = f'{prefix}.data-{shard:05d}-of-{shards:05d}'
+    return _Entry(FlatArray(name, dtype, shape, file, offset), _number(fields, 6))
+
+
+def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:
+    """The pairs of a LevelDB table."""
+    if len(data) < _FOOTER_BYTES or struct.unpack('<Q', data[-8:])[0] != _MAGIC:
+        raise CorruptCheckpointError(f'{where} is no index of a TensorFlow checkpoint, or is truncated.')
+    footer = data[-_FOOTER_BYTES:]
+    _, at = _handle(footer, 0)
+    (start, size), _ = _handle(footer, at)
+    read, last = 0, b''
+    for _, value in _block(data, start, size, where):
+        (start, size), _ = _handle(value, 0)
+        read += size
+        if read > len(data):
+            raise CorruptCheckpointError(f'{where} is damaged: its blocks are larger than it is. {_CURE}')
+        for key, entry in _block(data, start, size, where):
+            if key <= last and last:
+                raise CorruptCheckpointError(f'{where} is damaged: its names are not in order. {_CURE}')
+            last = key
+            yield key, entry
+
+
+def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
+    start, at = _varint(data, at)
+    size, at = _varint(data, at)
+    return (start, size), at
+
+
+def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[bytes, bytes]]:
+    trailer = data[start + size : start + size + _TRAILER_BYTES]
+    if len(trailer) < _TRAILER_BYTES or size < 4:
+        raise CorruptCheckpointError(f'{where} is truncated. {_CURE}')
+    if _masked(_checksum_function()(0, data[start : start + size + 1])) != struct.unpack('<I', trailer[1:])[0]:
+        raise CorruptCheckpointError(f'{where} is damaged (CRC-32C). {_CURE}')
+    if trailer[0] != 0:
+        raise UnsupportedFormatError(f'{where} is compressed, which TensorFlow alone reads.')
+    block = data[start : start + size]
+    end = size - 4 * (1 + struct.unpack('<I', block[-4:])[0])
+    at, key = 0, b''
+    while at < end:
+        shared, at = _varint(block, at)
+        rest, at = _varint(block, at)
+        length, at = _varint(block, at)
+        if shared > len(key) or at + rest + length > end:
+            raise CorruptCheckpointError(f'{where} is damaged. {_CURE}')
+        key = key[:shared] + block[at : at + rest]
+        at += rest
+        yield key, block[at : at + length]
+        at += length
+
+
+def _message(data: bytes) -> dict[int, list[Any]]:
+    """The fields of a protocol buffer by number: integers and bytes."""
+    fields: dict[int, list[Any]] = {}
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        match tag & 7:
+            case 0:
+                value, at = _varint(data, at)
+            case 2:
+                length, at = _varint(data, at)
+                value, at = data[at : at + length], at + length
+            case 5:
+                value, at = struct.unpack_from('<I', data, at)[0], at + 4
+            case 1:
+                value, at = struct.unpack_from('<Q', data, at)[0], at + 8
+            case kind:
+                raise ValueError(f'wire type {kind}')
+        if at > len(data):
+            raise ValueError('a field reaches beyond the end')
+        fields.setdefault(tag >> 3, []).append(value)
+    return fields
+
+
+def _number(fields: Mapping[int, list[Any]], number: int, default: int = 0) -> int:
+    value = fields.get(number, [default])[0]
+    if not isinstance(value, int):
+        raise ValueError(f'field {number} is no number')  # noqa: TRY004 - of bytes, not of a caller
+    return value
+
+
+def _messages(fields: Mapping[int, list[Any]], number: int) -> Iterator[dict[int, list[Any]]]:
+    for value in fields.get(number, []):
+        if not isinstance(value, bytes):
+            raise ValueError(f'field {number} is no message')  # noqa: TRY004
+        yield _message(value)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError('a number of more than 64 bits')

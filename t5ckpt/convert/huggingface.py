@@ -1,8 +1,0 @@
-"""A T5 between T5X's checkpoints and Hugging Face's directories of safetensors, both ways, bit for bit."""
-
-from __future__ import annotations
-
-from t5ckpt.convert._hf_export import export_hf
-from t5ckpt.convert._hf_import import import_hf
-
-__all__ = ['export_hf', 'import_hf']

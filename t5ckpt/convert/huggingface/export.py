@@ -1,0 +1,233 @@
+"""A T5 between T5X's checkpoints and Hugging Face's directories of safetensors, both ways, bit for bit.
+
+What is found by names and shapes alone: T5 1.0 (tied logits), T5 1.1, mT5, Flan-T5 and UL2 (gated, logits of their own),
+ByT5 (a shallower decoder), UMT5 (a bias table for each layer), LongT5 with transient global attention, Switch, an encoder
+alone; layers one by one or scanned; heads joined or split. What does not fit is refused with its names. See
+``convert/huggingface/names.py`` for the table, ``convert/huggingface/config.py`` for what the weights do not say.
+
+Notes: arrays are read in pieces and written where they belong; memory holds some hundred megabytes however large the
+model is. The output appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.convert.export_options import LAYOUT_KEY, ExportOptions, ExportReport, refuse_inside, refuse_options
+from t5ckpt.convert.files.safetensors import TensorSpec, TensorWriter, check_dtype
+from t5ckpt.convert.huggingface.config import (
+    attention_of,
+    config_of,
+    needs_embed_tokens,
+    needs_larger_norm,
+    read_config,
+)
+from t5ckpt.convert.huggingface.model import check_leaves, model_of_leaves
+from t5ckpt.convert.huggingface.names import Layout, Pair, pairs_of
+from t5ckpt.convert.output_files import check_output, local_output, output
+from t5ckpt.convert.source_arrays import Sources, cast, open_sources, slices_of
+from t5ckpt.progress import Meter
+from t5ckpt.storage import foreign_errors
+
+__all__ = ['export_hf']
+
+_WEIGHTS = 'model.safetensors'
+_INDEX = f'{_WEIGHTS}.index.json'
+_CONFIG = 'config.json'
+# What version 5 of transformers loads instead, see convert/huggingface/config.py; 'configuration_files' in config.json says so.
+_CONFIG_5 = 'config.5.0.0.json'
+_INDEX_5 = 'model-transformers-5.safetensors.index.json'
+_NORM_5 = 'norm-transformers-5.safetensors'
+_FINAL_NORM = 'decoder.final_layer_norm.weight'
+_EMBEDDING = 'shared.weight'
+_COPIES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
+_OURS = ('.safetensors', '.safetensors.index.json')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Everything decided about an export.
+
+    Attributes:
+      pairs: arrays and their tensors.
+      dtypes: of what is written, by array.
+      shards: file name to tensors.
+      config: of the model.
+      metadata: of each file.
+      second_norm: write another final norm for version 5 of transformers.
+      copies: tensors that are the embedding again.
+    """
+
+    pairs: Sequence[Pair]
+    dtypes: Mapping[str, np.dtype]
+    shards: Mapping[str, Sequence[TensorSpec]]
+    config: Mapping[str, Any]
+    metadata: Mapping[str, str]
+    second_norm: bool
+    copies: Sequence[str]
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """The JSON files."""
+        total = sum(spec.nbytes for specs in self.shards.values() for spec in specs)
+        places = {spec.name: file for file, specs in self.shards.items() for spec in specs}
+        files: dict[str, Any] = {_CONFIG: dict(self.config)}
+        if list(self.shards) != [_WEIGHTS]:
+            files[_INDEX] = {'metadata': {'total_size': total}, 'weight_map': places}
+        if self.second_norm:
+            files[_CONFIG] |= {'configuration_files': [_CONFIG_5]}
+            files[_CONFIG_5] = {**self.config, 'transformers_weights': _INDEX_5}
+            files[_INDEX_5] = {'metadata': {'total_size': total}, 'weight_map': {**places, _FINAL_NORM: _NORM_5}}
+        return files
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files."""
+        return (*self.texts, *self.shards, *([_NORM_5] if self.second_norm else []))
+
+
+def export_hf(
+    checkpoint: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    options: ExportOptions = ExportOptions(),  # noqa: B008 - frozen
+) -> ExportReport:
+    """Writes a T5 as a directory that ``transformers`` loads with ``from_pretrained``.
+
+    Args:
+      checkpoint: a run's directory, a step's directory, or the manifest file.
+      directory: on a local file system; must not exist, or be empty.
+      config: what ``config.json`` is to say beyond what the weights say: a mapping, JSON text, or a file. A model's own
+        ``config.json`` may be given as it is. Needed for LongT5 with local attention
+        (``{"model_type": "longt5", "encoder_attention_type": "local"}``), which has T5's names, and for another
+        activation than relu or gelu (UL2: ``{"feed_forward_proj": "gated-silu"}``).
+      options: see :class:`ExportOptions`.
+
+    Raises:
+      UnsupportedFormatError: no T5 that Hugging Face has a class for, with the names that do not belong; or ``config``
+        contradicts the weights.
+      TreeMismatchError: arrays are missing, or of another shape than the rest says.
+      OutputExistsError: something is there, and ``options.force`` is not set.
+      CheckpointNotFoundError: no such checkpoint.
+      FormatError: it is damaged, or of something else.
+      StorageError: it cannot be read, or the model not written.
+    """
+    started = time.monotonic()
+    refuse_options(options, ('select', 'cast_leaves'), 'a Hugging Face model')
+    target = local_output(directory)
+    check_output(target, options.force, _is_ours)
+    sources = open_sources(checkpoint, options.step)
+    refuse_inside(target, sources.located.storage.local_path(sources.located.directory))
+    plan = _plan(sources, read_config(config), options)
+    total = sum(math.prod(pair.shape) * plan.dtypes[pair.leaf].itemsize for pair in plan.pairs)
+    if not options.dry_run:
+        with (
+            sources.identity.reading(),
+            output(target, options.force, _is_ours) as temporary,
+            _writers(temporary, plan) as writers,
+        ):
+            _write(sources, plan, writers, Meter(options.progress, total), options.piece_bytes)
+            for name, contents in plan.texts.items():
+                _write_text(os.path.join(temporary, name), json.dumps(contents, indent=2) + '\n')
+    mapped = {pair.leaf: pair.tensors for pair in plan.pairs}
+    dropped = (*(name for name in sources.arrays if name not in mapped), *sources.others)
+    seconds = time.monotonic() - started
+    return ExportReport(target, plan.config['model_type'], plan.files, total, mapped, dropped, seconds, options.dry_run)
+
+
+def _is_ours(name: str) -> bool:
+    return name.endswith(_OURS) or name in (_CONFIG, _CONFIG_5)
+
+
+def _plan(sources: Sources, given: Mapping[str, Any], options: ExportOptions) -> _Plan:
+    shapes = {name: source.shape for name, source in sources.arrays.items()}
+    model, layout = model_of_leaves(shapes, attention_of(given))
+    pairs = pairs_of(model, layout)
+    check_leaves(pairs, shapes, layout.prefix, sources.located.url)
+    config = config_of(model, given)
+    wanted = None if options.cast is None else options.cast.dtype
+    dtypes = {pair.leaf: wanted or sources.arrays[pair.leaf].dtype for pair in pairs}
+    for leaf, dtype in dtypes.items():
+        check_dtype(leaf, dtype)
+    names = {dtype.name for dtype in dtypes.values()}
+    if len(names) == 1:
+        config['torch_dtype'] = names.pop()
+    specs = [TensorSpec(name, dtypes[pair.leaf], pair.tensor_shape) for pair in pairs for name in pair.tensors]
+    copies = _COPIES if needs_embed_tokens(model, config) else ()
+    specs += [dataclasses.replace(spec, name=name) for spec in specs if spec.name == _EMBEDDING for name in copies]
+    second_norm = needs_larger_norm(model, config)
+    metadata = {'format': 'pt', LAYOUT_KEY: _layout_text(layout, sources.located.step)}
+    shards = _shards(specs, options.max_shard_bytes, second_norm)
+    return _Plan(pairs, dtypes, shards, config, metadata, second_norm, copies)
+
+
+def _layout_text(layout: Layout, step: int | None) -> str:
+    return json.dumps({'step': step, **dataclasses.asdict(layout)})
+
+
+def _shards(specs: Sequence[TensorSpec], limit: int, apart: bool) -> dict[str, list[TensorSpec]]:
+    """Tensors dealt out to files, in order; with ``apart`` the final norm to one of its own, which comes last."""
+    files: list[list[TensorSpec]] = [[]]
+    last = [spec for spec in specs if apart and spec.name == _FINAL_NORM]
+    for spec in specs:
+        if spec in last:
+            continue
+        if files[-1] and sum(other.nbytes for other in files[-1]) + spec.nbytes > limit:
+            files.append([])
+        files[-1].append(spec)
+    files += [last] if last else []
+    if len(files) == 1:
+        return {_WEIGHTS: files[0]}
+    return {f'model-{i:05}-of-{len(files):05}.safetensors': shard for i, shard in enumerate(files, 1)}
+
+
+@contextlib.contextmanager
+def _writers(directory: str, plan: _Plan) -> Generator[dict[str, TensorWriter]]:
+    """The open files, by the tensors in them; the second norm's under its file's name. All are durable at the end."""
+    shards = dict(plan.shards)
+    if plan.second_norm:
+        shards[_NORM_5] = [next(spec for spec in shards[list(shards)[-1]] if spec.name == _FINAL_NORM)]
+    files: dict[str, TensorWriter] = {}
+    try:
+        for name, specs in shards.items():
+            files[name] = TensorWriter(os.path.join(directory, name), specs, plan.metadata)
+        by_tensor = {spec.name: files[name] for name, specs in plan.shards.items() for spec in specs}
+        yield by_tensor | {name: file for name, file in files.items() if name == _NORM_5}
+        for file in files.values():
+            file.close()
+    finally:
+        for file in files.values():
+            file.abort()
+
+
+def _write(sources: Sources, plan: _Plan, writers: Mapping[str, TensorWriter], meter: Meter, piece_bytes: int) -> None:
+    for pair in plan.pairs:
+        source, axis, dtype = sources.arrays[pair.leaf], pair.row_axis, plan.dtypes[pair.leaf]
+        for start, stop in slices_of(source, axis, piece_bytes):
+            box = tuple(slice(start, stop) if i == axis else slice(0, size) for i, size in enumerate(source.shape))
+            values = cast(pair.leaf, source.read(box), dtype)
+            row = start * pair.rows_per_index
+            for name, rows in zip(pair.tensors, pair.to_tensors(values), strict=True):
+                for copy in (name, *(plan.copies if name == _EMBEDDING else ())):
+                    writers[copy].write(copy, row, rows)
+            if plan.second_norm and pair.tensors == (_FINAL_NORM,):
+                # In double precision: rounded once.
+                larger = values.astype(np.float64) * math.sqrt(plan.config['d_model'])
+                writers[_NORM_5].write(_FINAL_NORM, row, larger.astype(dtype))
+            meter.add(values.nbytes)
+
+
+def _write_text(path: str, text: str) -> None:
+    with foreign_errors(path, writing=True), open(path, 'x', encoding='utf-8') as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,214 @@
+"""The way from a Hugging Face directory to a T5X checkpoint; see ``huggingface.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.convert.export_options import LAYOUT_KEY, ExportReport, ImportOptions, stamp
+from t5ckpt.convert.files.safetensors import TensorReader, lazy_copy
+from t5ckpt.convert.huggingface.config import attention_of, check_config, logits_are_tied, read_config
+from t5ckpt.convert.huggingface.model import check_tensors, model_of_tensors
+from t5ckpt.convert.huggingface.names import Layout, Pair, pairs_of
+from t5ckpt.core.leaf_path import path_of
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, UnsupportedFormatError
+from t5ckpt.lazy import LazyArray
+from t5ckpt.planning.save_plan import SaveOptions
+from t5ckpt.save.stream_writer import StreamRequest, rehearse, write_stream
+from t5ckpt.storage import foreign_errors, open_storage
+from t5ckpt.tree.leaf_table import LeafTable
+
+__all__ = ['import_hf']
+
+_EMBEDDING, _HEAD = 'shared.weight', 'lm_head.weight'
+_DOUBLES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
+# In files from before transformers 2, which transformers looks over, too.
+_IGNORED = ('decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight',)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Directory:
+    """A model as it lies there; ``readers`` by file."""
+
+    tensors: Mapping[str, np.ndarray]
+    readers: Mapping[str, TensorReader]
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The first file's."""
+        return next((reader.metadata for reader in self.readers.values()), {})
+
+    def forget(self) -> None:
+        """Lets go of the pages that were read."""
+        for reader in self.readers.values():
+            reader.forget()
+
+
+def import_hf(
+    directory: str | os.PathLike[str],
+    checkpoints_dir: str | os.PathLike[str],
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    options: ImportOptions = ImportOptions(),  # noqa: B008 - frozen
+) -> ExportReport:
+    """Writes a T5 of Hugging Face's as a T5X checkpoint, ``<checkpoints_dir>/checkpoint_<step>``.
+
+    Only the parameters, below ``target``, and the step: a training run begins its optimizer anew from them
+    (``fallback_state``).
+
+    Args:
+      directory: with ``config.json`` and ``model.safetensors``, or its shards and their index.
+      checkpoints_dir: a run's directory.
+      config: entries that override the directory's ``config.json``: a mapping, JSON text, or a file.
+      options: see :class:`ImportOptions`.
+
+    Raises:
+      CheckpointNotFoundError: no safetensors there. Pickled files are not read.
+      UnsupportedFormatError, TreeMismatchError: no T5 that T5X has names for, with the names that do not belong.
+      CorruptCheckpointError: a file is damaged.
+      CheckpointExistsError: the step is there, and ``options.force`` is not set.
+    """
+    started = time.monotonic()
+    root = os.fspath(directory)
+    found = _open(root)
+    settings = read_config(os.path.join(root, 'config.json')) | read_config(config)
+    tensors, dropped = _without_doubles(found, settings)
+    pairs, step = _pairs(tensors, found.metadata, settings, options)
+    check_tensors(pairs, {name: tensor.shape for name, tensor in tensors.items()}, root)
+    table: LeafTable = {path_of(pair.leaf): _lazy(pair, tensors, found.forget) for pair in pairs}
+    table['state', 'step'] = np.int32(step)
+    request = StreamRequest(
+        open_storage(checkpoints_dir),
+        step,
+        SaveOptions(options.cast),
+        overwrite=options.force,
+        source={'format': 'huggingface', 'files': [stamp(os.path.join(root, name)) for name in found.readers]},
+        progress=options.progress,
+    )
+    rehearse(table, request)
+    url = request.storage.url(f'checkpoint_{step}')
+    if not options.dry_run:
+        url = write_stream(table, request).path
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    mapped = {pair.leaf: pair.tensors for pair in pairs}
+    kind = str(settings.get('model_type', 't5'))
+    return ExportReport(url, kind, (), total, mapped, dropped, time.monotonic() - started, options.dry_run)
+
+
+def _open(root: str) -> _Directory:
+    with foreign_errors(root):
+        names = sorted(os.listdir(root))
+    if 'model.safetensors' in names:
+        reader = TensorReader(os.path.join(root, 'model.safetensors'))
+        return _Directory(reader.tensors, {'model.safetensors': reader})
+    if 'model.safetensors.index.json' not in names:
+        pickled = [name for name in names if name.endswith(('.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack'))]
+        cure = (
+            f'{", ".join(pickled[:3])} may be pickled and is not read: load the model with transformers and call '
+            'save_pretrained, which writes safetensors.'
+            if pickled
+            else f'There are {", ".join(names[:10]) or "no files"}.'
+        )
+        raise CheckpointNotFoundError(f'{root}: no model.safetensors and no model.safetensors.index.json. {cure}')
+    return _open_shards(root)
+
+
+def _open_shards(root: str) -> _Directory:
+    index = read_config(os.path.join(root, 'model.safetensors.index.json'))
+    places = index.get('weight_map')
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise FormatError(f'{root}/model.safetensors.index.json: no "weight_map" of names.')
+    files = sorted(set(places.values()))
+    if any(os.path.basename(name) != name or name in ('', '.', '..') for name in files):
+        raise UnsupportedFormatError(f'{root}/model.safetensors.index.json: names files outside of its directory.')
+    readers = {name: TensorReader(os.path.join(root, name)) for name in files}
+    absent = [f'{name} in {file}' for name, file in places.items() if name not in readers[file].tensors]
+    if absent:
+        raise CorruptCheckpointError(f'{root}: the index has what the files have not: {", ".join(absent[:10])}.')
+    return _Directory({name: readers[file].tensors[name] for name, file in places.items()}, readers)
+
+
+def _without_doubles(found: _Directory, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """The tensors without those that are the embedding again, and the names of these.
+
+    Raises:
+      UnsupportedFormatError: a tower has an embedding of its own, or the logits come about in no way that T5X has.
+    """
+    kept = {name: tensor for name, tensor in found.tensors.items() if name not in _IGNORED}
+    if _EMBEDDING not in kept and _DOUBLES[0] in kept:
+        kept[_EMBEDDING] = kept[_DOUBLES[0]]
+    shared = kept.get(_EMBEDDING)
+    for name in _DOUBLES:
+        if name in kept and not _same_bits(kept.pop(name), shared, found.forget):
+            raise UnsupportedFormatError(f'{name} is not {_EMBEDDING}: T5X has one embedding for both towers.')
+    if any(name.startswith('decoder.') for name in kept):
+        if logits_are_tied(config, _HEAD in kept, _same_bits(kept.get(_HEAD), shared, found.forget)):
+            kept.pop(_HEAD, None)
+        elif shared is not None:
+            kept.setdefault(_HEAD, shared)
+    return kept, tuple(name for name in found.tensors if name not in kept)
+
+
+def _same_bits(one: np.ndarray | None, other: np.ndarray | None, forget: Callable[[], None]) -> bool:
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    rows = max(1, 2**24 // max(1, one[:1].nbytes))
+    for i in range(0, len(one), rows):
+        if one[i : i + rows].tobytes() != other[i : i + rows].tobytes():
+            return False
+        forget()
+    return True
+
+
+def _pairs(
+    tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], config: Mapping[str, Any], options: ImportOptions
+) -> tuple[list[Pair], int]:
+    model = model_of_tensors({name: tensor.shape for name, tensor in tensors.items()}, str(config.get('model_type')))
+    if attention_of(config) not in ('', model.attention):
+        raise UnsupportedFormatError(
+            f'encoder_attention_type: configuration {config.get("encoder_attention_type")!r}, weights {model.attention}'
+        )
+    # Whose the logits are has been decided, by more than that one flag.
+    check_config(model, {key: value for key, value in config.items() if key != 'tie_word_embeddings'})
+    # UMT5 was trained with scalable_t5, which scans its layers and splits heads.
+    layout = Layout(scanned=model.relpos_per_layer, split_heads=model.relpos_per_layer)
+    layout, step = _kept_layout(metadata.get(LAYOUT_KEY), layout)
+    asked = {'scanned': options.scanned, 'split_heads': options.split_heads}
+    layout = dataclasses.replace(layout, **{name: value for name, value in asked.items() if value is not None})
+    if layout.scanned and model.sparse:
+        raise UnsupportedFormatError('layers with experts differ from those without, and cannot be scanned together.')
+    return pairs_of(model, layout), step if options.step is None else options.step
+
+
+def _kept_layout(text: str | None, default: Layout) -> tuple[Layout, int]:
+    """What an export wrote down; a text that says something else is looked over."""
+    try:
+        value = json.loads(text or '')
+        fields = {field.name: value[field.name] for field in dataclasses.fields(Layout)}
+        step = value['step']
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return default, 0
+    good = all(type(fields[name]) is type(getattr(default, name)) for name in fields)
+    good = good and fields['prefix'] in ('target/', 'params/', 'target/params/', 'params/params/', '')
+    good = good and fields['embedder'] in ('token_embedder', 'encoder/token_embedder')
+    return (Layout(**fields) if good else default), step if type(step) is int and step >= 0 else 0
+
+
+def _lazy(pair: Pair, tensors: Mapping[str, np.ndarray], forget: Callable[[], None]) -> LazyArray:
+    parts = [tensors[name] for name in pair.tensors]
+    kinds = {part.dtype.name for part in parts}
+    if len(kinds) > 1:
+        raise UnsupportedFormatError(
+            f'{pair.leaf}: its tensors {pair.tensors[0]}, ... have the dtypes {", ".join(sorted(kinds))}, one array has one.'
+        )
+    return lazy_copy(
+        pair.shape,
+        parts[0].dtype,
+        lambda index: pair.from_tensors(parts, None if index is Ellipsis else index),
+        forget,
+    )

@@ -1,0 +1,131 @@
+"""The arrays of a checkpoint as what they are to an export: name, shape, dtype, and slices on request."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from t5ckpt.catalog.locate import Located, locate
+from t5ckpt.core.arguments import check_patterns
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.text import some_of
+from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.format.dtypes import kind
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.contents import Identity, leaves_of, read_contents, read_raw
+from t5ckpt.reading.open_reader import lazy_leaf
+
+__all__ = ['Source', 'Sources', 'cast', 'open_sources', 'slices_of']
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One array: ``read`` takes a tuple of slices; ``chunks`` is the shape of what lies in one file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """A checkpoint's arrays by name.
+
+    Attributes:
+      arrays: by leaf name.
+      located: the checkpoint.
+      identity: which checkpoint it is; all reads of one export are looked at together.
+      others: leaves that are no arrays: None, text, empty containers.
+    """
+
+    arrays: Mapping[str, Source]
+    located: Located
+    identity: Identity
+    others: tuple[str, ...]
+
+    def select(self, pattern: str | None) -> dict[str, Source]:
+        """The arrays whose name a regular expression is found in; all for None.
+
+        Raises:
+          ValueError: not a regular expression, or nothing has such a name.
+        """
+        if pattern is None:
+            return dict(self.arrays)
+        check_patterns([pattern], 'select')
+        chosen = {name: source for name, source in self.arrays.items() if leaf_pattern(pattern).search(name)}
+        if not chosen:
+            raise ValueError(
+                f'select={pattern!r} matches no name. The names are {some_of(list(self.arrays), 10) or "none"}.'
+            )
+        return chosen
+
+
+def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
+    """Opens a checkpoint; no array is read.
+
+    Raises:
+      CheckpointNotFoundError, FormatError: see ``t5ckpt.open_checkpoint``.
+    """
+    located = locate(path, step)
+    contents = read_contents(located, read_raw(located, ledgers=True))
+    leaves, _ = leaves_of(contents, (), {})
+    # What is damaged must not come out as whole, under another name.
+    reader = ArrayReader(located, True, ledger=contents.ledger)
+    arrays: dict[str, Source] = {}
+    others: list[str] = []
+    for tree_path, leaf in leaves.items():
+        name = leaf_name(tree_path)
+        if not hasattr(leaf, 'dtype'):
+            others.append(name)
+            continue
+        lazy = lazy_leaf(reader, leaf, name)
+        chunks = leaf.array.metadata.get('chunks', lazy.shape) if isinstance(leaf, StoredLeaf) else lazy.shape
+        arrays[name] = Source(tree_path, name, lazy.shape, lazy.dtype, tuple(chunks), lazy.__getitem__)
+    return Sources(arrays, located, contents.identity, tuple(others))
+
+
+def slices_of(source: Source, axis: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of an axis that cover it, each of whole chunks and of about ``piece_bytes``.
+
+    A chunk is read whole whatever is wanted of it (a mapped one is not, but who maps it does not matter here), so a range
+    that ends inside a chunk would read it twice. Where the chunks of one range alone are more than eight times as much,
+    memory goes before speed.
+    """
+    size = source.shape[axis]
+    if source.nbytes <= piece_bytes or size <= 1:
+        yield 0, size
+        return
+    wanted = max(1, piece_bytes * size // source.nbytes)
+    chunk = min(size, max(1, source.chunks[axis]))
+    step = wanted // chunk * chunk or (chunk if chunk <= 8 * wanted else wanted)
+    for start in range(0, size, step):
+        yield start, min(size, start + step)
+
+
+def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Values in another floating dtype; other kinds, and the same dtype, as they are.
+
+    Raises:
+      UnsupportedLeafError: a finite value became infinite.
+    """
+    if values.dtype == dtype or kind(values.dtype) != 'float':
+        return values
+    with np.errstate(over='ignore'):
+        result = values.astype(dtype)
+    if np.isinf(result).sum() != np.isinf(values).sum():
+        raise UnsupportedLeafError(f'{name}: holds values that {dtype.name} cannot, they would become infinite.')
+    return result

@@ -1,0 +1,219 @@
+"""From TensorFlow checkpoints of Mesh-TensorFlow's T5.
+
+No model is needed: the structure comes from the checkpoint's names. Local checkpoints are read without TensorFlow
+(``convert/files/tf_bundle.py``), in slices; what that does not read, and checkpoints at a URL, through TensorFlow's own
+reader, whole tensors at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
+from t5ckpt.convert.files.tf_bundle import read_bundle
+from t5ckpt.convert.tf.rules import (
+    PARAM_STATES,
+    STEP,
+    T5_RULES,
+    check_complete,
+    with_all_slots,
+    with_shared_relpos,
+)
+from t5ckpt.core.leaf_path import path_of, root_names
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingDependencyError,
+    UnsupportedFormatError,
+)
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.reading.contained_open import read_source
+from t5ckpt.storage import Storage, foreign_errors
+from t5ckpt.translate import CheckpointTranslator
+from t5ckpt.tree.leaf_table import LeafTable
+
+__all__ = ['T5_RULES', 'TfCheckpoint', 'convert_tf', 'open_tf', 'tf_leaves']
+
+_STATE_FILE = 'checkpoint'
+_STATE_BYTES = 2**20
+_DATA_FILE = re.compile(r'(.*)\.(?:index|data-\d{5}-of-\d{5})')
+
+
+@dataclasses.dataclass(frozen=True)
+class TfCheckpoint:
+    """A TensorFlow checkpoint that was opened.
+
+    Attributes:
+      prefix: what its files' names begin with.
+      tensors: by name; nothing is read yet.
+    """
+
+    prefix: str
+    tensors: Mapping[str, LazyArray]
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What identifies it: its place, and the size and time of its files where they are local."""
+        folder, name = os.path.split(self.prefix)
+        files: dict[str, list[int]] = {}
+        if os.path.isdir(folder):
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                match = _DATA_FILE.fullmatch(entry.name)
+                if match is not None and match[1] == name:
+                    files[entry.name] = [entry.stat().st_size, entry.stat().st_mtime_ns]
+        return {'format': 'tf', 'path': self.prefix, 'files': files}
+
+
+def open_tf(path: str | os.PathLike[str]) -> TfCheckpoint:
+    """Opens a TensorFlow checkpoint: reads its index and no tensor.
+
+    Args:
+      path: a directory, whose latest checkpoint is taken; a prefix such as ``dir/model.ckpt-1000000``; or one of its files.
+
+    Raises:
+      CheckpointNotFoundError: with what is there instead.
+      CorruptCheckpointError, UnsupportedFormatError, MissingDependencyError.
+    """
+    text = os.fspath(path)
+    if '://' in text:
+        return _open_with_tensorflow(text)
+    prefix = _prefix(os.path.abspath(os.path.expanduser(text)))
+    if not os.path.isfile(f'{prefix}.index'):
+        # One file without an index: the format of before 2016.
+        return _open_with_tensorflow(prefix)
+    try:
+        return TfCheckpoint(prefix, read_bundle(prefix))
+    except UnsupportedFormatError as error:
+        if importlib.util.find_spec('tensorflow') is None:
+            raise UnsupportedFormatError(f'{error} Install it: pip install tensorflow') from error
+        return _open_with_tensorflow(prefix)
+
+
+def _prefix(path: str) -> str:
+    match = _DATA_FILE.fullmatch(path)
+    if match is not None:
+        return match[1]
+    if os.path.isdir(path):
+        return _latest_in(path)
+    if not os.path.isfile(path) and not os.path.isfile(f'{path}.index'):
+        raise CheckpointNotFoundError(f'{path}: no TensorFlow checkpoint: neither a directory nor the prefix of one.')
+    return path
+
+
+def _latest_in(directory: str) -> str:
+    """The checkpoint that the state file names, or the only one there."""
+    found = sorted(name.removesuffix('.index') for name in os.listdir(directory) if name.endswith('.index'))
+    state = os.path.join(directory, _STATE_FILE)
+    if os.path.exists(state) and not os.path.isdir(state):
+        with foreign_errors(state):
+            text = read_source(state, _STATE_BYTES).decode(errors='replace')
+        match = re.search(r'^model_checkpoint_path: *"(.*)"', text, re.MULTILINE)
+        # The directory has often been copied from elsewhere since the name was written.
+        if match is not None and os.path.basename(match[1]) in found:
+            return os.path.join(directory, os.path.basename(match[1]))
+    if len(found) != 1:
+        names = f'several: {", ".join(found[:10])}. Name one' if found else 'no file whose name ends in .index'
+        raise CheckpointNotFoundError(f'{directory}: no TensorFlow checkpoint to take; it holds {names}.')
+    return os.path.join(directory, found[0])
+
+
+def _open_with_tensorflow(path: str) -> TfCheckpoint:
+    try:
+        import tensorflow as tf
+    except ImportError as error:
+        raise MissingDependencyError(f"{path}: TensorFlow alone reads it: pip install 't5ckpt[tf]'") from error
+    try:
+        if tf.io.gfile.isdir(path):
+            latest = tf.train.latest_checkpoint(path)
+            if latest is None:
+                raise CheckpointNotFoundError(f'{path}: no TensorFlow checkpoint in this directory.')
+            path = latest
+        reader = tf.train.load_checkpoint(path)
+        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+    except (tf.errors.NotFoundError, ValueError) as error:
+        if isinstance(error, CheckpointNotFoundError):
+            raise
+        raise CheckpointNotFoundError(f'{path}: no TensorFlow checkpoint ({error!s:.200}).') from error
+    except (tf.errors.OpError, RuntimeError) as error:
+        raise CorruptCheckpointError(f'{path}: TensorFlow does not read it ({error!s:.200}).') from error
+
+    def read(name: str) -> np.ndarray:
+        try:
+            return np.asarray(reader.get_tensor(name))
+        except (tf.errors.OpError, RuntimeError) as error:
+            raise CorruptCheckpointError(f'{path}: {name} cannot be read ({error!s:.200}).') from error
+
+    def lazy(name: str) -> LazyArray:
+        return LazyThreadPoolArray(shapes[name], np.dtype(dtypes[name].as_numpy_dtype), lambda: read(name))
+
+    return TfCheckpoint(path, {name: lazy(name) for name in sorted(shapes)})
+
+
+def tf_leaves(
+    checkpoint: TfCheckpoint, translator: CheckpointTranslator | None = None, optimizer: bool = True
+) -> Found:
+    """The leaves of a TensorFlow checkpoint under T5X's names.
+
+    Args:
+      checkpoint: from :func:`open_tf`.
+      translator: the rules; None takes those of T5.
+      optimizer: False leaves the slots out.
+
+    Raises:
+      TreeMismatchError: a name without rule, or two that become one.
+      MissingLeaves: with T5's rules: what a T5 would have and this lacks.
+    """
+    rules = T5_RULES if translator is None else translator
+    translation = with_shared_relpos(rules.translate(checkpoint.tensors))
+    leaves, mapped, dropped = translation.leaves, translation.mapped, translation.dropped
+    idle: tuple[str, ...] = ()
+    if not optimizer:
+        leaves = {name: value for name, value in leaves.items() if not name.startswith(PARAM_STATES)}
+        if len(leaves) == len(translation.leaves):
+            idle = ('optimizer',)
+            warn_no_optimizer(root_names(map(path_of, leaves)))
+        dropped += tuple(old for old, new in mapped.items() if new not in leaves)
+        mapped = {old: new for old, new in mapped.items() if new in leaves}
+    if translator is None:
+        check_complete(leaves)
+    has_slots = any(name.startswith(PARAM_STATES) for name in leaves)
+    added = with_all_slots(leaves) if has_slots else {}
+    step = leaves.get(STEP)
+    if step is None:
+        match = re.search(r'-(\d+)$', checkpoint.prefix)
+        if match is not None and int(match[1]) <= np.iinfo(np.int32).max:
+            step = added[STEP] = np.int32(match[1])
+    table: LeafTable = {path_of(name): value for name, value in (leaves | added).items()}
+    number = None if step is None else int(np.asarray(step))
+    return Found(
+        table, number, checkpoint.source, mapped, tuple(sorted(added)), tuple(sorted(dropped)), without_effect=idle
+    )
+
+
+def convert_tf(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | Storage,
+    options: ConvertOptions | None = None,
+    translator: CheckpointTranslator | None = None,
+) -> Conversion:
+    """Converts a TensorFlow checkpoint of a T5 to T5X's format, tensor by tensor.
+
+    Args:
+      source: see :func:`open_tf`.
+      directory: the run's; ``checkpoint_<step>`` is made in it.
+      options: see :class:`ConvertOptions`.
+      translator: the rules; None takes those of T5.
+
+    Raises:
+      CheckpointExistsError: the step is there already; nothing was read.
+      T5CkptError: see :func:`open_tf`, :func:`tf_leaves` and ``write_stream``; nothing became visible.
+    """
+    options = ConvertOptions() if options is None else options
+    return finish(tf_leaves(open_tf(source), translator, options.optimizer), directory, options)

@@ -1,0 +1,214 @@
+"""From Mesh-TensorFlow's names of a T5 to T5X's.
+
+The result is that of T5X (t5x/checkpoint_importer.py), for T5, T5 1.1, mT5, ByT5 and decoders without encoder:
+
+    shared/embedding                                        token_embedder/embedding
+    encoder/embedding                                       encoder/token_embedder/embedding
+    encoder/block_003/layer_000/SelfAttention/q             encoder/layers_3/attention/query/kernel
+    decoder/block_003/layer_001/EncDecAttention/o           decoder/layers_3/encoder_decoder_attention/out/kernel
+    decoder/block_003/layer_002/DenseReluDense/wi_0/kernel  decoder/layers_3/mlp/wi_0/kernel
+    decoder/block_003/layer_002/rms_norm/scale              decoder/layers_3/pre_mlp_layer_norm/scale
+    .../layer_000/SelfAttention/relative_attention_bias     encoder/relpos_bias/rel_embedding, or in every layer
+    decoder/final_layer_norm/scale, decoder/logits/kernel   decoder/decoder_norm/scale, decoder/logits_dense/kernel
+    transformer/...                                         decoder/...
+    <any of these>_slot_vr                                  state/param_states/<its new name>/v_row
+
+Adafactor in Flax has ``m``, ``v``, ``v_row`` and ``v_col`` for every parameter, where TensorFlow has what it uses; the
+others are zeros of shape (1,).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.text import lines
+from t5ckpt.errors import MissingLeaves, UnsupportedFormatError
+from t5ckpt.lazy import LazyArray
+from t5ckpt.translate import CheckpointTranslator, Translation
+
+__all__ = ['PARAM_STATES', 'STEP', 'T5_RULES', 'check_complete', 'with_all_slots', 'with_shared_relpos']
+
+STEP = 'state/step'
+PARAM_STATES = 'state/param_states/'
+_TARGET = 'target/'
+_SHOWN = 20
+
+T5_RULES = CheckpointTranslator()
+"""The rules for T5, T5 1.1, mT5 and ByT5."""
+
+_SLOT = r'(_slot_(?:m|v|vc|vr))?'
+_TOWER = r'(encoder|decoder|transformer)'
+_BLOCK = rf'{_TOWER}/block_(\d+)/layer_(\d+)'
+_SLOTS = {'_slot_m': 'm', '_slot_v': 'v', '_slot_vc': 'v_col', '_slot_vr': 'v_row'}
+_PROJECTIONS = {'q': 'query', 'k': 'key', 'v': 'value', 'o': 'out'}
+_SUBLAYERS = {
+    'encoder': ('attention', 'mlp'),
+    'decoder': ('self_attention', 'cross_attention', 'mlp'),
+    'transformer': ('self_attention', 'mlp'),
+}
+
+_New = tuple[str, Any]
+
+
+def _named(name: str, slot: str | None) -> str:
+    return f'{_TARGET}{name}' if slot is None else f'{PARAM_STATES}{name}/{_SLOTS[slot]}'
+
+
+def _tower(tower: str) -> str:
+    return 'decoder' if tower == 'transformer' else tower
+
+
+def _layer(tower: str, block: str) -> str:
+    return f'{_tower(tower)}/layers_{int(block)}'
+
+
+@T5_RULES.add('global_step')
+def _step(_: Any, key: str, value: Any) -> _New:
+    step = np.asarray(value.get() if isinstance(value, LazyArray) else value)
+    if step.shape != () or not 0 <= int(step) <= np.iinfo(np.int32).max:
+        raise UnsupportedFormatError(f'{key}: {step!r:.60} is no step that T5X can hold (32 bits).')
+    return STEP, np.int32(step)
+
+
+@T5_RULES.add(rf'shared/embedding{_SLOT}')
+def _shared_embedding(_: Any, key: str, value: Any, slot: str | None) -> _New:
+    del key
+    return _named('token_embedder/embedding', slot), value
+
+
+@T5_RULES.add(rf'{_TOWER}/embedding{_SLOT}')
+def _own_embedding(_: Any, key: str, value: Any, tower: str, slot: str | None) -> _New:
+    del key
+    return _named(f'{_tower(tower)}/token_embedder/embedding', slot), value
+
+
+@T5_RULES.add(rf'{_BLOCK}/SelfAttention/relative_attention_bias{_SLOT}')
+def _relpos(_: Any, key: str, value: Any, *groups: Any) -> _New:
+    del key
+    tower, block, _, slot = groups
+    return _named(f'{_layer(tower, block)}/relpos_bias/rel_embedding', slot), value
+
+
+@T5_RULES.add(rf'{_BLOCK}/(SelfAttention|EncDecAttention)/([qkvo]){_SLOT}')
+def _attention(_: Any, key: str, value: Any, *groups: Any) -> _New:
+    del key
+    tower, block, _, kind, projection, slot = groups
+    name = 'self_attention' if kind == 'SelfAttention' else 'encoder_decoder_attention'
+    name = 'attention' if tower == 'encoder' else name
+    return _named(f'{_layer(tower, block)}/{name}/{_PROJECTIONS[projection]}/kernel', slot), value
+
+
+@T5_RULES.add(rf'{_BLOCK}/DenseReluDense/(wi|wi_\d+|wo)/kernel{_SLOT}')
+def _mlp(_: Any, key: str, value: Any, *groups: Any) -> _New:
+    del key
+    tower, block, _, name, slot = groups
+    return _named(f'{_layer(tower, block)}/mlp/{name}/kernel', slot), value
+
+
+@T5_RULES.add(rf'{_BLOCK}/(?:layer|rms)_norm/scale{_SLOT}')
+def _norm(_: Any, key: str, value: Any, *groups: Any) -> _New:
+    tower, block, layer, slot = groups
+    sublayers = _SUBLAYERS[tower]
+    if int(layer) >= len(sublayers):
+        raise UnsupportedFormatError(
+            f'{key}: a block of the {tower} has {len(sublayers)} layers, this is number {int(layer)}.'
+        )
+    return _named(f'{_layer(tower, block)}/pre_{sublayers[int(layer)]}_layer_norm/scale', slot), value
+
+
+@T5_RULES.add(rf'{_TOWER}/(?:final_layer|rms)_norm/scale{_SLOT}')
+def _final_norm(_: Any, key: str, value: Any, tower: str, slot: str | None) -> _New:
+    del key
+    return _named(f'{_tower(tower)}/{_tower(tower)}_norm/scale', slot), value
+
+
+@T5_RULES.add(rf'(?:decoder|transformer)/logits/kernel{_SLOT}')
+def _logits(_: Any, key: str, value: Any, slot: str | None) -> _New:
+    del key
+    return _named('decoder/logits_dense/kernel', slot), value
+
+
+# --- what no single name tells ---------------------------------------------------------------------------------------
+
+
+def with_shared_relpos(translation: Translation) -> Translation:
+    """Relative position biases of the first layer alone are shared by all layers, and lose the layer's name."""
+    layers = [int(match[1]) for name in translation.leaves if (match := re.search(r'layers_(\d+)/relpos_bias', name))]
+    if max(layers, default=0) > 0:
+        return translation
+
+    def shared(name: str) -> str:
+        return re.sub(r'layers_\d+/relpos_bias', 'relpos_bias', name)
+
+    return dataclasses.replace(
+        translation,
+        leaves={shared(name): value for name, value in translation.leaves.items()},
+        mapped={old: shared(new) for old, new in translation.mapped.items()},
+    )
+
+
+def with_all_slots(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The slots that Flax's Adafactor has and TensorFlow's does not, by name."""
+    added: dict[str, Any] = {}
+    for name in leaves:
+        if not name.startswith(_TARGET):
+            continue
+        base = f'{PARAM_STATES}{name.removeprefix(_TARGET)}'
+        wanted = {'m'}
+        if f'{base}/v' in leaves:
+            wanted |= {'v_row', 'v_col'}
+        elif f'{base}/v_row' in leaves:
+            wanted.add('v')
+        added |= {f'{base}/{slot}': np.zeros((1,), np.float32) for slot in sorted(wanted)}
+    return {name: value for name, value in added.items() if name not in leaves}
+
+
+def check_complete(leaves: Mapping[str, Any]) -> None:
+    """Says what a T5 would have and this lacks: whole layers, parts of a layer, slots of a parameter.
+
+    Raises:
+      MissingLeaves: with all that is missing.
+    """
+    missing = [*_missing_in_layers(leaves), *_missing_slots(leaves)]
+    if missing:
+        more = [f'and {len(missing) - _SHOWN} more'] if len(missing) > _SHOWN else []
+        raise MissingLeaves(lines('the checkpoint is no whole T5:', *missing[:_SHOWN], *more, between='\n  '))
+
+
+def _missing_in_layers(leaves: Mapping[str, Any]) -> list[str]:
+    towers: dict[str, dict[int, set[str]]] = {}
+    for name in leaves:
+        match = re.fullmatch(r'target/(\w+)/layers_(\d+)/(?!relpos_bias)(.*)', name)
+        if match is not None:
+            towers.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+    missing: list[str] = []
+    for tower, layers in towers.items():
+        parts = set.union(*layers.values())
+        for number in range(max(layers) + 1):
+            held = layers.get(number)
+            if held is None:
+                missing.append(f'target/{tower}/layers_{number}: the whole layer; there are {len(layers)} others')
+            else:
+                missing += [f'target/{tower}/layers_{number}/{part}: other layers have it' for part in parts - held]
+    return sorted(missing)
+
+
+def _missing_slots(leaves: Mapping[str, Any]) -> list[str]:
+    slots: dict[str, set[str]] = {}
+    for name in leaves:
+        if name.startswith(PARAM_STATES):
+            base, _, slot = name.removeprefix(PARAM_STATES).rpartition('/')
+            slots.setdefault(base, set()).add(slot)
+    parameters = {name.removeprefix(_TARGET) for name in leaves if name.startswith(_TARGET)}
+    missing = [f'{_TARGET}{base}: it has slots alone' for base in sorted(slots.keys() - parameters)]
+    for base in sorted(parameters) if slots else ():
+        held = slots.get(base, set())
+        if 'v' not in held and not {'v_row', 'v_col'} <= held:
+            text = 'the slots of this parameter, which others have; leave the optimizer out to go without'
+            missing.append(f'{PARAM_STATES}{base}: {text}')
+    return missing

@@ -1,0 +1,134 @@
+"""Checks of the arguments that callers pass, each with an error that names the argument and the value."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.protocols import leaf_pattern
+
+__all__ = [
+    'check_callables',
+    'check_flags',
+    'check_kind',
+    'check_patterns',
+    'check_policies',
+    'given_steps',
+    'integer',
+    'native_dtype',
+    'number',
+    'set_fields',
+]
+
+
+def native_dtype(dtype: Any) -> np.dtype:
+    """The numpy dtype in this machine's byte order."""
+    plain = np.dtype(dtype)
+    return plain.newbyteorder('=') if plain.byteorder in '<>' else plain
+
+
+def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None:
+    """Refuses what is not a regular expression.
+
+    Raises:
+      ValueError: with the pattern, and where it goes wrong.
+    """
+    for pattern in patterns:
+        try:
+            leaf_pattern(pattern)
+        except (re.error, TypeError) as error:
+            one = ' Join several with |.' if isinstance(pattern, (list, tuple)) else ''
+            raise ValueError(f'{what}: {pattern!r} is not a regular expression: {error}.{one}') from error
+
+
+def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:
+    """An option that is an integer, of Python, NumPy or JAX, as Python's; a bool or a float is not one.
+
+    Args:
+      name: the option's, for the error.
+      value: what the caller gave.
+      least: the smallest integer allowed.
+      otherwise: what else may be given, as a sentence for the error.
+
+    Raises:
+      ValueError: naming the option and the value.
+    """
+    try:
+        # A bool is an integer for Python, and keep=True a mistake.
+        found = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or found < least:
+        tail = f' {otherwise}' if otherwise else ''
+        raise ValueError(f'{name} must be an integer of at least {least}, got {value!r:.80}.{tail}')
+    return found
+
+
+def number(name: str, value: Any, *, least: float | None = None) -> float:
+    """An option that is a finite number, above 0 or of at least ``least``, as Python's float.
+
+    Raises:
+      ValueError: naming the option and the value.
+    """
+    found = math.nan
+    if not isinstance(value, (bool, np.bool_, str, bytes)):
+        try:
+            found = float(value)
+        except (TypeError, ValueError, OverflowError):
+            found = math.nan
+    if not math.isfinite(found) or (found <= 0 if least is None else found < least):
+        bound = 'above 0' if least is None else f'of at least {least:g}'
+        raise ValueError(f'{name} must be a finite number {bound}, got {value!r:.80}.')
+    return found
+
+
+def set_fields(policy: Any, **fields: Any) -> None:
+    """Sets fields of a frozen policy to what was made of the caller's: NumPy's integers have no place in a sidecar."""
+    for name, value in fields.items():
+        object.__setattr__(policy, name, value)
+
+
+def given_steps(steps: Any) -> Collection[int]:
+    """Steps that a caller gave, as integers. A range stays one, since it may be large.
+
+    Raises:
+      ValueError: no collection, or something in it is not a step.
+    """
+    if isinstance(steps, range):
+        return steps
+    check_kind('steps', steps, Collection, '{100, 200}')
+    return frozenset(integer('each of the steps', step) for step in steps)
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises ValueError unless each option is True or False: 'no' would count as True."""
+    for name, value in flags.items():
+        if type(value) not in (bool, np.bool_):
+            raise ValueError(f'{name} must be True or False, got {value!r:.80}.')
+
+
+def check_callables(**functions: Any) -> None:
+    """Raises ValueError unless each option is a function, or None."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise ValueError(f'{name} must be a function, got {value!r:.80}.')
+
+
+def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:
+    """Raises ValueError unless an option is an object of a class, or None."""
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f'{name} must be a {kind.__name__} such as {example}, got {value!r:.80}.')
+
+
+def check_policies(policies: Any, kind: type[Any], owner: str) -> None:
+    """Raises ValueError unless there is one and all are policies of the kind."""
+    if not policies:
+        raise ValueError(f'{owner} needs at least one policy, got none in policies={policies!r:.80}.')
+    wrong = next((policy for policy in policies if not isinstance(policy, kind)), None)
+    if wrong is not None:
+        raise ValueError(f'{owner} joins policies of type {kind.__name__}, got {wrong!r:.80}.')

@@ -1,0 +1,67 @@
+"""One shared byte budget.
+
+A budget bounds the host memory that a save or a restore holds at once. A request larger than the whole budget is
+admitted alone, when nothing else is held: T5X's condition variable waits for ever there (its comparison is strict),
+which is the bug this class exists to avoid.
+
+Notes: thread safe; first come, first served is not promised, but a waiting request is never starved for ever because
+every release wakes all waiters.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from t5ckpt.core.arguments import number
+
+__all__ = ['ByteBudget', 'bytes_of_gb']
+
+
+def bytes_of_gb(concurrent_gb: float, option: str = 'concurrent_gb') -> int:
+    """The bytes of a budget that a user gives in gigabytes of 10^9 bytes."""
+    return max(1, int(number(option, concurrent_gb) * 10**9))
+
+
+class ByteBudget:
+    """Counts bytes held against a limit."""
+
+    def __init__(self, limit: int):
+        """Makes a budget of ``limit`` bytes, at least 1."""
+        if limit < 1:
+            raise ValueError(f'a byte budget must be at least 1 byte, got {limit}')
+        self.limit = limit
+        self._held = 0
+        self._peak = 0
+        self._changed = threading.Condition()
+
+    @property
+    def held(self) -> int:
+        """Bytes held now."""
+        return self._held
+
+    @property
+    def peak(self) -> int:
+        """The most bytes ever held at once."""
+        return self._peak
+
+    def try_acquire(self, size: int) -> bool:
+        """Takes ``size`` bytes if that fits now, or if nothing else is held; says whether it did."""
+        with self._changed:
+            if self._held > 0 and self._held + size > self.limit:
+                return False
+            self._held += size
+            self._peak = max(self._peak, self._held)
+            return True
+
+    def acquire(self, size: int) -> None:
+        """Takes ``size`` bytes, waiting until they fit."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self.limit)
+            self._held += size
+            self._peak = max(self._peak, self._held)
+
+    def release(self, size: int) -> None:
+        """Gives ``size`` bytes back."""
+        with self._changed:
+            self._held -= size
+            self._changed.notify_all()

@@ -1,0 +1,16 @@
+"""Keys of a storage: relative paths with slashes."""
+
+from __future__ import annotations
+
+__all__ = ['is_inside', 'join']
+
+
+def join(*parts: str) -> str:
+    """Joins key components with '/', leaving out empty ones."""
+    return '/'.join(part.strip('/') for part in parts if part.strip('/'))
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative name from a file stays below the directory it is taken from, on every system."""
+    components = name.split('/')
+    return not any(part in ('', '.', '..') or '\0' in part or '\\' in part for part in components)

@@ -1,0 +1,52 @@
+"""Paths of leaves, and their names: a name stands for one path alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeAlias
+
+__all__ = ['Path', 'leaf_name', 'path_of', 'root_names']
+
+
+Path: TypeAlias = tuple[str, ...]
+
+
+def leaf_name(path: Path) -> str:
+    """The leaf's name: its path joined with '/'; a '/' or a backslash inside a key has a backslash before it.
+
+    Different paths have different names; :func:`path_of` is the inverse.
+    """
+    name = '/'.join(path)
+    if '\\' not in name and name.count('/') == len(path) - 1:
+        return name
+    return '/'.join(key.replace('\\', '\\\\').replace('/', '\\/') for key in path)
+
+
+_KEY_END = re.compile(r'\\([/\\])|/')
+
+
+def path_of(name: str) -> Path:
+    """The path whose name this is; a backslash that stands before neither '/' nor a backslash is itself."""
+    if '\\' not in name:
+        return tuple(name.split('/'))
+    keys, start, key = [], 0, ''
+    for match in _KEY_END.finditer(name):
+        key += name[start : match.start()]
+        start = match.end()
+        if match[1] is None:
+            keys.append(key)
+            key = ''
+        else:
+            key += match[1]
+    return (*keys, key + name[start:])
+
+
+# Roots that are rarely meant when somebody speaks of the weights.
+_STATE_ROOT = re.compile(r'opt|state|step|ema', re.IGNORECASE)
+
+
+def root_names(paths: Iterable[Path]) -> list[str]:
+    """The roots of a tree for a message, ``'model/'`` or the name of a leaf; those of optimizers and steps come last."""
+    roots = {leaf_name(path[:1]) + ('/' if len(path) > 1 else '') for path in paths}
+    return sorted(roots, key=lambda name: (_STATE_ROOT.match(name) is not None, name))

@@ -1,0 +1,62 @@
+"""Whether the memory of a jax.Array is XLA's own, so that nobody else can write to it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+__all__ = ['is_private', 'makes_private']
+
+
+# In these parts of JAX nothing makes buffers but computations; the innermost frame of others may have taken over memory.
+_COMPUTING = tuple(os.path.join('_src', name, '') for name in ('image', 'lax', 'nn', 'numpy', 'random', 'scipy'))
+
+
+_RUNNERS = ('ExecuteReplicated.__call__', 'apply_primitive')
+
+
+# From the frame that made the buffer to the caller of jax.device_put there are seven.
+_FRAMES = 12
+
+F = TypeVar('F', bound=FunctionType)
+
+
+_MAKERS: set[CodeType] = set()
+
+
+def makes_private(function: F) -> F:
+    """Decorates a function of ours that hands JAX only memory to which nobody else can write."""
+    _MAKERS.add(function.__code__)
+    return function
+
+
+def is_private(array: Any) -> bool:
+    """Whether nobody but XLA can write to the memory of a jax.Array: a computation or a restore of ours made it.
+
+    False also where that is not known. On another platform than the CPU, arrays of host memory are copies.
+    """
+    frames = getattr(getattr(array, 'traceback', None), 'raw_frames', None)
+    if frames is None:
+        return False
+    codes = frames()[0][:_FRAMES]
+    if next(iter(array.sharding.device_set)).platform != 'cpu':
+        return not any(_is_dlpack(code.co_filename) for code in codes)
+    return bool(codes) and (_computes(codes[0]) or any(code in _MAKERS for code in codes))
+
+
+@functools.lru_cache(4096)
+def _computes(code: CodeType) -> bool:
+    """Whether a buffer that was made while this was the innermost frame is the output of a computation."""
+    import jax
+
+    root = os.path.join(os.path.dirname(jax.__file__), '')
+    if not code.co_filename.startswith(root):
+        # It called a jitted function, which has no frame of its own.
+        return True
+    return code.co_qualname in _RUNNERS or code.co_filename.removeprefix(root).startswith(_COMPUTING)
+
+
+def _is_dlpack(filename: str) -> bool:
+    return filename.endswith(os.path.join('jax', '_src', 'dlpack.py'))

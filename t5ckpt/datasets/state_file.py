@@ -1,0 +1,157 @@
+"""An iterator's state as bytes, for iterators that hand out a state and take one back.
+
+A file is msgpack: ``{format, iterator, digest, state}``. ``iterator`` names the class, ``state`` is msgpack again, and
+``digest`` its xxh3, because a position that is wrong by one bit is a batch that nobody misses. Besides msgpack's own
+types a state may hold tuples, integers of any size (the state of a PCG64 generator has 128 bits), numpy scalars and
+arrays, and torch tensors. There is no pickle: what unpickling runs is the choice of whoever wrote the file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from t5ckpt.errors import CorruptCheckpointError, DatasetStateError, MissingDependencyError
+from t5ckpt.format.checksum import digest
+
+__all__ = ['FORMAT', 'decode_state', 'encode_state']
+
+FORMAT = 1
+# What msgpack has no type for.
+_TUPLE, _INTEGER, _ARRAY, _SCALAR, _TENSOR = range(1, 6)
+_MSGPACK_INTEGERS = range(-(2**63), 2**64)
+
+
+def encode_state(state: Any, iterator: str) -> bytes:
+    """The bytes of a state's file.
+
+    Args:
+      state: numbers, text, bytes, None, lists, tuples, dicts, arrays. A subclass of dict or list comes back as the
+        plain one.
+      iterator: the class it is of, for messages.
+
+    Raises:
+      DatasetStateError: the state holds something else; the message says where.
+    """
+    try:
+        payload = _pack(_plain(state, 'state'))
+    except (RecursionError, ValueError) as error:
+        raise DatasetStateError(
+            f'dataset_iterator: the state of {iterator} is nested too deeply to be written, or holds itself ({error}).'
+        ) from error
+    return _pack({'format': FORMAT, 'iterator': iterator, 'digest': digest(payload), 'state': payload})
+
+
+def decode_state(data: bytes, where: str) -> tuple[Any, str]:
+    """The state in a file, and the iterator's class.
+
+    Raises:
+      CorruptCheckpointError: not such a file, or damaged.
+    """
+    try:
+        contents = _unpack(data)
+        state, name = contents['state'], str(contents['iterator'])
+        is_whole = contents['format'] == FORMAT and digest(state) == contents['digest']
+        if is_whole:
+            return _unpack(state), name
+        detail = f'format {contents["format"]}, checksum {contents["digest"]}'
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        detail = f'{type(error).__name__}: {error!s:.120}'
+    raise CorruptCheckpointError(
+        f'{where} is no state of a data iterator, or is damaged ({detail}). Restore another step, or restore without '
+        'dataset_iterator and start the data afresh.'
+    )
+
+
+def _pack(value: Any) -> bytes:
+    return bytes(msgpack.packb(value, use_bin_type=True) or b'')
+
+
+def _unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, raw=False, strict_map_key=False, ext_hook=_from_extension)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The value in msgpack's types."""
+    match value:
+        case None | bool() | str() | bytes():
+            plain = value
+        case np.generic():
+            plain = msgpack.ExtType(_SCALAR, _array_bytes(np.asarray(value), where))
+        case int():
+            number = int(value)
+            plain = number if number in _MSGPACK_INTEGERS else msgpack.ExtType(_INTEGER, str(number).encode())
+        case float():
+            plain = float(value)
+        case Mapping():
+            keys = [_plain(key, f'the key {key!r} of {where}') for key in value]
+            plain = dict(zip(keys, (_plain(item, f'{where}[{key!r}]') for key, item in value.items()), strict=True))
+        case list() | tuple():
+            plain = [_plain(item, f'{where}[{index}]') for index, item in enumerate(value)]
+            plain = plain if isinstance(value, list) else msgpack.ExtType(_TUPLE, _pack(plain))
+        case np.ndarray():
+            plain = msgpack.ExtType(_ARRAY, _array_bytes(value, where))
+        case _:
+            plain = msgpack.ExtType(_TENSOR, _array_bytes(_tensor_values(value, where), where))
+    return plain
+
+
+def _tensor_values(value: Any, where: str) -> np.ndarray:
+    torch = sys.modules.get('torch')
+    if torch is None or not isinstance(value, torch.Tensor):
+        raise DatasetStateError(
+            f'dataset_iterator: {where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written '
+            'without pickle. Let the iterator hand out numbers, text, bytes, lists, tuples, dicts and arrays.'
+        )
+    try:
+        return value.detach().cpu().numpy()
+    except TypeError as error:
+        # A sparse tensor, or a dtype that numpy does not have.
+        raise DatasetStateError(f'dataset_iterator: {where} is a tensor of {value.dtype}: {error}') from error
+
+
+def _array_bytes(array: np.ndarray, where: str) -> bytes:
+    # Objects need pickle; records and the dtypes of ml_dtypes have no name that numpy reads back.
+    if array.dtype.hasobject or np.dtype(array.dtype.str) != array.dtype:
+        raise DatasetStateError(
+            f"dataset_iterator: {where} has dtype {array.dtype}, which has no place in a data iterator's state file. "
+            'Convert it to a plain number type in get_state or state_dict.'
+        )
+    return _pack([array.dtype.str, list(array.shape), array.tobytes()])
+
+
+def _array(data: bytes) -> np.ndarray:
+    name, shape, values = _unpack(data)
+    dtype = np.dtype(name)
+    if dtype.hasobject:
+        raise ValueError(f'an array of dtype {name!r}')
+    # A copy, because the iterator may write to what it is given.
+    return np.ndarray(tuple(shape), dtype, values).copy()
+
+
+def _tensor(data: bytes) -> Any:
+    try:
+        torch = importlib.import_module('torch')
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the data iterator's state holds torch tensors, and torch is not installed: pip install torch"
+        ) from error
+    return torch.from_numpy(_array(data))
+
+
+def _from_extension(code: int, data: bytes) -> Any:
+    readers = {
+        _TUPLE: lambda data: tuple(_unpack(data)),
+        _INTEGER: lambda data: int(data.decode('ascii')),
+        _ARRAY: _array,
+        _SCALAR: lambda data: _array(data)[()],
+        _TENSOR: _tensor,
+    }
+    if code not in readers:
+        raise ValueError(f'extension type {code}')
+    return readers[code](data)

@@ -1,0 +1,285 @@
+"""TensorStore specs: how the manifest refers to a stored array.
+
+A spec is parsed field by field against an allow-list of what T5X ever wrote and is never handed to TensorStore, which
+would open whatever it names: other files, other hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.keys import is_inside
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
+from t5ckpt.format.chunk_grid import ChunkGrid
+from t5ckpt.format.dtypes import dtype_from_name, dtype_from_typestr, zarr_typestr
+
+__all__ = [
+    'SpecDict',
+    'StoredArray',
+    'is_spec',
+    'parse_spec',
+    'shape_of',
+    'spec_of',
+    'typed_by_zarray',
+    'untyped_specs',
+    'zarray_bytes',
+]
+
+_SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
+_ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
+    'assume_metadata',
+    'cache_pool',
+    'context',
+    'create',
+    'data_copy_concurrency',
+    'delete_existing',
+    'dtype',
+    'fill_missing_data_reads',
+    'key_encoding',
+    'open',
+    'path',
+    'rank',
+    'recheck_cached_data',
+    'recheck_cached_metadata',
+    'schema',
+    'store_data_equal_to_fill_value',
+    'transform',
+}
+_ALLOWED_KVSTORES = {'file', 'gcs', 'gfile', 'memory', 's3'}
+_KEPT_METADATA = ('chunks', 'compressor', 'dimension_separator', 'dtype', 'filters', 'order')
+_IDENTITY_KEYS = {'input_exclusive_max', 'input_inclusive_min', 'input_labels', 'input_rank', 'input_shape'}
+_MAX_RANK = 32
+
+
+class SpecDict(dict[str, Any]):
+    """A TensorStore spec as it stands in the manifest.
+
+    A restore transform may move it, and may test its keys as T5X's transforms do. It is a class of its own so that
+    ``jax.tree.map`` and our walkers see one leaf and not a nested dict.
+    """
+
+    array: StoredArray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """A leaf whose values lie in a zarr array beside the manifest.
+
+    Attributes:
+      location: directory relative to the checkpoint's, '/'-separated, no trailing slash.
+      shape: of the array.
+      dtype: on disk; a reader may view or convert it (``TreeFacts``, version 2).
+      bits_of: the dtype these bits really are, where it is not ``dtype`` (bfloat16 in version 2).
+      metadata: zarr metadata as far as the manifest has it: ``chunks``, ``compressor``, ``order``, ...
+      driver: ``'zarr'``, in Orbax directories also ``'zarr3'``, or ``'safetensors'``.
+      container: ``'dir'`` for a directory of chunk files, ``'ocdbt'`` for a key prefix in an OCDBT database, ``'file'`` for the
+        bytes of one file from ``metadata['offset']`` on.
+    """
+
+    location: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    bits_of: np.dtype | None = None
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    driver: str = 'zarr'
+    container: str = 'dir'
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, uncompressed."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunk grid that the manifest gives, which needs ``chunks`` in the metadata; keys are as t5ckpt writes them."""
+        return ChunkGrid(self.shape, tuple(self.metadata['chunks']))
+
+
+def is_spec(value: Any) -> bool:
+    """Whether a map is a TensorStore spec and not a subtree (T5X's own test, state_utils.tensorstore_leaf)."""
+    return isinstance(value, SpecDict) or (isinstance(value, Mapping) and set(value.keys()) >= _SPEC_KEYS)
+
+
+def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
+    """The spec that stands for a stored array in the manifest.
+
+    Args:
+      array: with ``chunks`` and ``compressor`` in its metadata.
+      driver: ``'file'`` or ``'gcs'``, the two that real T5X accepts. ``gcs`` gets T5X's dummy bucket, which keeps the
+        checkpoint free of the place it was written to.
+    """
+    kvstore: dict[str, Any] = {'driver': driver, 'path': f'{array.location}/'}
+    if driver == 'gcs':
+        kvstore['bucket'] = 't5x-dummy-bucket'
+    metadata = {
+        'chunks': list(array.metadata['chunks']),
+        'compressor': array.metadata['compressor'],
+        'shape': list(array.shape),
+    }
+    return {'driver': 'zarr', 'dtype': array.dtype.name, 'kvstore': kvstore, 'metadata': metadata}
+
+
+def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
+    """Parses a spec against the allow-list of what T5X ever wrote.
+
+    Accepted: driver ``zarr``; kvstore ``file``, ``gfile``, ``gcs``, ``s3`` or ``memory``, whose driver and bucket are
+    then ignored; a relative path in ``kvstore`` or, before tensorstore 0.1.14, at the top, with or without a trailing
+    slash; ``metadata`` with shape and anything zarr v2 has; an identity ``transform``.
+
+    Raises:
+      UnsafeSpecError: another driver, a nested spec, an absolute path or one with ``..``.
+      CorruptCheckpointError: fields missing or of the wrong type.
+      UnsupportedFormatError: a transform that is not the identity.
+    """
+    if isinstance(spec, SpecDict) and spec.array is not None:
+        return spec.array
+    unknown = sorted(map(str, set(spec) - _ALLOWED_SPEC_KEYS))
+    if unknown or spec['driver'] != 'zarr':
+        raise UnsafeSpecError(
+            f'{leaf}: spec with driver {spec["driver"]!r:.40} and fields {unknown} is not one that T5X writes; only '
+            'zarr arrays inside the checkpoint are read.'
+        )
+    location = _location(spec, leaf)
+    metadata = spec['metadata']
+    if not isinstance(metadata, Mapping):
+        raise CorruptCheckpointError(f'{leaf}: spec metadata is {type(metadata).__name__}, expected a map.')
+    shape = shape_of(metadata.get('shape'), leaf)
+    _check_transform(spec.get('transform'), shape, leaf)
+    dtype = _spec_dtype(spec.get('dtype'), metadata.get('dtype'), leaf)
+    bits_of = dtype_from_name('bfloat16') if version in (1, 2) and dtype == np.uint16 else None
+    kept = {key: metadata[key] for key in _KEPT_METADATA if key in metadata}
+    _check_metadata(kept, shape, leaf)
+    return StoredArray(location, shape, dtype, bits_of, kept)
+
+
+def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, SpecDict]]:
+    """The specs of a decoded manifest that name no dtype, neither at the top nor in their metadata.
+
+    TensorStore takes the dtype from the array's ``.zarray`` then, and so has a reader to do.
+    """
+    for key, value in state.items():
+        if isinstance(value, SpecDict):
+            metadata = value['metadata']
+            if 'dtype' not in value and not (isinstance(metadata, Mapping) and 'dtype' in metadata):
+                yield (*path, key), value
+        elif isinstance(value, dict):
+            yield from untyped_specs(value, (*path, key))
+
+
+def typed_by_zarray(spec: SpecDict, leaf: str, read: Callable[[str], bytes]) -> None:
+    """Adds the dtype that the array's ``.zarray`` has to a spec without one; ``read`` takes the file's name.
+
+    A ``.zarray`` that has none leaves the spec as it is: ``parse_spec`` says what is wrong then.
+    """
+    text = read(f'{_location(spec, leaf)}/.zarray')
+    try:
+        typestr = json.loads(text).get('dtype')
+    except (ValueError, AttributeError, RecursionError):
+        return
+    if isinstance(typestr, str) and isinstance(spec['metadata'], Mapping):
+        spec['metadata'] = {**spec['metadata'], 'dtype': typestr}
+
+
+def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], leaf: str) -> None:
+    """Checks what stands in for a ``.zarray`` that is missing; TensorStore sees nothing that is not in here."""
+    chunks = metadata.get('chunks', [1] * len(shape))
+    good = _is_list_of_sizes(chunks) and len(chunks) == len(shape) and all(size > 0 for size in chunks)
+    codec = metadata.get('compressor')
+    good = good and (codec is None or (isinstance(codec, Mapping) and all(map(_is_plain_item, codec.items()))))
+    good = good and metadata.get('filters') in (None, [], ())
+    good = good and all(isinstance(metadata.get(key, ''), str) for key in ('dimension_separator', 'dtype', 'order'))
+    if not good:
+        raise CorruptCheckpointError(
+            f'{leaf}: spec metadata is no zarr v2 metadata of shape {shape}: {metadata!r:.200}.'
+        )
+
+
+def _is_plain_item(item: tuple[Any, Any]) -> bool:
+    return isinstance(item[0], str) and (item[1] is None or isinstance(item[1], (str, int, float)))
+
+
+def _is_list_of_sizes(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**62 for size in value
+    )
+
+
+def shape_of(value: Any, leaf: str) -> tuple[int, ...]:
+    """The shape of an array as its metadata has it. ``reading/size_limits.py`` limits its size.
+
+    Raises:
+      CorruptCheckpointError: no list of sizes.
+    """
+    if not _is_list_of_sizes(value) or len(value) > _MAX_RANK:
+        raise CorruptCheckpointError(f'{leaf}: metadata has shape {value!r:.120}, expected a list of sizes.')
+    return tuple(value)
+
+
+def _location(spec: Mapping[str, Any], leaf: str) -> str:
+    kvstore = spec['kvstore']
+    if not isinstance(kvstore, Mapping) or str(kvstore.get('driver')) not in _ALLOWED_KVSTORES or 'base' in kvstore:
+        raise UnsafeSpecError(f'{leaf}: key-value store {kvstore!r:.120} is not one of {sorted(_ALLOWED_KVSTORES)}.')
+    parts = [part for part in (kvstore.get('path'), spec.get('path')) if part is not None]
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise CorruptCheckpointError(f'{leaf}: spec without a path, neither in "kvstore" nor at the top.')
+    path = '/'.join(part.rstrip('/') for part in parts)
+    if not is_inside(path):
+        raise UnsafeSpecError(
+            f'{leaf}: array path {path!r:.120} leads outside the checkpoint; only relative paths inside it are read.'
+        )
+    return path
+
+
+def _spec_dtype(name: Any, typestr: Any, leaf: str) -> np.dtype:
+    if isinstance(name, str):
+        try:
+            return dtype_from_name(name)
+        except KeyError:
+            raise CorruptCheckpointError(f'{leaf}: spec has unknown dtype {name!r:.60}.') from None
+    dtype = dtype_from_typestr(typestr) if isinstance(typestr, str) else None
+    if dtype is None:
+        raise CorruptCheckpointError(
+            f'{leaf}: the spec and the .zarray name no dtype that is known ({name!r:.40}, {typestr!r:.40}). '
+            'Restore an older step, or copy the checkpoint again.'
+        )
+    return dtype
+
+
+def _check_transform(transform: Any, shape: tuple[int, ...], leaf: str) -> None:
+    """Accepts the identity that ``ts.Spec.to_json`` adds; anything else would read other elements than it says."""
+    if transform is None:
+        return
+    identity = isinstance(transform, Mapping) and set(transform) <= _IDENTITY_KEYS
+    if identity:
+        ends = transform.get('input_exclusive_max', transform.get('input_shape', list(shape)))
+        starts = transform.get('input_inclusive_min', [0] * len(shape))
+        identity = isinstance(ends, (list, tuple)) and starts == [0] * len(shape)
+        # An implicit bound is a list of one number.
+        identity = identity and [
+            end[0] if isinstance(end, (list, tuple)) and len(end) == 1 else end for end in ends
+        ] == list(shape)
+    if not identity:
+        raise UnsupportedFormatError(f'{leaf}: spec has the transform {transform!r:.200}; only the identity is read.')
+
+
+def zarray_bytes(array: StoredArray) -> bytes:
+    """The ``.zarray`` of an array (zarr v2 storage specification)."""
+    contents = {
+        'chunks': list(array.metadata['chunks']),
+        'compressor': array.metadata['compressor'],
+        'dimension_separator': '.',
+        'dtype': zarr_typestr(array.dtype),
+        'fill_value': None,
+        'filters': None,
+        'order': 'C',
+        'shape': list(array.shape),
+        'zarr_format': 2,
+    }
+    return json.dumps(contents, separators=(',', ':'), sort_keys=True).encode()

@@ -1,0 +1,263 @@
+"""Dtypes on disk.
+
+Real T5X and TensorStore's zarr v2 driver between them cannot hold four of JAX's dtypes in a stored array
+(tensorstore 0.1.86): uint2, uint4 and float8_e4m3 have no zarr name, and uint16 is refused by T5X on load, because in
+version 2 it meant bfloat16. Such leaves are stored in a dtype that holds them exactly, and the sidecar says what they
+were: integers by value (T5X then reads the right numbers), float8_e4m3 by its bits (NaN payloads survive).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from t5ckpt.core.arguments import check_patterns
+from t5ckpt.core.leaf_path import Path, leaf_name, root_names
+from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.errors import UnmatchedPattern
+
+__all__ = [
+    'STORED_AS',
+    'Cast',
+    'array_dtype',
+    'cast_dtype',
+    'check_cast',
+    'dtype_from_name',
+    'dtype_from_typestr',
+    'floating_dtype',
+    'from_stored',
+    'kind',
+    'name_of',
+    'stored_dtype',
+    'to_stored',
+    'zarr_typestr',
+]
+
+_EXTENDED = (
+    'bfloat16',
+    'float4_e2m1fn',
+    'float6_e2m3fn',
+    'float6_e3m2fn',
+    'float8_e3m4',
+    'float8_e4m3',
+    'float8_e4m3b11fnuz',
+    'float8_e4m3fn',
+    'float8_e4m3fnuz',
+    'float8_e5m2',
+    'float8_e5m2fnuz',
+    'float8_e8m0fnu',
+    'int2',
+    'int4',
+    'uint2',
+    'uint4',
+)
+_PLAIN = (
+    'bool',
+    'int8',
+    'int16',
+    'int32',
+    'int64',
+    'uint8',
+    'uint16',
+    'uint32',
+    'uint64',
+    'float16',
+    'float32',
+    'float64',
+    'complex64',
+    'complex128',
+)
+_BY_NAME: dict[str, np.dtype] = {name: np.dtype(name) for name in _PLAIN} | {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)
+}
+
+_BY_VALUE = {'uint2': 'uint8', 'uint4': 'uint8', 'uint16': 'uint32'}
+_BY_BITS = {'float8_e4m3': 'uint8', 'float6_e2m3fn': 'uint8', 'float6_e3m2fn': 'uint8'}
+
+STORED_AS = {**_BY_VALUE, **_BY_BITS}
+"""Dtypes that are stored as another, by name."""
+
+
+def dtype_from_name(name: str) -> np.dtype:
+    """The numpy dtype of a name in a manifest or sidecar, from a fixed list.
+
+    Raises:
+      KeyError: for any other name. A name from a file never reaches ``np.dtype``, which would accept structured types.
+    """
+    return _BY_NAME[name]
+
+
+def dtype_from_typestr(typestr: str) -> np.dtype | None:
+    """The dtype of a ``.zarray``: '<f4' and '>f4' are float32, 'bfloat16' is itself; None for what is not known."""
+    if typestr in _BY_NAME:
+        return _BY_NAME[typestr]
+    if typestr[:1] not in ('<', '>', '|'):
+        return None
+    return next((dtype for name, dtype in _BY_NAME.items() if name in _PLAIN and dtype.str[1:] == typestr[1:]), None)
+
+
+def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
+    """Checks the dtype of a cast option; None stays None.
+
+    Raises:
+      ValueError: not a floating dtype: weights cast to integers are lost.
+    """
+    if dtype is None:
+        return None
+    try:
+        wanted = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(
+            f"{option}: {dtype!r:.40} is no dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
+        ) from error
+    if kind(wanted) != 'float':
+        raise ValueError(
+            f'{option} must be a floating dtype, got {wanted.name}: only floating leaves are cast. Pass jnp.bfloat16, say.'
+        )
+    return wanted
+
+
+_CAST_ROOTS = ('target', 'params')
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """A cast of floating leaves that an option asks for.
+
+    Attributes:
+      dtype: the dtype after the cast; None for that of the template.
+      leaves: a pattern, matched with the whole names of leaves; None stands for the leaves under ``target`` and ``params``, or
+        for all leaves where the dtype is the template's.
+      option: the option that asks for the cast, for messages.
+    """
+
+    dtype: np.dtype | None
+    leaves: str | re.Pattern[str] | None = None
+    option: str = 'save_dtype'
+
+    @classmethod
+    def of(cls, dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast | None:
+        """Parses the two options of a cast; None where neither is given.
+
+        Raises:
+          ValueError: the dtype is not floating, the pattern is not a regular expression, or it comes without a dtype.
+        """
+        wanted = floating_dtype(dtype, option)
+        if leaves is not None:
+            check_patterns([leaves], 'cast_leaves')
+        if wanted is None and leaves is not None:
+            raise ValueError(f'cast_leaves={leaves!r} has no effect without {option}. Pass the dtype, too, or neither.')
+        return None if wanted is None else cls(wanted, leaves, option)
+
+    @classmethod
+    def to_template(cls, leaves: str | re.Pattern[str] | None, option: str) -> Cast:
+        """A cast to the dtypes of the template.
+
+        Raises:
+          ValueError: the pattern is not a regular expression.
+        """
+        check_patterns([] if leaves is None else [leaves], 'cast_leaves')
+        return cls(None, leaves, option)
+
+    def touches(self, path: Path) -> bool:
+        """Whether the cast is meant for the leaf, if it is floating."""
+        if self.leaves is None:
+            return self.dtype is None or path[0] in _CAST_ROOTS
+        return leaf_pattern(self.leaves).fullmatch(leaf_name(path)) is not None
+
+
+def array_dtype(leaf: Any) -> np.dtype | None:
+    """The dtype of an array, None of whatever else a leaf may be (typed PRNG keys among them)."""
+    dtype = getattr(leaf, 'dtype', None)
+    return dtype if isinstance(dtype, np.dtype) else None
+
+
+def check_cast(cast: Cast | None, dtypes: Mapping[Path, np.dtype | None]) -> None:
+    """Refuses a cast that is meant for none of the floating leaves.
+
+    Args:
+      cast: the cast, if there is one.
+      dtypes: of all leaves; None where a leaf is not an array.
+
+    Raises:
+      UnmatchedPattern: naming the roots of the tree and the option that selects the leaves.
+    """
+    if cast is None or (cast.dtype is None and cast.leaves is None):
+        return
+    floating = [path for path, dtype in dtypes.items() if dtype is not None and kind(dtype) == 'float']
+    if any(cast.touches(path) for path in floating):
+        return
+    asked = f'{cast.option}={"template" if cast.dtype is None else cast.dtype.name}'
+    if not floating:
+        raise UnmatchedPattern(f'{asked} casts floating leaves, and there are none. Leave {cast.option} out.')
+    roots = root_names(floating)
+    shown = ', '.join(roots[:8]) + (', ...' if len(roots) > 8 else '')
+    which = "under 'target' and 'params'" if cast.leaves is None else f'that match cast_leaves={cast.leaves!r}'
+    example = re.escape(roots[0]).replace('\\-', '-') + '.*' if roots[0].endswith('/') else '.*'
+    raise UnmatchedPattern(
+        f'{asked} would cast nothing: it casts floating leaves {which}, and the floating leaves are {shown}. Pass a pattern for '
+        f'the whole names of the leaves to cast: cast_leaves={example!r} (in the command line --cast-leaves).'
+    )
+
+
+def cast_dtype(path: Path, dtype: np.dtype, cast: Cast | None, template: np.dtype | None = None) -> np.dtype:
+    """The dtype of a leaf after a cast, which touches only floating leaves; ``template`` is the dtype of the leaf there.
+
+    T5X casts every leaf of ``target``, integers too, which is how step counters inside models get lost.
+    """
+    if cast is None or kind(dtype) != 'float' or not cast.touches(path):
+        return dtype
+    wanted = template if cast.dtype is None else cast.dtype
+    return dtype if wanted is None else wanted
+
+
+@functools.cache
+def name_of(dtype: np.dtype) -> str:
+    """The dtype's plain name; numpy takes 7 us to make it each time."""
+    return dtype.name
+
+
+@functools.cache
+def kind(dtype: np.dtype) -> str:
+    """The kind between which nothing is cast silently: 'bool', 'int', 'uint', 'float', 'complex' or 'other'."""
+    name = dtype.name
+    for prefix in ('bool', 'uint', 'int', 'float', 'bfloat', 'complex'):
+        if name.startswith(prefix):
+            return 'float' if prefix == 'bfloat' else prefix
+    return 'other'
+
+
+def stored_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype that a stored array of ``dtype`` has on disk; mostly itself."""
+    name = dtype.name
+    return _BY_NAME[_BY_VALUE.get(name) or _BY_BITS.get(name) or name]
+
+
+def to_stored(array: np.ndarray) -> np.ndarray:
+    """``array`` in its stored dtype, without a copy where the dtype stays."""
+    name = array.dtype.name
+    if name in _BY_VALUE:
+        return array.astype(_BY_NAME[_BY_VALUE[name]])
+    if name in _BY_BITS:
+        return array.view(_BY_NAME[_BY_BITS[name]])
+    return array
+
+
+def from_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The inverse of :func:`to_stored`; also the view of version 2's bfloat16 that was written as uint16."""
+    if array.dtype == dtype:
+        return array
+    if dtype.name in _BY_VALUE:
+        return array.astype(dtype)
+    return array.view(dtype)
+
+
+def zarr_typestr(dtype: np.dtype) -> str:
+    """The dtype's name in ``.zarray``: numpy's typestr, or the plain name for ml_dtypes' types as TensorStore has it."""
+    return dtype.name if dtype.name in _EXTENDED else dtype.newbyteorder('<').str

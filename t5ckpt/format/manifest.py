@@ -1,0 +1,320 @@
+"""The msgpack manifest: bytes to tree and back, all versions, no files.
+
+Format (flax/serialization.py, t5x/checkpoints.py): one msgpack map ``{'version': 3, 'optimizer': <nested maps>}``.
+A leaf is an array or scalar in an extension type, nil, or a map that holds a TensorStore spec. Extension 1 is an
+array, extension 3 a numpy scalar, both packed as ``(shape, dtype name, C-order bytes)``; extension 2 is a complex,
+packed as ``(real, imag)``. Arrays above 2^30 bytes come as ``{'__msgpack_chunked_array__': True, ...}``.
+
+Version 2 wrote bfloat16 as uint16 arrays; without a version the map is the state itself (Flax).
+
+What a manifest claims is not believed: an array's byte count must match its shape, dtype names come from a fixed
+list, and a spec is parsed against an allow-list (``format/array_spec.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.array_spec import SpecDict, is_spec
+from t5ckpt.format.dtypes import dtype_from_name, name_of
+
+__all__ = [
+    'VERSION',
+    'Manifest',
+    'array_header',
+    'decode_ext',
+    'decode_manifest',
+    'encode_manifest',
+    'is_of_others',
+    'is_whole',
+    'manifest_of',
+]
+
+VERSION = 3
+_EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
+_CHUNKED = '__msgpack_chunked_array__'
+_TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
+_MAX_RANK = 32
+_MAX_DEPTH = 250
+# The decoder makes a list as long as its header claims before it has seen one item, at each level of nesting.
+_MAX_LIST = 2**14
+_DAMAGED = (
+    *(ValueError, TypeError, KeyError, RecursionError, UnicodeDecodeError, msgpack.UnpackException),
+    *(MemoryError, OverflowError),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """A decoded manifest.
+
+    Attributes:
+      version: 3, 2, 1, or 0 where the file has none.
+      state: nested dicts; leaves are arrays, numpy scalars, None, :class:`SpecDict`, or an empty dict.
+    """
+
+    version: int
+    state: dict[str, Any]
+
+
+# --- bytes -> tree ---------------------------------------------------------------------------------------------------
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Decodes the bytes of a ``checkpoint`` file.
+
+    Args:
+      data: the file's bytes.
+      where: its path, for messages.
+
+    Returns:
+      The manifest, with every spec a :class:`SpecDict`.
+
+    Raises:
+      UnsupportedFormatError: a TensorFlow state file, a newer version, or msgpack of something else.
+      CorruptCheckpointError: truncated or not msgpack.
+    """
+    if data.startswith(_TENSORFLOW):
+        raise UnsupportedFormatError(
+            f'{where} is the state file of a TensorFlow checkpoint, not a T5X manifest. '
+            'Convert it with T5X (Checkpointer.convert_from_tf_checkpoint) first.'
+        )
+    if not data:
+        raise CorruptCheckpointError(f'{where} is empty. Restore an older step, or copy the checkpoint again.')
+    try:
+        contents = msgpack.unpackb(
+            data, ext_hook=decode_ext, raw=False, strict_map_key=False, max_array_len=min(_MAX_LIST, len(data))
+        )
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f'{where}: {error}') from error
+    except _DAMAGED as error:
+        raise CorruptCheckpointError(
+            f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): truncated, or not a T5X '
+            'manifest. Restore an older step, or copy the checkpoint again.'
+        ) from error
+    return manifest_of(contents, where)
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether bytes are one msgpack map, complete to the end; nothing is decoded."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data) + 1)
+    unpacker.feed(data)
+    try:
+        is_map = len(data) > 1 and (0x81 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF))
+        unpacker.skip()
+        return is_map and unpacker.tell() == len(data)
+    except (ValueError, msgpack.UnpackException, RecursionError):
+        return False
+
+
+def is_of_others(data: bytes) -> bool:
+    """Whether a file called ``checkpoint`` is whole for another program: TensorFlow's state file, msgpack of something else.
+
+    One or two bytes are nothing that a program would write.
+    """
+    if data.startswith(_TENSORFLOW):
+        return True
+    if len(data) <= 2 or 0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF):
+        return False
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data) + 1)
+    unpacker.feed(data)
+    try:
+        unpacker.skip()
+    except (ValueError, msgpack.UnpackException, RecursionError):
+        return False
+    return unpacker.tell() == len(data)
+
+
+def manifest_of(contents: Any, where: str) -> Manifest:
+    """The manifest in decoded msgpack.
+
+    Raises:
+      FormatError: it is something else.
+    """
+    if contents == {}:
+        raise CorruptCheckpointError(f'{where} is an empty map, which nobody saves. Restore an older step.')
+    if not isinstance(contents, dict):
+        raise UnsupportedFormatError(
+            f'{where} is msgpack of {type(contents).__name__}, a T5X manifest is a map with "version" and "optimizer".'
+        )
+    version = contents.get('version', 0)
+    if 'optimizer' not in contents or isinstance(version, bool) or not isinstance(version, int):
+        version = 0
+    if version == 0:
+        return Manifest(0, _normalise(contents, where, ()))
+    if version > VERSION or version < 0:
+        raise UnsupportedFormatError(
+            f'{where} has manifest version {version}, this reader knows versions up to {VERSION}. Update t5ckpt.'
+        )
+    state = contents['optimizer']
+    if not isinstance(state, dict):
+        raise UnsupportedFormatError(f'{where}: "optimizer" is {type(state).__name__}, expected a map of the state.')
+    return Manifest(version, _normalise(state, where, ()))
+
+
+def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any]:
+    """Copies a tree with string keys, specs as SpecDict and chunked arrays joined."""
+    if len(path) > _MAX_DEPTH:
+        raise CorruptCheckpointError(f'{where}: nested more than {_MAX_DEPTH} deep, which no model is.')
+    result: dict[str, Any] = {}
+    for raw_key, value in tree.items():
+        key = raw_key.decode('utf-8', 'replace') if isinstance(raw_key, bytes) else str(raw_key)
+        if key in result:
+            raise CorruptCheckpointError(
+                f'{where}: {"/".join((*path, key))} is there twice, as a text and as a number.'
+            )
+        if isinstance(value, np.ndarray):
+            # First: most leaves are arrays, and the other questions take longer than all else here.
+            result[key] = value
+        elif is_spec(value):
+            result[key] = SpecDict(value)
+        elif isinstance(value, Mapping) and _CHUNKED in value:
+            result[key] = _join_chunked(value, where, (*path, key))
+        elif isinstance(value, Mapping):
+            result[key] = _normalise(value, where, (*path, key))
+        elif isinstance(value, (list, tuple)):
+            result[key] = _normalise({str(i): item for i, item in enumerate(value)}, where, (*path, key))
+        else:
+            result[key] = _scalar(value, where, (*path, key))
+    return result
+
+
+def _scalar(value: Any, where: str, path: Path) -> Any:
+    """A leaf as numpy; strings and bytes stay, they come from Flax files of others."""
+    if value is None or isinstance(value, (np.ndarray, np.generic, str, bytes)):
+        return value
+    if isinstance(value, bool):
+        return np.bool_(value)
+    if isinstance(value, int):
+        return np.asarray(value)[()]
+    if isinstance(value, float):
+        return np.float64(value)
+    if isinstance(value, complex):
+        return np.complex128(value)
+    raise UnsupportedFormatError(
+        f'{where}: leaf {"/".join(path)} is {type(value).__name__}, a manifest holds arrays, scalars and specs.'
+    )
+
+
+def _join_chunked(value: Mapping[Any, Any], where: str, path: Path) -> np.ndarray:
+    """An array that Flax split because msgpack's lengths end at 2^32."""
+    name = '/'.join(path)
+    try:
+        shape = tuple(value['shape'][str(i)] for i in range(len(value['shape'])))
+        parts = [value['chunks'][str(i)] for i in range(len(value['chunks']))]
+    except (KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f'{where}: leaf {name}: bad chunked array ({_brief(error)}).') from error
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    sizes = [int(size) for size in shape if isinstance(size, (int, np.integer)) and size >= 0]
+    if not arrays or len(arrays) != len(parts) or len({array.dtype for array in arrays}) != 1:
+        raise CorruptCheckpointError(f'{where}: leaf {name}: the chunks of its array are no arrays of one dtype.')
+    if len(sizes) != len(shape) or len(sizes) > _MAX_RANK or math.prod(sizes) != sum(array.size for array in arrays):
+        raise CorruptCheckpointError(f'{where}: leaf {name}: its chunks do not make an array of shape {shape!r:.80}.')
+    return np.concatenate([array.reshape(-1) for array in arrays]).reshape(sizes)
+
+
+def decode_ext(code: int, data: bytes) -> Any:
+    """An extension's value."""
+    if code in (_EXT_ARRAY, _EXT_SCALAR):
+        array = _decode_array(data)
+        return array[()] if code == _EXT_SCALAR else array
+    if code == _EXT_COMPLEX:
+        real, imag = msgpack.unpackb(data, max_array_len=2)
+        return complex(real, imag)
+    raise CorruptCheckpointError(f'unknown msgpack extension type {code}')
+
+
+def _decode_array(data: bytes) -> np.ndarray:
+    shape, name, raw = msgpack.unpackb(data, raw=True, use_list=False, max_array_len=_MAX_RANK)
+    try:
+        dims, dtype = _known_header(shape, name, len(raw))
+    except TypeError:
+        # Something that cannot be a key.
+        dims, dtype = array_header(shape, name, len(raw))
+    return np.ndarray(dims, dtype, raw)
+
+
+@functools.lru_cache(1024)
+def _known_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], np.dtype]:
+    """The same for the next array like it: most of ten thousand leaves have one of a few shapes."""
+    return array_header(shape, name, nbytes)
+
+
+def array_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the dtype that an array's extension claims, if they fit the bytes that it has.
+
+    Raises:
+      CorruptCheckpointError: they do not.
+    """
+    name = name.decode('ascii', 'replace') if isinstance(name, bytes) else str(name)
+    try:
+        dtype = dtype_from_name(name)
+    except KeyError:
+        raise CorruptCheckpointError(f'array of unknown dtype {name!r}') from None
+    if not isinstance(shape, (list, tuple)) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise CorruptCheckpointError(f'array with shape {shape!r:.80}')
+    if math.prod(shape) * dtype.itemsize != nbytes:
+        raise CorruptCheckpointError(f'array of shape {tuple(shape)} and dtype {name} with {nbytes} bytes of data')
+    return tuple(shape), dtype
+
+
+# --- tree -> bytes ---------------------------------------------------------------------------------------------------
+
+
+def encode_manifest(state: Mapping[str, Any], *, split_bytes: int = 2**30) -> bytes:
+    """Encodes a nested state whose leaves are numpy arrays, numpy scalars, None or spec dicts.
+
+    Real T5X reads the result with default options, so no Python number and no empty map may be in it; the caller has
+    taken those out.
+    """
+    return _packed({'version': VERSION, 'optimizer': _split(state, split_bytes)})
+
+
+def _split(state: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
+    """The state with arrays of more than so many bytes in parts, as Flax writes them; msgpack's lengths end at 2^32."""
+    changed: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, np.ndarray) and value.nbytes > limit:
+            flat = value.reshape(-1)
+            step = max(1, limit // value.itemsize)
+            parts = [flat[start : start + step] for start in range(0, flat.size, step)]
+            changed[key] = {
+                _CHUNKED: True,
+                'shape': {str(axis): size for axis, size in enumerate(value.shape)},
+                'chunks': {str(index): part for index, part in enumerate(parts)},
+            }
+        elif isinstance(value, Mapping) and (inner := _split(value, limit)) is not value:
+            changed[key] = inner
+    return {**state, **changed} if changed else state
+
+
+def _encode_ext(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return msgpack.ExtType(_EXT_ARRAY, _encode_array(value))
+    if isinstance(value, np.generic):
+        return msgpack.ExtType(_EXT_SCALAR, _encode_array(np.asarray(value)))
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f'a manifest cannot hold {type(value).__name__}')
+
+
+def _encode_array(array: np.ndarray) -> bytes:
+    little = array.astype(array.dtype.newbyteorder('<')) if array.dtype.byteorder == '>' else array
+    return _packed([list(array.shape), name_of(array.dtype), little.tobytes('C')])
+
+
+def _packed(value: Any) -> bytes:
+    return bytes(msgpack.packb(value, default=_encode_ext, strict_types=True, use_bin_type=True) or b'')
+
+
+def _brief(error: BaseException) -> str:
+    return f'{type(error).__name__}: {error}'[:200].rstrip(': ')

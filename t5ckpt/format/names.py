@@ -1,0 +1,331 @@
+"""Names on disk. Pure text: nothing here touches a file.
+
+The layout is T5X's (t5x/checkpoints.py): ``checkpoint_<step>/checkpoint`` is the manifest,
+``checkpoint_<step>.tmp-<unix seconds>`` is being written, ``train_ds-SSS-of-NNN*`` is a data iterator's state, and a
+stored array lies in the directory of its name with ``/`` turned into ``.``. Ours are ``t5ckpt.json``,
+``integrity.<process>.json``, ``DATASET_REMOVED``, which says that the iterator files are gone on purpose,
+``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out, ``checkpoint_<step>.replaced-<unix seconds>``,
+which takes another one's place or leaves it, ``checkpoint_<step>.damaged-<unix seconds>``, which could not be restored,
+``checkpoint_<step>.foreign-<unix seconds>``, which stood in the place of a step and holds files of other programs, and
+``held_<step>.<unix seconds>.<who>``, with which a reader asks until that second that the step not be deleted. On object
+stores also ``.t5ckpt/steps/<step>``, ``.t5ckpt/busy/<step>`` and ``.t5ckpt/others/<name>``, see ``catalog/step_index.py``.
+
+Which of the names in a step's directory T5X or t5ckpt gives is decided by :func:`foreign_keys`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Collection, Iterable
+
+__all__ = [
+    'DATASET_REMOVED',
+    'INDEX',
+    'MANIFEST',
+    'PINNED',
+    'READ_LEASE_PREFIX',
+    'SIDECAR',
+    'STEP_PREFIX',
+    'TRAIN_DS_PREFIX',
+    'Leftover',
+    'ReadLease',
+    'array_dirs',
+    'busy_marker',
+    'damaged_dir',
+    'dataset_prefix',
+    'deleted_dir',
+    'foreign_dir',
+    'foreign_keys',
+    'index_complete',
+    'integrity_file',
+    'is_index_complete',
+    'is_integrity_file',
+    'other_marker',
+    'parse_damaged',
+    'parse_foreign',
+    'parse_index',
+    'parse_leftover',
+    'parse_other',
+    'parse_prefixed_step',
+    'parse_read_lease',
+    'parse_step_dir',
+    'parse_step_name',
+    'read_lease_file',
+    'replaced_dir',
+    'step_dir',
+    'step_marker',
+    'tmp_dir',
+]
+
+MANIFEST = 'checkpoint'
+SIDECAR = 't5ckpt.json'
+PINNED = 'PINNED'
+DATASET_REMOVED = 'DATASET_REMOVED'
+TRAIN_DS_PREFIX = 'train_ds'
+_OF_OURS = (f'{TRAIN_DS_PREFIX}-', 'integrity.')
+STEP_PREFIX = 'checkpoint_'
+INDEX = '.t5ckpt'
+READ_LEASE_PREFIX = 'held_'
+_COMPLETE = '.t5ckpt/complete.'
+
+_INTEGRITY = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
+_STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
+_LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)-([0-9]{1,12})')
+_DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
+_FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
+_OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
+_HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
+_NUMBER = re.compile(r'[0-9]{1,18}')
+_PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*_([0-9]{1,18})')
+_MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})')
+# A chunk of an array, in the array's directory; with '/' between the numbers where the array's metadata say so.
+_CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
+_NESTED_CHUNK = re.compile(r'[0-9]+([./][0-9]+)*')
+_ARRAY_METADATA = '.zarray'
+# What a write that is under way, ours or TensorStore's, adds to the name of its file.
+_PARTIAL = ('.__partial', '.__lock')
+# One component of a file key. Everything else (a slash, a control character, a leading dot) is not put on disk.
+_SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
+_MAX_COMPONENT = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Leftover:
+    """A directory that is no checkpoint: being written, or being deleted, or left by a crash while it was.
+
+    Attributes:
+      name: the directory's name.
+      step: its step.
+      state: ``'tmp'``, ``'deleted'`` or ``'replaced'``.
+      unix: the second in the name.
+    """
+
+    name: str
+    step: int
+    state: str
+    unix: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadLease:
+    """A reader's wish that a step not be deleted.
+
+    Attributes:
+      name: the file's name.
+      step: the step.
+      until: the unix second at which the wish ends.
+    """
+
+    name: str
+    step: int
+    until: int
+
+
+def step_dir(step: int, digits: int = 0) -> str:
+    """The directory's name of a complete checkpoint; with ``digits`` as T5X pads it, which no listing finds."""
+    return f'checkpoint_{step:0{digits}d}'
+
+
+def tmp_dir(step: int, unix: int) -> str:
+    """The directory's name while the checkpoint is being written."""
+    return f'checkpoint_{step}.tmp-{unix}'
+
+
+def deleted_dir(step: int, unix: int) -> str:
+    """The directory's name while the checkpoint is being removed."""
+    return f'checkpoint_{step}.deleted-{unix}'
+
+
+def replaced_dir(step: int, unix: int) -> str:
+    """The directory's name of the old or the new checkpoint while the one takes the place of the other."""
+    return f'checkpoint_{step}.replaced-{unix}'
+
+
+def damaged_dir(step: int, unix: int) -> str:
+    """The directory's name of a checkpoint that could not be restored and is out of the way."""
+    return f'checkpoint_{step}.damaged-{unix}'
+
+
+def parse_damaged(name: str) -> int | None:
+    """The step in :func:`damaged_dir`, or None for any other name."""
+    match = _DAMAGED.fullmatch(name)
+    return None if match is None else int(match.group(1))
+
+
+def foreign_dir(step: int, unix: int) -> str:
+    """The directory's name of what stood in the place of a step and holds files of other programs."""
+    return f'checkpoint_{step}.foreign-{unix}'
+
+
+def parse_foreign(name: str) -> int | None:
+    """The step in :func:`foreign_dir`, or None for any other name."""
+    match = _FOREIGN.fullmatch(name)
+    return None if match is None else int(match.group(1))
+
+
+def read_lease_file(step: int, until: int, who: str) -> str:
+    """The file with which a reader holds a step: beside the steps, on object stores in ``.t5ckpt/``."""
+    return f'held_{step}.{until}.{who}'
+
+
+def parse_read_lease(name: str) -> ReadLease | None:
+    """What a hold's name says, or None for any other name."""
+    match = _HOLD.fullmatch(name)
+    return None if match is None else ReadLease(name, int(match.group(1)), int(match.group(2)))
+
+
+def step_marker(step: int) -> str:
+    """The key that says that a step was committed."""
+    return f'{INDEX}/steps/{step}'
+
+
+def busy_marker(step: int) -> str:
+    """The key that says that a step is being written or deleted, and by whom."""
+    return f'{INDEX}/busy/{step}'
+
+
+def other_marker(name: str) -> str:
+    """The key that says that a step in another layout lies under this name."""
+    return f'{INDEX}/others/{name}'
+
+
+def parse_other(key: str) -> str | None:
+    """The name in :func:`other_marker`, or None for any other key."""
+    match = _OTHER.fullmatch(key)
+    return None if match is None else match.group(1)
+
+
+def index_complete(url: str) -> str:
+    """The key that says that every step of the run at this address has its marker."""
+    return f'{_COMPLETE}{hashlib.sha256(url.encode()).hexdigest()[:16]}'
+
+
+def is_index_complete(key: str) -> bool:
+    """Whether a key is one of those, of whichever address."""
+    return key.startswith(_COMPLETE)
+
+
+def parse_index(key: str) -> tuple[str, int] | None:
+    """``('steps', 5)`` or ``('busy', 5)``, or None for any other key."""
+    match = _MARKER.fullmatch(key)
+    return None if match is None else (match.group(1), int(match.group(2)))
+
+
+def parse_step_dir(name: str) -> int | None:
+    """The step in ``checkpoint_<step>``, or None for any other name."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match.group(1))
+
+
+def parse_step_name(name: str) -> int | None:
+    """The step in ``checkpoint_<step>`` or in ``<step>``, as an Orbax CheckpointManager names it; else None."""
+    return int(name) if _NUMBER.fullmatch(name) else parse_step_dir(name)
+
+
+def parse_prefixed_step(name: str) -> int | None:
+    """The step in :func:`parse_step_name`'s names or in ``<prefix>_<step>``, Orbax's ``step_prefix``; else None.
+
+    Other directories have such names, too. Only one that Orbax wrote is a step.
+    """
+    match = _PREFIXED.fullmatch(name)
+    return parse_step_name(name) if match is None else int(match.group(1))
+
+
+def parse_leftover(name: str) -> Leftover | None:
+    """What a temporary or deleted directory's name says, or None for any other name."""
+    match = _LEFTOVER.fullmatch(name)
+    return None if match is None else Leftover(name, int(match.group(1)), match.group(2), int(match.group(3)))
+
+
+def integrity_file(process: int) -> str:
+    """The checksum sidecar of one process."""
+    return f'integrity.{process}.json'
+
+
+def is_integrity_file(name: str) -> bool:
+    """Whether a name is that of such a sidecar."""
+    return _INTEGRITY.fullmatch(name) is not None
+
+
+def dataset_prefix(shard_id: int, num_shards: int) -> str:
+    """The prefix of a data shard's iterator files, T5X's ``train_ds-000-of-001``."""
+    return f'{TRAIN_DS_PREFIX}-{shard_id:03}-of-{num_shards:03}'
+
+
+def foreign_keys(keys: Iterable[str]) -> list[str]:
+    """The files in a step's directory that neither T5X nor t5ckpt writes, told by their names.
+
+    Theirs are the manifest, the sidecar, the lists of checksums, ``PINNED``, ``DATASET_REMOVED``, everything that begins
+    with ``train_ds-``, and in a directory of an array its metadata and its chunks.
+
+    Args:
+      keys: all files of the directory, relative to it.
+    """
+    there = list(keys)
+    is_step = MANIFEST in there or SIDECAR in there
+    arrays = {key.removesuffix(f'/{_ARRAY_METADATA}') for key in there if key.endswith(f'/{_ARRAY_METADATA}')}
+    # T5X and t5ckpt put every array directly below the step. A manifest may name deeper ones.
+    arrays = {array for array in arrays if is_step or '/' not in array}
+    return [key for key in there if not _is_own(key, arrays)]
+
+
+def _is_own(key: str, arrays: Collection[str]) -> bool:
+    for suffix in _PARTIAL:
+        key = key.removesuffix(suffix)
+    top, slash, _ = key.partition('/')
+    if top.startswith(f'{TRAIN_DS_PREFIX}-'):
+        return True
+    if not slash:
+        return top in (MANIFEST, SIDECAR, PINNED, DATASET_REMOVED) or is_integrity_file(top)
+    directory, _, name = key.rpartition('/')
+    if name == _ARRAY_METADATA:
+        return directory in arrays or '/' not in directory
+    if _CHUNK.fullmatch(name) and ('/' not in directory or directory in arrays):
+        # The metadata may be gone already, or not yet there.
+        return True
+    parents = [directory[: match.start()] for match in re.finditer('/', directory)]
+    return any(array in arrays and _NESTED_CHUNK.fullmatch(key[len(array) + 1 :]) for array in parents)
+
+
+def array_dirs(names: Iterable[str]) -> dict[str, str]:
+    """Gives each stored leaf a directory of its own.
+
+    Names that T5X would map to one directory ('a.b/c' and 'a/b.c'), that differ only in case (one file on macOS),
+    or that no file system takes as they are ('..', 300 letters) get a suffix from a hash of the leaf's name. Readers
+    never depend on it: a leaf's path comes from its spec.
+
+    Args:
+      names: leaf names or explicit array names, each with '/' between components.
+
+    Returns:
+      From the name to the directory, without a trailing slash.
+    """
+    ordered = list(names)
+    plain = {name: name.replace('/', '.') for name in ordered}
+    seen: dict[str, int] = {}
+    for text in plain.values():
+        seen[text.casefold()] = seen.get(text.casefold(), 0) + 1
+    return {
+        name: text if seen[text.casefold()] == 1 and _is_safe(text) else _hashed(name, text)
+        for name, text in plain.items()
+    }
+
+
+def _is_safe(text: str) -> bool:
+    return (
+        len(text) <= _MAX_COMPONENT
+        and _SAFE.fullmatch(text) is not None
+        and not text.endswith(('.__lock', '.', ' '))
+        and text.casefold() not in {MANIFEST, SIDECAR, PINNED.casefold(), DATASET_REMOVED.casefold()}
+        and not text.casefold().startswith(_OF_OURS)
+    )
+
+
+def _hashed(name: str, text: str) -> str:
+    cleaned = re.sub(r'[^A-Za-z0-9_.\-]', '_', text).strip('.')[:120]
+    digest = hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]
+    # What begins like a data iterator's file is deleted with them.
+    start = 'leaf_' if cleaned.casefold().startswith(_OF_OURS) else ''
+    return f'{start}{cleaned or "leaf"}~{digest}'

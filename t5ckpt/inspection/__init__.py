@@ -1,0 +1,1 @@
+"""Looking into checkpoints: view, statistics, differences, runs."""

@@ -1,0 +1,262 @@
+"""What changed between two checkpoints: leaves, shapes, dtypes, and how far the values moved.
+
+Values are compared block by block in float64, with bounded memory, whatever the formats: a T5X checkpoint against an
+Orbax directory, two steps of a run, two models. Arrays of the same bits are recognised as such, NaN included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import aligned, counted, printable
+from t5ckpt.inspection.block_iteration import Block, batches_of, pieces_of, run_all
+from t5ckpt.inspection.dataframes import pandas
+from t5ckpt.inspection.html import table_html
+from t5ckpt.inspection.leaf_tree import LeafInfo
+from t5ckpt.inspection.view import CheckpointView, open_checkpoint
+from t5ckpt.progress import Meter
+
+__all__ = ['CheckpointDiff', 'LeafDiff', 'diff']
+
+_COLUMNS = ('name', 'what', 'a', 'b', 'relative', 'largest')
+_WAYS = ('added', 'removed', 'shape', 'dtype', 'kind', 'values')
+_SHOWN = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafDiff:
+    """One leaf that is not the same on both sides.
+
+    Attributes:
+      name: the leaf's.
+      what: ``'added'`` (only in b), ``'removed'`` (only in a), ``'shape'``, ``'dtype'`` (values compared, too),
+        ``'kind'`` (an array on one side only) or ``'values'``.
+      a, b: dtype and shape of each side, '' where there is none.
+      relative: ||b - a|| / ||a||, Euclidean norms, that of a over its finite values; infinite where a is all zeros;
+        NaN where nothing was compared, or where a value is NaN on one side only.
+      largest: the largest |b - a|.
+    """
+
+    name: str
+    what: str
+    a: str = ''
+    b: str = ''
+    relative: float = math.nan
+    largest: float = math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointDiff:
+    """Every leaf that differs, in the order of the leaves; ``same`` counts the others.
+
+    Attributes:
+      a, b: the paths.
+      leaves: what differs.
+      same: leaves that are equal bit by bit.
+    """
+
+    a: str
+    b: str
+    leaves: tuple[LeafDiff, ...]
+    same: int
+
+    def __bool__(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.leaves)
+
+    def only(self, what: str) -> list[LeafDiff]:
+        """The leaves that differ in one way: 'added', 'removed', 'shape', 'dtype', 'kind' or 'values'.
+
+        Raises:
+          ValueError: any other word.
+        """
+        if what not in _WAYS:
+            raise ValueError(f'what is one of {list(_WAYS)}, got {what!r:.40}.')
+        return [leaf for leaf in self.leaves if leaf.what == what]
+
+    def top(self, count: int = 10) -> list[LeafDiff]:
+        """The leaves whose values moved most, by ``relative``; a NaN counts as most."""
+        moved = [leaf for leaf in self.leaves if leaf.what in ('values', 'dtype')]
+        return sorted(moved, key=lambda leaf: -math.inf if math.isnan(leaf.relative) else -leaf.relative)[:count]
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each leaf that differs."""
+        return pandas().DataFrame([dataclasses.asdict(leaf) for leaf in self.leaves], columns=[*_COLUMNS])
+
+    def rows(self) -> list[list[str]]:
+        """The table's cells as text, in the order of ``columns``."""
+        return [
+            [leaf.name, leaf.what, leaf.a, leaf.b, _number(leaf.relative), _number(leaf.largest)]
+            for leaf in self.leaves
+        ]
+
+    columns = _COLUMNS
+
+    @property
+    def title(self) -> str:
+        """One line."""
+        return f'{self.a} -> {self.b}: {counted(len(self.leaves), "leaf differs", "leaves differ")}, {self.same:,} the same'
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        lines = [printable(self.title)]
+        if rows:
+            lines += aligned([_COLUMNS, *rows[:_SHOWN]], (False, False, False, False, True, True))
+        if len(rows) > _SHOWN:
+            lines.append(f'... and {len(rows) - _SHOWN:,} more: .top(), .to_pandas()')
+        return '\n'.join(lines)
+
+    def _repr_html_(self) -> str:
+        return table_html(self.title, _COLUMNS, self.rows())
+
+
+def _number(value: float) -> str:
+    return '' if math.isnan(value) else f'{value:.4g}'
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Over blocks of one leaf."""
+
+    same: bool = True
+    squared_a: float = 0.0
+    squared_delta: float = 0.0
+    largest: float = 0.0
+
+    def merged(self, other: _Sums) -> _Sums:
+        return _Sums(
+            self.same and other.same,
+            self.squared_a + other.squared_a,
+            self.squared_delta + other.squared_delta,
+            # max() would drop a NaN that comes second.
+            float(np.maximum(self.largest, other.largest)),
+        )
+
+    @property
+    def relative(self) -> float:
+        if self.squared_delta == 0.0:
+            return 0.0
+        return math.sqrt(self.squared_delta / self.squared_a) if self.squared_a else math.inf
+
+
+def diff(
+    a: str | os.PathLike[str] | CheckpointView,
+    b: str | os.PathLike[str] | CheckpointView,
+    *,
+    values: bool = True,
+    progress: Progress | None = None,
+) -> CheckpointDiff:
+    """Compares two checkpoints, leaf by leaf.
+
+    Args:
+      a: the first: a path as ``open_checkpoint`` takes it, or a view, which may be a part of a checkpoint.
+      b: the second, of the same or another format.
+      values: False compares names, shapes and dtypes alone, and reads no array.
+      progress: called with (bytes compared, bytes to compare).
+
+    Returns:
+      What differs.
+    """
+    first = a if isinstance(a, CheckpointView) else open_checkpoint(a)
+    second = b if isinstance(b, CheckpointView) else open_checkpoint(b)
+    mine = {info.name: info for info in first.infos()}
+    theirs = {info.name: info for info in second.infos()}
+    names = [*mine, *(name for name in theirs if name not in mine)]
+    by_facts = {name: _compare_facts(name, mine.get(name), theirs.get(name)) for name in names}
+    open_ones = [mine[name] for name, found in by_facts.items() if found is None or found.what == 'dtype']
+    sums: dict[str, _Sums] = {}
+    if values:
+        with first.in_one() as one, second.in_one() as other:
+            sums = _compare_values(one, other, [info for info in open_ones if info.dtype], progress)
+    found = [_conclude(name, by_facts[name], sums.get(name), mine.get(name), theirs.get(name)) for name in names]
+    differing = tuple(leaf for leaf in found if leaf is not None)
+    return CheckpointDiff(first.path, second.path, differing, len(names) - len(differing))
+
+
+def _text(info: LeafInfo | None) -> str:
+    if info is None:
+        return ''
+    return f'{info.dtype} {info.shape}' if info.dtype else f'{info.kind} {info.value}'.strip()
+
+
+def _compare_facts(name: str, a: LeafInfo | None, b: LeafInfo | None) -> LeafDiff | None:
+    """The difference that needs no values to be seen; None where only the values can tell."""
+    made = functools.partial(LeafDiff, name, a=_text(a), b=_text(b))
+    if a is None:
+        return made(what='added')
+    if b is None:
+        return made(what='removed')
+    if bool(a.dtype) != bool(b.dtype) or (not a.dtype and (a.kind, a.value) != (b.kind, b.value)):
+        return made(what='kind')
+    if a.shape != b.shape:
+        return made(what='shape')
+    return made(what='dtype') if a.dtype != b.dtype else None
+
+
+def _conclude(
+    name: str, by_facts: LeafDiff | None, sums: _Sums | None, a: LeafInfo | None, b: LeafInfo | None
+) -> LeafDiff | None:
+    if sums is None or (by_facts is None and sums.same):
+        return by_facts
+    what = 'values' if by_facts is None else by_facts.what
+    return LeafDiff(name, what, _text(a), _text(b), sums.relative, sums.largest)
+
+
+def _compare_values(
+    a: CheckpointView, b: CheckpointView, infos: list[LeafInfo], progress: Progress | None
+) -> dict[str, _Sums]:
+    sums = {info.name: _Sums() for info in infos}
+    meter = Meter(progress, sum(info.nbytes for info in infos))
+    for batch in run_all(_jobs(a, b, infos), os.cpu_count() or 1):
+        for name, part, nbytes in batch:
+            sums[name] = sums[name].merged(part)
+            meter.add(nbytes)
+    return sums
+
+
+def _jobs(
+    a: CheckpointView, b: CheckpointView, infos: list[LeafInfo]
+) -> Iterator[Callable[[], list[tuple[str, _Sums, int]]]]:
+    for batch in batches_of(infos):
+        yield functools.partial(_compare_batch, a, b, batch)
+
+
+def _compare_batch(a: CheckpointView, b: CheckpointView, batch: list[Block]) -> list[tuple[str, _Sums, int]]:
+    results: list[tuple[str, _Sums, int]] = []
+    for block in batch:
+        name, index = block.leaf.name, block.index
+        first, second = np.asarray(a[name][index]), np.asarray(b[name][index])
+        sums = _Sums()
+        for one, other in zip(pieces_of(first), pieces_of(second), strict=True):
+            sums = sums.merged(_compare_piece(one, other))
+        results.append((name, sums, first.nbytes))
+    return results
+
+
+def _compare_piece(a: np.ndarray, b: np.ndarray) -> _Sums:
+    wide = _wide(a)
+    if a.dtype == b.dtype and a.tobytes() == b.tobytes():
+        return _Sums(True, _squared(wide))
+    other = _wide(b)
+    with np.errstate(invalid='ignore', over='ignore'):
+        delta = np.abs(other - wide)
+        # NaN on both sides, or the same infinity, is no difference.
+        delta[(np.isnan(wide) & np.isnan(other)) | (wide == other)] = 0.0
+        return _Sums(False, _squared(wide), float(np.dot(delta, delta)), float(delta.max(initial=0.0)))
+
+
+def _wide(block: np.ndarray) -> np.ndarray:
+    return block.astype(np.complex128 if block.dtype.kind == 'c' else np.float64)
+
+
+def _squared(values: np.ndarray) -> float:
+    finite = np.abs(values[np.isfinite(values)])
+    return float(np.dot(finite, finite))

@@ -1,0 +1,112 @@
+"""A tree of leaves as HTML, for notebooks: groups that open and close, sums, and shares as bars.
+
+Plain elements and inline styles in the page's own colours: no script, no file, so it shows in JupyterLab, VS Code and
+on paper, in light and dark themes. Names are escaped, since a checkpoint may come from a stranger.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from t5ckpt.core.text import counted, human_bytes, printable
+from t5ckpt.inspection.leaf_tree import Group, LeafInfo
+
+__all__ = ['table_html', 'tree_html']
+
+# A browser stays quick with as many rows; a tree of 100,000 leaves is narrowed by a slice of the view.
+_MAX_ROWS = 2000
+_OPEN_ROWS = 30
+_STYLE = r"""<style>
+.t5ckpt{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+.t5ckpt summary{cursor:pointer;list-style:none}
+.t5ckpt summary::-webkit-details-marker{display:none}
+.t5ckpt summary::before,.t5ckpt .leaf::before{content:'';display:inline-block;width:1.2em}
+.t5ckpt summary::before{content:'\25B8'}
+.t5ckpt details[open]>summary::before{content:'\25BE'}
+.t5ckpt .in{margin-left:1.4em}
+.t5ckpt .row{display:inline-grid;grid-template-columns:minmax(9em,1fr) 8em 11em 9em 6em 8em;gap:.8em;width:calc(100% - 1.3em)}
+.t5ckpt .n{text-align:right}
+.t5ckpt .dim{opacity:.65}
+.t5ckpt .bar{align-self:center;height:.55em;background:rgba(128,128,128,.22);border-radius:2px}
+.t5ckpt .bar span{display:block;height:100%;background:#4878d0;border-radius:2px;min-width:1px}
+.t5ckpt td,.t5ckpt th{padding:1px 10px;text-align:right}
+.t5ckpt td:first-child,.t5ckpt th:first-child{text-align:left}
+</style>"""
+
+
+class _Rows:
+    """Counts rows down, and remembers what did not fit."""
+
+    def __init__(self, left: int):
+        self.left = left
+        self.hidden = 0
+
+    def take(self, count: int = 1) -> bool:
+        if self.left < 1:
+            self.hidden += count
+            return False
+        self.left -= 1
+        return True
+
+
+def _text(text: str) -> str:
+    """Text as HTML shows it: neither an element of the page nor a letter that turns the direction of what follows."""
+    return html.escape(printable(text))
+
+
+def tree_html(title: str, facts: Sequence[str], tree: Group) -> str:
+    """The tree below a title and a line of facts."""
+    rows = _Rows(_MAX_ROWS)
+    body = ''.join(_node(key, child, max(1, tree.nbytes), rows, tree.leaves) for key, child in tree.children.items())
+    more = ''
+    if rows.hidden:
+        more = f'<div class="dim">... and {_leaves(rows.hidden)} more: view[\'a/group/**\'] shows a part.</div>'
+    about = _text(' · '.join(facts))
+    return f'{_STYLE}<div class="t5ckpt"><b>{_text(title)}</b><div class="dim">{about}</div>{body}{more}</div>'
+
+
+def _node(name: str, node: Group | LeafInfo, total: int, rows: _Rows, leaves: int) -> str:
+    if isinstance(node, LeafInfo):
+        return _leaf(name, node, total) if rows.take() else ''
+    if not rows.take(node.leaves):
+        return ''
+    below = ''.join(_node(key, child, total, rows, leaves) for key, child in node.children.items())
+    cells = _cells(f'<b>{_text(name)}</b>', '', _leaves(node.leaves), f'{node.size:,}', node.nbytes, total)
+    is_open = ' open' if leaves <= _OPEN_ROWS or len(node.path) == 1 else ''
+    return f'<details{is_open}><summary>{cells}</summary><div class="in">{below}</div></details>'
+
+
+def _leaves(count: int) -> str:
+    return counted(count, 'leaf', 'leaves')
+
+
+def _leaf(name: str, leaf: LeafInfo, total: int) -> str:
+    shape = str(leaf.shape) if leaf.dtype else leaf.kind
+    value = f' <span class="dim">= {_text(leaf.value)}</span>' if leaf.value else ''
+    cells = _cells(_text(name) + value, leaf.dtype, shape, f'{leaf.size:,}', leaf.nbytes, total)
+    return f'<div class="leaf" title="{_text(f"{leaf.name}: {leaf.place}")}">{cells}</div>'
+
+
+def _cells(name: str, dtype: str, shape: str, size: str, nbytes: int, total: int) -> str:
+    bar = f'<span class="bar"><span style="width:{100 * nbytes / total:.2f}%"></span></span>'
+    return (
+        f'<span class="row"><span>{name}</span><span>{_text(dtype)}</span><span>{_text(shape)}</span>'
+        f'<span class="n">{size}</span><span class="n">{human_bytes(nbytes)}</span>{bar}</span>'
+    )
+
+
+def table_html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table below a title; at most 200 rows of it."""
+    head = ''.join(f'<th>{_text(column)}</th>' for column in columns)
+    lines = [''.join(f'<td>{_text(cell)}</td>' for cell in row) for row in rows[:200]]
+    body = ''.join(f'<tr>{line}</tr>' for line in lines)
+    more = (
+        f'<div class="dim">... and {len(rows) - 200:,} rows more: .to_pandas() has all.</div>'
+        if len(rows) > 200
+        else ''
+    )
+    return (
+        f'{_STYLE}<div class="t5ckpt"><b>{_text(title)}</b><table><thead><tr>{head}</tr></thead>'
+        f'<tbody>{body}</tbody></table>{more}</div>'
+    )

@@ -1,0 +1,146 @@
+"""A checkpoint's leaves as a tree with sums, for whoever shows them. Pure: nothing is read, nothing is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.tree.leaf_table import Empty, LeafTable
+
+__all__ = ['Group', 'LeafInfo', 'build_tree', 'glob_regex', 'leaf_infos']
+
+_TEXT_SHOWN = 40
+# One letter of a key as it stands in a name: two characters where the first says that the second is no separator.
+_LETTER = r'(?:[^/\\]|\\[/\\])'
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafInfo:
+    """What the manifest says of one leaf.
+
+    Attributes:
+      path: its keys.
+      kind: ``'stored'`` in chunk files, ``'inline'`` in the manifest, or ``'none'``, ``'empty'``, ``'text'``.
+      shape: () where there is no array.
+      dtype: the name of what a reader gets; '' where there is no array.
+      nbytes: in memory.
+      chunks: the chunk shape of a stored leaf, None where only its own metadata file knows.
+      codec: of a stored leaf: ``'zstd'``, ``'none'``, ...
+      value: a scalar or text, shortened; '' otherwise.
+    """
+
+    path: Path
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ''
+    nbytes: int = 0
+    chunks: tuple[int, ...] | None = None
+    codec: str = ''
+    value: str = ''
+
+    @property
+    def name(self) -> str:
+        """The leaf's name, ``'target/encoder/kernel'``."""
+        return leaf_name(self.path)
+
+    @property
+    def size(self) -> int:
+        """The number of elements; 0 where there is no array."""
+        return math.prod(self.shape) if self.dtype else 0
+
+    @property
+    def place(self) -> str:
+        """Where the values lie, in words."""
+        if self.kind != 'stored':
+            return self.kind
+        codec = '' if self.codec == 'none' else f', {self.codec}'
+        return f'stored in chunks of {self.chunks}{codec}' if self.chunks is not None else f'stored{codec}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """An inner node, with the sums of everything below it; ``name`` is the last key."""
+
+    name: str
+    path: Path
+    children: dict[str, Group | LeafInfo]
+    leaves: int
+    size: int
+    nbytes: int
+
+
+def leaf_infos(leaves: LeafTable) -> list[LeafInfo]:
+    """Facts of each leaf, in the table's order."""
+    return [_info(path, leaf) for path, leaf in leaves.items()]
+
+
+def _info(path: Path, leaf: Any) -> LeafInfo:
+    if isinstance(leaf, StoredLeaf):
+        metadata = leaf.array.metadata
+        chunks, compressor = metadata.get('chunks'), metadata.get('compressor')
+        return LeafInfo(
+            path,
+            'stored',
+            leaf.shape,
+            leaf.dtype.name,
+            math.prod(leaf.shape) * leaf.dtype.itemsize,
+            None if chunks is None else tuple(chunks),
+            str(compressor.get('id', '?')) if isinstance(compressor, dict) else 'none',
+        )
+    if isinstance(leaf, Empty):
+        return LeafInfo(path, 'empty', value=repr(leaf.build()))
+    if leaf is None:
+        return LeafInfo(path, 'none')
+    if not hasattr(leaf, 'dtype'):
+        text = repr(leaf)
+        return LeafInfo(path, 'text', value=text if len(text) <= _TEXT_SHOWN else text[: _TEXT_SHOWN - 3] + '...')
+    array = np.asarray(leaf)
+    value = str(array[()]) if array.ndim == 0 else ''
+    return LeafInfo(path, 'inline', array.shape, array.dtype.name, array.nbytes, value=value)
+
+
+def build_tree(infos: Iterable[LeafInfo], name: str = '') -> Group:
+    """The tree of the leaves, groups and leaves in the order in which they first come."""
+    root: dict[str, Any] = {}
+    for info in infos:
+        node = root
+        for key in info.path[:-1]:
+            node = node.setdefault(key, {})
+        node[info.path[-1] if info.path else ''] = info
+    return _group(name, (), root)
+
+
+def _group(name: str, path: Path, node: dict[str, Any]) -> Group:
+    children: dict[str, Group | LeafInfo] = {
+        key: child if isinstance(child, LeafInfo) else _group(key, (*path, key), child) for key, child in node.items()
+    }
+    below = list(children.values())
+    leaves = sum(1 if isinstance(child, LeafInfo) else child.leaves for child in below)
+    return Group(name, path, children, leaves, sum(c.size for c in below), sum(c.nbytes for c in below))
+
+
+def glob_regex(pattern: str) -> re.Pattern[str]:
+    """A pattern of leaf names as a regular expression: ``*`` and ``?`` within a key, ``**`` for any number of keys.
+
+    A '/' that belongs to a key is written in a pattern as in a name, with a backslash before it.
+    """
+    return leaf_pattern(''.join(_glob_parts(pattern.split('/'))))
+
+
+def _glob_parts(keys: list[str]) -> Iterator[str]:
+    for position, key in enumerate(keys):
+        last = position == len(keys) - 1
+        if key == '**':
+            yield '(?s:.*)' if last else f'(?:{_LETTER}*/)*'
+            continue
+        for character in key:
+            yield {'*': f'{_LETTER}*', '?': _LETTER}.get(character, re.escape(character))
+        yield '' if last else '/'

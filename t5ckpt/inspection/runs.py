@@ -1,0 +1,195 @@
+"""All checkpoints of a run together: which there are, with their metrics, and how a leaf moved over them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from t5ckpt.catalog.foreign_layouts import not_a_run
+from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.catalog.step_summaries import StepSummary, summaries
+from t5ckpt.core.text import aligned, counted, human_bytes, printable
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.inspection.dataframes import pandas
+from t5ckpt.inspection.html import table_html
+from t5ckpt.inspection.view import CheckpointView, open_checkpoint
+from t5ckpt.lazy import LazyArray
+from t5ckpt.plots import plot_series
+from t5ckpt.storage import Storage
+
+__all__ = ['Run', 'Series', 'open_run']
+
+
+def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Run:
+    """Opens a run's directory; what is in it is looked up when it is asked for.
+
+    Args:
+      path: the directory.
+      storage_options: see docs/storage.md.
+
+    Raises:
+      CheckpointNotFoundError: there is no such directory, or it is that of a step.
+      UnsupportedFormatError: it is a file of another format, which is named.
+    """
+    storage = open_run_storage(path, storage_options)
+    if storage.kind('') != 'dir':
+        raise not_a_run(storage)
+    return Run(storage, storage_options)
+
+
+class Series(Mapping[int, Any]):
+    """A value for each step; ``plot()`` and ``to_pandas()`` show it."""
+
+    def __init__(self, name: str, values: Mapping[int, Any]):
+        self.name = name
+        self._values = dict(values)
+
+    def __getitem__(self, step: int) -> Any:
+        return self._values[step]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def plot(self, ax: Any = None) -> Any:
+        """The values over the steps, on matplotlib axes, which it returns."""
+        return plot_series(self._values, self.name, ax)
+
+    def to_pandas(self) -> Any:
+        """A pandas Series, by step."""
+        return pandas().Series(self._values, name=self.name).rename_axis('step')
+
+    def __repr__(self) -> str:
+        lines = aligned([(str(step), f'{value!r:.60}') for step, value in self._values.items()], (True, False))
+        return '\n'.join([printable(self.name), *lines])
+
+
+class _StepNotFoundError(CheckpointNotFoundError, KeyError):
+    """No such step: a KeyError as of any mapping, with the text and the class of this package."""
+
+
+class Run(Mapping[int, CheckpointView]):
+    """From step to CheckpointView; shows itself as a table of the steps with their metrics.
+
+    Notes: steps are looked up anew by each access, so a run that is being trained may grow under a notebook. What
+    :meth:`series` computed is kept for as long as this object lives.
+    """
+
+    def __init__(self, storage: Storage, storage_options: Mapping[str, Any] | None = None):
+        self._storage = storage
+        self._options = storage_options
+        self._series: dict[tuple[int, float | None, str, Any], Any] = {}
+
+    @property
+    def path(self) -> str:
+        """The run's directory."""
+        return self._storage.url()
+
+    def summaries(self) -> list[StepSummary]:
+        """What is known of each step without opening it, ascending; of an unreadable one the reason."""
+        return [summary for summary in summaries(self._storage) if summary.complete or summary.reason]
+
+    @property
+    def steps(self) -> list[int]:
+        """The complete steps, ascending."""
+        return [summary.step for summary in self.summaries() if summary.complete]
+
+    def __getitem__(self, step: int) -> CheckpointView:
+        try:
+            return open_checkpoint(self.path, step, storage_options=self._options)
+        except CheckpointNotFoundError as error:
+            raise _StepNotFoundError(str(error)) from error
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def series(self, name: str, fn: Callable[[LazyArray], Any], *, since: int = 0) -> Series:
+        """``fn`` of a leaf at every step that has it, such as ``lambda x: float(np.linalg.norm(x))``.
+
+        Args:
+          name: the leaf's.
+          fn: gets a LazyArray; numpy functions take it, and a slice of it reads only its part.
+          since: the first step to look at.
+
+        Returns:
+          The values by step. A step is read once for the same ``name`` and the same ``fn`` object, also by later calls;
+          one that was saved anew is read anew. A step that is deleted meanwhile is left out.
+
+        Raises:
+          KeyError: no step has the leaf.
+          CheckpointNotFoundError: every step that might have it was deleted meanwhile.
+        """
+        values: dict[int, Any] = {}
+        missing: Exception | None = None
+        for summary in self.summaries():
+            if summary.step < since or not summary.complete:
+                continue
+            key = (summary.step, summary.created, name, fn)
+            if key not in self._series:
+                value, error = self._value(summary.step, name, fn)
+                if error is not None:
+                    missing = error
+                    continue
+                self._series[key] = value
+            values[summary.step] = self._series[key]
+        if not values and missing is not None:
+            raise missing
+        return Series(name, values)
+
+    def _value(self, step: int, name: str, fn: Callable[[LazyArray], Any]) -> tuple[Any, Exception | None]:
+        """What ``fn`` returns, or the error of a step that lacks the leaf, or is gone by now."""
+        try:
+            view = self[step]
+            try:
+                leaf = view[name]
+            except KeyError as error:
+                return None, error
+            return fn(leaf), None
+        except CheckpointNotFoundError as error:
+            if step in self.steps:
+                raise
+            return None, error
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row a step: bytes, time of the save, pinned, and a column for each metric."""
+        rows = [
+            {'step': item.step, 'nbytes': item.nbytes, 'saved': _saved(item), 'pinned': item.pinned, **item.metrics}
+            for item in self.summaries()
+        ]
+        return pandas().DataFrame(rows).set_index('step') if rows else pandas().DataFrame()
+
+    def _rows(self) -> tuple[list[str], list[list[str]]]:
+        found = self.summaries()
+        names = sorted({name for item in found for name in item.metrics})
+        rows = [
+            [
+                str(item.step),
+                human_bytes(item.nbytes),
+                '' if _saved(item) is None else f'{_saved(item):%Y-%m-%d %H:%M:%S}',
+                *['' if name not in item.metrics else f'{item.metrics[name]:.6g}' for name in names],
+                ', '.join(filter(None, [item.kept, item.state if item.reason else '', item.reason])),
+            ]
+            for item in found
+        ]
+        return ['step', 'size', 'saved (UTC)', *names, ''], rows
+
+    def __repr__(self) -> str:
+        columns, rows = self._rows()
+        return '\n'.join(
+            [printable(f'{self.path}: {counted(len(rows), "step")}'), *aligned([columns, *rows], [True] * len(columns))]
+        )
+
+    def _repr_html_(self) -> str:
+        columns, rows = self._rows()
+        return table_html(f'{self.path}: {counted(len(rows), "step")}', columns, rows)
+
+
+def _saved(summary: StepSummary) -> datetime.datetime | None:
+    return None if summary.created is None else datetime.datetime.fromtimestamp(summary.created, datetime.UTC)

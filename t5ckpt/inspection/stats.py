@@ -1,0 +1,280 @@
+"""Statistics of every leaf of a checkpoint, read block by block with bounded memory.
+
+Each block gives a count, a mean and a sum of squared deviations; two of them are merged without loss by the formula of
+Chan, Golub and LeVeque (Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979), all in
+float64. NaN and infinite values are counted, and left out of everything else. Complex values count by their magnitude.
+
+Notes: memory is a few blocks of 8 MiB (or one chunk, up to 64 MiB) a thread, whatever the size of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import aligned, printable
+from t5ckpt.inspection.block_iteration import Block, batches_of, pieces_of, run_all
+from t5ckpt.inspection.dataframes import pandas
+from t5ckpt.inspection.html import table_html
+from t5ckpt.inspection.leaf_tree import LeafInfo
+from t5ckpt.progress import Meter
+
+__all__ = ['CheckpointStats', 'LeafStats', 'Viewed', 'checkpoint_stats']
+
+_COLUMNS = ('name', 'size', 'mean', 'std', 'min', 'max', 'norm', 'zeros', 'nan', 'inf')
+_SHOWN = 60
+
+
+class Viewed(Protocol):
+    """What is read: a CheckpointView, as far as it is needed here."""
+
+    @property
+    def path(self) -> str:
+        """For the title."""
+        ...
+
+    def infos(self) -> list[LeafInfo]:
+        """Shapes, dtypes and chunks."""
+        ...
+
+    def __getitem__(self, name: str) -> Any:
+        """An array that reads what it is sliced by."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafStats:
+    """Of one leaf. ``mean``, ``std`` (of the population), ``min``, ``max`` are NaN where no value is finite.
+
+    Attributes:
+      size: elements.
+      mean, std, min, max: of the finite values.
+      norm: the square root of the sum of squares of the finite values.
+      zeros: how many are exactly zero.
+      nan, inf: how many are.
+      counts, edges: the histogram, ``len(edges) == len(counts) + 1``; None where none was asked for.
+    """
+
+    size: int = 0
+    mean: float = math.nan
+    std: float = math.nan
+    min: float = math.nan
+    max: float = math.nan
+    norm: float = 0.0
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+    counts: np.ndarray | None = None
+    edges: np.ndarray | None = None
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros."""
+        return self.zeros / self.size if self.size else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Sums over a block, in a form that can be merged."""
+
+    size: int = 0
+    finite: int = 0
+    mean: float = 0.0
+    squared: float = 0.0  # the sum of squared deviations from the mean
+    min: float = math.inf
+    max: float = -math.inf
+    zeros: int = 0
+    nan: int = 0
+
+    def merged(self, other: _Part) -> _Part:
+        """The sums over both blocks."""
+        finite = self.finite + other.finite
+        if finite == 0:
+            return dataclasses.replace(self, size=self.size + other.size, nan=self.nan + other.nan)
+        delta = other.mean - self.mean
+        return _Part(
+            self.size + other.size,
+            finite,
+            self.mean + delta * other.finite / finite,
+            self.squared + other.squared + delta * delta * self.finite * other.finite / finite,
+            min(self.min, other.min),
+            max(self.max, other.max),
+            self.zeros + other.zeros,
+            self.nan + other.nan,
+        )
+
+    def finished(self) -> LeafStats:
+        """What is reported."""
+        if self.finite == 0:
+            return LeafStats(self.size, nan=self.nan, inf=self.size - self.nan)
+        return LeafStats(
+            size=self.size,
+            mean=self.mean,
+            std=math.sqrt(self.squared / self.finite),
+            min=self.min,
+            max=self.max,
+            norm=math.sqrt(self.squared + self.finite * self.mean * self.mean),
+            zeros=self.zeros,
+            nan=self.nan,
+            inf=self.size - self.finite - self.nan,
+        )
+
+
+def _values(block: np.ndarray) -> np.ndarray:
+    return np.abs(block).astype(np.float64) if block.dtype.kind == 'c' else block.astype(np.float64)
+
+
+def _part(block: np.ndarray) -> _Part:
+    return functools.reduce(_Part.merged, map(_piece, pieces_of(block)), _Part())
+
+
+def _piece(piece: np.ndarray) -> _Part:
+    values = _values(piece)
+    finite = values[np.isfinite(values)]
+    nan = int(np.count_nonzero(np.isnan(values))) if finite.size < values.size else 0
+    if finite.size == 0:
+        return _Part(size=values.size, nan=nan)
+    # Sums of squares beyond 1e308 are infinite, and said to be.
+    with np.errstate(over='ignore'):
+        mean = float(finite.mean())
+        deviations = finite - mean
+        squared = float(np.dot(deviations, deviations))
+    return _Part(
+        values.size,
+        finite.size,
+        mean,
+        squared,
+        float(finite.min()),
+        float(finite.max()),
+        values.size - int(np.count_nonzero(values)),
+        nan,
+    )
+
+
+class CheckpointStats(Mapping[str, LeafStats]):
+    """From leaf name to :class:`LeafStats`; shows itself as a table."""
+
+    def __init__(self, title: str, leaves: Mapping[str, LeafStats]):
+        self._title = title
+        self._leaves = dict(leaves)
+
+    def __getitem__(self, name: str) -> LeafStats:
+        return self._leaves[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def rows(self) -> list[list[str]]:
+        """The table's cells as text, a row a leaf, in the order of ``columns``."""
+        return [
+            [name, *[_cell(getattr(leaf, column)) for column in _COLUMNS[1:]]] for name, leaf in self._leaves.items()
+        ]
+
+    columns = _COLUMNS
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row a leaf, by name."""
+        fields = (*_COLUMNS[1:], 'sparsity')
+        values = [[getattr(leaf, field) for field in fields] for leaf in self._leaves.values()]
+        return pandas().DataFrame(values, columns=[*fields], index=pandas().Index([*self._leaves], name='name'))
+
+    def plot(self, name: str, ax: Any = None) -> Any:
+        """The histogram of a leaf, on matplotlib axes, which it returns; needs ``stats(bins=...)``."""
+        from t5ckpt.plots import plot_histogram
+
+        leaf = self[name]
+        if leaf.counts is None or leaf.edges is None:
+            raise ValueError(f'{name}: no histogram was counted. Ask for one: view.stats(bins=64).')
+        return plot_histogram(leaf.counts, leaf.edges, name, ax)
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        lines = [printable(self._title), *aligned([_COLUMNS, *rows[:_SHOWN]], (False, *[True] * (len(_COLUMNS) - 1)))]
+        if len(rows) > _SHOWN:
+            lines.append(f'... and {len(rows) - _SHOWN:,} more: .to_pandas() has all')
+        return '\n'.join(lines)
+
+    def _repr_html_(self) -> str:
+        return table_html(self._title, _COLUMNS, self.rows())
+
+
+def _cell(value: float) -> str:
+    return f'{value:,}' if isinstance(value, int) else f'{value:.5g}'
+
+
+def checkpoint_stats(
+    view: Viewed, bins: int = 0, progress: Progress | None = None, threads: int | None = None
+) -> CheckpointStats:
+    """Reads every array of a view once (twice with ``bins``) and sums it up.
+
+    Args:
+      view: what to read; a part of a checkpoint is a view, too.
+      bins: of a histogram between the smallest and the largest finite value of each leaf; 0 counts none.
+      progress: called with (bytes read, bytes in all).
+      threads: that read and count; by default one a core.
+    """
+    if bins < 0:
+        raise ValueError(f'bins must be 0 or more, got {bins}.')
+    workers = threads or os.cpu_count() or 1
+    infos = [info for info in view.infos() if info.dtype]
+    step = Meter(progress, sum(info.nbytes for info in infos) * (2 if bins else 1))
+    parts: dict[str, _Part] = {info.name: _Part() for info in infos}
+    for batch in run_all(_jobs(view, infos, lambda _, block: _part(block)), workers):
+        for name, part, nbytes in batch:
+            parts[name] = parts[name].merged(part)
+            step.add(nbytes)
+    stats = {name: part.finished() for name, part in parts.items()}
+    if bins:
+        edges = {name: _edges(leaf, bins) for name, leaf in stats.items()}
+        counts = {name: np.zeros(bins, np.int64) for name in stats}
+        for batch in run_all(_jobs(view, infos, lambda name, block: _count(block, edges[name])), workers):
+            for name, counted, nbytes in batch:
+                counts[name] += counted
+                step.add(nbytes)
+        stats = {
+            name: dataclasses.replace(leaf, counts=counts[name], edges=edges[name]) for name, leaf in stats.items()
+        }
+    return CheckpointStats(str(view.path), stats)
+
+
+_Reduce = Callable[[str, np.ndarray], Any]
+
+
+def _jobs(view: Viewed, infos: list[LeafInfo], reduce: _Reduce) -> Iterator[Callable[[], list[tuple[str, Any, int]]]]:
+    for batch in batches_of(infos):
+        yield functools.partial(_reduce_batch, view, batch, reduce)
+
+
+def _reduce_batch(view: Viewed, batch: list[Block], reduce: _Reduce) -> list[tuple[str, Any, int]]:
+    results: list[tuple[str, Any, int]] = []
+    for block in batch:
+        values = np.asarray(view[block.leaf.name][block.index])
+        results.append((block.leaf.name, reduce(block.leaf.name, values), values.nbytes))
+    return results
+
+
+def _edges(leaf: LeafStats, bins: int) -> np.ndarray:
+    if math.isnan(leaf.min):
+        return np.linspace(0.0, 1.0, bins + 1)
+    # Each bin is at least two floats wide, and a leaf of one value gets a bin around it. Halves do not overflow.
+    least = max(2 * bins * float(np.spacing(max(abs(leaf.min), abs(leaf.max)))), 1.0 if leaf.min == leaf.max else 0.0)
+    more = max(0.0, least / 2 - (leaf.max / 2 - leaf.min / 2)) / 2
+    return 2 * np.linspace(leaf.min / 2 - more, leaf.max / 2 + more, bins + 1)
+
+
+def _count(block: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    counts = np.zeros(len(edges) - 1, np.int64)
+    for piece in pieces_of(block):
+        values = _values(piece)
+        counts += np.histogram(values[np.isfinite(values)], edges)[0]
+    return counts

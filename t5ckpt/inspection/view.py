@@ -1,0 +1,268 @@
+"""Looking into a checkpoint without loading it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+from t5ckpt.catalog.locate import locate, with_links
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import aligned, counted, human_bytes, printable
+from t5ckpt.errors import CheckpointNotFoundError, near_names
+from t5ckpt.format.sidecar import metrics_of, time_of
+from t5ckpt.inspection.dataframes import pandas
+from t5ckpt.inspection.html import tree_html
+from t5ckpt.inspection.leaf_tree import LeafInfo, build_tree, glob_regex, leaf_infos
+from t5ckpt.inspection.stats import CheckpointStats, checkpoint_stats
+from t5ckpt.lazy import LazyArray
+from t5ckpt.plots import plot_heatmap
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.contents import Contents, leaves_of, read_contents, read_raw
+from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, reader_of
+from t5ckpt.tree.leaf_table import Empty, LeafTable
+
+__all__ = ['CheckpointView', 'open_checkpoint']
+
+_SHOWN = 60
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    mmap: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    verify: str = 'auto',
+    follow_links: bool = False,
+) -> CheckpointView:
+    """Opens a checkpoint for looking: reads the manifest and no array.
+
+    Args:
+      path: a run's directory, a step's directory, or the manifest file.
+      step: which step, where ``path`` is a run's directory; None takes the latest.
+      mmap: arrays of a local checkpoint are mapped where their files allow it; a slice is copied out of the map.
+      storage_options: see docs/storage.md.
+      verify: 'full' compares the checksum of every file before some of it is used, once; 'quick' and 'auto' look at
+        presence and sizes.
+      follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
+
+    Returns:
+      A mapping from leaf name to LazyArray. ``view['target/a/kernel'][:, :64]`` reads only the chunks it needs.
+
+    Raises:
+      CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
+    """
+    located = with_links(locate(path, step, storage_options, tensors=True), follow_links)
+    reading = ReadOptions(mmap, verify)
+    ledgers = reading.checks_all(located.storage, lazy=True)
+    contents = read_contents(located, read_raw(located, ledgers=ledgers))
+    leaves, _ = leaves_of(contents, (), {})
+    return CheckpointView(contents, reader_of(contents, reading), leaves)
+
+
+class CheckpointView(Mapping[str, LazyArray]):
+    """A checkpoint, or a part of it, as a mapping from leaf name to LazyArray.
+
+    - ``view['target/encoder/kernel']`` is a leaf, ``view['target/encoder']`` a view of what is below it, and
+      ``view['target/**/kernel']`` a view of all leaves that match (``*`` within a key, ``**`` across keys).
+    - ``view.target.encoder`` is the same by attribute, with completion; a key that is also a method of this class
+      (``state.step``, ``items``) is reached by its name in brackets.
+    - Iterating gives the names of arrays. None, text and empty containers are shown, and given by name.
+    - In a notebook a view shows itself as a tree.
+
+    Notes: nothing is cached, each access reads; safe from any thread and inside a running event loop.
+    """
+
+    def __init__(self, contents: Contents, reader: ArrayReader, leaves: LeafTable, prefix: Path = ()):
+        self._contents = contents
+        self._prefix = prefix
+        self._reader = reader
+        self._leaves = leaves
+        self._infos: list[LeafInfo] | None = None
+        self._by_name = {leaf_name(path): path for path in leaves}
+        self._arrays = [name for name, path in self._by_name.items() if hasattr(leaves[path], 'dtype')]
+
+    def __copy__(self) -> CheckpointView:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> CheckpointView:
+        # It cannot be changed, and holds no values.
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f'a view of {self.path} cannot be pickled. Pass the path and call t5ckpt.open_checkpoint in the other process.'
+        )
+
+    @property
+    def path(self) -> str:
+        """The manifest's path."""
+        return self._contents.located.url
+
+    @property
+    def step(self) -> int | None:
+        """The step in the directory's name, or None."""
+        return self._contents.located.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that were saved with the checkpoint."""
+        return metrics_of(self._contents.sidecar.extra)
+
+    @property
+    def custom_metadata(self) -> dict[str, Any]:
+        """What was given to ``save(..., custom_metadata={...})``; {} where nothing was."""
+        found = self._contents.sidecar.extra.get('custom_metadata')
+        return dict(found) if isinstance(found, dict) else {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays in memory."""
+        return sum(info.nbytes for info in self.infos())
+
+    def infos(self) -> list[LeafInfo]:
+        """What the manifest says of each leaf: shape, dtype, bytes, chunks; see :class:`LeafInfo`."""
+        if self._infos is None:
+            self._infos = leaf_infos(self._leaves)
+        return self._infos
+
+    def to_pandas(self) -> Any:
+        """The leaves as a pandas DataFrame, a row each: name, kind, dtype, shape, size, nbytes, chunks, codec."""
+        fields = ('name', 'kind', 'dtype', 'shape', 'size', 'nbytes', 'chunks', 'codec')
+        return pandas().DataFrame(
+            [[getattr(info, field) for field in fields] for info in self.infos()], columns=[*fields]
+        )
+
+    def stats(self, bins: int = 0, progress: Progress | None = None) -> CheckpointStats:
+        """Mean, standard deviation, extremes, norm, zeros, NaN and infinite values of every array below here.
+
+        Reads everything once, block by block, in as many threads as there are cores, with bounded memory; a second
+        time for a histogram of ``bins`` bins a leaf. See :class:`LeafStats` for what is counted how.
+        """
+        with self.in_one() as view:
+            return checkpoint_stats(view, bins, progress)
+
+    @contextlib.contextmanager
+    def in_one(self) -> Generator[CheckpointView]:
+        """A view for many reads that belong together: afterwards one look tells whether the step was saved anew."""
+        with self._contents.identity.reading():
+            yield CheckpointView(self._contents, self._reader.in_one(), self._leaves, self._prefix)
+
+    def heatmap(self, name: str, ax: Any = None) -> Any:
+        """A leaf as a picture on matplotlib axes, which it returns: the last dimension to the right, zero is white."""
+        return plot_heatmap(self[name], name, ax)
+
+    # --- access ------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: object) -> Any:
+        if not isinstance(name, str):
+            raise KeyError(f'{name!r:.80}: names of leaves are text, got {type(name).__name__}.')
+        path = path_of(name)
+        if path in self._leaves:
+            leaf = self._leaves[path]
+            if hasattr(leaf, 'dtype'):
+                return lazy_leaf(self._reader, leaf, leaf_name((*self._prefix, *path)))
+            return leaf.build() if isinstance(leaf, Empty) else leaf
+        depth = len(path)
+        below = {each[depth:]: leaf for each, leaf in self._leaves.items() if each[:depth] == path}
+        if below:
+            return self._part(below, path)
+        if any(character in name for character in '*?'):
+            matches = glob_regex(name).fullmatch
+            found = {path: self._leaves[path] for text, path in self._by_name.items() if matches(text)}
+            if found:
+                return self._part(found, ())
+        near = near_names(name, self._by_name)
+        groups = self._children()[:8]
+        hint = f' Near: {", ".join(near)}.' if near else f' There are {", ".join(groups)}.' if groups else ''
+        where = f'{leaf_name(self._prefix)}/{name}' if self._prefix else name
+        raise KeyError(f'{where}: no such leaf in {self.path}.{hint}')
+
+    def select(self, pattern: str) -> CheckpointView:
+        """The leaves of a name, a group or a pattern, always as a view.
+
+        Raises:
+          CheckpointNotFoundError: there are none.
+        """
+        path = path_of(pattern)
+        if path in self._leaves:
+            return self._part({path: self._leaves[path]}, ())
+        try:
+            return self[pattern]
+        except KeyError as error:
+            raise CheckpointNotFoundError(error.args[0]) from error
+
+    def _part(self, leaves: LeafTable, below: Path) -> CheckpointView:
+        return CheckpointView(self._contents, self._reader, leaves, (*self._prefix, *below))
+
+    def _children(self) -> list[str]:
+        return list(dict.fromkeys(path[0] for path in self._leaves if path))
+
+    def __getattr__(self, name: str) -> Any:
+        # Notebooks and copy() ask for names with underscores before __init__ has run.
+        if not name.startswith('_') and name in self._children():
+            return self[leaf_name((name,))]
+        raise AttributeError(f'{type(self).__name__} has no attribute and no group {name!r}; view[{name!r}] is a name.')
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *[key for key in self._children() if key.isidentifier()]]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._by_name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    # --- showing -----------------------------------------------------------------------------------------------------
+
+    def _title(self) -> str:
+        return f'{self.path}: {leaf_name(self._prefix)}' if self._prefix else self.path
+
+    def _facts(self) -> list[str]:
+        infos, extra = self.infos(), self._contents.sidecar.extra
+        facts = [] if self.step is None else [f'step {self.step}']
+        facts += [
+            counted(len(infos), 'leaf', 'leaves'),
+            counted(sum(info.size for info in infos), 'value'),
+            human_bytes(self.nbytes),
+        ]
+        created = time_of(extra)
+        if created is not None:
+            saved = datetime.datetime.fromtimestamp(created, datetime.UTC)
+            facts.append(f'saved {saved:%Y-%m-%d %H:%M} UTC')
+        return facts + [f'{name} {value:.6g}' for name, value in self.metrics.items()]
+
+    def __repr__(self) -> str:
+        infos = self.infos()
+        rows = [
+            (f'  {info.name}', info.dtype or info.kind, str(info.shape) if info.dtype else '', _described(info))
+            for info in infos[:_SHOWN]
+        ]
+        lines = [printable(f'{self._title()} ({", ".join(self._facts())})'), *aligned(rows, (False,) * 4)]
+        if len(infos) > _SHOWN:
+            lines.append(
+                f"  ... and {len(infos) - _SHOWN:,} more: view['a/group'], view['**/kernel'], view.to_pandas()"
+            )
+        return '\n'.join(lines)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        from treescope import repr_lib
+
+        children = {key: self[leaf_name((key,))] for key in self._children()}
+        return repr_lib.render_dictionary_wrapper(type(self), children, path, subtree_renderer)
+
+    def _repr_html_(self) -> str:
+        return tree_html(self._title(), self._facts(), build_tree(self.infos()))
+
+
+def _described(info: LeafInfo) -> str:
+    if info.value:
+        return f'= {info.value}'
+    return f'{human_bytes(info.nbytes)} {info.kind}' if info.dtype else ''

@@ -1,0 +1,191 @@
+"""The files that an array's metadata implies, for checkpoints that do not list theirs.
+
+Of an array without a codec each file's size follows from the metadata; the others must decode. The grid of chunks is as
+large as the metadata claims, so it is walked through only as far as there are files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from t5ckpt.catalog.locate import Located
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.keys import join
+from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
+from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.integrity.report import Damage
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
+from t5ckpt.reading.size_limits import check_chunk
+from t5ckpt.storage import Storage, foreign_errors
+
+__all__ = ['ArrayFiles', 'Implied', 'is_listed', 'placed']
+
+_MAX_NAMED = 100
+_METADATA = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
+_DECODED_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayFiles:
+    """The files of one array.
+
+    Attributes:
+      leaf: its name.
+      damages: what is missing or of the wrong size.
+      sizes: of the files that are there, relative to the checkpoint's directory.
+      chunks: the indices of the chunks that are there in the right size.
+      chunk_bytes: of a decoded chunk.
+    """
+
+    leaf: str
+    damages: list[Damage]
+    sizes: dict[str, int]
+    chunks: list[ChunkIndex]
+    chunk_bytes: int
+    _owner: Implied
+    _array: _Array
+
+    def file(self, chunk_index: ChunkIndex) -> str:
+        """The file of a chunk; in an OCDBT database its key."""
+        return self._array.file(chunk_index)
+
+    def decode(self, chunk_index: ChunkIndex) -> None:
+        """Reads a chunk and decodes it, if it has a codec.
+
+        Raises:
+          CorruptCheckpointError: it does not decode.
+          StorageError: it cannot be read.
+        """
+        self._owner.decode(self._array, chunk_index, self.sizes.get(self.file(chunk_index)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """An opened array."""
+
+    leaf: str
+    stored: StoredLeaf
+    store: Any
+    grid: ChunkGrid
+    file_bytes: int | None
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.grid.chunk_shape) * self.stored.array.dtype.itemsize
+
+    def file(self, chunk_index: ChunkIndex) -> str:
+        return f'{self.stored.array.location}/{self.grid.key(chunk_index)}'
+
+
+class Implied:
+    """Looks at the arrays of one checkpoint. Safe from any thread."""
+
+    def __init__(self, storage: Storage, directory: str, *, follow_links: bool = False):
+        """Takes the checkpoint's directory."""
+        self._storage = storage
+        self._directory = directory
+        self._reader = ArrayReader(Located(storage, directory, '', None, follow_links))
+        self._scanner = Scanner(storage, directory, follow_links=follow_links)
+        self._budget = ByteBudget(_DECODED_BYTES)
+
+    def files(self, leaf: str, stored: StoredLeaf) -> ArrayFiles:
+        """Opens an array and looks for its files.
+
+        Raises:
+          FormatError: its metadata cannot be read, contradicts the manifest, or it leads outside the checkpoint.
+          StorageError: a directory cannot be listed.
+        """
+        array = self._open(leaf, stored)
+        location = stored.array.location
+        present = self._present(array)
+        damages: list[Damage] = []
+        sizes: dict[str, int] = {}
+        chunks: list[ChunkIndex] = []
+        metadata = _METADATA[stored.array.driver]
+        if stored.array.container == 'dir' and metadata not in present:
+            text = 'nobody but t5ckpt can open the array without it'
+            damages.append(Damage('missing', f'{location}/{metadata}', text, leaf))
+        for chunk_index in array.grid:
+            key, file, box = array.grid.key(chunk_index), array.file(chunk_index), array.grid.box(chunk_index)
+            if key not in present:
+                if len(damages) >= _MAX_NAMED:
+                    left = array.grid.num_chunks - len(chunks) - _MAX_NAMED
+                    damages.append(Damage('missing', location, f'and up to {left:,} more chunks are missing', leaf))
+                    break
+                damages.append(Damage('missing', file, 'the metadata implies this chunk', leaf, chunk_index, box))
+                continue
+            size = present[key]
+            if size is None:
+                # The storage's listing does not say it; who decodes the chunk will see.
+                chunks.append(chunk_index)
+                continue
+            sizes[file] = size
+            if array.file_bytes is not None and size != array.file_bytes:
+                text = f'has {size:,} bytes, its chunk {array.file_bytes:,}'
+                ends = (min(size, array.file_bytes), max(size, array.file_bytes))
+                damages.append(Damage('size', file, text, leaf, chunk_index, box, ends))
+            else:
+                chunks.append(chunk_index)
+        return ArrayFiles(leaf, damages, sizes, chunks, array.chunk_bytes, self, array)
+
+    def decode(self, array: _Array, chunk_index: ChunkIndex, file_bytes: int | None) -> None:
+        """See ``ArrayFiles.decode``."""
+        if array.file_bytes is not None:
+            self._scanner.digest(array.file(chunk_index))
+            return
+        if file_bytes is not None:
+            check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.leaf} ({array.file(chunk_index)})')
+        self._budget.acquire(array.chunk_bytes)
+        try:
+            with foreign_errors(f'{array.leaf} ({self._storage.url(join(self._directory, array.file(chunk_index)))})'):
+                array.store[array.grid.box(chunk_index).slices].read().result()
+        finally:
+            self._budget.release(array.chunk_bytes)
+
+    def _open(self, leaf: str, stored: StoredLeaf) -> _Array:
+        store = self._reader.open(stored, leaf)
+        metadata = store.spec().to_json()['metadata']
+        file_bytes = None
+        if has_plain_chunks(stored.array):
+            plain = plain_chunks_of(json.dumps(metadata).encode(), stored.array)
+            file_bytes = None if plain is None else plain.file_bytes
+        chunk_shape = store.chunk_layout.write_chunk.shape or ()  # None for a scalar
+        return _Array(leaf, stored, store, ChunkGrid.from_metadata(metadata, stored.shape, chunk_shape), file_bytes)
+
+    def _present(self, array: _Array) -> dict[str, int | None]:
+        """The array's files by key, with sizes where they say something."""
+        if array.stored.array.container == 'ocdbt':
+            with foreign_errors(self._reader.url(array.stored.array)):
+                return {key.decode(): 0 for key in array.store.kvstore.list().result()}
+        base = join(self._directory, array.stored.array.location)
+        return {key.removeprefix(f'{base}/'): size for key, size in self._storage.walk(base)}
+
+
+def placed(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:
+    """With the leaf's name and, where the file is a chunk, its position and elements."""
+    chunks = leaf.array.metadata.get('chunks')
+    grid = ChunkGrid(leaf.shape, leaf.shape if chunks is None else tuple(chunks))
+    # The manifest does not say which separator another writer used.
+    chunk_index = damage.chunk if damage.chunk is not None else grid.index(key.replace('/', grid.separator))
+    box = None if chunks is None or chunk_index is None else grid.box(chunk_index)
+    return dataclasses.replace(damage, leaf=name, chunk=chunk_index, box=box)
+
+
+def is_listed(leaf: StoredLeaf, ledger: FileChecksums) -> bool:
+    """Whether lists have every file of an array; of several lists one may be gone."""
+    array = leaf.array
+    chunks = array.metadata.get('chunks', ())
+    if f'{array.location}/.zarray' not in ledger or len(chunks) != len(array.shape):
+        return False
+    # Other writers may name the chunks with slashes, which only the .zarray says.
+    grids = [ChunkGrid(array.shape, tuple(chunks), separator) for separator in ('.', '/')]
+    return any(
+        grid.num_chunks <= len(ledger) and all(f'{array.location}/{grid.key(index)}' in ledger for index in grid)
+        for grid in grids
+    )

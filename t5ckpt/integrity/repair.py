@@ -1,0 +1,309 @@
+"""Mending a damaged checkpoint as far as what is there says what was there (``integrity/repair_plan.py``).
+
+What is whole is hard-linked, or copied where links do not work, into a temporary directory; what is rebuilt is written
+there; arrays that no list vouches for are decoded; and the result is committed as a save is. So a repair that is killed
+leaves the checkpoint as it was, and ``in_place`` is the same with one exchange of directories at its end.
+
+Notes: reads every byte twice, and decodes what it has no checksums of. No jax is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+
+from t5ckpt._version import __version__
+from t5ckpt.catalog.locate import Located, open_run_storage, refuse_within
+from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.occupancy import check_room
+from t5ckpt.commit.transaction import Workspace, begin, commit, rollback, writer_facts
+from t5ckpt.commit.write_lease import AlreadyCommittedError
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock, Progress
+from t5ckpt.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    T5CkptError,
+    UnsupportedFormatError,
+)
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.chunk_grid import ChunkIndex
+from t5ckpt.format.file_checksums import FileChecksums, encode_ledger
+from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, integrity_file, parse_step_dir, step_dir
+from t5ckpt.format.sidecar import encode_sidecar
+from t5ckpt.integrity.implied_files import ArrayFiles, Implied, is_listed
+from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
+from t5ckpt.integrity.repair_plan import RepairOptions, RepairPlan, plan_repair, unrecoverable_error
+from t5ckpt.integrity.report import Damage
+from t5ckpt.integrity.verify import locate_or_broken, verify_located
+from t5ckpt.reading.contents import Identity
+from t5ckpt.reading.file_hasher import Scanner, in_threads
+from t5ckpt.storage import Storage, split_path
+
+__all__ = ['RepairOptions', 'RepairReport', 'repair']
+
+
+@dataclasses.dataclass(frozen=True)
+class RepairReport:
+    """What was done, or would be.
+
+    Attributes:
+      path: the repaired checkpoint's directory, as a user would write it; where nothing was to be done, the checkpoint's.
+      step: its step.
+      rebuilt: files that were made again.
+      dropped: leaves, and files of data iterators, that were left out.
+      notes: what could not come back, or may be worth a look.
+      changed: whether a repaired checkpoint was written, or would be.
+      files: that it has.
+      seconds: it took.
+    """
+
+    path: str
+    step: int
+    rebuilt: tuple[str, ...]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+    changed: bool
+    files: int
+    seconds: float
+
+
+def repair(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    *,
+    in_place: bool = False,
+    options: RepairOptions | None = None,
+    progress: Progress | None = None,
+) -> RepairReport:
+    """Writes a repaired copy of a checkpoint into another run, or puts it in the place of the damaged one.
+
+    Args:
+      path: a run's directory, a step's directory, or a manifest file.
+      output: the directory of the run that is to hold the copy. It may be on another storage.
+      step: which step, where ``path`` is a run's directory; None takes the latest.
+      in_place: instead of ``output``: replace the checkpoint, at once and as a whole.
+      options: which leaves may be left out, see :class:`RepairOptions`.
+      progress: called with (bytes done, bytes in all) while the checkpoint is verified.
+
+    Raises:
+      CheckpointNotFoundError: there is no checkpoint.
+      CorruptCheckpointError: something is lost that nothing else says, and ``drop`` does not name it. Nothing was written.
+      CheckpointExistsError: the output has this step already.
+      UnsupportedFormatError: no checkpoint in T5X's format, or ``in_place`` on a storage that cannot rename.
+    """
+    options = RepairOptions() if options is None else options
+    if not options.dry_run and (output is None) != in_place:
+        raise ValueError('say where the repaired checkpoint goes: output="other/run", or in_place=True.')
+    started = time.monotonic()
+    located = locate_or_broken(path, step, options.source_options)
+    number = _step_of(located)
+    report = verify_located(located, full=True, progress=progress)
+    cure = plan_repair(located, options, report)
+    wanted = bool(cure.rebuilt or cure.dropped)
+    where, files = located.storage.url(located.directory), 0
+    if wanted:
+        target = located.storage if output is None else open_run_storage(output, options.target_options)
+        where = target.url(step_dir(number))
+        if in_place:
+            _check_in_place(located, number)
+        elif output is not None:
+            _check_output(target, output, number)
+        refuse_within(target if output is not None else None, located)
+        if not options.dry_run:
+            try:
+                files = _RepairWriter(located, cure, target, number, options.clock).run(in_place)
+            except _StillDamagedError as error:
+                # The new metadata has shown more, and it may be what is to be left out.
+                again = plan_repair(located, options, report, error.damages)
+                cure = dataclasses.replace(again, source=cure.source)
+                files = _RepairWriter(located, cure, target, number, options.clock).run(in_place)
+    seconds = time.monotonic() - started
+    return RepairReport(where, number, cure.rebuilt, cure.dropped, cure.notes, wanted, files, seconds)
+
+
+def _step_of(located: Located) -> int:
+    if not located.manifest or not located.storage.is_file(join(located.directory, located.manifest)):
+        raise UnsupportedFormatError(
+            f'{located.url}: there is no manifest, and nothing else says which leaves there are. Restore an older step, or '
+            'copy the checkpoint again.'
+        )
+    if located.step is None:
+        raise UnsupportedFormatError(
+            f'{located.url}: its directory has no step in its name, so the repaired one would have none. Rename it to '
+            '"checkpoint_<step>".'
+        )
+    return located.step
+
+
+def _check_in_place(located: Located, step: int) -> None:
+    storage, where = located.storage, located.storage.url(located.directory)
+    local = storage.local_path(located.directory)
+    if local is not None and os.path.islink(local):
+        raise UnsupportedFormatError(f'{where} is a symbolic link. Repair the directory that it leads to.')
+    if located.directory != step_dir(step):
+        raise UnsupportedFormatError(
+            f'{where} is not named {step_dir(step)}, as a repaired one would be. Rename it, or write the repaired copy to '
+            'another run.'
+        )
+    if not storage.renames:
+        raise UnsupportedFormatError(
+            f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then delete '
+            'this one and copy it back.'
+        )
+
+
+def _check_output(target: Storage, output: str | os.PathLike[str], step: int) -> None:
+    if parse_step_dir(split_path(output)[1]) is not None:
+        raise ValueError(f'{os.fspath(output)} is a directory of a step. Give that of the run, its parent.')
+    check_room(target, step)
+
+
+class _StillDamagedError(CorruptCheckpointError):
+    """What no list vouched for does not decode."""
+
+    def __init__(self, damages: Sequence[Damage]):
+        super().__init__(str(unrecoverable_error(damages)))
+        self.damages = damages
+
+
+# --- the copy ---------------------------------------------------------------------------------------------------------
+
+
+class _RepairWriter:
+    """One repaired copy under way."""
+
+    def __init__(self, located: Located, cure: RepairPlan, target: Storage, step: int, clock: Clock):
+        self._located = located
+        self._cure = cure
+        self._target = target
+        self._step = step
+        self._clock = clock
+        self._scanner = Scanner(located.storage, located.directory)
+
+    def run(self, in_place: bool) -> int:
+        """Writes, verifies and commits; returns the number of files."""
+        _, index = collect(self._target, self._clock)
+        try:
+            work = begin(self._target, self._step, self._clock, writer_facts(__version__), index)
+        except AlreadyCommittedError as error:
+            raise CheckpointExistsError(f'{error}. Write to another run.') from error
+        work.replaces = in_place
+        try:
+            with Identity.now(self._located).told():
+                files = self._fill(work)
+                self._check_source()
+                self._check(work)
+                self._check_source()
+                if in_place and self._target.is_file(join(self._located.directory, PINNED)):
+                    # It may have been pinned meanwhile.
+                    self._target.write(join(work.directory, PINNED), self._scanner.read(PINNED))
+            self._commit(work, files)
+        except BaseException:
+            rollback(work)
+            raise
+        return len(files) + len(self._cure.foreign) + (3 if self._cure.has_books else 1)
+
+    def _check_source(self) -> None:
+        """Somebody may have deleted the step meanwhile, or saved it anew: neither is to be undone.
+
+        Raises:
+          CheckpointNotFoundError: deleted.
+          CorruptCheckpointError: overwritten.
+        """
+        if source_of(self._located) != self._cure.source:
+            raise CorruptCheckpointError(f'{self._located.url} has changed since it was verified. Try again.')
+
+    def _fill(self, work: Workspace) -> FileChecksums:
+        """Everything but the manifest and the sidecar; returns it with checksums."""
+        there = files_of(self._located)
+        # A directory that stands where a file is made again goes, too.
+        gone = below(there, {*self._cure.left_out, *self._cure.zarrays})
+        names = [name for name in there if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
+        for parent in sorted({name.rpartition('/')[0] for name in (*names, *self._cure.zarrays)} - {''}):
+            self._target.make_dir(join(work.directory, parent))
+        files: FileChecksums = {}
+        for name, entry in in_threads(names, lambda name: self._take(work, name)):
+            if isinstance(entry, T5CkptError):
+                raise entry
+            files[name] = entry
+        for name, data in self._cure.zarrays.items():
+            self._target.write(join(work.directory, name), data)
+            files[name] = len(data), digest(data)
+        return {name: entry for name, entry in files.items() if not is_own(name) and name not in self._cure.foreign}
+
+    def _take(self, work: Workspace, name: str) -> tuple[int, str]:
+        source, target = join(self._located.directory, name), join(work.directory, name)
+        if self._target.link_from(self._located.storage, source, target):
+            entry = self._scanner.digest(name)
+        else:
+            data = self._scanner.read(name)
+            self._target.write(target, data)
+            entry = len(data), digest(data)
+        if self._cure.trusted.get(name, entry) != entry:
+            raise CorruptCheckpointError(
+                f'{self._located.storage.url(source)} has changed since it was verified. Try again.'
+            )
+        return entry
+
+    def _commit(self, work: Workspace, files: FileChecksums) -> None:
+        storage, cure = self._target, self._cure
+        directories = sorted({name.rpartition('/')[0] for name in (*files, *cure.foreign)} - {''})
+        if not cure.has_books:
+            self._commit_as(work, None, directories)
+            return
+        integrity = encode_ledger(files)
+        storage.write(join(work.directory, integrity_file(0)), integrity)
+        books = {MANIFEST: cure.manifest, integrity_file(0): integrity}
+        known = cure.sidecar.extra or {'facts': 'unknown'}
+        extra = {
+            **known,
+            'writer': writer_facts(__version__),
+            'created_unix': known.get('created_unix', self._manifest_time()),
+            'step': self._step,
+            'bytes': sum(size for name, (size, _) in files.items() if '/' in name),
+            'files': len(files),
+            'digests': {name: [len(data), digest(data)] for name, data in books.items()},
+            'repaired': {
+                'unix': round(self._clock(), 3),
+                'rebuilt': list(cure.rebuilt),
+                'dropped': list(cure.dropped),
+            },
+        }
+        sidecar = encode_sidecar(dataclasses.replace(cure.sidecar, extra=extra))
+        self._commit_as(work, sidecar, directories)
+
+    def _commit_as(self, work: Workspace, sidecar: bytes | None, directories: Sequence[str]) -> None:
+        try:
+            commit(work, self._cure.manifest, sidecar, directories, self._clock)
+        except AlreadyCommittedError as error:
+            raise CheckpointExistsError(f'{error}. Write to another run.') from error
+
+    def _manifest_time(self) -> float:
+        """When the checkpoint was saved, as far as a file system knows."""
+        entries = self._located.storage.entries(self._located.directory)
+        found = next((entry.mtime for entry in entries if entry.name == self._located.manifest), 0.0)
+        return round(found or self._clock(), 3)
+
+    def _check(self, work: Workspace) -> None:
+        """Decodes the arrays that no list vouched for, as they lie now.
+
+        Raises:
+          CorruptCheckpointError: one is damaged all the same.
+        """
+        implied = Implied(work.storage, work.directory)
+        damages: list[Damage] = []
+        chunks: list[tuple[ArrayFiles, ChunkIndex]] = []
+        for name, leaf in self._cure.leaves.items():
+            if not is_listed(leaf, self._cure.trusted):
+                found = implied.files(name, leaf)
+                damages += found.damages
+                chunks += [(found, chunk_index) for chunk_index in found.chunks]
+        for (array, chunk_index), error in in_threads(chunks, lambda item: item[0].decode(item[1])):
+            if isinstance(error, T5CkptError):
+                damages.append(Damage('undecodable', array.file(chunk_index), str(error), array.leaf, chunk_index))
+        if damages:
+            raise _StillDamagedError(damages)

@@ -1,0 +1,113 @@
+"""What a verification found: values, and how they read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from t5ckpt.core.text import Lines, counted, lines, printable
+from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.chunk_grid import Box
+
+__all__ = ['Damage', 'VerifyReport', 'listed']
+
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong with a checkpoint.
+
+    Attributes:
+      kind: ``'missing'``, ``'size'``, ``'checksum'``, ``'undecodable'``, ``'contradiction'`` (two files that do not belong
+        together), ``'unsafe'`` (it leads outside the checkpoint) or ``'unreadable'`` (the storage said no).
+      file: relative to the checkpoint's directory.
+      text: what was found and what was expected.
+      leaf: the leaf whose values are affected; empty where it is none or all.
+      chunk: the chunk's position in the leaf's chunk grid.
+      box: the leaf's elements in that chunk, (start, stop) per dimension.
+      offsets: the bytes of the file that are affected, (start, stop); None for all, or where that is not known.
+    """
+
+    kind: str
+    file: str
+    text: str
+    leaf: str = ''
+    chunk: tuple[int, ...] | None = None
+    box: Box | None = None
+    offsets: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        where = self.leaf
+        if self.chunk is not None:
+            where += f' chunk {".".join(map(str, self.chunk)) or "0"}'
+        if self.box:
+            where += f' [{", ".join(f"{start}:{stop}" for start, stop in self.box)}]'
+        text = ': '.join(part for part in (where, self.file, f'{self.kind}: {self.text}') if part)
+        return printable(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What a verification found.
+
+    Attributes:
+      path: the manifest, or the directory where there is none of ours.
+      step: from the directory's name, or None.
+      full: whether every byte was read; otherwise presence, sizes and the manifest.
+      has_checksums: whether the checkpoint lists its files with checksums, as ours do. Of others, ``full`` decodes every
+        chunk, which finds what is missing, cut off or undecodable, but no flipped bit in plain values.
+      damages: everything that is wrong, by file.
+      notes: what is no damage, but may be worth a look, such as files that nobody knows.
+      leaves: arrays that lie in files of their own.
+      files: that were looked at.
+      nbytes: of these files; with ``full`` all of them were read.
+      seconds: it took.
+    """
+
+    path: str
+    step: int | None
+    full: bool
+    has_checksums: bool
+    damages: tuple[Damage, ...]
+    notes: tuple[str, ...]
+    leaves: int
+    files: int
+    nbytes: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.damages
+
+    def raise_if_damaged(self) -> None:
+        """Raises CorruptCheckpointError with the damages, if there are any."""
+        if self.damages:
+            raise CorruptCheckpointError(
+                lines(
+                    f'{self.path} is damaged in {counted(len(self.damages), "place")}:',
+                    self._listed(),
+                    'Restore an older step, or copy the checkpoint again.',
+                )
+            )
+
+    def _listed(self) -> Lines:
+        return listed(self.damages, ', all of them in .damages')
+
+    def __str__(self) -> str:
+        how = 'every byte read' if self.full else 'presence and sizes'
+        how += '' if self.has_checksums else ', no checksums recorded'
+        result = 'whole' if self.ok else f'damaged in {counted(len(self.damages), "place")}'
+        size = f'{counted(self.leaves, "array")}, {counted(self.files, "file")}, {counted(self.nbytes, "byte")}'
+        head = f'{self.path}: {result} ({how}; {size})'
+        listed_ = [self._listed()] if self.damages else []
+        return lines(head, *listed_, *(f'  note: {note}' for note in self.notes))
+
+
+def listed(damages: Sequence[Damage], rest: str = '') -> Lines:
+    """The first of them, a line each; ``rest`` says where the others are."""
+    shown = [f'  {damage}' for damage in damages[:_SHOWN]]
+    if len(damages) > _SHOWN:
+        shown.append(f'  ... and {len(damages) - _SHOWN} more{rest}')
+    return lines(*shown)

@@ -1,0 +1,395 @@
+"""Is a checkpoint whole? ``verify`` compares what lies there with what should.
+
+A checkpoint of ours lists its files with sizes and checksums (``format/file_checksums.py``). Quick: the manifest and the
+lists are read and hashed, of everything else presence and size are looked at, with one listing a directory. Full: every
+byte is read.
+
+Of a checkpoint that others wrote, every chunk that the metadata implies must be there, and with ``full`` it must decode.
+
+What is damaged is reported, never raised. Nothing is written, no device and no JAX is needed. What the files claim is
+not believed: the number of chunks that are looked for is bounded by the files that are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt.catalog.locate import Located, locate, with_links
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import leaf_name
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import counted, some_of
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    T5CkptError,
+    UnsafeSpecError,
+)
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.chunk_grid import ChunkIndex
+from t5ckpt.format.file_checksums import FileChecksums, decode_ledger, ledger_entries
+from t5ckpt.format.names import (
+    DATASET_REMOVED,
+    MANIFEST,
+    PINNED,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    is_integrity_file,
+    parse_step_dir,
+    step_dir,
+)
+from t5ckpt.format.sidecar import Sidecar, decode_sidecar
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.integrity.implied_files import ArrayFiles, Implied, is_listed, placed
+from t5ckpt.integrity.report import Damage, VerifyReport
+from t5ckpt.reading.contents import Contents, Identity, RawFiles, leaves_of, read_contents
+from t5ckpt.reading.file_hasher import Scanner, in_threads
+from t5ckpt.storage import Entry, open_storage, split_path
+
+__all__ = ['locate_or_broken', 'verify', 'verify_located']
+
+_OWN = {SIDECAR, MANIFEST, PINNED, DATASET_REMOVED}
+
+
+def verify(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    full: bool = False,
+    follow_links: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Checks that a checkpoint is whole, and says what is not.
+
+    Args:
+      path: a run's directory, a step's directory, or the manifest file.
+      step: which step, where ``path`` is a run's directory; None takes the latest.
+      full: read every byte and compare its checksum; without, presence and sizes, and the manifest's checksum.
+      follow_links: symbolic links may lead out of the checkpoint's directory.
+      storage_options: see docs/storage.md.
+      progress: called with (bytes done, bytes in all) while files are read.
+
+    Returns:
+      The report; ``report.ok`` says whether anything is wrong, ``report.raise_if_damaged()`` raises it.
+
+    Raises:
+      CheckpointNotFoundError: there is no checkpoint, or it was deleted meanwhile.
+      UnsupportedFormatError: what is there is not one that t5ckpt reads.
+
+    Notes: any checkpoint that restores can be verified, also those of T5X and Orbax. Full runs at the disk's speed.
+    """
+    located = with_links(locate_or_broken(path, step, storage_options), follow_links)
+    return verify_located(located, full=full, progress=progress)
+
+
+def verify_located(located: Located, *, full: bool, progress: Progress | None = None) -> VerifyReport:
+    """The same for a directory that may not be a step yet."""
+    started = time.monotonic()
+    check = _Check(located, Scanner(located.storage, located.directory, follow_links=located.follow_links))
+    identity = Identity.now(located)
+    check.books()
+    check.arrays(located.follow_links)
+    check.presence()
+    if full:
+        check.contents(progress)
+    if check.damages:
+        identity.check('verified')
+    return VerifyReport(
+        path=located.url,
+        step=located.step,
+        full=full,
+        has_checksums=bool(check.ledger) or check.is_listed,
+        damages=tuple(sorted(check.damages, key=lambda damage: (damage.file, damage.chunk or ()))),
+        notes=tuple(check.notes),
+        leaves=len(check.leaves),
+        files=len(check.sizes),
+        nbytes=sum(check.sizes.values()),
+        seconds=time.monotonic() - started,
+    )
+
+
+def locate_or_broken(
+    path: str | os.PathLike[str], step: int | None, storage_options: Mapping[str, Any] | None = None
+) -> Located:
+    """The checkpoint; also one of ours whose manifest is missing, which for everybody else is none."""
+    try:
+        return locate(path, step, storage_options)
+    except CheckpointNotFoundError:
+        parent, name = split_path(path)
+        if step is not None:
+            parent, name = os.fspath(path), step_dir(step)
+        outer = open_storage(parent, storage_options)
+        if outer.kind(join(name, SIDECAR)) != 'file':
+            raise
+        return Located(outer, name, MANIFEST, parse_step_dir(name))
+
+
+@dataclasses.dataclass
+class _Check:
+    """A verification under way.
+
+    Attributes:
+      damages, notes: so far.
+      ledger: every file that the checkpoint lists.
+      leaves: stored leaves by the directory of their array.
+      implied: the files of arrays that no ledger lists.
+      sizes: of the files that were looked at and are there.
+      read: files whose bytes have been compared already.
+      dirs: directories beside the manifest.
+      is_listed: whether the manifest's checksum is known.
+    """
+
+    located: Located
+    scanner: Scanner
+    damages: list[Damage] = dataclasses.field(default_factory=list[Damage])
+    notes: list[str] = dataclasses.field(default_factory=list[str])
+    ledger: FileChecksums = dataclasses.field(default_factory=dict[str, tuple[int, str]])
+    leaves: dict[str, tuple[str, StoredLeaf]] = dataclasses.field(default_factory=dict[str, tuple[str, StoredLeaf]])
+    implied: list[ArrayFiles] = dataclasses.field(default_factory=list[ArrayFiles])
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    read: set[str] = dataclasses.field(default_factory=set[str])
+    raw: RawFiles = dataclasses.field(default_factory=RawFiles)
+    dirs: set[str] = dataclasses.field(default_factory=set[str])
+    is_listed: bool = False
+
+    # --- the manifest, and what lists the other files -----------------------------------------------------------------
+
+    def books(self) -> None:
+        """Reads the manifest and the lists of files, and compares each with what lists it."""
+        everything = {entry.name: entry for entry in self._entries('')}
+        self.dirs = {name for name, entry in everything.items() if entry.is_dir}
+        top = {name: entry for name, entry in everything.items() if not entry.is_dir}
+        sidecar = self._sidecar(top)
+        known: FileChecksums = {}
+        if sidecar is not None:
+            try:
+                known = ledger_entries(sidecar.extra.get('digests', {}), SIDECAR)
+            except CorruptCheckpointError as error:
+                self._add('undecodable', SIDECAR, str(error))
+            self._compare_step(sidecar)
+        lists = {name for name in (*known, *top) if is_integrity_file(name)}
+        if sidecar is None and lists:
+            self._add('missing', SIDECAR, 'the file that lists the others is not there or not readable')
+        for name in sorted(lists):
+            if sidecar is None or name in known:
+                self._ledger_of(name, known.get(name), name in top)
+            else:
+                self._add('contradiction', name, f'{SIDECAR} knows of no such list: it is not of this checkpoint')
+        if self.located.manifest:
+            self.is_listed = self.located.manifest in known
+            data = self._known_file(self.located.manifest, known.get(self.located.manifest))
+            self.raw = RawFiles(data, self.raw.sidecar)
+
+    def _sidecar(self, top: Mapping[str, Entry]) -> Sidecar | None:
+        if SIDECAR not in top or not self.located.manifest:
+            return None
+        data = self._known_file(SIDECAR, None)
+        try:
+            sidecar = None if data is None else decode_sidecar(data, SIDECAR)
+        except CorruptCheckpointError as error:
+            self._add('checksum', SIDECAR, str(error))
+            return None
+        self.raw = RawFiles(None, data)
+        return sidecar
+
+    def _compare_step(self, sidecar: Sidecar) -> None:
+        written = sidecar.extra.get('step')
+        if self.located.step is not None and written != self.located.step:
+            self._add('contradiction', SIDECAR, f'is of step {written!r:.40}, the directory says {self.located.step}')
+
+    def _ledger_of(self, name: str, recorded: tuple[int, str] | None, is_there: bool) -> None:
+        data = self._known_file(name, recorded) if is_there or recorded is not None else None
+        if data is None:
+            return
+        try:
+            found = decode_ledger(data, name)
+        except CorruptCheckpointError as error:
+            self._add('undecodable', name, str(error))
+            return
+        twice = [file for file in found.keys() & self.ledger.keys() if found[file] != self.ledger[file]]
+        if twice:
+            self._add('contradiction', name, f'says something else of {min(twice)} than another list')
+        self.ledger |= found
+
+    def _known_file(self, name: str, recorded: tuple[int, str] | None) -> bytes | None:
+        """A small file's bytes, compared with what is recorded of it; None and a damage where it cannot be read."""
+        try:
+            data = self.scanner.read(name)
+        except T5CkptError as error:
+            self._failed(name, error)
+            return None
+        self.sizes[name] = len(data)
+        self.read.add(name)
+        if recorded is not None and (len(data), digest(data)) != recorded:
+            self._differs(name, recorded, (len(data), digest(data)))
+        return data
+
+    # --- arrays -------------------------------------------------------------------------------------------------------
+
+    def arrays(self, follow_links: bool) -> None:
+        """Finds the stored leaves, and the files of those that no ledger lists."""
+        if self.located.manifest and self.raw.manifest is None:
+            return
+        try:
+            contents = self._contents()
+            table, _ = leaves_of(contents, (), {})
+        except (CorruptCheckpointError, UnsafeSpecError, StorageError, CheckpointNotFoundError) as error:
+            self._failed(self.located.manifest or '_METADATA', error)
+            return
+        for path, leaf in table.items():
+            if isinstance(leaf, StoredLeaf):
+                self.leaves.setdefault(leaf.array.location, (leaf_name(path), leaf))
+        unlisted = {location: item for location, item in self.leaves.items() if not is_listed(item[1], self.ledger)}
+        implied = Implied(self.located.storage, self.located.directory, follow_links=follow_links)
+        for location, found in in_threads(unlisted, lambda location: implied.files(*unlisted[location])):
+            name, _ = self.leaves[location]
+            if isinstance(found, T5CkptError):
+                self._failed(location, found, name)
+            else:
+                self.implied.append(found)
+
+    def _contents(self) -> Contents:
+        try:
+            return read_contents(self.located, self.raw)
+        except CorruptCheckpointError:
+            if self.raw.sidecar is None:
+                raise
+            # Whatever is wrong with the sidecar is known already; the manifest alone says where the arrays are.
+            return read_contents(self.located, RawFiles(self.raw.manifest, None))
+
+    # --- presence and sizes -------------------------------------------------------------------------------------------
+
+    def presence(self) -> None:
+        """Looks for every file, with one listing for each directory."""
+        expected = set(self.ledger) - self.read
+        parents = {name.rpartition('/')[0] for name in expected}
+        found: dict[str, int] = {}
+        for parent, entries in in_threads(parents, self._entries):
+            for entry in entries:
+                name = join(parent, entry.name)
+                if not entry.is_dir:
+                    # Where a listing says no sizes, who reads the bytes will see.
+                    recorded = self.ledger.get(name, (0,))[0]
+                    found[name] = recorded if entry.size is None else entry.size
+        removed = {name for name in expected if self._is_removed(name, found)}
+        for name in sorted(expected - removed):
+            size = self.ledger[name][0]
+            if name not in found:
+                self._add('missing', name, f'{size:,} bytes are recorded')
+            else:
+                self.sizes[name] = found[name]
+                if found[name] != size:
+                    self._size_differs(name, found[name], size)
+        if removed:
+            self.notes.append(
+                f'{counted(len(removed), "data-iterator file was", "data-iterator files were")} removed on purpose '
+                '(keep_dataset_checkpoints)'
+            )
+        for array in self.implied:
+            self.sizes |= array.sizes
+            self.damages += array.damages
+        known = {*expected, *self.sizes, *_OWN}
+        used = {name.partition('/')[0] for name in (*self.ledger, *self.leaves)}
+        unknown = [*(name for name in found if name not in known), *(f'{name}/' for name in self.dirs - used)]
+        if unknown and self.ledger:
+            self.notes.append(
+                f'{counted(len(unknown), "file belongs", "files belong")} to nothing: {some_of(sorted(unknown), 5)}'
+            )
+
+    def _is_removed(self, name: str, found: Mapping[str, int]) -> bool:
+        return (
+            name not in found
+            and name.startswith(f'{TRAIN_DS_PREFIX}-')
+            and self.located.storage.kind(join(self.located.directory, DATASET_REMOVED)) == 'file'
+        )
+
+    def _entries(self, directory: str) -> list[Entry]:
+        try:
+            return self.located.storage.entries(join(self.located.directory, directory))
+        except T5CkptError as error:
+            self._failed(directory, error)
+            return []
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    def contents(self, progress: Progress | None) -> None:
+        """Reads everything that is there in the right size."""
+        wrong = {damage.file for damage in self.damages}
+        listed = [name for name in self.ledger if name in self.sizes and name not in wrong and name not in self.read]
+        listed.sort(key=lambda name: -self.sizes[name])
+        chunks = [(array, chunk_index) for array in self.implied for chunk_index in array.chunks]
+        total = sum(self.sizes[name] for name in listed) + sum(array.chunk_bytes for array, _ in chunks)
+        done = 0
+        for name, result in in_threads(listed, self.scanner.digest):
+            if isinstance(result, T5CkptError):
+                self._failed(name, result)
+            elif result != self.ledger[name]:
+                self._differs(name, self.ledger[name], result)
+            done += self.sizes[name]
+            if progress is not None:
+                progress(done, total)
+        for (array, chunk_index), result in in_threads(chunks, lambda item: item[0].decode(item[1])):
+            if isinstance(result, T5CkptError):
+                self._failed(array.file(chunk_index), result, array.leaf, chunk_index)
+            done += array.chunk_bytes
+            if progress is not None:
+                progress(done, total)
+
+    # --- damages ------------------------------------------------------------------------------------------------------
+
+    def _differs(self, name: str, recorded: tuple[int, str], found: tuple[int, str]) -> None:
+        if found[0] != recorded[0]:
+            self._size_differs(name, found[0], recorded[0])
+            return
+        text = f'xxh3-64 is {found[1]}, recorded is {recorded[1]}'
+        other = next((file for file, entry in self.ledger.items() if entry == found and file != name), None)
+        offsets = (0, found[0])
+        if other is not None:
+            text += f'; these are the bytes of {other}'
+        elif (zeros := self._hole(name)) is not None:
+            text += f'; the bytes from {zeros[0]:,} to {zeros[1]:,} may be a hole'
+        self._add('checksum', name, text, offsets=offsets)
+
+    def _hole(self, name: str) -> tuple[int, int] | None:
+        try:
+            return self.scanner.zeros(name)
+        except T5CkptError:
+            # Gone since its checksum was taken; that it differs is known.
+            return None
+
+    def _size_differs(self, name: str, found: int, recorded: int) -> None:
+        offsets = (min(found, recorded), max(found, recorded))
+        how = 'are missing' if found < recorded else 'are too many'
+        text = f'has {found:,} bytes, recorded are {recorded:,}: those from {offsets[0]:,} to {offsets[1]:,} {how}'
+        self._add('size', name, text, offsets=offsets)
+
+    def _failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:
+        match error:
+            case UnsafeSpecError():
+                kind = 'unsafe'
+            case CheckpointNotFoundError():
+                kind = 'missing'
+            case StorageError():
+                kind = 'unreadable'
+            case _:
+                kind = 'undecodable'
+        self.damages.append(self._located_in_leaf(Damage(kind, name, str(error), leaf, chunk_index)))
+
+    def _add(self, kind: str, name: str, text: str, *, offsets: tuple[int, int] | None = None) -> None:
+        self.damages.append(self._located_in_leaf(Damage(kind, name, text, offsets=offsets)))
+
+    def _located_in_leaf(self, damage: Damage) -> Damage:
+        """With the leaf, the chunk and the elements that a file holds."""
+        parts = damage.file.split('/')
+        for length in range(len(parts), 0, -1):
+            location = '/'.join(parts[:length])
+            if location in self.leaves:
+                name, leaf = self.leaves[location]
+                return placed(damage, name, leaf, '/'.join(parts[length:]))
+        return damage

@@ -1,0 +1,30 @@
+"""The parts of an array that this process's devices hold."""
+
+from __future__ import annotations
+
+from t5ckpt.format.chunk_grid import Box
+from t5ckpt.tree.template import LeafTemplate
+
+__all__ = ['boxes_wanted', 'is_on_cpu']
+
+
+def boxes_wanted(target: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:
+    """The distinct boxes that this process's devices hold, or the whole array for a host target."""
+    if not target.device or target.sharding is None:
+        return [Box.whole(shape)]
+    indices = target.sharding.addressable_devices_indices_map(shape)
+    return list(dict.fromkeys(Box.from_slices(index, shape) for index in indices.values()))
+
+
+def is_on_cpu(target: LeafTemplate) -> bool:
+    """Whether a buffer of this process can be the target's own: numpy, or the CPU backend's default memory."""
+    if not target.device:
+        return True
+    import jax
+
+    if target.sharding is None:
+        return jax.default_backend() == 'cpu'
+    device = next(iter(target.sharding.addressable_devices), None)
+    if device is None or device.platform != 'cpu':
+        return False
+    return target.sharding.memory_kind in (None, device.default_memory().kind)

@@ -1,0 +1,310 @@
+"""Everything that is decided about a restore, before a byte moves.
+
+``checkpoint_leaves`` turns a manifest into typed leaves; ``plan_restore`` matches them with what the model wants and
+either returns a plan or raises one error with every difference in it.
+
+Rules, where T5X is silent or surprising:
+- The result has the checkpoint's dtype, as in T5X, unless ``restore_dtype`` casts it; a difference within a kind
+  (float32 against bfloat16) is logged, a difference of kind is an error.
+- Inline leaves are checked like stored ones (T5X takes any shape there).
+- None, an empty container and no leaf at all are the same: the model has no place there. What the checkpoint holds there
+  or below is a leaf too many.
+- ``...`` as a leaf of the model leaves out what the checkpoint holds there or below: nothing of it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.errors import LeafProblem, mismatch_error, near_names
+from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, kind
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.planning.leaves import as_leaf, both_python_ints, describe, first_in, held, is_empty
+from t5ckpt.planning.resizing import Resize
+from t5ckpt.planning.sharding_check import ShardingCheck
+from t5ckpt.tree.leaf_table import Empty, LeafTable
+from t5ckpt.tree.leaf_values import as_instance
+from t5ckpt.tree.template import LeafTemplate, canonical_dtype
+
+__all__ = ['STRICTNESS', 'InlineRead', 'RestoreOptions', 'RestorePlan', 'StoredRead', 'plan_restore']
+
+# How alike the two must be: 'exact' also in every dtype, 'up_to_dtype' but for float32 against bfloat16 and the like,
+# 'contains' may hold more than the model.
+STRICTNESS = ('exact', 'up_to_dtype', 'contains')
+# What a model has where it has no leaf.
+_LEFT_OUT = ('skip', 'unread')
+_NO_PLACE = ('none', 'empty', *_LEFT_OUT)
+# Close names are looked for this many times: it takes milliseconds each, and nobody reads more of them.
+_HINTED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRead:
+    """One array to read: ``dtype`` after the cast. The target's shape is another than the leaf's where it is resized."""
+
+    path: Path
+    leaf: StoredLeaf
+    target: LeafTemplate
+    dtype: np.dtype
+
+    @property
+    def resizes(self) -> bool:
+        """Whether the values are padded or truncated."""
+        return self.target.shape != self.leaf.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class InlineRead:
+    """One leaf that the manifest holds, or any array that a restore transform put there.
+
+    ``resizes`` allows a value of another shape than the target's.
+    """
+
+    path: Path
+    value: Any
+    target: LeafTemplate
+    dtype: np.dtype
+    resizes: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreOptions:
+    """Options of a restore.
+
+    Attributes:
+      cast: of floating leaves; None casts nothing.
+      fallback: values for leaves that the checkpoint lacks; without one a missing leaf is an error.
+      keys: the implementation of typed PRNG keys, by path, from the sidecar; None for checkpoints of others, where
+        any uint32 array may be keys.
+      lenient_keys: an array that is not in ``keys`` may be keys too, because a transform may have made it.
+      strict: one of STRICTNESS.
+      resize: leaves that may be padded or truncated to the template's shape.
+      places: whether leaves go to devices; a lazy restore leaves them where they are, so no sharding matters.
+    """
+
+    cast: Cast | None = None
+    fallback: Mapping[Path, Any] = dataclasses.field(default_factory=dict[Path, Any])
+    keys: Mapping[Path, str] | None = None
+    lenient_keys: bool = False
+    strict: str = 'up_to_dtype'
+    places: bool = True
+    resize: Resize = dataclasses.field(default_factory=lambda: Resize(None))
+
+
+@dataclasses.dataclass(frozen=True)
+class RestorePlan:
+    """What to read.
+
+    Attributes:
+      stored: arrays to read from storage.
+      inline: leaves whose values are at hand.
+      kept: leaves that come from the model itself: None, ``...``, empty containers, text.
+      fallback: paths that are taken from ``fallback_state``.
+      ignored: leaves of the checkpoint that the model has no use for.
+      skipped: leaves of the checkpoint where the model has ``...``, or below.
+      notes: differences of dtype within a kind, for the log.
+      resized: leaves that are padded or truncated, with both shapes, for the log.
+    """
+
+    stored: tuple[StoredRead, ...]
+    inline: tuple[InlineRead, ...]
+    kept: LeafTable
+    fallback: tuple[Path, ...]
+    ignored: tuple[Path, ...]
+    skipped: tuple[Path, ...]
+    notes: tuple[str, ...]
+    resized: tuple[str, ...]
+
+
+def plan_restore(
+    leaves: LeafTable,
+    targets: Mapping[Path, LeafTemplate],
+    options: RestoreOptions,
+    where: str,
+) -> RestorePlan:
+    """Matches a checkpoint with a model.
+
+    Args:
+      leaves: from :func:`checkpoint_leaves`.
+      targets: what the model wants at each of its leaves.
+      options: fallback values, casts, and the facts to hold against.
+      where: the checkpoint, for messages.
+
+    Raises:
+      TreeMismatchError: or the subclass of the only kind of difference there is.
+      UnsupportedLeafError: a transform put something there that is no leaf.
+      UnmatchedPattern: the cast is meant for no leaf of the model.
+    """
+    check_cast(options.cast, {path: target.dtype for path, target in targets.items()})
+    options.resize.check(targets)
+    matcher = _Matcher(leaves, targets, options)
+    for path, target in targets.items():
+        matcher.match(path, target)
+    matcher.leftovers()
+    if matcher.problems:
+        raise mismatch_error(matcher.problems, where)
+    return RestorePlan(
+        tuple(matcher.stored),
+        tuple(matcher.inline),
+        matcher.kept,
+        tuple(matcher.taken),
+        tuple(matcher.ignored),
+        tuple(matcher.skipped),
+        tuple(matcher.notes),
+        tuple(matcher.resized),
+    )
+
+
+class _Matcher:
+    """Collects the plan and the problems, leaf by leaf."""
+
+    def __init__(self, leaves: LeafTable, targets: Mapping[Path, LeafTemplate], options: RestoreOptions):
+        self._leaves = leaves
+        self._targets = targets
+        self._fallback = options.fallback
+        self._cast = options.cast
+        self._keys = options.keys
+        self._lenient_keys = options.lenient_keys
+        self._strict = options.strict
+        self._resize = options.resize
+        self._shardings = ShardingCheck() if options.places else None
+        self.stored: list[StoredRead] = []
+        self.inline: list[InlineRead] = []
+        self.kept: LeafTable = {}
+        self.taken: list[Path] = []
+        self.ignored: list[Path] = []
+        self.skipped: list[Path] = []
+        self.notes: list[str] = []
+        self.resized: list[str] = []
+        self.problems: list[LeafProblem] = []
+
+    def match(self, path: Path, target: LeafTemplate) -> None:
+        found = as_leaf(path, self._leaves.get(path))
+        if target.sharding is not None and self._shardings is not None:
+            cause, wrong = self._shardings.problem(target)
+            if wrong:
+                self.problems.append(LeafProblem(leaf_name(path), cause, '', wrong))
+        if target.kind in ('none', *_LEFT_OUT):
+            self.kept[path] = None if target.kind == 'none' else ...
+        elif target.kind in ('empty', 'text'):
+            self._keep(path, target, found)
+        elif found is None or isinstance(found, (Empty, str)):
+            self._absent(path, target, found)
+        elif self._fits(path, target, found):
+            dtype = cast_dtype(path, np.dtype(found.dtype), self._cast, target.dtype)
+            if isinstance(found, StoredLeaf):
+                self.stored.append(StoredRead(path, found, target, dtype))
+            else:
+                self.inline.append(InlineRead(path, found, target, dtype, tuple(found.shape) != target.shape))
+
+    def _casts_from(self, source: str) -> bool:
+        """Whether leaves of a source are cast: those of ``fallback_state`` only to the template's dtypes."""
+        return self._cast is not None and (source == '' or self._cast.dtype is None)
+
+    def _resizes(self, name: str, shape: tuple[int, ...], target: LeafTemplate) -> bool:
+        can = bool(self._resize) and target.kind == 'array' and len(shape) == len(target.shape)
+        if not can or not self._resize.covers(name):
+            return False
+        self.resized.append(f'{name}: {shape} to {target.shape}')
+        return True
+
+    def _keep(self, path: Path, target: LeafTemplate, found: Any) -> None:
+        """An empty container or text of the model, which holds no array."""
+        if hasattr(found, 'dtype') and target.kind == 'text':
+            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', held(found), 'text'))
+        elif target.kind == 'text' and not isinstance(found, str):
+            self.notes.append(f"{leaf_name(path)}: no text in the checkpoint, the model's stays")
+        is_text = isinstance(found, str) and target.kind == 'text'
+        self.kept[path] = as_instance(type(target.example), found) if is_text else target.example
+
+    def _fall_back(self, path: Path, target: LeafTemplate, value: Any) -> bool:
+        """Takes a leaf from ``fallback_state``, held to the same rules as the checkpoint's."""
+        if value is None or isinstance(value, (Empty, str)):
+            return False
+        if target.kind != 'key' or isinstance(getattr(value, 'dtype', None), np.dtype):
+            value = value if hasattr(value, 'dtype') else np.asarray(value)
+            if not self._fits(path, target, value, 'fallback_state '):
+                return True
+        self.taken.append(path)
+        return True
+
+    def _absent(self, path: Path, target: LeafTemplate, found: Any) -> None:
+        name = leaf_name(path)
+        if self._fall_back(path, target, self._fallback.get(path)):
+            return
+        if path in self._leaves:
+            hint = f'The checkpoint holds {held(found)} there.'
+            self.problems.append(LeafProblem(name, 'missing', '', describe(target), hint))
+            return
+        near = self._near(name, self._leaves, self._targets)
+        self.problems.append(LeafProblem(name, 'missing', '', describe(target), near=near))
+
+    def _near(self, name: str, there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
+        """Names there that are close and have no partner here; one that has is no leaf that was renamed."""
+        if len(self.problems) >= _HINTED:
+            return ()
+        # An empty container is no leaf that could have another name.
+        names = (leaf_name(path) for path, other in there.items() if path not in here and not is_empty(other))
+        return tuple(near_names(name, names))
+
+    def _fits(self, path: Path, target: LeafTemplate, found: Any, source: str = '') -> bool:
+        name, shape, dtype = leaf_name(path), tuple(found.shape), np.dtype(found.dtype)
+        wanted = np.dtype(np.void) if target.dtype is None else target.dtype
+        known = self._keys is not None and source == ''
+        written_impl = (self._keys or {}).get(path, None if self._lenient_keys else '') if known else None
+        if written_impl is not None and written_impl != target.impl:
+            held = f'PRNG keys of {written_impl}' if written_impl else dtype.name
+            model = f'PRNG keys of {target.impl}' if target.impl else wanted.name
+            self.problems.append(LeafProblem(name, 'dtype', held, model))
+            return False
+        if shape != target.shape and (source or not self._resizes(name, shape, target)):
+            self.problems.append(LeafProblem(name, 'shape', f'{source}{shape}', str(target.shape)))
+            return False
+        if dtype != wanted and kind(dtype) != kind(wanted) and not both_python_ints(dtype, target):
+            self.problems.append(LeafProblem(name, 'dtype', f'{source}{dtype.name}', wanted.name))
+            return False
+        came = cast_dtype(path, dtype, self._cast, wanted) if self._casts_from(source) else dtype
+        if self._strict == 'exact' and came != wanted and target.kind == 'array':
+            hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
+            self.problems.append(LeafProblem(name, 'dtype', f'{source}{came.name}', wanted.name, hint))
+            return False
+        if came != wanted and target.kind == 'array' and not (target.device and canonical_dtype(came) == wanted):
+            self.notes.append(f'{name}: checkpoint {dtype.name}, model {wanted.name}')
+        return True
+
+    def leftovers(self) -> None:
+        """Leaves of the checkpoint that the model has no place for."""
+        places = {path: target.kind for path, target in self._targets.items() if target.kind in _NO_PLACE}
+        skips = {path for path, kind in places.items() if kind in _LEFT_OUT}
+        used = set[Path]()
+        for path, found in self._leaves.items():
+            if (path in self._targets and path not in places) or found is None or isinstance(found, Empty):
+                continue
+            above = first_in(path, skips) if skips else None
+            if above is not None:
+                used.add(above)
+                self.skipped.append(path)
+            elif isinstance(found, str):
+                self.notes.append(f'{leaf_name(path)}: text in the checkpoint, not in the model')
+            elif self._strict == 'contains':
+                self.ignored.append(path)
+            else:
+                self._excess(path, found, places)
+        self.notes += [
+            f'{leaf_name(path)}: ... in the model, and nothing in the checkpoint'
+            for path in skips - used
+            if places[path] == 'skip'
+        ]
+
+    def _excess(self, path: Path, found: Any, places: Mapping[Path, str]) -> None:
+        name, above = leaf_name(path), first_in(path, places)
+        near = self._near(name, self._targets, self._leaves)
+        what = '' if above is None else 'None' if places[above] == 'none' else 'an empty container'
+        where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
+        hint = f'The model has {what} {where}.' if what else ''
+        self.problems.append(LeafProblem(name, 'unexpected', held(found), what, hint, near))

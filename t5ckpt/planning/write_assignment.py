@@ -1,0 +1,187 @@
+"""Who writes what: which process writes which chunk of a shard that several processes hold.
+
+A shard that one process holds is written by it. A shard that is replicated over processes is cut into chunks and dealt
+out among its holders, each chunk to the one that has least so far, so that each writes about its share of the bytes.
+All holders of a shard come to the same result without a word, because they see the same shards of the same leaves in the
+same order; nobody has to know of shards that it does not hold, so the work grows with a process's own shards and not
+with the job.
+
+The chunk grid is the same for the whole array and a function of what all processes know: its shape, the shape of its
+shards and the number of replicas. No chunk ever reaches into two shards that different processes may write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.format.chunk_grid import Box, ChunkGrid, ceil_div
+from t5ckpt.planning.chunk_shape import choose_chunks
+
+__all__ = ['HeldShard', 'MeshLayout', 'WriteAssignment', 'chunk_shape_for']
+
+# Below it a file of its own costs more than the bytes that somebody else could have written (0.3 to 0.8 ms a file).
+_MIN_SPLIT_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldShard:
+    """A shard that this process holds.
+
+    Attributes:
+      index: into the array's addressable shards; -1 for a host array.
+      box: in the array's coordinates.
+      holders: the processes that hold it, ascending.
+    """
+
+    index: int
+    box: Box
+    holders: tuple[int, ...]
+
+
+class MeshLayout:
+    """The process of each device of a mesh, and who shares what.
+
+    Attributes:
+      processes: integers of the mesh's shape.
+      names: of its axes.
+    """
+
+    def __init__(self, processes: np.ndarray, names: Sequence[str]):
+        """Takes the processes of the devices, and the axes' names."""
+        self.processes = processes
+        self.names = tuple(names)
+        self._holders: dict[Any, tuple[int, ...]] = {}
+
+    def holders(self, position: Sequence[int], used: frozenset[str]) -> tuple[int, ...]:
+        """The processes that hold the shard of the device at ``position``, if the axes ``used`` divide the array."""
+        where = tuple(
+            int(place) if name in used else slice(None) for name, place in zip(self.names, position, strict=True)
+        )
+        key = tuple(place if isinstance(place, int) else None for place in where)
+        if key not in self._holders:
+            self._holders[key] = tuple(np.unique(self.processes[where]).tolist())
+        return self._holders[key]
+
+
+class WriteAssignment:
+    """Deals out chunks; one for each plan, since what was dealt out before decides who comes next.
+
+    Most leaves of a model have the shape and the sharding of many others, so what follows from these two is kept.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1):
+        """Takes this process's index and the number of all."""
+        self.index = index
+        self.count = count
+        self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        self._meshes: dict[Any, tuple[MeshLayout, dict[Any, tuple[int, ...]]]] = {}
+        self._at_first: dict[Any, bool] = {}
+        self._held: dict[Any, list[HeldShard]] = {}
+        self._chunks: dict[Any, list[Box]] = {}
+        self._chunk_shapes: dict[Any, tuple[int, ...]] = {}
+
+    def mine(self, shard: HeldShard, grid: ChunkGrid, itemsize: int) -> list[Box]:
+        """The chunks of a shard that this process writes; to be called for each shard that it holds, in order."""
+        key = shard.box, grid.chunk_shape
+        if key not in self._chunks:
+            self._chunks[key] = grid.split(shard.box)
+        chunks, holders = self._chunks[key], shard.holders
+        if len(holders) == 1:
+            return chunks if holders[0] == self.index else []
+        loads = self._loads.setdefault(holders, [(0, process) for process in holders])
+        size = math.prod(grid.chunk_shape) * itemsize
+        mine: list[Box] = []
+        for chunk in chunks:
+            load, process = loads[0]
+            heapq.heapreplace(loads, (load + size, process))
+            if process == self.index:
+                mine.append(chunk)
+        return mine
+
+    def held(self, array: Any) -> list[HeldShard]:
+        """The distinct shards of a jax.Array that this process holds, by box."""
+        key = array.sharding, array.shape
+        if key not in self._held:
+            self._held[key] = _held_shards(array, self)
+        return self._held[key]
+
+    def chunk_shape(self, array: Any, itemsize: int, limit: int) -> tuple[int, ...]:
+        """The chunk shape of a jax.Array, see :func:`chunk_shape_for`."""
+        key = array.sharding, array.shape, itemsize, limit
+        if key not in self._chunk_shapes:
+            shape = tuple(array.shape)
+            part = tuple(array.sharding.shard_shape(shape))
+            shards = ChunkGrid(shape, part).num_chunks
+            # By how many processes each shard may be held, as far as all of them can tell.
+            replicas = min(self.count, max(1, array.sharding.num_devices // shards))
+            self._chunk_shapes[key] = chunk_shape_for(shape, part, itemsize, limit, replicas)
+        return self._chunk_shapes[key]
+
+    def on_leader(self, array: Any) -> bool:
+        """Whether process 0 holds anything of a jax.Array."""
+        if self.count == 1:
+            return True
+        if array.sharding not in self._at_first:
+            self._at_first[array.sharding] = any(device.process_index == 0 for device in array.sharding.device_set)
+        return self._at_first[array.sharding]
+
+    def layout(self, mesh: Any) -> tuple[MeshLayout, dict[Any, tuple[int, ...]]]:
+        """A mesh's layout, and the positions of this process's devices in it."""
+        if mesh not in self._meshes:
+            devices = mesh.devices
+            processes = np.array([device.process_index for device in devices.flat]).reshape(devices.shape)
+            own = {devices[tuple(at)]: tuple(at.tolist()) for at in np.argwhere(processes == self.index)}
+            self._meshes[mesh] = MeshLayout(processes, mesh.axis_names), own
+        return self._meshes[mesh]
+
+
+def _held_shards(array: Any, owners: WriteAssignment) -> list[HeldShard]:
+    sharding, shape = array.sharding, array.shape
+    found: dict[Box, HeldShard] = {}
+    for index, shard in enumerate(array.addressable_shards):
+        box = Box.from_slices(shard.index, shape)
+        if box not in found:
+            holders = (owners.index,) if owners.count == 1 else _holders(sharding, shape, shard, owners)
+            found[box] = HeldShard(index, box, holders)
+    return [found[box] for box in sorted(found)]
+
+
+def _holders(sharding: Any, shape: tuple[int, ...], shard: Any, owners: WriteAssignment) -> tuple[int, ...]:
+    mesh, spec = getattr(sharding, 'mesh', None), getattr(sharding, 'spec', None)
+    if mesh is not None and spec is not None:
+        layout, own = owners.layout(mesh)
+        names = [
+            name for entry in spec if entry is not None for name in (entry if isinstance(entry, tuple) else (entry,))
+        ]
+        return layout.holders(own[shard.device], frozenset(names))
+    # Any other sharding: the whole map, of the size of the job.
+    indices = sharding.devices_indices_map(shape)
+    return tuple(sorted({device.process_index for device, index in indices.items() if index == shard.index}))
+
+
+def chunk_shape_for(
+    shape: Sequence[int], shard_shape: Sequence[int], itemsize: int, limit: int, replicas: int
+) -> tuple[int, ...]:
+    """The chunk shape of an array whose shards are held by up to ``replicas`` processes each.
+
+    With replicas, a shard is cut so that each of them gets about as much, but not into less than 1 MiB. Where no
+    divisor gives enough chunks, an axis that is not sharded is cut unevenly: its last chunk reaches over the array's end.
+    """
+    nbytes = math.prod(shard_shape) * itemsize
+    parts = min(replicas, max(1, nbytes // _MIN_SPLIT_BYTES))
+    chunks = list(choose_chunks(shard_shape, itemsize, min(limit, ceil_div(nbytes, parts))))
+    whole = [axis for axis, size in enumerate(shape) if shard_shape[axis] == size]
+    for axis in sorted(whole, key=lambda axis: (-chunks[axis], axis)):
+        grid = ChunkGrid(tuple(shard_shape), tuple(chunks))
+        count = grid.num_chunks
+        if count >= parts:
+            break
+        along = min(shard_shape[axis], ceil_div(parts * grid.grid_shape[axis], count))
+        chunks[axis] = ceil_div(shard_shape[axis], along)
+    return tuple(chunks)

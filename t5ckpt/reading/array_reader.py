@@ -1,0 +1,358 @@
+"""Reading stored arrays by index: whole, or the chunks that a slice touches.
+
+There are three ways, and each array takes the first that it allows: mapped (``reading/local/mmap_reader.py``, with
+``mmap``), from its files straight into the buffers (``reading/local/direct_reader.py``, when many are restored), and
+through TensorStore, which reads everything.
+
+The stored driver, bucket and place are ignored: every array is opened in the storage that the checkpoint was found in.
+A missing chunk is an error (``fill_missing_data_reads`` is off); a missing ``.zarray`` is made up for by the
+manifest's metadata.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import tensorstore as ts
+
+from t5ckpt.catalog.locate import Located
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import leaf_name
+from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.chunk_grid import Box, ChunkGrid
+from t5ckpt.format.dtypes import from_stored, zarr_typestr
+from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.names import DATASET_REMOVED
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
+from t5ckpt.planning.restore_plan import StoredRead
+from t5ckpt.reading.byte_ranges import RangeReader
+from t5ckpt.reading.checksum_verifier import ChecksumVerifier
+from t5ckpt.reading.contents import Identity
+from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.local.direct_reader import DirectReader, ReadRequest
+from t5ckpt.reading.local.mmap_reader import ArrayMapper
+from t5ckpt.reading.local.uncompressed import chunk_of_file
+from t5ckpt.reading.size_limits import check_chunk, check_count, check_memory
+from t5ckpt.storage import foreign_errors
+
+__all__ = ['ArrayReader', 'aligned_empty', 'basic_index', 'start_read']
+
+# Of a database's compressed index; far more than any packs into one.
+_CHUNKS_PER_BYTE = 64
+# The size of a file that its storage does not tell; nothing is concluded from it.
+_UNKNOWN = 2**62
+
+
+class ArrayReader:
+    """Reads arrays of one checkpoint. Safe from any thread."""
+
+    def __init__(
+        self,
+        located: Located,
+        mmap: bool = False,
+        *,
+        ledger: FileChecksums | None = None,
+        in_passing: bool = False,
+        identity: Identity | None = None,
+    ):
+        """Makes a reader.
+
+        Args:
+          located: the checkpoint.
+          mmap: its arrays are mapped where that is possible, see ``reading/local/mmap_reader.py``.
+          ledger: what the checkpoint lists; every file that is read is compared with it.
+          in_passing: but no chunk that is not wanted whole anyway.
+          identity: each :meth:`read` looks whether the checkpoint is still this one; None where the caller does, for
+            many reads together.
+        """
+        self._storage = storage = located.storage
+        self._directory = directory = located.directory
+        self._identity = identity
+        follow_links = located.follow_links
+        root = storage.local_path(directory)
+        self._scanner = Scanner(storage, directory, follow_links=follow_links)
+        self.checks = None if ledger is None else ChecksumVerifier(ledger, self._scanner, in_passing=in_passing)
+        self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
+        self.direct = None if root is None else DirectReader(root, checks=self.checks, follow_links=follow_links)
+        self._ranges = RangeReader(storage, directory)
+
+    def url(self, array: StoredArray) -> str:
+        """Where an array lies, for messages."""
+        return self._storage.url(join(self._directory, array.location))
+
+    def range_tasks(self, array: StoredArray, buffers: dict[Box, np.ndarray]) -> list[Callable[[], None]]:
+        """What fills the buffers with boxes of an array in a ``'file'`` of a store without local files."""
+        return self._ranges.tasks(array, buffers)
+
+    def wait(self, future: Any) -> Any:
+        """See ``Storage.wait``."""
+        return self._storage.wait(future)
+
+    def start_open(self, array: StoredArray) -> Any:
+        """Begins to open an array; the future goes to :meth:`finish_open`.
+
+        Raises:
+          FormatError: a file of it leads outside the checkpoint.
+        """
+        # TensorStore follows every link and waits for every FIFO.
+        inside = array.location.partition('//')[0] if array.container == 'ocdbt' else array.location
+        self._scanner.check(inside, self.url(array))
+        with foreign_errors(self.url(array)):
+            return ts.open(self._spec(array), open=True, context=self._storage.context())
+
+    def finish_open(self, array: StoredArray, future: Any, leaf: str) -> Any:
+        """The opened array.
+
+        Raises:
+          CorruptCheckpointError: no array there, its metadata contradicts the manifest, or claims what cannot be.
+          NotEnoughMemoryError: a chunk is larger than this machine's memory.
+        """
+        try:
+            store = self.wait(future)
+        except ValueError as error:
+            if 'NOT_FOUND' not in str(error) or array.container != 'dir' or 'chunks' not in array.metadata:
+                with foreign_errors(f'{leaf} ({self.url(array)})'):
+                    raise
+            store = self._open_without_metadata(array, leaf)
+        self._check_claims(array, store, f'{leaf} ({self.url(array)})')
+        return store
+
+    def _check_claims(self, array: StoredArray, store: Any, where: str) -> None:
+        """Before TensorStore takes memory for a chunk, or makes a list of all chunks."""
+        chunk = store.chunk_layout.read_chunk.shape or ()
+        # The chunks of an empty array are empty, too.
+        chunks = ChunkGrid(array.shape, tuple(size or 1 for size in chunk)).num_chunks
+        chunk_bytes = math.prod(chunk) * array.dtype.itemsize
+        if array.container == 'ocdbt':
+            # A database keeps all values in a few files.
+            inside = array.location.partition('//')[0]
+            check_count(chunks, lambda: _CHUNKS_PER_BYTE * sum(self._sizes(inside)), where)
+            check_chunk(chunk_bytes, lambda: sum(self._sizes(inside)), where)
+        else:
+            check_count(chunks, lambda: len(self._sizes(array.location)), where)
+            check_chunk(chunk_bytes, lambda: max(self._sizes(array.location), default=0), where)
+
+    def _sizes(self, location: str) -> list[int]:
+        found = self._storage.walk(join(self._directory, location))
+        return [_UNKNOWN if size is None else size for _, size in found]
+
+    def open(self, leaf: StoredLeaf, name: str) -> Any:
+        """Opens an array and waits for it."""
+        return self.finish_open(leaf.array, self.start_open(leaf.array), name)
+
+    def _spec(self, array: StoredArray) -> dict[str, Any]:
+        kvstore = self._storage.array_kvstore(join(self._directory, array.location))
+        if array.container == 'ocdbt':
+            base, _, prefix = array.location.partition('//')
+            base_kvstore = self._storage.array_kvstore(join(self._directory, base))
+            kvstore = {'driver': 'ocdbt', 'base': base_kvstore, 'path': f'{prefix}/'}
+        return {
+            'driver': array.driver,
+            'kvstore': kvstore,
+            'schema': {'dtype': array.dtype.name, 'domain': {'shape': list(array.shape)}},
+            'fill_missing_data_reads': False,
+            'recheck_cached_data': False,
+            'recheck_cached_metadata': False,
+        }
+
+    def _open_without_metadata(self, array: StoredArray, leaf: str) -> Any:
+        metadata = {key: value for key, value in array.metadata.items() if value is not None or key == 'compressor'}
+        metadata |= {'shape': list(array.shape), 'zarr_format': 2}
+        metadata.setdefault('dtype', zarr_typestr(array.dtype))
+        spec = self._spec(array) | {'metadata': metadata}
+        with foreign_errors(f'{leaf} ({self.url(array)}, without .zarray)'):
+            return self.wait(ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()))
+
+    def read(self, leaf: StoredLeaf, name: str, index: Any = ...) -> np.ndarray:
+        """Reads a numpy basic index of an array; only the chunks it touches are read.
+
+        Args:
+          leaf: the array.
+          name: the leaf's, for errors.
+          index: integers, slices with any step, Ellipsis and None, in a tuple or alone.
+
+        Returns:
+          An array of the leaf's dtype: a new one, or, for the index ``...`` of a mapped leaf, one on a private map.
+
+        Raises:
+          CheckpointNotFoundError: the checkpoint was deleted or saved anew since it was opened.
+          FormatError: it is damaged.
+          StorageError: it cannot be read.
+        """
+        if self._identity is None:
+            return self._read(leaf, name, index)
+        # What is compared with a checksum needs no other look.
+        file = leaf.array.location if leaf.array.container == 'file' else None
+        with self._identity.told() if self._compares_all() else self._identity.reading(file=file):
+            return self._read(leaf, name, index)
+
+    def _compares_all(self) -> bool:
+        return self.checks is not None and not self.checks.in_passing
+
+    def in_one(self) -> Self:
+        """This reader for many reads, after which the caller looks at the checkpoint's identity, once for all."""
+        reader = copy.copy(self)
+        reader._identity = None  # noqa: SLF001 - a copy of itself
+        return reader
+
+    def _read(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:
+        basic = basic_index(index, leaf.shape)
+        if basic is None:
+            return self._read(leaf, name, ...)[index]
+        slices, after = basic
+        for task in self.check_tasks(leaf.array, name, [Box.from_slices(slices, leaf.shape)]):
+            task()
+        if leaf.array.container == 'file':
+            return self._read_range(leaf, name, slices)[after]
+        mapped = self._read_mapped(leaf, name, slices, index is Ellipsis)
+        if mapped is not None:
+            return from_stored(mapped, leaf.dtype)[after]
+        store = self.open(leaf, name)
+        view = store[slices] if slices else store
+        check_memory(math.prod(view.shape) * leaf.array.dtype.itemsize, f'{name} ({self.url(leaf.array)})')
+        out = aligned_empty(tuple(view.shape), leaf.array.dtype)
+        with foreign_errors(f'{name} ({self.url(leaf.array)})'):
+            self.wait(start_read(view, out))
+        return from_stored(out, leaf.dtype)[after]
+
+    def _read_range(self, leaf: StoredLeaf, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+        box = Box.from_slices(slices, leaf.shape)
+        check_memory(box.size * leaf.array.dtype.itemsize, f'{name} ({self.url(leaf.array)})')
+        out = aligned_empty(box.shape, leaf.array.dtype)
+        if self.direct is None:
+            tasks = self.range_tasks(leaf.array, {box: out})
+        else:
+            request = ReadRequest(leaf.array, name, leaf.dtype, {box: out})
+            tasks = self.direct.tasks(request, chunk_of_file(leaf.array)) or ()
+        for task in tasks:
+            task()
+        return out[_steps(slices)]
+
+    def check_tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
+        """What is to be done before boxes are read by somebody who does not look at checksums."""
+        return [] if self.checks is None else self.checks.tasks(array, name, boxes)
+
+    def check_beside(self, prefix: str) -> None:
+        """Looks at the files beside the arrays whose names begin so, before somebody else opens them.
+
+        Raises:
+          FormatError: one is damaged, missing, or leads outside the checkpoint.
+        """
+        names = [entry.name for entry in self._storage.entries(self._directory) if entry.name.startswith(prefix)]
+        for name in names:
+            self._scanner.check(name, name)
+        removed = not names and self._storage.kind(join(self._directory, DATASET_REMOVED)) == 'file'
+        if self.checks is not None and not removed:
+            for file in self.checks.listed(prefix):
+                self.checks.check(file, 'data iterator')
+
+    def _read_mapped(self, leaf: StoredLeaf, name: str, slices: tuple[slice, ...], whole: bool) -> np.ndarray | None:
+        if self._mapper is None:
+            return None
+        box = Box.from_slices(slices, leaf.shape)
+        views = self._mapper.map_boxes(leaf.array, name, [box], strided=not whole)
+        if views is None:
+            return None
+        if whole:
+            return views[box]
+        # A copy of the slice alone: as a view it would keep the whole map.
+        return views[box][_steps(slices)].copy()
+
+    def map_leaf(self, read: StoredRead) -> dict[Box, np.ndarray] | None:
+        """The buffers of a leaf that needs no copy at all: mapped, in the right dtype, and usable where they are."""
+        array = read.leaf.array
+        stored = array.dtype if array.bits_of is None else array.bits_of
+        same_bits = read.dtype == read.leaf.dtype == stored
+        if self._mapper is None or read.resizes or not same_bits or not is_on_cpu(read.target):
+            return None
+        boxes = boxes_wanted(read.target, read.leaf.shape)
+        views = self._mapper.map_boxes(array, leaf_name(read.path), boxes)
+        for task in self.check_tasks(array, leaf_name(read.path), boxes) if views is not None else ():
+            task()
+        return None if views is None else {box: from_stored(view, read.dtype) for box, view in views.items()}
+
+
+def start_read(view: Any, out: np.ndarray) -> Any:
+    """Begins to read a TensorStore array into a numpy array of its shape and dtype."""
+    if view.rank:
+        view = view[ts.d[:].translate_to[0]]
+    return ts.array(out).write(view)
+
+
+def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
+    """A numpy basic index in two parts: forward slices to read, one per dimension, and what numpy does with the rest.
+
+    Returns:
+      None for an advanced index (arrays, lists), which numpy applies to the whole array.
+
+    Raises:
+      IndexError: too many indices, or one out of bounds.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is None or part is Ellipsis or isinstance(part, slice) or _is_integer(part) for part in parts):
+        return None
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    if used > len(shape) or sum(part is Ellipsis for part in parts) > 1:
+        raise IndexError(f'{index!r:.80}: does not fit an array of {len(shape)} dimensions')
+    if not any(part is Ellipsis for part in parts):
+        parts = (*parts, Ellipsis)
+    read: list[slice] = []
+    after: list[Any] = []
+    for part in parts:
+        if part is None:
+            after.append(None)
+        elif part is Ellipsis:
+            rest = len(shape) - used
+            read += [slice(0, size) for size in shape[len(read) : len(read) + rest]]
+            after += [slice(None)] * rest
+        else:
+            forward, then = _axis_index(part, shape[len(read)], len(read))
+            read.append(forward)
+            after.append(then)
+    return tuple(read), tuple(after)
+
+
+def _steps(slices: Sequence[slice]) -> tuple[slice, ...]:
+    """What is left of forward slices inside the box that they span."""
+    return tuple(slice(None, None, part.step) for part in slices)
+
+
+def _is_integer(part: Any) -> bool:
+    return hasattr(part, '__index__') and np.ndim(part) == 0 and not isinstance(part, (bool, np.bool_))
+
+
+def _axis_index(part: Any, size: int, axis: int) -> tuple[slice, Any]:
+    if not isinstance(part, slice):
+        position = part.__index__()
+        if not -size <= position < size:
+            raise IndexError(f'index {position} is out of bounds for axis {axis} with size {size}')
+        return slice(position % size, position % size + 1), 0
+    chosen = range(*part.indices(size))
+    if not chosen:
+        return slice(0, 0), slice(None)
+    if chosen.step > 0:
+        return slice(chosen[0], chosen[-1] + 1, chosen.step), slice(None)
+    return slice(chosen[-1], chosen[0] + 1, -chosen.step), slice(None, None, -1)
+
+
+_ALIGNMENT = 64
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised C-order array whose data begins at a multiple of 64 bytes, as XLA wants its buffers."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        raw = np.empty(size + _ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f'an array of shape {tuple(shape)} and dtype {dtype.name} needs {size} bytes, more than memory has. Read a slice '
+            'of it, or, if no array of yours is so large, the manifest is damaged.'
+        ) from error
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)

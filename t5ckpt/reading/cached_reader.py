@@ -1,0 +1,155 @@
+"""Reading arrays of a checkpoint in a store through a cache on this machine's disk (``storage_options={'cache_dir': ...}``).
+
+A file that is kept counts if it has the checksum that the checkpoint lists for it, which costs no request; where the
+checkpoint lists none (T5X), the store is asked whether its version is still the one that was fetched: one small request a
+chunk. A slice fetches whole chunks, since only those can be kept.
+
+Chunks are fetched in threads, each is decoded by TensorStore from memory, and its part of the slice copied out of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from t5ckpt.core.keys import join
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
+from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex, ceil_div
+from t5ckpt.format.dtypes import from_stored
+from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.reading.array_reader import ArrayReader, aligned_empty, basic_index
+from t5ckpt.reading.contents import Contents
+from t5ckpt.reading.file_hasher import in_threads
+from t5ckpt.reading.size_limits import check_chunk, check_memory
+from t5ckpt.storage import foreign_errors
+from t5ckpt.storage.bucket import BucketStorage
+from t5ckpt.storage.forked import use_tensorstore
+
+__all__ = ['CachedReader']
+
+_THREADS = 16
+_Part = tuple[int, slice, slice]
+
+
+class CachedReader(ArrayReader):
+    """An ArrayReader that keeps what it fetched. Safe from any thread."""
+
+    def __init__(self, contents: Contents, storage: BucketStorage, *, checks: bool):
+        """Takes a checkpoint in this storage; with ``checks`` nothing but what it lists is accepted."""
+        super().__init__(contents.located, ledger=contents.ledger if checks else None, identity=contents.identity)
+        self._bucket = storage
+        self._base = contents.located.directory
+        self._ledger: FileChecksums = contents.ledger or {}
+        self._memory = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
+
+    def _compares_all(self) -> bool:
+        return bool(self._ledger)
+
+    def _read(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:
+        basic = basic_index(index, leaf.shape)
+        if basic is None:
+            return self._read(leaf, name, ...)[index]
+        if leaf.array.container != 'dir' or leaf.array.driver != 'zarr':
+            return super()._read(leaf, name, index)
+        try:
+            zarray = self._file(f'{leaf.array.location}/.zarray')
+        except CheckpointNotFoundError:
+            return super()._read(leaf, name, index)
+        slices, after = basic
+        where = f'{name} ({self.url(leaf.array)})'
+        with foreign_errors(where):
+            array = _InMemory(leaf.array, zarray, self._memory)
+        shape = tuple(len(range(part.start, part.stop, part.step or 1)) for part in slices)
+        check_memory(math.prod(shape) * leaf.array.dtype.itemsize, where)
+        out = aligned_empty(shape, leaf.array.dtype)
+
+        def take(parts: tuple[_Part, ...]) -> None:
+            chunk_index = tuple(part[0] for part in parts)
+            file = f'{leaf.array.location}/{array.grid.key(chunk_index)}'
+            try:
+                data = self._file(file)
+            except CheckpointNotFoundError as error:
+                raise CorruptCheckpointError(
+                    f'{name}: the chunk {self._bucket.url(join(self._base, file))} is missing. Restore an older step, or '
+                    'copy the checkpoint again.'
+                ) from error
+            check_chunk(array.chunk_bytes, lambda: len(data), where)
+            with foreign_errors(where):
+                out[tuple(part[2] for part in parts)] = array.decode(chunk_index, data)[
+                    tuple(part[1] for part in parts)
+                ]
+
+        if out.size:
+            per_axis = [list(_parts(part, chunk)) for part, chunk in zip(slices, array.grid.chunk_shape, strict=True)]
+            for _, error in in_threads(itertools.product(*per_axis), take, _THREADS):
+                if isinstance(error, T5CkptError):
+                    raise error
+        return from_stored(out, leaf.dtype)[after]
+
+    def _file(self, name: str) -> bytes:
+        """A file's bytes, from the cache if what is there is still the file."""
+        recorded = self._ledger.get(name)
+        data = self._bucket.read_cached(
+            join(self._base, name), None if recorded is None else lambda data: (len(data), digest(data)) == recorded
+        )
+        if recorded is not None and (len(data), digest(data)) != recorded:
+            raise CorruptCheckpointError(
+                f'{self._bucket.url(join(self._base, name))} is damaged: {len(data):,} bytes with xxh3-64 {digest(data)}, '
+                f'recorded are {recorded[0]:,} bytes with {recorded[1]}. Restore an older step, or copy the checkpoint again.'
+            )
+        return data
+
+
+class _InMemory:
+    """An array of which single chunks are decoded, each from its bytes."""
+
+    def __init__(self, array: StoredArray, zarray: bytes, context: ts.Context):
+        """Parses the metadata; what contradicts the manifest is TensorStore's ValueError."""
+        self._base = {'driver': 'memory', 'path': f'{uuid.uuid4().hex}/'}
+        use_tensorstore()
+        self._kvstore = ts.KvStore.open(self._base, context=context).result()
+        self._kvstore.write('.zarray', zarray).result()
+        spec = {
+            'driver': 'zarr',
+            'kvstore': self._base,
+            'schema': {'dtype': array.dtype.name, 'domain': {'shape': list(array.shape)}},
+            'fill_missing_data_reads': False,
+            'recheck_cached_data': 'open',
+        }
+        self._store = ts.open(spec, open=True, context=context).result()
+        self._kvstore.write('.zarray', None).result()
+        chunk_shape = [size or 1 for size in self._store.chunk_layout.write_chunk.shape or ()]
+        self.grid = ChunkGrid.from_metadata(self._store.spec().to_json()['metadata'], array.shape, chunk_shape)
+        self.chunk_bytes = math.prod(chunk_shape) * array.dtype.itemsize
+
+    def decode(self, chunk_index: ChunkIndex, data: bytes) -> np.ndarray:
+        """The elements of a chunk that lie inside the array; each chunk by one thread at a time."""
+        use_tensorstore()
+        key, box = self.grid.key(chunk_index), self.grid.box(chunk_index)
+        self._kvstore.write(key, data).result()
+        try:
+            return np.asarray((self._store[box.slices] if box else self._store).read().result())
+        finally:
+            self._kvstore.write(key, None).result()
+
+
+def _parts(part: slice, chunk: int) -> Iterator[_Part]:
+    """For each chunk along an axis that a forward slice touches: its position, what to take of it, and where that goes."""
+    step = part.step or 1
+    chosen = range(part.start, part.stop, step)
+    taken = 0
+    while taken < len(chosen):
+        at = chosen[taken] // chunk
+        first = chosen[taken] - at * chunk
+        count = min(len(chosen) - taken, ceil_div(chunk - first, step))
+        yield at, slice(first, first + (count - 1) * step + 1, step), slice(taken, taken + count)
+        taken += count

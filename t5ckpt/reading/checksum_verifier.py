@@ -1,0 +1,98 @@
+"""Checksums while a checkpoint is read: what comes out is what was written, or an error.
+
+Bytes that are read straight into their buffers are hashed on the way (``reading/local/direct_reader.py``). A file that
+somebody else opens (TensorStore for an array with a codec, the kernel for a mapped one) is read once before it is used,
+and not again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.chunk_grid import Box, ChunkGrid
+from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.reading.file_hasher import Scanner
+
+__all__ = ['ChecksumVerifier']
+
+_CURE = (
+    'Restore an older step, or copy the checkpoint again; "t5ckpt verify --full" lists all that is damaged, verify=\'quick\' '
+    'reads it all the same.'
+)
+
+
+class ChecksumVerifier:
+    """The checksums of one checkpoint's files. Safe from any thread."""
+
+    def __init__(self, ledger: FileChecksums, scanner: Scanner, *, in_passing: bool = False):
+        """Takes what the checkpoint lists, and what reads it.
+
+        With ``in_passing`` no plain chunk is read for the sake of its checksum: one of which only a part is wanted, or parts
+        by several, is not compared. A chunk with a codec has to be read whole anyway.
+        """
+        self.in_passing = in_passing
+        self._ledger: Mapping[str, tuple[int, str]] = ledger
+        self._scanner = scanner
+        self._guard = threading.Lock()
+        self._good: set[str] = set()
+
+    def listed(self, prefix: str) -> list[str]:
+        """The files that the checkpoint lists whose names begin so."""
+        return [file for file in self._ledger if file.startswith(prefix)]
+
+    def compare(self, file: str, leaf: str, found: tuple[int, str]) -> None:
+        """Holds a file's length and checksum against what is recorded.
+
+        Raises:
+          CorruptCheckpointError: they differ, or the file is not listed.
+        """
+        recorded = self._ledger.get(file)
+        if recorded is None:
+            raise CorruptCheckpointError(f'{leaf}: {file} is in no list of this checkpoint. {_CURE}')
+        if found != recorded:
+            raise CorruptCheckpointError(
+                f'{leaf}: {file} is damaged: {found[0]:,} bytes with xxh3-64 {found[1]}, recorded are {recorded[0]:,} bytes '
+                f'with {recorded[1]}. {_CURE}'
+            )
+        with self._guard:
+            self._good.add(file)
+
+    def check(self, file: str, leaf: str) -> None:
+        """Reads a file and compares it, once.
+
+        Raises:
+          CorruptCheckpointError: as :meth:`compare`, or it is missing.
+          StorageError: it cannot be read.
+        """
+        with self._guard:
+            if file in self._good:
+                return
+        try:
+            found = self._scanner.digest(file)
+        except CheckpointNotFoundError as error:
+            raise CorruptCheckpointError(f'{leaf}: {file} is missing. {_CURE}') from error
+        self.compare(file, leaf, found)
+
+    def tasks(self, array: StoredArray, leaf: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
+        """One check for each chunk file that boxes of an array touch; of metadata that contradicts itself, none."""
+        chunks = array.metadata.get('chunks', ())
+        if len(chunks) != len(array.shape):
+            return []
+        grid = ChunkGrid(array.shape, tuple(chunks))
+        files = {f'{array.location}/{grid.key(index)}' for box in boxes for index in grid.chunks_of(box)}
+        metadata = f'{array.location}/.zarray'
+        return [
+            lambda: self._check_metadata(metadata, leaf),
+            *(lambda file=file: self.check(file, leaf) for file in files),
+        ]
+
+    def _check_metadata(self, file: str, leaf: str) -> None:
+        """A ``.zarray`` that is missing is made up for by the manifest, which says the same."""
+        try:
+            found = self._scanner.digest(file)
+        except CheckpointNotFoundError:
+            return
+        self.compare(file, leaf, found)

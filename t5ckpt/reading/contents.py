@@ -1,0 +1,382 @@
+"""From a located checkpoint to its decoded contents; no array is read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any
+
+from t5ckpt.catalog.locate import Located
+from t5ckpt.core.gc_pause import paused
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import RestoreStateTransformationFn
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    T5CkptError,
+    UnsupportedFormatError,
+)
+from t5ckpt.format.array_spec import is_spec, typed_by_zarray, untyped_specs
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.file_checksums import FileChecksums, decode_ledger, ledger_entries
+from t5ckpt.format.manifest import Manifest, decode_manifest
+from t5ckpt.format.names import MANIFEST, SIDECAR, is_integrity_file, parse_step_dir
+from t5ckpt.format.safetensors import is_safetensors
+from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar
+from t5ckpt.format.stored_leaf import checkpoint_leaves, with_facts
+from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.orbax import has_placeholders, read_orbax, resolve_placeholders
+from t5ckpt.reading.safetensors import decode_tensors, read_tensors
+from t5ckpt.storage import Storage
+from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
+
+__all__ = [
+    'Contents',
+    'Identity',
+    'RawFiles',
+    'check_opens',
+    'check_step',
+    'file_checksums_of',
+    'leaves_of',
+    'read_contents',
+    'read_raw',
+]
+
+_log = logging.getLogger('t5ckpt')
+
+
+@dataclasses.dataclass(frozen=True)
+class RawFiles:
+    """A checkpoint's own files as they lie there; of an Orbax directory nothing.
+
+    Attributes:
+      manifest: the file ``checkpoint``.
+      sidecar: ``t5ckpt.json``, if there is one.
+      ledgers: the lists of files by name, if checksums are to be compared.
+      versions: of the manifest and of the sidecar, by name, see ``Storage.version``.
+    """
+
+    manifest: bytes | None = None
+    sidecar: bytes | None = None
+    ledgers: Mapping[str, bytes] | None = None
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+class ChangedMeanwhileError(CheckpointNotFoundError):
+    """The checkpoint that was opened is not there anymore; a caller catches it as CheckpointNotFoundError."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """Which checkpoint was opened.
+
+    A step may be deleted by retention, or saved anew, while a reader has it open. Its chunk files are then missing, or
+    those of other values: neither is damage. Everything that reads an opened checkpoint reads in :meth:`reading`.
+
+    Attributes:
+      located: where the checkpoint was found.
+      versions: of its manifest and of its sidecar, as ``Storage.version`` gave them when it was opened. Empty for an
+        Orbax directory, of which only the deletion is noticed.
+    """
+
+    located: Located
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @classmethod
+    def now(cls, located: Located) -> Identity:
+        """The identity of what is there now, for who reads without ``read_contents``."""
+        names = (located.manifest, SIDECAR) if located.manifest else ()
+        found = {name: located.storage.version(join(located.directory, name)) for name in names}
+        return cls(located, {name: version for name, version in found.items() if version is not None})
+
+    @contextlib.contextmanager
+    def told(self, doing: str = 'read') -> Generator[None]:
+        """Tells a deletion and an overwrite from damage. Costs nothing where nothing fails.
+
+        Args:
+          doing: what is done with the checkpoint, for the message.
+
+        Raises:
+          CheckpointNotFoundError: the checkpoint was deleted or saved anew meanwhile.
+        """
+        try:
+            yield
+        except ChangedMeanwhileError:
+            raise
+        except (CorruptCheckpointError, CheckpointNotFoundError, StorageError) as error:
+            if isinstance(error, StorageError) and error.errno != errno.ESTALE:
+                raise
+            self.check(doing, error)
+            raise
+
+    @contextlib.contextmanager
+    def reading(self, doing: str = 'read', file: str | None = None) -> Generator[None]:
+        """The same, and an overwrite is an error also where nothing fails: the values may be of both checkpoints.
+
+        Args:
+          doing: what is done with the checkpoint, for the message.
+          file: the only file of safetensors that is read; None for all of them.
+
+        Notes: costs a look at one file, of safetensors at each; on an object store, one small request.
+        """
+        with self.told(doing):
+            yield
+        storage = self.located.storage
+        for name in self._witnesses() if file is None else (file,):
+            version = storage.version(join(self.located.directory, name))
+            # Whatever was read of a directory that is gone was read before it was, and is whole.
+            if version != self.versions[name] and not (version is None and storage.renames):
+                self.check(doing)
+
+    def _witnesses(self) -> Collection[str]:
+        """The files whose versions tell of an overwrite."""
+        if is_safetensors(self.located.manifest):
+            # Each is replaced, or written to, by itself.
+            return self.versions
+        # A directory is replaced as a whole; in a bucket an equal manifest has an equal version, but no equal sidecar.
+        is_bucket = SIDECAR in self.versions and not self.located.storage.renames
+        return self.versions.keys() & {SIDECAR if is_bucket else self.located.manifest}
+
+    def check(self, doing: str, cause: Exception | None = None) -> None:
+        """Looks whether the checkpoint is still the one that was opened.
+
+        Raises:
+          CheckpointNotFoundError: it is not, from ``cause``.
+        """
+        try:
+            change = self._change()
+        except T5CkptError:
+            # Nobody can tell; the first error says more.
+            return
+        cure = 'Read another step, or pin one that is to stay' if change == 'deleted' else 'Open it again'
+        if change == 'deleted' and is_safetensors(self.located.manifest):
+            cure = 'Copy it again'
+        if change is not None:
+            raise ChangedMeanwhileError(
+                f'{self.located.url} was {change} while it was being {doing}. {cure}.'
+            ) from cause
+
+    def _change(self) -> str | None:
+        storage, directory, manifest = self.located.storage, self.located.directory, self.located.manifest
+        # Without a version the manifest was not there before, either: what is left to ask for is the directory.
+        found = {name: storage.version(join(directory, name)) for name in self.versions}
+        if is_safetensors(manifest) and None in found.values():
+            return 'deleted'
+        if found[manifest] is None if manifest in found else storage.kind(directory) is None:
+            return 'deleted'
+        return None if found == self.versions else 'replaced'
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """A checkpoint's manifest and sidecar, and where it was found.
+
+    Attributes:
+      located: where.
+      manifest, sidecar: decoded.
+      ledger: the files with their checksums, if they are to be compared.
+      versions: see :class:`RawFiles`.
+    """
+
+    located: Located
+    manifest: Manifest
+    sidecar: Sidecar
+    ledger: FileChecksums | None = None
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @property
+    def identity(self) -> Identity:
+        """Which checkpoint it is."""
+        return Identity(self.located, self.versions)
+
+
+def read_raw(located: Located, *, ledgers: bool = False) -> RawFiles:
+    """Reads a checkpoint's own files; with ``ledgers`` also those that list the others with their checksums.
+
+    Raises:
+      CheckpointNotFoundError: gone since it was located.
+      UnsafeSpecError: one of them is a symbolic link that leads out of the checkpoint.
+    """
+    storage, directory = located.storage, located.directory
+    if not located.manifest:
+        return RawFiles()
+    if is_safetensors(located.manifest):
+        data, found = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
+        return RawFiles(data, versions=found)
+    files = Scanner(storage, directory, follow_links=located.follow_links)
+    versions: dict[str, Any] = {}
+    manifest, versions[located.manifest] = files.read_with_version(located.manifest)
+    sidecar = None
+    try:
+        # In a bucket the read itself says that there is none.
+        if not storage.renames or storage.is_file(join(directory, SIDECAR)):
+            sidecar, versions[SIDECAR] = files.read_with_version(SIDECAR)
+    except CheckpointNotFoundError:
+        if storage.renames:
+            raise
+    names = [entry.name for entry in storage.entries(directory) if is_integrity_file(entry.name)] if ledgers else []
+    return RawFiles(manifest, sidecar, {name: files.read(name) for name in names} if ledgers else None, versions)
+
+
+def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
+    """Decodes the manifest, of whichever layout, and the sidecar where there is one.
+
+    Args:
+      located: the checkpoint.
+      raw: its files, if somebody has read them already.
+
+    Raises:
+      FormatError: the manifest or the sidecar does not decode, or is of something else.
+      CheckpointNotFoundError: gone since it was located.
+    """
+    raw = read_raw(located) if raw is None else raw
+    with Identity(located, raw.versions).told():
+        return _decoded(located, raw)
+
+
+def _decoded(located: Located, raw: RawFiles) -> Contents:
+    storage, directory = located.storage, located.directory
+    if raw.manifest is None:
+        return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), Sidecar())
+    if is_safetensors(located.manifest):
+        return Contents(located, decode_tensors(raw.manifest), Sidecar(), None, raw.versions)
+    where = storage.url(join(directory, SIDECAR))
+    sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
+    known = ledger_entries(sidecar.extra.get('digests', {}), where)
+    if located.manifest in known:
+        _compare(raw.manifest, known[located.manifest], located.url)
+    manifest = _decoded_manifest(located, raw.manifest)
+    if has_placeholders(manifest.state):
+        resolved = resolve_placeholders(storage, directory, manifest.state, follow_links=located.follow_links)
+        return Contents(located, dataclasses.replace(manifest, state=resolved), Sidecar(), None, raw.versions)
+    _type_specs(located, manifest)
+    return Contents(located, manifest, sidecar, _ledger(raw, known, where), raw.versions)
+
+
+def _decoded_manifest(located: Located, data: bytes) -> Manifest:
+    try:
+        return decode_manifest(data, located.url)
+    except CorruptCheckpointError as error:
+        if located.manifest == MANIFEST or parse_step_dir(located.manifest) is not None:
+            raise
+        # Only its path says that a file of this name is a checkpoint, so the path is more likely to be wrong than the file.
+        raise UnsupportedFormatError(f'{located.url} is not a checkpoint. Check the path.') from error
+
+
+def _type_specs(located: Located, manifest: Manifest) -> None:
+    """Gives the specs that name no dtype that of their ``.zarray``; hardly any manifest has such specs."""
+    files: Scanner | None = None
+    for path, spec in untyped_specs(manifest.state):
+        files = files or Scanner(located.storage, located.directory, follow_links=located.follow_links)
+        with contextlib.suppress(CheckpointNotFoundError):
+            typed_by_zarray(spec, leaf_name(path), files.read)
+
+
+def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: bytes | None) -> None:
+    """Decodes what is about to be committed exactly as a reader will: specs, facts and the manifest's checksum.
+
+    Args:
+      storage: of the run.
+      directory: where it lies so far; in a copy of an Orbax checkpoint the arrays are looked up there.
+      manifest: the file's bytes.
+      sidecar: likewise, if there is to be one.
+
+    Raises:
+      FormatError: it would not open.
+    """
+    with paused():
+        leaves_of(_decoded(Located(storage, directory, MANIFEST, None), RawFiles(manifest, sidecar)), (), {})
+
+
+def _compare(data: bytes, recorded: tuple[int, str], where: str) -> None:
+    found = len(data), digest(data)
+    if found != recorded:
+        raise CorruptCheckpointError(
+            f'{where} is damaged: {found[0]:,} bytes with xxh3-64 {found[1]}, {SIDECAR} recorded {recorded[0]:,} bytes with '
+            f'{recorded[1]}. Restore an older step, or copy the checkpoint again. If it was edited on purpose, remove '
+            f'{SIDECAR} and the integrity files.'
+        )
+
+
+def _ledger(raw: RawFiles, known: FileChecksums, where: str) -> FileChecksums | None:
+    """What the checkpoint lists; None if nobody asked, or it lists nothing, as T5X's do not."""
+    if raw.ledgers is None or (raw.sidecar is None and not raw.ledgers):
+        return None
+    listed = {name: entry for name, entry in known.items() if is_integrity_file(name)}
+    missing = sorted(listed.keys() - raw.ledgers.keys())
+    if raw.sidecar is None or missing:
+        name = ', '.join(missing) or where
+        raise CorruptCheckpointError(
+            f'{name} is missing, so no checksum can be compared. Restore an older step, copy the checkpoint '
+            "again, or pass verify='quick'."
+        )
+    ledger: FileChecksums = {}
+    for name, entry in listed.items():
+        _compare(raw.ledgers[name], entry, name)
+        ledger |= decode_ledger(raw.ledgers[name], name)
+    return ledger
+
+
+def file_checksums_of(located: Located) -> FileChecksums | None:
+    """What a checkpoint lists; None if it lists nothing.
+
+    Raises:
+      CorruptCheckpointError: a list, or what lists the lists, is missing or damaged.
+    """
+    raw = read_raw(located, ledgers=True)
+    where = located.storage.url(join(located.directory, SIDECAR))
+    sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
+    return _ledger(raw, ledger_entries(sidecar.extra.get('digests', {}), where), where)
+
+
+def check_step(contents: Contents, *, strictly: bool) -> None:
+    """Looks whether the directory's name says the step that was saved: somebody may have renamed or copied it.
+
+    Raises:
+      CorruptCheckpointError: it does not, and ``strictly`` is asked for; else the log says so.
+    """
+    written, step = contents.sidecar.extra.get('step'), contents.located.step
+    if written is None or step is None or written == step:
+        return
+    text = f'{contents.located.url} was saved as step {written!r:.40}: its directory was renamed, or is a copy'
+    if strictly:
+        raise CorruptCheckpointError(f"{text}. Rename it, or pass verify='auto'.")
+    _log.warning('t5ckpt: %s.', text)
+
+
+def leaves_of(
+    contents: Contents, fns: Sequence[RestoreStateTransformationFn], target: Mapping[str, Any]
+) -> tuple[LeafTable, TreeFacts]:
+    """A checkpoint's leaves after the restore transforms, and the sidecar's facts at their new places.
+
+    The transforms see what the state was: empty containers and text are put back before the first. A fact about a leaf
+    (it was a Python number, it is PRNG keys) follows the object that stands for it, wherever a transform moves it.
+
+    Raises:
+      UnsupportedFormatError: a transform returned no state dict.
+      FormatError: a spec that is not accepted.
+    """
+    manifest, facts = contents.manifest, contents.sidecar.facts
+    if not fns:
+        return checkpoint_leaves(manifest.state, manifest.version, facts), facts
+    before = with_facts(flatten_nested(manifest.state, is_spec), facts)
+    state: Any = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in before.items()})
+    for fn in fns:
+        state = fn(state, target)
+        if not isinstance(state, Mapping):
+            raise UnsupportedFormatError(
+                f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'
+            )
+    origin = {id(leaf): path for path, leaf in before.items()}
+    came_from = {path: origin[id(leaf)] for path, leaf in flatten_nested(state, is_spec).items() if id(leaf) in origin}
+    moved = TreeFacts(python=_moved(facts.python, came_from), keys=_moved(facts.keys, came_from), stored=facts.stored)
+    return checkpoint_leaves(state, manifest.version, moved), moved
+
+
+def _moved(facts: Mapping[Path, str], came_from: Mapping[Path, Path]) -> dict[Path, str]:
+    return {path: facts[old] for path, old in came_from.items() if old in facts}

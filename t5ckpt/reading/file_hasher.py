@@ -1,0 +1,154 @@
+"""Reading all bytes of many files, for their checksums.
+
+On a local file system a thread reads a file in blocks that stay in the processor's cache and hashes each while it is
+there; elsewhere the file comes in one piece. Reading and hashing both let go of the interpreter's lock, so the threads
+are as fast as the disk or, for cached files, memory.
+
+Notes: 10.8 GB/s of cached files on two cores, where one core hashes 24 GB/s. Memory: 1 MiB a thread on a file system,
+elsewhere the largest file a thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from t5ckpt.core.keys import join
+from t5ckpt.core.thread_pool import Pool
+from t5ckpt.errors import T5CkptError
+from t5ckpt.reading.contained_open import Fence, check_size
+from t5ckpt.storage import Storage, foreign_errors
+
+__all__ = ['Scanner', 'in_threads']
+
+_BLOCK = 2**20
+_PAGE = 4096
+_MIN_THREADS = 8
+_AHEAD = 8
+
+
+class Scanner:
+    """Reads files of one checkpoint. Safe from any thread."""
+
+    def __init__(self, storage: Storage, directory: str, *, follow_links: bool = False):
+        """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
+        self._storage = storage
+        self._directory = directory
+        root = storage.local_path(directory)
+        self._fence = None if root is None else Fence(root, follow_links=follow_links)
+        self._local = threading.local()
+
+    def check(self, name: str, leaf: str) -> None:
+        """Looks for links that lead out, and for what is no file, at a name and below, before another library reads it.
+
+        Raises:
+          FormatError: there is one.
+          StorageError: a directory cannot be read.
+        """
+        if self._fence is not None:
+            with foreign_errors(self._storage.url(join(self._directory, name))):
+                self._fence.check(name, leaf)
+
+    def read(self, file: str, limit: int | None = None) -> bytes:
+        """All bytes of a small file.
+
+        Raises:
+          CheckpointNotFoundError, StorageError, FormatError: as the storage and the fence say.
+          CorruptCheckpointError: it has more than ``limit`` bytes. In a bucket it is read before that is known.
+        """
+        if limit is not None:
+            key = join(self._directory, file)
+            size = self._storage.size(key) if self._fence is not None else None
+            check_size(size or 0, limit, self._storage.url(key))
+        return b''.join(bytes(block) for block in self._blocks(file))
+
+    def read_with_version(self, file: str) -> tuple[bytes, Any]:
+        """The same, with what ``Storage.version`` says of the file."""
+        key = join(self._directory, file)
+        if self._fence is None:
+            return self._storage.read_with_version(key)
+        version = self._storage.version(key)
+        return self.read(file), version
+
+    def digest(self, file: str) -> tuple[int, str]:
+        """A file's length and its xxh3-64."""
+        state, size = xxhash.xxh3_64(), 0
+        for block in self._blocks(file):
+            state.update(block)
+            size += len(block)
+        return size, state.hexdigest()
+
+    def zeros(self, file: str) -> tuple[int, int] | None:
+        """From the first to the last page of zeros in a file, in bytes: what a hole in a file reads as."""
+        first = last = None
+        offset = 0
+        for block in self._blocks(file):
+            pages = np.frombuffer(block, np.uint8)[: len(block) // _PAGE * _PAGE].reshape(-1, _PAGE)
+            for page in np.flatnonzero(~pages.any(axis=1)).tolist():
+                first = offset + page * _PAGE if first is None else first
+                last = offset + (page + 1) * _PAGE
+            offset += len(block)
+        return None if first is None or last is None else (first, last)
+
+    def _blocks(self, file: str) -> Iterator[memoryview]:
+        """A file's bytes; each block is overwritten by the next."""
+        key = join(self._directory, file)
+        if self._fence is None:
+            yield memoryview(self._storage.read(key))
+            return
+        with foreign_errors(self._storage.url(key)):
+            directory = self._fence.open_dir('', file)
+            try:
+                fd, _ = self._fence.open_file((directory, ''), file, file)
+            finally:
+                os.close(directory)
+            try:
+                yield from self._file_blocks(fd)
+            finally:
+                os.close(fd)
+
+    def _file_blocks(self, fd: int) -> Iterator[memoryview]:
+        if not hasattr(self._local, 'block'):
+            self._local.block = memoryview(bytearray(_BLOCK))
+        if hasattr(os, 'posix_fadvise'):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while (count := os.readv(fd, [self._local.block])) > 0:
+            yield self._local.block[:count]
+
+
+def in_threads(items: Iterable[Any], work: Callable[[Any], Any], threads: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Does work for every item in threads, a few items ahead, since there may be millions.
+
+    Yields:
+      In the order of the items (item, result), or (item, error) for an error of ours.
+    """
+    count = threads or max(_MIN_THREADS, 2 * (os.cpu_count() or 1))
+    with Pool(count, 't5ckpt-scan') as pool:
+        waiting: collections.deque[tuple[Any, concurrent.futures.Future[Any]]] = collections.deque()
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(work, item)))
+                if len(waiting) >= _AHEAD * count:
+                    yield _outcome(*waiting.popleft())
+            while waiting:
+                yield _outcome(*waiting.popleft())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _outcome(item: Any, future: concurrent.futures.Future[Any]) -> tuple[Any, Any]:
+    error = future.exception()
+    if error is None:
+        return item, future.result()
+    if isinstance(error, T5CkptError):
+        return item, error
+    raise error

@@ -1,0 +1,1 @@
+"""Uncompressed chunk files of a local checkpoint, read without TensorStore."""

@@ -1,0 +1,66 @@
+"""One chunk file that is open: asking for it ahead, and filling buffers with ranges of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+
+import numpy as np
+
+from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.reading.local.scatter_read import read_runs
+
+__all__ = ['ChunkFile']
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkFile:
+    """An open chunk file.
+
+    Attributes:
+      fd: its descriptor, which is closed by ``close``.
+      path, leaf: for messages.
+      base: where the chunk begins in the file; offsets count from there.
+    """
+
+    fd: int
+    path: str
+    leaf: str
+    base: int = 0
+
+    def announce(self, start: int, stop: int) -> None:
+        """Has the kernel begin to read a range of bytes; where it cannot be asked to, it reads when it must."""
+        if hasattr(os, 'posix_fadvise'):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self.fd, self.base + start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fills a buffer with the bytes from an offset on.
+
+        Raises:
+          CorruptCheckpointError: the file ends before.
+          OSError: it cannot be read.
+        """
+        offset += self.base
+        while into:
+            count = os.preadv(self.fd, [into], offset)
+            if count == 0:
+                raise self._cut_off()
+            offset, into = offset + count, into[count:]
+
+    def read_runs(self, offset: int, places: np.ndarray, lengths: np.ndarray) -> None:
+        """Fills many places with what lies one after another in the file; see ``_scatter.read_runs``. Raises as ``read``."""
+        try:
+            read_runs(self.fd, self.base + offset, places, lengths)
+        except EOFError as error:
+            raise self._cut_off() from error
+
+    def _cut_off(self) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f'{self.leaf}: {self.path} became shorter while it was read. Restore an older step, or copy the checkpoint again.'
+        )
+
+    def close(self) -> None:
+        """Once."""
+        os.close(self.fd)

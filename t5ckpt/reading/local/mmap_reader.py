@@ -1,0 +1,170 @@
+"""Mapping chunk files instead of reading them.
+
+A zarr chunk without codec, filters and foreign byte order is the bytes of a C-order array, so a chunk file can be the
+array. What is mapped:
+
+- a box inside one chunk, where its rows lie one after another;
+- a run of whole chunk files whose bytes, one after the other, are the box: the files are mapped side by side into one
+  reserved range (``MAP_FIXED``), which needs chunks of a whole number of pages. Chunks that divide only the first axis
+  are such a run.
+
+Everything else gives None, and the caller reads it: other codecs, orders and byte orders, dtypes that TensorStore and
+numpy lay out differently, a missing file, a file system that cannot map. The reading path then also finds the words
+for what is wrong. Two things are errors here: a file of the wrong size, because a map beyond the end of a file kills
+the process when it is touched (SIGBUS), and a symbolic link that leads out of the checkpoint.
+
+Maps are private (``MAP_PRIVATE``): a write copies the page, so nothing that is done to an array reaches the file.
+A checkpoint larger than memory can be mapped.
+
+Notes: 15 us a file. A map lives as long as any array on it, also one that JAX holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.chunk_grid import Box
+from t5ckpt.reading.local.memory_map import Region, max_maps
+from t5ckpt.reading.local.uncompressed import ChunkFiles, PlainChunks, has_plain_chunks, plain_chunks_of, range_of
+
+__all__ = ['ArrayMapper']
+
+_ALIGNMENT = 64
+
+
+class ArrayMapper:
+    """Maps the arrays of one checkpoint that lies in a local directory. Safe from any thread."""
+
+    def __init__(self, root: str, *, follow_links: bool = False):
+        """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
+        self._root = root
+        self._follow_links = follow_links
+        # Most arrays of a model have the metadata and the shards of many others: what follows from them is kept.
+        self._runs: dict[Any, dict[Box, _Run] | None] = {}
+
+    def map_boxes(
+        self, array: StoredArray, leaf: str, boxes: Sequence[Box], *, strided: bool = False
+    ) -> dict[Box, np.ndarray] | None:
+        """Maps parts of an array.
+
+        Args:
+          array: what the manifest says of it; must agree with its ``.zarray``.
+          leaf: its name, for errors.
+          boxes: (start, stop) per dimension.
+          strided: also maps boxes whose bytes do not lie one after another, for a caller who copies.
+
+        Returns:
+          By box, writable arrays on private maps, in the dtype on disk; without ``strided`` in C order and from a
+          multiple of 64 bytes, as XLA wants its buffers. Boxes in the same files share a map. None when a box cannot
+          be mapped.
+
+        Raises:
+          CorruptCheckpointError: a chunk file has another size than its chunk.
+          UnsafeSpecError: a symbolic link leads out of the checkpoint.
+        """
+        if not has_plain_chunks(array):
+            return None
+        try:
+            with ChunkFiles(self._root, array.location, leaf, follow_links=self._follow_links) as files:
+                runs = (_runs if strided else self._kept_runs)(files.metadata(), array, boxes)
+                if runs is None or not (strided or all(run.contiguous for run in runs.values())):
+                    return None
+                distinct = {run.names: run for run in runs.values()}
+                regions = {names: _map_run(files, run) for names, run in distinct.items()}
+        except OSError:
+            return None
+        return {box: run.cut(regions[run.names], array.dtype) for box, run in runs.items()}
+
+    def _kept_runs(self, text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _Run] | None:
+        key = (text, array.shape, array.dtype, tuple(boxes))
+        if key not in self._runs:
+            self._runs[key] = _runs(text, array, boxes)
+        return self._runs[key]
+
+
+# --- which files, in which order -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Chunk files that, end to end, are a C-order array of ``shape``, and where in it a box lies.
+
+    Attributes:
+      names: of the files.
+      chunk_bytes: of each file.
+      shape: of all of them together.
+      box: the box in that shape.
+      offset: bytes from the start to the box.
+      contiguous: whether the box is one aligned range of bytes.
+    """
+
+    names: tuple[str, ...]
+    chunk_bytes: int
+    shape: tuple[int, ...]
+    box: Box
+    offset: int
+    contiguous: bool
+
+    def cut(self, region: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """The box, from the bytes of the files."""
+        if not self.contiguous:
+            return np.ndarray(self.shape, dtype, region)[self.box.slices]
+        return np.ndarray(self.box.shape, dtype, region, self.offset)
+
+
+def _runs(text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _Run] | None:
+    chunks = plain_chunks_of(text, array)
+    if chunks is None:
+        return None
+    runs: dict[Box, _Run] = {}
+    for box in boxes:
+        run = _run(chunks, box)
+        if run is None:
+            return None
+        runs[box] = run
+    return runs
+
+
+def _run(chunks: PlainChunks, box: Box) -> _Run | None:
+    """The run of chunk files that holds a box.
+
+    Chunks in C order are the region in C order exactly if every axis before the last divided one has chunks of size 1.
+    """
+    if box.is_empty:
+        return None
+    grid = chunks.grid
+    ranges = grid.ranges(box)
+    divided = [axis for axis, indices in enumerate(ranges) if len(indices) > 1]
+    if divided and (any(size != 1 for size in grid.chunk_shape[: divided[-1]]) or chunks.chunk_bytes % mmap.PAGESIZE):
+        return None
+    if grid.count(box) > max_maps():
+        return None
+    names = tuple(map(grid.key, grid.chunks_of(box)))
+    box_in_run = box.relative_to(grid.full_box([indices.start for indices in ranges]))
+    shape = tuple(len(indices) * size for indices, size in zip(ranges, grid.chunk_shape, strict=True))
+    offset, contiguous = range_of(box_in_run, shape)
+    offset *= chunks.itemsize
+    return _Run(names, chunks.chunk_bytes, shape, box_in_run, offset, contiguous and offset % _ALIGNMENT == 0)
+
+
+# --- maps -------------------------------------------------------------------------------------------------------------
+
+
+def _map_run(files: ChunkFiles, run: _Run) -> np.ndarray:
+    region = Region(run.chunk_bytes * len(run.names), len(run.names))
+    if len(run.names) > 1:
+        region.reserve()
+    for position, name in enumerate(run.names):
+        fd = files.open_chunk(name, run.chunk_bytes)
+        try:
+            region.map(fd, position * run.chunk_bytes, run.chunk_bytes)
+        finally:
+            os.close(fd)
+    return region.array()

@@ -1,0 +1,75 @@
+"""Opens the reader that fits a checkpoint: local files, a cache, or TensorStore."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.cached_reader import CachedReader
+from t5ckpt.reading.contents import Contents, check_step
+from t5ckpt.storage import Storage
+from t5ckpt.storage.bucket import BucketStorage
+
+__all__ = ['VERIFY_LEVELS', 'ReadOptions', 'lazy_leaf', 'reader_of']
+
+
+def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:
+    """A lazy array of a checkpoint's leaf, stored or inline, cast to ``dtype`` when read."""
+    wanted = np.dtype(leaf.dtype) if dtype is None else dtype
+    if not isinstance(leaf, StoredLeaf):
+        value = np.asarray(leaf)
+        return LazyThreadPoolArray(value.shape, wanted, value.copy, lambda index: value[index].copy())
+    # Read in the thread that asks: no pool and no event loop, which are gone when the interpreter is on its way out.
+    return LazyThreadPoolArray(
+        leaf.shape, wanted, lambda: reader.read(leaf, name), lambda index: reader.read(leaf, name, index)
+    )
+
+
+def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
+    """A reader of an opened checkpoint's arrays, which compares checksums if the checkpoint was opened with them.
+
+    Raises:
+      CorruptCheckpointError: everything is to be verified, and the directory is of another step.
+    """
+    located = contents.located
+    check_step(contents, strictly=reading.verify == 'full')
+    if isinstance(located.storage, BucketStorage) and located.storage.cache is not None:
+        return CachedReader(contents, located.storage, checks=reading.verify == 'full')
+    in_passing = reading.verify == 'auto'
+    return ArrayReader(located, reading.mmap, ledger=contents.ledger, in_passing=in_passing, identity=contents.identity)
+
+
+VERIFY_LEVELS = ('auto', 'full', 'quick')
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOptions:
+    """How a checkpoint is read; see ``Checkpointer`` for each field.
+
+    Raises:
+      ValueError: ``verify`` is none of ``VERIFY_LEVELS``.
+    """
+
+    mmap: bool = False
+    verify: str = 'auto'
+    follow_links: bool = False
+    share_replicated: bool = False
+    budget_bytes: int = 4 * 10**9
+
+    def __post_init__(self) -> None:
+        if self.verify not in VERIFY_LEVELS:
+            raise ValueError(f'verify is one of {list(VERIFY_LEVELS)}, got {self.verify!r:.40}.')
+
+    def checks_all(self, storage: Storage, *, lazy: bool) -> bool:
+        """Whether checksums are compared: always, never, or of files that pass through our hands whole anyway.
+
+        From a store without files they would come twice: for us, and for TensorStore; but not what a cache keeps.
+        """
+        in_passing = storage.local_path('') is not None and not self.mmap and not lazy
+        is_cached = getattr(storage, 'cache', None) is not None
+        return self.verify == 'full' or (self.verify == 'auto' and (in_passing or is_cached))

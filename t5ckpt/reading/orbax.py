@@ -1,0 +1,190 @@
+"""Reading the directories of Orbax, with TensorStore alone.
+
+Two layouts (orbax/checkpoint/_src/serialization/type_handlers.py, _src/metadata/tree.py; written by orbax 0.12.8 and
+by the orbax of 2023):
+
+- ``_METADATA`` is JSON, ``tree_metadata`` lists every leaf with its keys and type. Arrays are zarr (or zarr3, where
+  ``use_zarr3`` is set) under the name of their keys joined with '.', in an OCDBT database beside the file
+  (``manifest.ocdbt``) or in a directory each. Strings are in ``_strings.json``.
+- ``checkpoint`` is Flax msgpack, and each array's leaf is the string ``PLACEHOLDER://<name>``.
+
+A step directory holds the tree itself or, below it, items; ours is ``state`` (T5X) or ``default`` (Orbax).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorstore as ts
+
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
+from t5ckpt.format.array_spec import SpecDict, StoredArray, shape_of
+from t5ckpt.format.dtypes import dtype_from_typestr
+from t5ckpt.format.manifest import Manifest
+from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.storage import Storage, foreign_errors
+from t5ckpt.tree.leaf_table import unflatten
+
+__all__ = ['array_leaves', 'has_placeholders', 'read_orbax', 'resolve_placeholders']
+
+_PLACEHOLDER = 'PLACEHOLDER://'
+_ITEMS = ('', 'state', 'default')
+_MAX_DEPTH = 250
+_STRINGS = ('str', 'string')
+_NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
+
+
+def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) -> Manifest:
+    """Reads the tree of an Orbax directory; arrays stay where they are.
+
+    Raises:
+      UnsupportedFormatError: the layout is not known, with what was found instead.
+    """
+    for item in _ITEMS:
+        base = join(directory, item)
+        if storage.is_file(join(base, '_METADATA')):
+            return _read_tree(storage, (directory, item), follow_links)
+    names = [entry.name for entry in storage.entries(directory)]
+    raise UnsupportedFormatError(
+        f'{storage.url(directory)} looks like an Orbax checkpoint of several items ({", ".join(names[:8])}), none of '
+        'which is a tree called "state" or "default". Give the path of the item that holds the model.'
+    )
+
+
+def _read_tree(storage: Storage, place: tuple[str, str], follow_links: bool) -> Manifest:
+    directory, item = place
+    files = Scanner(storage, directory, follow_links=follow_links)
+    base = join(directory, item)
+    where = storage.url(join(base, '_METADATA'))
+    try:
+        metadata = json.loads(files.read(join(item, '_METADATA')))
+        tree = metadata['tree_metadata']
+        leaves = [(_keys_of(entry), str(entry['value_metadata']['value_type'])) for entry in tree.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
+    strings = _strings(files, item, storage.is_file(join(base, '_strings.json')))
+    table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
+    table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
+    arrays = [path for path, _ in leaves if path not in table]
+    use_zarr3 = bool(metadata.get('use_zarr3'))
+    found = array_leaves(storage, (directory, item, files), arrays, use_zarr3)
+    return Manifest(3, unflatten({path: found.get(path, table.get(path)) for path, _ in leaves}))
+
+
+def _keys_of(entry: Mapping[str, Any]) -> Path:
+    path = tuple(str(key['key']) for key in entry['key_metadata'])
+    if not 0 < len(path) <= _MAX_DEPTH:
+        raise ValueError(f'a leaf {len(path)} levels deep')
+    return path
+
+
+def _strings(files: Scanner, item: str, is_there: bool) -> Mapping[str, str]:
+    if not is_there:
+        return {}
+    key = join(item, '_strings.json')
+    try:
+        return {str(name): str(text) for name, text in json.loads(files.read(key)).items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f'{key} does not decode ({error!s:.120}).') from error
+
+
+def has_placeholders(state: Mapping[str, Any]) -> bool:
+    """Whether any leaf stands for an array of Orbax's older layout."""
+    return any(
+        has_placeholders(value)
+        if isinstance(value, dict)
+        else isinstance(value, str) and value.startswith(_PLACEHOLDER)
+        for value in state.values()
+    )
+
+
+def resolve_placeholders(
+    storage: Storage, directory: str, state: Mapping[str, Any], *, follow_links: bool = False
+) -> dict[str, Any]:
+    """Replaces each ``PLACEHOLDER://<name>`` by the array it stands for."""
+    names: dict[Path, str] = {}
+    _collect_placeholders(state, (), names)
+    files = Scanner(storage, directory, follow_links=follow_links)
+    found = array_leaves(storage, (directory, '', files), list(names), False, names)
+    return _replaced(state, (), found)
+
+
+def _collect_placeholders(state: Mapping[str, Any], path: Path, names: dict[Path, str]) -> None:
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            _collect_placeholders(value, (*path, key), names)
+        elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
+            names[(*path, key)] = value.removeprefix(_PLACEHOLDER)
+
+
+def _replaced(state: Mapping[str, Any], path: Path, found: Mapping[Path, SpecDict]) -> dict[str, Any]:
+    return {
+        key: value
+        if isinstance(value, SpecDict)
+        else _replaced(value, (*path, key), found)
+        if isinstance(value, Mapping)
+        else found.get((*path, key), value)
+        for key, value in state.items()
+    }
+
+
+def array_leaves(
+    storage: Storage,
+    place: tuple[str, str, Scanner],
+    paths: Sequence[Path],
+    zarr3: bool,
+    names: Mapping[Path, str] | None = None,
+) -> dict[Path, SpecDict]:
+    """Opens the metadata of every array, all at once."""
+    directory, item, files = place
+    base = join(directory, item)
+    ocdbt = storage.is_file(join(base, 'manifest.ocdbt'))
+    kvstore: dict[str, Any] = storage.array_kvstore(base)
+    if ocdbt:
+        kvstore = {'driver': 'ocdbt', 'base': kvstore}
+    by_path = {path: _safe('.'.join(path) if names is None else names[path]) for path in paths}
+    file = 'zarr.json' if zarr3 else '.zarray'
+    where = storage.url(base)
+    # TensorStore follows every link.
+    for name in [item] if ocdbt else [join(item, name, file) for name in by_path.values()]:
+        files.check(name, where)
+    with foreign_errors(where):
+        store = ts.KvStore.open(kvstore, context=storage.context()).result()
+        futures = {path: store.read(f'{name}/{file}') for path, name in by_path.items()}
+        contents = {path: future.result() for path, future in futures.items()}
+    leaves: dict[Path, SpecDict] = {}
+    for path, found in contents.items():
+        name = by_path[path]
+        if found.state != 'value':
+            raise CorruptCheckpointError(f'{where}: array {name} has no {file}; the checkpoint is incomplete.')
+        location = f'{item}//{name}' if ocdbt else join(item, name)
+        leaves[path] = _leaf(bytes(found.value), location, ocdbt, zarr3, f'{where}: {name}')
+    return leaves
+
+
+def _safe(name: str) -> str:
+    if not name or name.startswith('/') or any(part in ('', '.', '..') for part in name.split('/')) or '\0' in name:
+        raise UnsafeSpecError(f'array name {name!r:.120} leads outside the checkpoint.')
+    return name
+
+
+def _leaf(data: bytes, location: str, ocdbt: bool, zarr3: bool, where: str) -> SpecDict:
+    try:
+        metadata = json.loads(data)
+        claimed = metadata['shape']
+        name = str(metadata['data_type'] if zarr3 else metadata['dtype'])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f'{where}: array metadata does not decode ({error!s:.120}).') from error
+    shape = shape_of(claimed, where)
+    dtype = dtype_from_typestr(name)
+    if dtype is None:
+        raise CorruptCheckpointError(f'{where}: array of unknown dtype {name!r:.40}.')
+    spec = SpecDict(driver='zarr3' if zarr3 else 'zarr', dtype=dtype.name, kvstore={}, metadata={'shape': list(shape)})
+    spec.array = StoredArray(
+        location, shape, dtype, driver='zarr3' if zarr3 else 'zarr', container='ocdbt' if ocdbt else 'dir'
+    )
+    return spec

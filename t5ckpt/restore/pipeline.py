@@ -1,0 +1,263 @@
+"""One restore, from a located checkpoint to the state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.catalog.locate import Located, no_links_text
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import Partitioner
+from t5ckpt.core.telemetry import READ_EVENT, record_duration
+from t5ckpt.core.text import some_of
+from t5ckpt.datasets import DatasetState, warn_of_unused
+from t5ckpt.format.dtypes import cast_dtype
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.leaves import restricted
+from t5ckpt.planning.resizing import resized
+from t5ckpt.planning.restore_plan import InlineRead, RestoreOptions, RestorePlan, StoredRead, plan_restore
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.contents import leaves_of, read_contents
+from t5ckpt.reading.open_reader import lazy_leaf, reader_of
+from t5ckpt.restore.all_gather import completed, in_parts
+from t5ckpt.restore.device_put import device_put_value
+from t5ckpt.restore.notices import warn_if_local, warn_if_narrowed, warn_if_unsharded, warn_of_idle
+from t5ckpt.restore.read_arrays import read_arrays
+from t5ckpt.restore.request import RestoreRequest
+from t5ckpt.restore.resolve import find_checkpoint_to_restore
+from t5ckpt.save.transforms import axes_tree
+from t5ckpt.tree.leaf_table import Empty, LeafTable, lookup, unflatten
+from t5ckpt.tree.leaf_values import is_jax_array
+from t5ckpt.tree.template import LeafTemplate, leaf_template
+from t5ckpt.tree.train_state import StateView, flatten_state
+
+__all__ = ['fit_leaves', 'place_leaves', 'run_restore']
+
+_log = logging.getLogger('t5ckpt')
+_PARAMETERS = ('target', 'params')
+
+
+def run_restore(
+    request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
+) -> Any:
+    """Restores a state of the structure of ``state``."""
+    started = time.monotonic()
+    meeting = request.meeting
+    try:
+        finish = _read(request, state, partitioner, dataset)
+    except BaseException as error:
+        # The others would go on, and wait for this process in their first step.
+        meeting.fail('read' if request.reading.share_replicated else 'restore', error)
+        raise
+    if request.reading.share_replicated and not meeting.is_single_process:
+        # What follows is a collective: it must not begin before it is known that nobody has failed.
+        meeting.agree('read', None, lambda _: None)
+    try:
+        restored = finish()
+    except BaseException as error:
+        meeting.fail('restore', error)
+        raise
+    if not meeting.is_single_process:
+        meeting.agree('restore', None, lambda _: None)
+    record_duration(READ_EVENT, time.monotonic() - started)
+    return restored
+
+
+def _read(
+    request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
+) -> Callable[[], Any]:
+    """Reads everything; what is returned makes the state of it."""
+    if request.lazy and getattr(partitioner, 'params_on_devices', False):
+        raise ValueError(
+            'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
+            'Set it to False, or restore without lazy_parameters.'
+        )
+    located, raw = find_checkpoint_to_restore(request)
+    view = flatten_state(state)
+    contents = read_contents(located, raw)
+    model = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in view.table.items()})
+    leaves, facts = leaves_of(contents, request.fns, model)
+    fallback = {} if request.fallback is None else flatten_state(request.fallback).table
+    # Where nobody has noted them, or the note is lost, any uint32 array may be keys.
+    known = contents.sidecar.extra and contents.sidecar.extra.get('facts') != 'unknown'
+    keys = facts.keys if known else None
+    options = RestoreOptions(
+        request.cast,
+        fallback,
+        keys,
+        lenient_keys=bool(request.fns),
+        strict=request.strict,
+        places=not request.lazy,
+        resize=request.resize,
+    )
+    targets = _targets(view, state, partitioner)
+    if request.only is not None:
+        targets = restricted(targets, request.only)
+    plan = plan_restore(leaves, targets, options, located.url)
+    _log_plan(plan, request)
+    if request.meeting.is_first:
+        warn_of_idle(_idle(request, located, view.table, fallback))
+    warn_if_narrowed(plan)
+    if request.meeting.is_single_process and not request.lazy:
+        warn_if_unsharded(plan, view.table, (contents.sidecar.extra or {}).get('devices'), request.notices)
+    elif not request.lazy:
+        warn_if_local(plan)
+    reader = reader_of(contents, request.reading)
+    wanted: dict[Path, Any] = {}
+    if request.donate:
+        _free(view.table, [fallback[path] for path in plan.fallback])
+    with contents.identity.reading():
+        values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, wanted)
+    values |= {
+        path: _fallback_value(request, path, fallback[path], (view, state, partitioner)) for path in plan.fallback
+    }
+    if not request.leaves_iterator:
+        _move_iterator(request, reader, located, dataset)
+    only = request.only
+    if only is not None:
+        return lambda: {path: leaf for path, leaf in (values | completed(values, wanted)).items() if path in only}
+    return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
+
+
+def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
+    """Says what comes back otherwise than it was saved, and what does not come back."""
+    if plan.notes:
+        _log.warning('t5ckpt: restored as in the checkpoint (restore_dtype casts): %s', some_of(plan.notes, 5, '; '))
+    if plan.resized:
+        _log.warning('t5ckpt: padded with zeros or truncated: %s', some_of(plan.resized, 20, '; '))
+    elif request.resize:
+        _log.info('t5ckpt: resize=%r: every leaf has the shape of the model', request.resize.patterns)
+    if plan.ignored:
+        # A model for inference leaves the optimizer's state out on purpose. Parameters are worth a warning.
+        named = sorted(plan.ignored, key=lambda path: path[0] not in _PARAMETERS)
+        log = _log.warning if named[0][0] in _PARAMETERS else _log.info
+        log('t5ckpt: %d leaves that the model does not have were left out: %s', len(named), _listed(named))
+    if plan.skipped and request.only is None:
+        _log.info('t5ckpt: left out, the model has ... there: %s', _listed(plan.skipped))
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    """Names of leaves for the log, which is one line whatever the size of the model."""
+    return some_of([leaf_name(path) for path in paths], 20, ', ')
+
+
+def _idle(request: RestoreRequest, located: Located, model: LeafTable, fallback: LeafTable) -> list[str]:
+    """What the caller asked for and this restore has no use for, for warnings."""
+    texts: list[str] = []
+    unknown = [path for path in fallback if path not in model]
+    if unknown:
+        texts.append(f'fallback_state holds leaves that the model lacks: {_listed(unknown)}. Correct their names.')
+    if request.donate and not any(is_jax_array(leaf) for leaf in model.values()):
+        texts.append('donate has no effect: the template holds no jax.Array. Leave it out.')
+    if located.storage.local_path('') is None:
+        where = located.storage.url()
+        if request.reading.mmap:
+            texts.append(
+                f'mmap has no effect: {where} is not on a local file system, so its files are read. Leave it out.'
+            )
+        if request.reading.follow_links:
+            texts.append(no_links_text(located))
+    return texts
+
+
+def _free(template: LeafTable, kept: Sequence[Any]) -> None:
+    """Gives the memory of the template's arrays back before anything is read; their shapes and shardings stay."""
+    needed = {id(value) for value in kept}
+    for leaf in template.values():
+        if is_jax_array(leaf) and id(leaf) not in needed and not leaf.is_deleted():
+            leaf.delete()
+
+
+def _move_iterator(
+    request: RestoreRequest, reader: ArrayReader, located: Located, dataset: DatasetState | None
+) -> None:
+    """Takes the data iterator to where the checkpoint says, or says which of the two has none."""
+    if dataset is not None:
+        reader.check_beside(dataset.prefix(request.meeting.processes))
+        dataset.load(located.storage, located.directory, request.meeting.processes)
+    elif request.meeting.is_first:
+        warn_of_unused(located.storage, located.directory)
+
+
+def fit_leaves(
+    leaves: LeafTable,
+    where: str,
+    state: Any,
+    partitioner: Partitioner | None,
+    options: RestoreOptions | None = None,
+) -> RestorePlan:
+    """Matches leaves that come from elsewhere than a checkpoint, LazyArrays among them, with a model.
+
+    Raises:
+      TreeMismatchError: with every difference.
+    """
+    options = RestoreOptions() if options is None else options
+    return plan_restore(leaves, _targets(flatten_state(state), state, partitioner), options, where)
+
+
+def place_leaves(plan: RestorePlan, state: Any) -> Any:
+    """A state of the structure of ``state``; its leaves are read and put where they belong one after another."""
+    warn_if_narrowed(plan)
+    return flatten_state(state).rebuild(plan.kept | {read.path: device_put_value(read) for read in plan.inline})
+
+
+def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
+    """What the model wants at each leaf: the partitioner's mesh and axes, or the leaf's own place."""
+    if partitioner is None:
+        return {path: leaf_template(path, leaf) for path, leaf in view.table.items()}
+    if not getattr(partitioner, 'params_on_devices', True):
+        return {path: leaf_template(path, leaf, host=True) for path, leaf in view.table.items()}
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    axes = axes_tree(partitioner, state)
+    targets: dict[Path, LeafTemplate] = {}
+    for path, leaf in view.table.items():
+        spec = lookup(axes, path) if hasattr(leaf, 'shape') else None
+        sharding = NamedSharding(partitioner.mesh, spec if spec is not None else PartitionSpec())
+        targets[path] = leaf_template(path, leaf, sharding)
+    return targets
+
+
+def _values(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest, wanted: dict[Path, Any]) -> LeafTable:
+    """The leaves; ``wanted`` gets the shardings of those that are to be completed, see ``restore/all_gather.py``."""
+    values: LeafTable = {read.path: device_put_value(read) for read in plan.inline}
+    reads, split = in_parts(plan.stored, request.meeting.processes.count if request.reading.share_replicated else 1)
+    wanted |= split
+    budget = ByteBudget(request.reading.budget_bytes)
+    values |= read_arrays(reader, reads, budget, request.progress)
+    _log.info('t5ckpt: read %d arrays, at most %d bytes of them in flight at once', len(reads), budget.peak)
+    return values
+
+
+def _lazy_values(reader: ArrayReader, plan: RestorePlan) -> LeafTable:
+    values: LeafTable = {
+        read.path: device_put_value(read) if read.target.kind == 'scalar' else _lazy(reader, read, read.value)
+        for read in plan.inline
+    }
+    return values | {read.path: _lazy(reader, read, read.leaf) for read in plan.stored}
+
+
+def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> LazyArray:
+    found = lazy_leaf(reader, leaf, leaf_name(read.path), read.dtype)
+    shape = read.target.shape
+    return LazyThreadPoolArray(shape, read.dtype, lambda: resized(found.get(), shape)) if read.resizes else found
+
+
+def _fallback_value(
+    request: RestoreRequest, path: Path, value: Any, model: tuple[StateView, Any, Partitioner | None]
+) -> Any:
+    """A fallback value where the model wants it; jax.Arrays stay where they are."""
+    view, state, partitioner = model
+    target = _targets(StateView({path: view.table[path]}, view.rebuild), state, partitioner)[path]
+    to_template = request.cast is not None and request.cast.dtype is None
+    array = value if is_jax_array(value) else np.asarray(value.get() if isinstance(value, LazyArray) else value)
+    casts = to_template and isinstance(array.dtype, np.dtype)
+    dtype = cast_dtype(path, array.dtype, request.cast, target.dtype) if casts else array.dtype
+    if is_jax_array(array):
+        return array if array.dtype == dtype else array.astype(dtype)
+    return device_put_value(InlineRead(path, array, target, dtype))

@@ -1,0 +1,278 @@
+"""Restoring many stored leaves: straight into the buffers of device shards.
+
+Buffers begin at a multiple of 64 bytes; the CPU backend takes such a one over without a copy. Each distinct shard box is
+read once per process, however many devices hold it, and each chunk once, however many boxes want parts of it. Leaves
+and chunks are in flight together within one byte budget, which has a leaf's bytes back when its transfer to the devices
+is done.
+
+Leaves come in the order of the plan: while the main thread hands one to its devices, threads read those behind it.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.thread_pool import Pool
+from t5ckpt.errors import T5CkptError
+from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.dtypes import from_stored
+from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
+from t5ckpt.planning.resizing import clipped
+from t5ckpt.planning.restore_plan import StoredRead
+from t5ckpt.reading.array_reader import ArrayReader, aligned_empty, start_read
+from t5ckpt.reading.local.direct_reader import ReadRequest
+from t5ckpt.reading.local.uncompressed import has_plain_chunks
+from t5ckpt.reading.size_limits import check_memory
+from t5ckpt.restore.device_put import device_put
+from t5ckpt.storage import foreign_errors
+
+__all__ = ['read_arrays']
+
+# A disk wants several reads in flight, and copying out of the page cache every core.
+_MIN_THREADS = 8
+_THREADS_PER_CORE = 2
+
+
+def read_arrays(
+    reader: ArrayReader, reads: Sequence[StoredRead], budget: ByteBudget, progress: Progress | None = None
+) -> dict[Path, Any]:
+    """Reads stored leaves to where their targets want them.
+
+    Args:
+      reader: of the checkpoint.
+      reads: from ``plan_restore``.
+      budget: bounds the host bytes between the start of a leaf's read and the end of its transfer.
+      progress: called with (bytes done, bytes in all).
+
+    Returns:
+      The values by path: jax.Array, numpy array, or Python number, as each target says.
+    """
+    values: dict[Path, Any] = {}
+    rest: list[StoredRead] = []
+    for read in reads:
+        hosts = reader.map_leaf(read)
+        if hosts is None:
+            rest.append(read)
+        else:
+            values[read.path] = device_put(hosts, read.target, read.target.shape, read.dtype, leaf_name(read.path))
+    report = _Report(sum(read.leaf.array.nbytes for read in reads), progress)
+    report.add(report.total - sum(read.leaf.array.nbytes for read in rest))
+    here = [read for read in rest if is_on_cpu(read.target)]
+    if here:
+        needed = sum(_bytes_wanted(read) for read in here)
+        check_memory(needed, f'{leaf_name(here[0].path)}{f" and {len(here) - 1} more leaves" if len(here) > 1 else ""}')
+    if rest:
+        with Pool(_threads(), 't5ckpt-read') as pool:
+            try:
+                values |= _RestoreScheduler(reader, budget, report, pool).run(rest)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return values
+
+
+def _threads() -> int:
+    return max(_MIN_THREADS, _THREADS_PER_CORE * (os.cpu_count() or 1))
+
+
+class _Report:
+    """Counts bytes and tells the caller."""
+
+    def __init__(self, total: int, progress: Progress | None):
+        self.total = total
+        self._done = 0
+        self._progress = progress
+
+    def add(self, size: int) -> None:
+        self._done += size
+        if size and self._progress is not None:
+            self._progress(self._done, self.total)
+
+
+@dataclasses.dataclass
+class _LeafInFlight:
+    """A leaf that is being read; ``buffers`` are full when all futures are done."""
+
+    read: StoredRead
+    buffers: dict[Box, np.ndarray]
+    futures: Sequence[Any]
+    size: int
+
+
+class _RestoreScheduler:
+    """The leaves between the start of their read and the end of their transfer."""
+
+    def __init__(self, reader: ArrayReader, budget: ByteBudget, report: _Report, pool: concurrent.futures.Executor):
+        self._reader = reader
+        self._budget = budget
+        self._report = report
+        self._pool = pool
+        self._reading: collections.deque[_LeafInFlight] = collections.deque()
+        self._moving: collections.deque[tuple[Any, int]] = collections.deque()
+        self._values: dict[Path, Any] = {}
+
+    def run(self, reads: Sequence[StoredRead]) -> dict[Path, Any]:
+        """Reads and places all."""
+        # Where each open waits for a store all go at once; from a disk the first arrays are read while others are opened.
+        ahead = len(reads) if self._reader.direct is None else _threads()
+        opening = collections.deque(self._open(read) for read in reads[:ahead])
+        try:
+            for number, read in enumerate(reads, ahead):
+                opened = opening.popleft()
+                opening.extend(self._open(other) for other in reads[number : number + 1])
+                boxes = _source_boxes(read)
+                size = _bytes_in_flight(read, boxes)
+                self._admit(size)
+                try:
+                    self._reading.append(self._start(read, opened, boxes, size))
+                except BaseException:
+                    self._budget.release(size)
+                    raise
+            while self._reading:
+                self._place_next()
+            while self._moving:
+                self._release_next()
+        finally:
+            for item in self._reading:
+                for future in item.futures:
+                    if isinstance(future, concurrent.futures.Future):
+                        future.cancel()
+                    else:
+                        # Its buffer must outlive it.
+                        with contextlib.suppress(ValueError, T5CkptError):
+                            self._reader.wait(future)
+                self._budget.release(item.size)
+            for _, size in self._moving:
+                self._budget.release(size)
+        return self._values
+
+    def _open(self, read: StoredRead) -> Any:
+        """Begins to open an array: a future of its plain chunks, or of TensorStore's; None for a range of a bucket's file."""
+        direct = self._reader.direct
+        if direct is None and read.leaf.array.container == 'file':
+            return None
+        if direct is None or not (has_plain_chunks(read.leaf.array) or read.leaf.array.container == 'file'):
+            return self._reader.start_open(read.leaf.array)
+        return self._pool.submit(direct.plain_chunks, read.leaf.array, leaf_name(read.path))
+
+    def _admit(self, size: int) -> None:
+        while not self._budget.try_acquire(size):
+            if self._moving:
+                self._release_next()
+            elif self._reading:
+                self._place_next()
+            else:
+                self._budget.acquire(size)
+                return
+
+    def _start(self, read: StoredRead, opened: Any, boxes: Sequence[Box], size: int) -> _LeafInFlight:
+        array, name = read.leaf.array, leaf_name(read.path)
+        if opened is None:
+            buffers = {box: _buffer(box, array.dtype) for box in boxes}
+            return _LeafInFlight(
+                read, buffers, [self._pool.submit(task) for task in self._reader.range_tasks(array, buffers)], size
+            )
+        if isinstance(opened, concurrent.futures.Future):
+            chunks = opened.result()
+            if chunks is not None and self._reader.direct is not None:
+                # A cast goes block by block through a scratch, which would read more of a file than the ranges asked for.
+                in_passing = _converts(read) and array.container != 'file'
+                buffers = {box: _buffer(box, read.dtype if in_passing else array.dtype) for box in boxes}
+                tasks = self._reader.direct.tasks(ReadRequest(array, name, read.leaf.dtype, buffers), chunks)
+                if tasks is not None:
+                    return _LeafInFlight(read, buffers, [self._pool.submit(task) for task in tasks], size)
+            opened = self._reader.start_open(array)
+        store = self._reader.finish_open(array, opened, name)
+        buffers = {box: _buffer(box, array.dtype) for box in boxes}
+        parts = {box: store[box.slices] for box in boxes}
+        checks = [self._pool.submit(task) for task in self._reader.check_tasks(array, name, boxes)]
+        return _LeafInFlight(read, buffers, [*checks, *(start_read(parts[box], buffers[box]) for box in boxes)], size)
+
+    def _place_next(self) -> None:
+        item = self._reading[0]
+        with foreign_errors(f'{leaf_name(item.read.path)} ({self._reader.url(item.read.leaf.array)})'):
+            for future in item.futures:
+                if isinstance(future, concurrent.futures.Future):
+                    future.result()
+                else:
+                    self._reader.wait(future)
+        read = item.read
+        hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
+        if read.resizes:
+            hosts = _padded(read, hosts)
+        self._values[read.path] = placed = device_put(
+            hosts, read.target, read.target.shape, read.dtype, leaf_name(read.path)
+        )
+        self._reading.popleft()
+        self._moving.append((None if is_on_cpu(read.target) else placed, item.size))
+        if self._moving[-1][0] is None:
+            self._budget.release(self._moving.pop()[1])
+        self._report.add(read.leaf.array.nbytes)
+
+    def _release_next(self) -> None:
+        placed, size = self._moving[0]
+        placed.block_until_ready()
+        self._moving.popleft()
+        self._budget.release(size)
+
+
+def _bytes_wanted(read: StoredRead) -> int:
+    """What this process takes of a leaf."""
+    return sum(box.size for box in boxes_wanted(read.target, read.target.shape)) * read.leaf.array.dtype.itemsize
+
+
+def _source_boxes(read: StoredRead) -> list[Box]:
+    """The boxes of the stored array that this process needs."""
+    boxes = boxes_wanted(read.target, read.target.shape)
+    if not read.resizes:
+        return boxes
+    return [part for box in boxes if (part := clipped(box, read.leaf.shape)) is not None]
+
+
+def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
+    size = sum(box.size for box in boxes) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
+    return size + _bytes_wanted(read) if read.resizes else size
+
+
+def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.ndarray]:
+    """The buffers that the target wants, from those of the boxes that the stored array has."""
+    padded: dict[Box, np.ndarray] = {}
+    for box in boxes_wanted(read.target, read.target.shape):
+        part = clipped(box, read.leaf.shape)
+        if part == box:
+            padded[box] = hosts[box]
+            continue
+        padded[box] = _buffer(box, read.dtype)
+        padded[box][...] = 0
+        if part is not None:
+            padded[box][part.relative_to(box).slices] = hosts[part]
+    return padded
+
+
+def _converts(read: StoredRead) -> bool:
+    """Whether the bits in memory are not those on disk."""
+    array = read.leaf.array
+    stored = array.dtype if array.bits_of is None else array.bits_of
+    return not read.dtype == read.leaf.dtype == stored
+
+
+def _buffer(box: Box, dtype: np.dtype) -> np.ndarray:
+    return aligned_empty(box.shape, dtype)
+
+
+def _converted(buffer: np.ndarray, dtype: np.dtype, wanted: np.dtype) -> np.ndarray:
+    if buffer.dtype == wanted:
+        return buffer
+    values = from_stored(buffer, dtype)
+    return values if values.dtype == wanted else values.astype(wanted)

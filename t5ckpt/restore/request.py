@@ -1,0 +1,45 @@
+"""What one restore is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.protocols import Progress
+from t5ckpt.distributed.rounds import CoordinationRound
+from t5ckpt.format.dtypes import Cast
+from t5ckpt.planning.resizing import Resize
+from t5ckpt.reading.open_reader import ReadOptions
+from t5ckpt.save.notices import Notices
+from t5ckpt.storage import Storage
+
+__all__ = ['RestoreRequest']
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreRequest:
+    """What a restore needs besides the model; see ``Checkpointer.restore`` for each field.
+
+    With ``only`` the result is a table of these leaves alone instead of a state.
+    """
+
+    storage: Storage
+    step: int | None
+    path: str | os.PathLike[str] | None
+    storage_options: Mapping[str, Any] | None
+    meeting: CoordinationRound
+    fns: Sequence[Any]
+    fallback: Mapping[str, Any] | None
+    lazy: bool
+    cast: Cast | None
+    resize: Resize
+    progress: Progress | None
+    strict: str = 'up_to_dtype'
+    donate: bool = False
+    reading: ReadOptions = dataclasses.field(default_factory=ReadOptions)
+    leaves_iterator: bool = False
+    only: frozenset[Path] | None = None
+    notices: Notices = dataclasses.field(default_factory=Notices)

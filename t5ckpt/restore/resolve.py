@@ -1,0 +1,75 @@
+"""Finds the checkpoint that a restore reads, in agreement with the other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+from t5ckpt.catalog.locate import Located, locate, locate_step
+from t5ckpt.core.text import lines_of_error
+from t5ckpt.errors import DisagreementError, RemoteError
+from t5ckpt.reading.contents import RawFiles, read_raw
+from t5ckpt.restore.request import RestoreRequest
+from t5ckpt.storage import is_same_kind
+
+__all__ = []
+
+
+def _located(request: RestoreRequest) -> Located:
+    path = None if request.path is None else os.fspath(request.path)
+    found = locate_step(request.storage, request.step) if path is None else _elsewhere(request, path)
+    return dataclasses.replace(found, follow_links=request.reading.follow_links)
+
+
+def _elsewhere(request: RestoreRequest, url: str) -> Located:
+    options = request.storage_options if is_same_kind(url, request.storage) else None
+    return locate(url, None, options, tensors=True)
+
+
+def _checks_all(request: RestoreRequest, located: Located) -> bool:
+    return request.reading.checks_all(located.storage, lazy=request.lazy)
+
+
+def _asked(request: RestoreRequest) -> str:
+    if request.path is not None:
+        return os.fspath(request.path)
+    return f'{"the latest step" if request.step is None else f"step {int(request.step)}"} of {request.storage.url()}'
+
+
+def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFiles]:
+    """The checkpoint: process 0 looks for it and reads its files, once for all processes."""
+    meeting = request.meeting
+    if meeting.is_single_process:
+        located = _located(request)
+        return located, read_raw(located, ledgers=_checks_all(request, located))
+    if meeting.is_first:
+        try:
+            located = _located(request)
+            raw = read_raw(located, ledgers=_checks_all(request, located))
+            files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.ledgers or {})}
+            held = [[name, len(data)] for name, data in files.items() if data is not None]
+            place = [located.directory, located.manifest, located.step]
+            head = {'url': located.url, 'place': place, 'held': held, 'asked': _asked(request)}
+        except Exception as error:
+            meeting.share('found', json.dumps({'error': lines_of_error(error)}).encode())
+            raise
+        meeting.share('found', json.dumps(head).encode())
+        meeting.share('files', b''.join(data for data in files.values() if data is not None))
+        return located, raw
+    head = json.loads(meeting.share('found', None))
+    if 'error' in head:
+        raise RemoteError(f'process 0 found no checkpoint to restore: {head["error"]}', (0,))
+    if head['asked'] != _asked(request):
+        raise DisagreementError(
+            f'process 0 was asked to restore {head["asked"]}, process {meeting.processes.index} {_asked(request)}. Every '
+            'process has to restore the same step of the same directory.'
+        )
+    data = meeting.share('files', None)
+    shared: dict[str, bytes] = {}
+    for name, size in head['held']:
+        shared[name], data = data[:size], data[size:]
+    located = Located(request.storage, *head['place']) if request.path is None else _elsewhere(request, head['url'])
+    located = dataclasses.replace(located, follow_links=request.reading.follow_links)
+    raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
+    return located, dataclasses.replace(raw, ledgers=shared if _checks_all(request, located) else None)

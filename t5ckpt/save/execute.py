@@ -1,0 +1,250 @@
+"""One save, from the state to the commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt._version import __version__
+from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.transaction import CommittedCheckpoint, Workspace, begin, commit, rollback, writer_facts
+from t5ckpt.commit.write_lease import AlreadyCommittedError
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.gc_pause import paused
+from t5ckpt.core.keys import join
+from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
+from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning
+from t5ckpt.format.array_spec import spec_of
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.dtypes import to_stored
+from t5ckpt.format.file_checksums import encode_ledger
+from t5ckpt.format.manifest import encode_manifest
+from t5ckpt.format.names import MANIFEST, integrity_file, step_dir
+from t5ckpt.format.sidecar import Sidecar, encode_sidecar
+from t5ckpt.planning.plan_fingerprint import difference
+from t5ckpt.policies import fields_of
+from t5ckpt.save import SaveRequest
+from t5ckpt.save.chunk_reuse import PreviousCheckpoint
+from t5ckpt.save.codec_selection import choose_codec
+from t5ckpt.save.prepare import PreparedSave, is_free
+from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
+from t5ckpt.tree.leaf_table import LeafTable, unflatten
+from t5ckpt.tree.train_state import OWN_STEPS
+
+__all__ = ['run_save']
+
+_log = logging.getLogger('t5ckpt')
+
+
+def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
+    """Writes and commits.
+
+    Args:
+      job: of :func:`prepare_save`.
+      check_caller: called once all values of the caller's are taken; raises if the caller may have changed them before.
+
+    Returns:
+      The checkpoint; None when the step is there already.
+    """
+    request, meeting = job.request, job.meeting
+    held: list[Workspace] = []
+    try:
+        note = {'plan': digest(job.text.encode())}
+        started = meeting.agree('plan', note, lambda notes: _begin(job, notes, held))
+        _check_agreement(job, started.get('different', ()))
+        if started.get('skip'):
+            return None
+        try:
+            report, entry = _write(job, started)
+            manifest = _manifest_bytes(job, report) if meeting.is_first else b''
+            check_caller()
+        except BaseException as error:
+            meeting.fail('write', error)
+            raise
+        parents = sorted({name.rpartition('/')[0] for name in job.dataset} - {''})
+        note = {
+            'integrity': list(entry),
+            'bytes': report.file_bytes,
+            'files': len(report.digests),
+            'directories': parents,
+        }
+        done = meeting.agree('write', note, lambda notes: _commit(job, notes, held, report, manifest))
+    except BaseException:
+        for work in held:
+            rollback(work)
+        if request.reuse is not None and not meeting.is_single_process:
+            # Whatever was wrong with it, the next save is not to fail for the same reason.
+            request.reuse.previous = None
+        raise
+    if done.get('skip'):
+        for work in held:
+            rollback(work)
+        return None
+    seconds = time.monotonic() - job.started
+    record_duration(WRITE_EVENT, seconds)
+    if meeting.is_first:
+        _finish(job, report, done['bytes'], seconds)
+    if request.reuse is not None:
+        directory, stamps = step_dir(request.step), report.stamps
+        stamps = {key: request.storage.stamp(join(directory, key), stamp) for key, stamp in stamps.items()}
+        request.reuse.previous = PreviousCheckpoint(
+            directory, dict(report.digests), done['stamp'], stamps, job.leaves, report.values
+        )
+    return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
+
+
+def _begin(job: PreparedSave, notes: Sequence[Any], held: list[Workspace]) -> dict[str, Any]:
+    """Process 0's decision whether to save, and where; nothing is written before all plans are the same."""
+    request = job.request
+    different = [index for index, note in enumerate(notes) if note != notes[0]]
+    if different:
+        return {'different': different}
+    if not job.meeting.is_single_process and not is_free(request):
+        return {'skip': True}
+    reuse = job.previous is not None and (job.meeting.is_single_process or job.previous.is_there(request.storage))
+    codecs = {
+        location: choose_codec(to_stored(np.asarray(sample).astype(dtype)))
+        for location, (sample, dtype) in job.samples.items()
+    }
+    try:
+        _, index = collect(request.storage, request.clock)
+        request.retention.note_index(index)
+        held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__), index))
+        held[0].replaces = request.replaces()
+    except AlreadyCommittedError as error:
+        return _dropped(request.step, error)
+    return {'directory': held[0].directory, 'reuse': reuse, 'codecs': codecs}
+
+
+def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
+    """Raises the difference between process 0's plan and that of the first other one, the same on all processes."""
+    if not different:
+        return
+    meeting, other = job.meeting, different[0]
+    if meeting.is_first:
+        meeting.say('plan', job.text.encode())
+    if meeting.processes.index != other:
+        raise DisagreementError(meeting.ask('difference', other).decode())
+    error = difference(meeting.ask('plan', 0).decode(), job.text, other)
+    meeting.say('difference', str(error).encode())
+    raise error
+
+
+def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[int, str]]:
+    """Writes this process's part; returns what was written and (bytes, digest) of the file that lists it."""
+    request, directory = job.request, started['directory']
+    # Staged copies hold half of the budget, see save/stage.py; what is being written, the other half.
+    budget = ByteBudget(max(1, request.call.budget_bytes // 2))
+    write_job = WriteJob(
+        request.storage,
+        directory,
+        budget,
+        job.previous if started['reuse'] else None,
+        job.unchanged,
+        request.progress,
+        job.meeting.is_first,
+        None if job.meeting.is_single_process else started['codecs'],
+        request.private_host,
+    )
+    report = write_arrays(write_job, job.staging)
+    for name, data in job.dataset.items():
+        parent = name.rpartition('/')[0]
+        if parent:
+            request.storage.make_dir(join(directory, parent))
+        request.storage.write(join(directory, name), data)
+    files = report.digests | {name: (len(data), digest(data)) for name, data in job.dataset.items()}
+    integrity = encode_ledger(files)
+    request.storage.write(join(directory, integrity_file(job.meeting.processes.index)), integrity)
+    return report, (len(integrity), digest(integrity))
+
+
+def _commit(
+    job: PreparedSave, notes: Sequence[Any], held: list[Workspace], report: WriteReport, manifest: bytes
+) -> dict[str, Any]:
+    """Process 0's last step: everything is written, by all."""
+    request, work = job.request, held[0]
+    files = {MANIFEST: (len(manifest), digest(manifest))}
+    files |= {integrity_file(index): tuple(note['integrity']) for index, note in enumerate(notes)}
+    arrays = {key: sum(note[key] for note in notes) for key in ('bytes', 'files')}
+    expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
+    if arrays['files'] != expected:
+        raise SaveFailedError(
+            f'all processes together wrote {arrays["files"]} files where the arrays have {expected}; nothing is committed.'
+        )
+    facts = _sidecar(job, arrays, files)
+    sidecar = encode_sidecar(facts)
+    below = sorted({name for note in notes for name in note['directories']})
+    directories = [array.location for array in report.arrays.values()] + below
+    try:
+        commit(work, manifest, sidecar, directories, request.clock)
+    except AlreadyCommittedError as error:
+        return _dropped(request.step, error)
+    # Committed: whatever happens from now on must not take it away.
+    held.clear()
+    request.retention.note_saved(request.step, facts.extra)
+    return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'stamp': digest(sidecar)}
+
+
+def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:
+    _log.warning('t5ckpt: step %d is saved by another writer, this save is dropped: %s', step, error)
+    return {'skip': True}
+
+
+def _finish(job: PreparedSave, report: WriteReport, nbytes: int, seconds: float) -> None:
+    """What follows a commit: the log line, the event, and retention."""
+    request = job.request
+    step = request.step
+    linked = f', {report.linked_bytes} bytes of arrays linked' if report.linked_bytes else ''
+    path = request.storage.url(step_dir(step))
+    _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, path, nbytes, seconds, linked)
+    try:
+        request.retention.carry_out(step)
+    except Exception:  # noqa: BLE001 - logged with its traceback
+        # A policy is the user's code. The checkpoint is committed, so its save has not failed.
+        _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
+
+
+def _manifest_bytes(job: PreparedSave, report: WriteReport) -> bytes:
+    table: LeafTable = dict(job.staging.inline_values())
+    _check_step(job.request, table)
+    table |= {path: spec_of(array, job.request.storage.driver) for path, array in report.arrays.items()}
+    with paused():
+        return encode_manifest(unflatten(table))
+
+
+def _check_step(request: SaveRequest, table: LeafTable) -> None:
+    """Warns where the state holds another step than it is saved as: a run that restores it goes on from its own.
+
+    Here the state's step has come from the device anyway; in the caller's thread it would have to be waited for.
+    """
+    own = None if request.call.step is None else next((table[path] for path in OWN_STEPS if path in table), None)
+    value = np.asarray(own)
+    if value.shape == () and value.dtype.kind in 'iu' and int(value) != request.step:
+        text = (
+            f'the state is saved as step {request.step}, and the step that it holds is {value}, where a run that restores it '
+            f'goes on. Save it with save(state), or set the step in it to {request.step}.'
+        )
+        request.notices.warn('step', StepMismatchWarning(text), request.site)
+
+
+def _sidecar(job: PreparedSave, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]]) -> Sidecar:
+    extra: dict[str, Any] = {
+        'writer': writer_facts(__version__),
+        'created_unix': round(job.request.clock(), 3),
+        'step': job.request.step,
+        **arrays,
+        'digests': {name: list(entry) for name, entry in files.items()},
+    }
+    if job.devices > 1:
+        extra['devices'] = job.devices
+    if job.request.call.custom_metadata:
+        extra['custom_metadata'] = dict(job.request.call.custom_metadata)
+    if job.request.call.metrics:
+        extra['metrics'] = dict(job.request.call.metrics)
+    if (keep := fields_of(job.request.retention.policy)) is not None:
+        extra['keep'] = keep
+    return Sidecar(job.facts, extra)

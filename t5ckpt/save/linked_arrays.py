@@ -1,0 +1,180 @@
+"""Arrays of one checkpoint that become part of another without being decoded.
+
+Chunk files do not say whose they are, so a copy with other names, or with fewer leaves, shares them: by hard link where
+both lie on one file system, else by a copy of the bytes. Either way each file is read once and compared with its
+checksum, where the source has one, so that damage is not handed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import leaf_name
+from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
+from t5ckpt.format.array_spec import StoredArray, zarray_bytes
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.contents import Contents, Identity, file_checksums_of, leaves_of
+from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.storage import Storage
+from t5ckpt.tree.leaf_table import LeafTable
+
+__all__ = [
+    'LinkedArray',
+    'SourceCheckpoint',
+    'chunks_of_array',
+    'link_or_copy_chunks',
+    'linkable_array',
+    'linked_leaves',
+]
+
+_PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceCheckpoint:
+    """A checkpoint whose arrays are taken over; ``digests`` is by file, empty where nobody wrote any."""
+
+    storage: Storage
+    directory: str
+    reader: ArrayReader
+    scanner: Scanner
+    digests: Mapping[str, tuple[int, str]]
+    identity: Identity
+
+    @classmethod
+    def open(cls, contents: Contents) -> SourceCheckpoint:
+        """Opens a checkpoint for what it lists."""
+        located = contents.located
+        ledger = file_checksums_of(located) if contents.ledger is None else contents.ledger
+        # What is read to be cast or averaged is compared, too.
+        reader = ArrayReader(located, ledger=ledger, identity=contents.identity)
+        scanner = Scanner(located.storage, located.directory)
+        return cls(located.storage, located.directory, reader, scanner, ledger or {}, contents.identity)
+
+
+class LinkedArray(LazyThreadPoolArray):
+    """A stored array of another checkpoint; as it is, its files are taken over; once cast, it is read."""
+
+    def __init__(self, lender: SourceCheckpoint, leaf: StoredLeaf, name: str):
+        super().__init__(
+            leaf.shape,
+            leaf.dtype,
+            lambda: lender.reader.read(leaf, name),
+            lambda index: lender.reader.read(leaf, name, index),
+        )
+        self.lender = lender
+        self.leaf = leaf
+
+    def astype(self, dtype: Any) -> LazyArray:
+        """The same array, cast to ``dtype`` when it is read."""
+        if np.dtype(dtype) == self.dtype:
+            return self
+        return LazyThreadPoolArray(self.shape, dtype, self._get_fn, self._slice_fn)
+
+
+def linked_leaves(contents: Contents) -> LeafTable:
+    """The leaves of a checkpoint, such that a checkpoint written of them is the same: nothing stored is read.
+
+    Python numbers, text, empty containers and typed PRNG keys come back where the sidecar knows of them.
+
+    Raises:
+      CorruptCheckpointError: its checksums cannot be read.
+    """
+    leaves, facts = leaves_of(contents, (), {})
+    lender = SourceCheckpoint.open(contents)
+    table: LeafTable = {}
+    for path, leaf in leaves.items():
+        value = LinkedArray(lender, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
+        if path in facts.keys:
+            value = _keys(value, facts.keys[path])
+        elif path in facts.python and not isinstance(value, LinkedArray):
+            value = _PYTHON[facts.python[path]](np.asarray(value)[()])
+        table[path] = value
+    return table
+
+
+def _keys(data: Any, impl: str) -> Any:
+    import jax
+
+    values = data.get() if isinstance(data, LazyArray) else data
+    return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=impl)
+
+
+def linkable_array(leaf: LinkedArray, write: ArrayWrite) -> StoredArray | None:
+    """The array as it is to stand in the new checkpoint, or None where its values have to be read.
+
+    That is where it is cast, where it does not lie in a directory of zarr chunks, where version 2 hid bfloat16 in it, and
+    where its metadata is not such as we write, which T5X might not accept from us.
+    """
+    held = leaf.leaf.array
+    plain = held.container == 'dir' and held.driver == 'zarr' and held.bits_of is None
+    if not plain or write.dtype != leaf.dtype or held.dtype != write.array.dtype:
+        return None
+    storage = leaf.lender.storage
+    key = join(leaf.lender.directory, held.location, '.zarray')
+    if storage.kind(key) != 'file':
+        return None
+    try:
+        found = json.loads(storage.read(key))
+        metadata = {'chunks': tuple(found['chunks']), 'compressor': found['compressor']}
+        array = dataclasses.replace(write.array, metadata=metadata)
+        expected = json.loads(zarray_bytes(array))
+        same = {**found, 'dimension_separator': found.get('dimension_separator', '.')} == expected
+    except (ValueError, TypeError, KeyError):
+        return None
+    return array if same else None
+
+
+def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
+    """The writes of all chunks of a host array."""
+    grid = array.grid
+    return tuple(ChunkWrite(box, -1, box) for box in map(grid.box, grid))
+
+
+def link_or_copy_chunks(
+    leaf: LinkedArray, write: ArrayWrite, storage: Storage, directory: str
+) -> dict[str, tuple[int, str]]:
+    """Links or copies the files of an array into ``directory``; returns their sizes and digests.
+
+    Raises:
+      CheckpointNotFoundError: the checkpoint was deleted or saved anew meanwhile.
+      CorruptCheckpointError: a file is gone, or not what was once written.
+      UnsafeSpecError: it is a symbolic link that leads out of the checkpoint.
+    """
+    lender, held = leaf.lender, leaf.leaf.array.location
+    entries: dict[str, tuple[int, str]] = {}
+    # What is compared with a checksum needs no other look.
+    identity = lender.identity
+    with identity.told() if lender.digests else identity.reading():
+        for name in write.files(with_metadata=True):
+            old = join(held, name.rpartition('/')[2])
+            source, target = join(lender.directory, old), join(directory, name)
+            try:
+                data = lender.scanner.read(old)
+            except UnsafeSpecError:
+                raise
+            except T5CkptError as error:
+                raise _damaged(leaf, write, old, 'cannot be read') from error
+            entry = len(data), digest(data)
+            if lender.digests.get(old, entry) != entry:
+                raise _damaged(leaf, write, old, 'is not what its checksum says')
+            if not storage.link_from(lender.storage, source, target):
+                storage.make_dir(join(directory, write.array.location))
+                storage.write(target, data)
+            entries[name] = entry
+    return entries
+
+
+def _damaged(leaf: LinkedArray, write: ArrayWrite, file: str, what: str) -> CorruptCheckpointError:
+    where = leaf.lender.storage.url(join(leaf.lender.directory, file))
+    return CorruptCheckpointError(f'{leaf_name(write.path)}: {where} {what}. Take another copy of the checkpoint.')

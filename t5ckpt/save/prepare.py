@@ -1,0 +1,150 @@
+"""What a save does in its caller's thread before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5ckpt.catalog.layouts import other_layout
+from t5ckpt.commit.occupancy import occupancy
+from t5ckpt.core.gc_pause import paused
+from t5ckpt.distributed.rounds import CoordinationRound
+from t5ckpt.format.codecs import AUTO
+from t5ckpt.format.sidecar import TreeFacts
+from t5ckpt.lazy import LazyArray
+from t5ckpt.planning.plan_fingerprint import plan_text
+from t5ckpt.planning.save_plan import ArrayWrite, plan_save
+from t5ckpt.planning.write_assignment import WriteAssignment
+from t5ckpt.save import SaveRequest
+from t5ckpt.save.chunk_reuse import PreviousCheckpoint, leaves_of_writes
+from t5ckpt.save.stage import Staging
+from t5ckpt.save.transforms import LeafAxes, transformed
+from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.tree.leaf_values import is_jax_array, most_devices
+
+__all__ = ['PreparedSave', 'prepare_save']
+
+_log = logging.getLogger(__name__)
+
+
+_SAMPLE_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedSave:
+    """A planned save whose first wave is staged, for :func:`run_save`; of the staged arrays it holds no original.
+
+    ``leaves`` is for the next save, see ``save/chunk_reuse.py``; ``text`` and ``samples`` are what the processes agree on.
+    """
+
+    request: SaveRequest
+    meeting: CoordinationRound
+    facts: TreeFacts
+    staging: Staging
+    previous: PreviousCheckpoint | None
+    unchanged: tuple[ArrayWrite, ...]
+    leaves: Mapping[str, tuple[weakref.ref[Any], str]]
+    dataset: Mapping[str, bytes]
+    text: str
+    samples: Mapping[str, Any]
+    devices: int
+    started: float
+
+
+def prepare_save(
+    request: SaveRequest,
+    meeting: CoordinationRound,
+    table: LeafTable,
+    axes: LeafAxes,
+) -> PreparedSave | None:
+    """Plans and stages a save.
+
+    Returns:
+      The rest of the work; None when the step is there already. In a job of several processes, process 0 looks for
+      that in the background.
+    """
+    started = time.monotonic()
+    if meeting.is_single_process and not is_free(request):
+        return None
+    processes = meeting.processes
+    # The iterator moves on as soon as the caller does, so its state is taken now; first, because it may not have one.
+    dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
+    call = request.call
+    given = transformed(table, axes, call.fns)
+    with paused():
+        owners = WriteAssignment(processes.index, processes.count)
+        plan = plan_save(given.leaves, given.infos, request.options, owners, given.rule)
+    previous = _previous(request, meeting)
+    unchanged: tuple[ArrayWrite, ...] = ()
+    if previous is not None:
+        unchanged = tuple(write for write in plan.writes if previous.is_same(write, meeting.is_first))
+    linked = {write.path for write in unchanged}
+    changed = tuple(write for write in plan.writes if write.path not in linked)
+    inline = plan.inline if meeting.is_first else ()
+    staging = Staging(
+        dataclasses.replace(plan, writes=changed, inline=inline),
+        request.staging,
+        request.call.budget_bytes,
+        request.private_host,
+    )
+    text = '' if meeting.is_single_process else plan_text(plan, _header(request))
+    samples = _samples(plan.writes) if meeting.is_first and not meeting.is_single_process else {}
+    with paused():
+        staging.start()
+    known = leaves_of_writes(plan.writes)
+    spread = most_devices(table.values())
+    return PreparedSave(
+        request, meeting, plan.facts, staging, previous, unchanged, known, dataset, text, samples, spread, started
+    )
+
+
+def is_free(request: SaveRequest) -> bool:
+    if not request.storage.renames and request.retention.is_next(request.step):
+        # What another process wrote above the latest step of this one, ``begin`` sees.
+        return True
+    found = occupancy(request.storage, request.step).found
+    if found is None or (found.is_t5x and request.replaces()):
+        return True
+    where = request.storage.url(found.name)
+    if request.call.overwrite and not found.is_t5x:
+        rest = 'which t5ckpt does not replace. Remove it with the program that wrote it, or save as another step.'
+        raise other_layout(where, found.layout, rest)
+    written = '' if found.is_t5x else f', in the layout of {found.layout.capitalize()}'
+    _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', request.step, where, written)
+    return False
+
+
+def _previous(request: SaveRequest, meeting: CoordinationRound) -> PreviousCheckpoint | None:
+    """The checkpoint to take chunks from.
+
+    With several processes it is the one that this job committed last, which all of them know without a look at storage;
+    and none where the data decide on the codec, since a process that writes a chunk anew has to write it as it was.
+    """
+    if request.reuse is None:
+        return None
+    if meeting.is_single_process:
+        return request.reuse.start(request.storage)
+    return None if request.options.codec == 'auto' else request.reuse.previous
+
+
+def _header(request: SaveRequest) -> list[str]:
+    """The part of the plan's text that is not about leaves."""
+    return [f'step: {request.step}', f'directory: {request.storage.url()}', f'options: {request.options}']
+
+
+def _samples(writes: Sequence[ArrayWrite]) -> dict[str, Any]:
+    """By array directory, some values of process 0's own, to choose a codec by; fetched in the background."""
+    samples: dict[str, Any] = {}
+    for write in writes:
+        if write.array.metadata['compressor'] != AUTO:
+            continue
+        shards = write.leaf.addressable_shards if is_jax_array(write.leaf) else None
+        data = write.leaf if shards is None else shards[0].data if shards else None
+        if data is not None and not isinstance(data, LazyArray):
+            rows = max(1, _SAMPLE_BYTES * data.shape[0] // max(1, data.nbytes))
+            samples[write.array.location] = data[:rows].copy(), write.dtype
+    return samples

@@ -1,0 +1,263 @@
+"""Writing a checkpoint from leaves that are read one after another: what converters and rewriters share.
+
+The leaves are any mixture of numpy arrays, numbers, None and LazyArrays. A LazyArray is read when its turn comes, in
+slices of one chunk where it can be sliced, and let go of when the chunk is on its way; the bytes in flight stay within
+``budget_bytes``. So a checkpoint of any size goes through a few hundred megabytes, plus the largest leaf that cannot be
+sliced. The commit is that of a save: a temporary directory, fsync, sidecars with checksums, manifest, one rename.
+
+A :class:`LinkedArray` that is to be written as it is has its chunk files hard-linked from the checkpoint it lies in,
+or copied where links do not work, after a look at their checksums.
+
+Resuming: with ``source``, whatever names the input, a write that was killed is taken up by the next one with the same
+source, plan and options: leaves whose files are all there are not read again. A file is there only whole, since it is
+renamed into place. An error removes what was written, as in a save.
+
+Notes: one process. No jax is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5ckpt._version import __version__
+from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.occupancy import check_room
+from t5ckpt.commit.resume import unfinished
+from t5ckpt.commit.transaction import (
+    CommittedCheckpoint,
+    Workspace,
+    begin,
+    commit,
+    release,
+    rollback,
+    writer_facts,
+)
+from t5ckpt.commit.write_lease import AlreadyCommittedError
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.protocols import Clock, Progress
+from t5ckpt.errors import CheckpointExistsError
+from t5ckpt.format.array_spec import spec_of
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.codecs import AUTO
+from t5ckpt.format.file_checksums import encode_ledger
+from t5ckpt.format.manifest import encode_manifest
+from t5ckpt.format.names import MANIFEST, integrity_file, step_dir
+from t5ckpt.format.sidecar import Sidecar, encode_sidecar
+from t5ckpt.planning.plan_fingerprint import plan_text
+from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
+from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
+from t5ckpt.save.stage import Staging
+from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
+from t5ckpt.storage import Storage
+from t5ckpt.tree.leaf_table import LeafTable, unflatten
+
+__all__ = ['STREAM_BYTES', 'LinkedArray', 'StreamRequest', 'rehearse', 'write_stream']
+
+STREAM_BYTES = 512 * 10**6
+"""Bytes in flight by default: enough for a few chunks of 64 MiB on their way to the disk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamRequest:
+    """Where and how to write.
+
+    Attributes:
+      storage: of the run's directory.
+      step: to write as.
+      options: dtype, codec, chunks and what goes inline, as in a save.
+      budget_bytes: of values in flight; a larger chunk goes alone.
+      overwrite: a complete checkpoint of this step is replaced, once the new one is whole. One that is pinned is not.
+      source: what is read and how, of JSON's types; kept in the sidecar. With one, the write can be resumed.
+      progress: called with (bytes done, bytes in all).
+      clock: unix seconds.
+      files: what else belongs to the step, by name in its directory.
+      extra: fields of the sidecar that come along, such as metrics.
+      rule: as for ``plan_save``.
+    """
+
+    storage: Storage
+    step: int
+    options: SaveOptions = dataclasses.field(default_factory=SaveOptions)
+    budget_bytes: int = STREAM_BYTES
+    overwrite: bool = False
+    source: Mapping[str, Any] | None = None
+    progress: Progress | None = None
+    clock: Clock = time.time
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    rule: Mapping[Path, bool] = dataclasses.field(default_factory=dict[Path, bool])
+
+
+@dataclasses.dataclass
+class _Taken:
+    """Leaves that need not be read: their files are there already, or are another checkpoint's."""
+
+    writes: dict[Path, ArrayWrite] = dataclasses.field(default_factory=dict[Path, ArrayWrite])
+    digests: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict[str, 'tuple[int, str]'])
+    array_bytes: int = 0
+
+    def add(self, write: ArrayWrite, files: Mapping[str, tuple[int, str]]) -> None:
+        self.writes[write.path] = write
+        self.digests |= files
+        self.array_bytes += write.array.nbytes
+
+
+def rehearse(table: LeafTable, request: StreamRequest) -> None:
+    """Raises what :func:`write_stream` would before it reads or writes anything; for dry runs."""
+    check_room(request.storage, request.step, overwrite=request.overwrite)
+    plan_save(table, {}, request.options, rule=request.rule)
+
+
+def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoint:
+    """Writes a checkpoint, leaf by leaf.
+
+    Args:
+      table: path to leaf, as in ``{('target', 'w'): LazyThreadPoolArray(...), ('state', 'step'): np.int32(7)}``.
+      request: where and how.
+
+    Raises:
+      CheckpointExistsError: see ``commit/occupancy.check_room``; nothing was read.
+      UnsupportedLeafError: a leaf cannot be written; nothing was.
+      StorageError: nothing became visible.
+    """
+    started = time.monotonic()
+    check_room(request.storage, request.step, overwrite=request.overwrite)
+    plan = plan_save(table, {}, request.options, rule=request.rule)
+    try:
+        work = _workspace(request, plan)
+    except AlreadyCommittedError as error:
+        raise CheckpointExistsError(f'{error}. Write to another directory, or try again.') from error
+    try:
+        nbytes = _fill_and_commit(request, plan, work)
+    except Exception:
+        rollback(work)
+        raise
+    except BaseException:
+        # Stopped by the user. What is whole is kept for the next attempt, or for the sweep of the next save.
+        if request.source is None:
+            rollback(work)
+        else:
+            release(work)
+        raise
+    url = request.storage.url(step_dir(request.step))
+    return CommittedCheckpoint(request.step, url, nbytes, time.monotonic() - started)
+
+
+def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
+    """The directory of a killed write that was after the same, or a new one."""
+    storage, facts = request.storage, writer_facts(__version__)
+    again = None
+    if request.source is not None:
+        header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
+        facts['resume'] = digest(plan_text(plan, header).encode())
+        again = unfinished(storage, request.step, request.clock, facts)
+    # The lock of the unfinished one is held by now, so it is not swept.
+    _, index = collect(storage, request.clock)
+    work = begin(storage, request.step, request.clock, facts, index) if again is None else again
+    work.replaces = request.overwrite
+    return work
+
+
+def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) -> int:
+    """Writes everything and commits; returns the bytes of all files."""
+    storage, directory = request.storage, work.directory
+    taken = _take(request, plan.writes, work)
+    rest = tuple(write for write in plan.writes if write.path not in taken.writes)
+    staging = Staging(dataclasses.replace(plan, writes=rest), 'auto', request.budget_bytes, False)
+    staging.start()
+    budget = ByteBudget(max(1, request.budget_bytes // 2))
+    job = WriteJob(storage, directory, budget, progress=_progress_after(request.progress, taken.array_bytes))
+    report = write_arrays(job, staging)
+    report = dataclasses.replace(
+        report,
+        arrays=report.arrays | {path: write.array for path, write in taken.writes.items()},
+        digests=report.digests | taken.digests,
+    )
+    _write_files(request, work)
+    digests = report.digests | {name: (len(data), digest(data)) for name, data in request.files.items()}
+    integrity = encode_ledger(digests)
+    storage.write(join(directory, integrity_file(0)), integrity)
+    manifest = _manifest_bytes(staging, report, storage.driver)
+    files = {MANIFEST: (len(manifest), digest(manifest)), integrity_file(0): (len(integrity), digest(integrity))}
+    extra = {
+        'writer': writer_facts(__version__),
+        'created_unix': round(request.clock(), 3),
+        'step': request.step,
+        'bytes': report.file_bytes,
+        'files': len(report.digests),
+        'digests': {name: list(entry) for name, entry in files.items()},
+        **({} if request.source is None else {'source': dict(request.source)}),
+        **request.extra,
+    }
+    try:
+        locations = [array.location for array in report.arrays.values()] + _parents(request.files)
+        commit(work, manifest, encode_sidecar(Sidecar(plan.facts, extra)), locations, request.clock)
+    except AlreadyCommittedError as error:
+        raise CheckpointExistsError(f'{error} was saved by another writer in the meantime.') from error
+    return sum(size for size, _ in (*digests.values(), *files.values()))
+
+
+def _parents(files: Mapping[str, bytes]) -> list[str]:
+    return sorted({name.rpartition('/')[0] for name in files} - {''})
+
+
+def _write_files(request: StreamRequest, work: Workspace) -> None:
+    for parent in _parents(request.files):
+        work.storage.make_dir(join(work.directory, parent))
+    for name, data in request.files.items():
+        work.storage.write(join(work.directory, name), data)
+
+
+def _manifest_bytes(staging: Staging, report: WriteReport, driver: str) -> bytes:
+    table: LeafTable = dict(staging.inline_values())
+    table |= {path: spec_of(array, driver) for path, array in report.arrays.items()}
+    return encode_manifest(unflatten(table))
+
+
+def _progress_after(progress: Progress | None, before: int) -> Progress | None:
+    return None if progress is None else lambda done, total: progress(before + done, before + total)
+
+
+def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Workspace) -> _Taken:
+    """What need not be read: files that a killed write left here, and arrays that are another checkpoint's."""
+    taken = _Taken()
+    total = sum(write.array.nbytes for write in writes)
+    for write in writes:
+        leaf = write.leaf
+        array = linkable_array(leaf, write) if isinstance(leaf, LinkedArray) else None
+        planned = write if array is None else dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
+        files = _files_here(work, planned)
+        if files is None and isinstance(leaf, LinkedArray) and array is not None:
+            files = link_or_copy_chunks(leaf, planned, work.storage, work.directory)
+        if files is None:
+            continue
+        taken.add(_with_codec(work, planned), files)
+        if request.progress is not None:
+            request.progress(taken.array_bytes, total)
+    return taken
+
+
+def _files_here(work: Workspace, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
+    """All files of a leaf with their digests, or None where one is not there."""
+    storage, names = work.storage, write.files(with_metadata=True)
+    sizes = {name: storage.size(join(work.directory, name)) for name in names}
+    if any(size is None for size in sizes.values()):
+        return None
+    if write.array.metadata['compressor'] is None and any(sizes[name] != write.chunk_bytes for name in names[1:]):
+        return None
+    return {name: (len(data), digest(data)) for name in names for data in [storage.read(join(work.directory, name))]}
+
+
+def _with_codec(work: Workspace, write: ArrayWrite) -> ArrayWrite:
+    """The write with the codec that was chosen when its metadata was written."""
+    if write.array.metadata['compressor'] != AUTO:
+        return write
+    zarray = json.loads(work.storage.read(join(work.directory, write.array.location, '.zarray')))
+    metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
+    return dataclasses.replace(write, array=dataclasses.replace(write.array, metadata=metadata))

@@ -1,0 +1,134 @@
+"""Save transforms: the state dict and the infos beside it, through the functions that the caller gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import ParameterInfo, Partitioner
+from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.format.array_spec import StoredArray, spec_of
+from t5ckpt.format.dtypes import stored_dtype
+from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES, choose_chunks
+from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, lookup, unflatten
+from t5ckpt.tree.parts import BARE
+from t5ckpt.tree.train_state import flatten_state
+
+__all__ = ['LeafAxes', 'Transformed', 'axes_tree', 'transformed']
+
+_UNKNOWN = object()
+
+
+class LeafAxes:
+    """The axes that a partitioner gives to the leaves of a template; asked for once, as T5X does in its constructor.
+
+    A leaf of which it says nothing (the saved state may hold more than the template) has no entry.
+    """
+
+    def __init__(self, partitioner: Partitioner | None, template: Any):
+        """Nobody is asked yet."""
+        self._partitioner = partitioner
+        self._template = template
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether there is a partitioner."""
+        return self._partitioner is not None
+
+    @functools.cached_property
+    def by_path(self) -> dict[Path, Any]:
+        """From the path of a leaf that is an array to its PartitionSpec, or None."""
+        if self._partitioner is None:
+            return {}
+        tree = axes_tree(self._partitioner, self._template)
+        paths = [path for path, leaf in flatten_state(self._template).table.items() if hasattr(leaf, 'shape')]
+        found = {path: lookup(tree, path, _UNKNOWN) for path in paths}
+        return {path: axes for path, axes in found.items() if axes is not _UNKNOWN}
+
+    @functools.cached_property
+    def rule(self) -> dict[Path, bool]:
+        """Whether T5X writes a leaf into the manifest: it does where the axes are None."""
+        return {path: axes is None for path, axes in self.by_path.items()}
+
+    def info(self, path: Path, leaf: Any) -> ParameterInfo:
+        """What a save transform sees beside a leaf that is an array."""
+        name, shape = leaf_name(path), tuple(leaf.shape)
+        axes = self.by_path.get(path, _UNKNOWN)
+        if axes is None:
+            return ParameterInfo(name, shape)
+        spec = functools.partial(_array_spec, name, shape, leaf.dtype)
+        if axes is _UNKNOWN:
+            return ParameterInfo(name, shape, spec)
+        chunk_info = getattr(self._partitioner, 'get_local_chunk_info', None)
+        local = None if chunk_info is None else functools.partial(chunk_info, shape, axes)
+        return ParameterInfo(name, shape, spec, local, axes)
+
+
+def _array_spec(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The spec of a leaf's array as T5X makes it before a save: relative, and without what the save decides."""
+    import tensorstore as ts
+
+    on_disk = stored_dtype(np.dtype(dtype)) if isinstance(dtype, np.dtype) else np.dtype(np.uint32)
+    metadata = {'chunks': choose_chunks(shape, on_disk.itemsize, DEFAULT_CHUNK_BYTES), 'compressor': None}
+    return ts.Spec(spec_of(StoredArray(name.replace('/', '.'), shape, on_disk, metadata=metadata), 'file'))
+
+
+def axes_tree(partitioner: Partitioner, state: Any) -> Any:
+    """The partitioner's PartitionSpecs as a tree of dicts or whatever the state is made of."""
+    from jax.sharding import PartitionSpec
+
+    axes = partitioner.get_mesh_axes(state)
+    if isinstance(axes, PartitionSpec):
+        return {BARE[0]: axes}
+    return axes.state_dict() if hasattr(axes, 'state_dict') else axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformed:
+    """What is to be saved.
+
+    Attributes:
+      leaves: after the transforms.
+      infos: of those leaves that have one.
+      rule: whether T5X writes a leaf into the manifest, of those of which it is known.
+    """
+
+    leaves: LeafTable
+    infos: Mapping[Path, ParameterInfo]
+    rule: Mapping[Path, bool]
+
+
+def transformed(table: LeafTable, axes: LeafAxes, fns: Sequence[Any]) -> Transformed:
+    """The leaves and their infos after the transforms.
+
+    Raises:
+      UnsupportedLeafError: a transform returned something else than two mappings.
+    """
+    if not fns:
+        # Without transforms each leaf is its own info.
+        return Transformed(table, {}, axes.rule)
+    state: Any = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+    # Leaves without an array (None, numbers, empty) have None for an info, as in T5X.
+    tree: Any = unflatten(
+        {path: axes.info(path, leaf) if hasattr(leaf, 'shape') else None for path, leaf in table.items()}
+    )
+    for fn in fns:
+        made = fn(state, tree)
+        if not isinstance(made, tuple | list) or [isinstance(each, Mapping) for each in made] != [True, True]:
+            raise UnsupportedLeafError(
+                f'{getattr(fn, "__name__", fn)!r:.80}: a state transformation must return the new state dict and the new '
+                f'parameter infos, got {made!r:.80}.'
+            )
+        state, tree = made
+    leaves = flatten_nested(state, lambda _: False)
+    moved = flatten_nested(tree, lambda _: False)
+    infos = {path: info for path, info in moved.items() if isinstance(info, ParameterInfo)}
+    if not axes.is_partitioned:
+        return Transformed(leaves, infos, {})
+    rule = {path: info is None or not info.is_stored for path, info in moved.items() if info is None or path in infos}
+    return Transformed(leaves, infos, rule)

@@ -1,0 +1,392 @@
+"""Writing the staged arrays: every chunk of this process, all in flight, within one byte budget.
+
+Each write covers exactly one chunk of the grid, so TensorStore never merges and, without a codec,
+writes from the source buffer without a copy (``can_reference_source_data_indefinitely``). ``.zarray`` files are
+written by us and arrays are opened with ``assume_metadata``, so opening costs no I/O and two processes never race for
+one metadata file. Chunks equal to the fill value are written too: a missing chunk is an error on read, never zeros.
+
+Every chunk file gets an xxh3-64 digest. Without a codec it is taken from memory, 28 GB/s on one core; with one, the
+file is read back once after the write, which sees the page cache.
+
+Large chunks of a save in the background go past the page cache where the storage has one, which takes far less from the
+training (``storage/_direct_io.py``); a codec's output, chunks at an array's edge and small ones are TensorStore's.
+
+Chunks that the previous checkpoint holds already are linked instead (``save/chunk_reuse.py``).
+
+Notes: blocks until everything is durable; raises the first error after every started write has ended.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.thread_pool import Workers
+from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
+from t5ckpt.format.array_spec import StoredArray, zarray_bytes
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.codecs import AUTO
+from t5ckpt.planning.save_plan import ArrayWrite
+from t5ckpt.save.chunk_reuse import PreviousCheckpoint
+from t5ckpt.save.codec_selection import choose_codec
+from t5ckpt.save.stage import Source, StagedWave, Staging
+from t5ckpt.storage import Storage, foreign_errors
+
+__all__ = ['WriteJob', 'WriteReport', 'write_arrays']
+
+# Chunks that are no range of their shard's bytes are copied to be written; a few of 64 MiB keep a disk busy, and 32, as
+# many as TensorStore writes at once, would be 2 GB.
+_COPIED_BYTES = 256 * 2**20
+# Two keep a disk busy.
+_DIRECT_WRITERS = 4
+_SUB_BYTE = {'float4_e2m1fn', 'int2', 'int4'}
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteReport:
+    """What was written.
+
+    Attributes:
+      arrays: the stored arrays by leaf, with the codec that was used.
+      digests: file, relative to the checkpoint's directory, to (bytes, xxh3-64 hex).
+      array_bytes: bytes of array values, uncompressed.
+      linked_bytes: how many of them were taken over from the previous checkpoint.
+      stamps: of the files as they were written, see ``Storage.stamp``.
+      values: of chunks whose files only the codec knows, see ``Previous.values``.
+    """
+
+    arrays: dict[Path, StoredArray]
+    digests: dict[str, tuple[int, str]]
+    array_bytes: int
+    linked_bytes: int
+    stamps: dict[str, tuple[int, ...] | None]
+    values: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(size for size, _ in self.digests.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteJob:
+    """Where and how to write.
+
+    Attributes:
+      storage: the run's.
+      directory: the checkpoint's (temporary) directory.
+      budget: bounds the bytes in flight; a chunk larger than it is written alone.
+      previous: a checkpoint whose equal chunks are linked instead of written, or None.
+      unchanged: leaves that are linked without a look at their values.
+      progress: called with (bytes done, bytes in all).
+      is_first: whether this is process 0, which writes the metadata of every array, also of those that others write.
+      codecs: by array directory, where the processes agreed on what the data were to decide.
+      in_background: whether the caller goes on meanwhile.
+    """
+
+    storage: Storage
+    directory: str
+    budget: ByteBudget
+    previous: PreviousCheckpoint | None = None
+    unchanged: tuple[ArrayWrite, ...] = ()
+    progress: Progress | None = None
+    is_first: bool = True
+    codecs: Mapping[str, Any] | None = None
+    in_background: bool = False
+
+
+def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
+    """Writes every stored leaf, wave after wave as they are staged."""
+    total = staging.total_bytes + sum(write.chunk_bytes * len(write.chunks) for write in job.unchanged)
+    writer = _Writer(job, total, lambda: staging.is_interrupted)
+    try:
+        for write in job.unchanged:
+            writer.link_array(write)
+        with contextlib.closing(staging.waves()) as waves:
+            for wave in waves:
+                writer.write_wave(wave)
+                # The next wave is staged into the memory of this one, so nothing may hold on to it.
+                del wave
+        writer.drain()
+        writer.read_back()
+        writer.check_interrupt()
+    except BaseException:
+        writer.abandon()
+        raise
+    finally:
+        writer.close()
+    expected = staging.chunk_count + sum(len(write.chunks) for write in job.unchanged)
+    if job.is_first:
+        expected += staging.array_count + len(job.unchanged)
+    if len(writer.digests) != expected:
+        raise SaveFailedError(
+            f'{len(writer.digests)} files were written where {expected} were planned; nothing is committed.'
+        )
+    return WriteReport(writer.arrays, writer.digests, writer.total, writer.linked, writer.stamps(), writer.values)
+
+
+@dataclasses.dataclass
+class _InFlight:
+    leaf: str
+    future: Any
+    size: int
+    copied: int = 0
+
+
+class _Writer:
+    def __init__(self, job: WriteJob, total: int, is_interrupted: Callable[[], bool]):
+        self._job = job
+        self._is_interrupted = is_interrupted
+        self._storage = job.storage
+        self._kvstore = job.storage.open_kvstore(job.directory)
+        self._direct_bytes = job.storage.direct_bytes(in_background=job.in_background)
+        self._direct_writers = Workers(_DIRECT_WRITERS, 't5ckpt-write')
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._copies = ByteBudget(_COPIED_BYTES)
+        self._unread: list[str] = []
+        self._done = 0
+        self.total = total
+        self.linked = 0
+        self.arrays: dict[Path, StoredArray] = {}
+        self.digests: dict[str, tuple[int, str]] = {}
+        self.values: dict[str, str] = {}
+
+    def write_wave(self, wave: StagedWave) -> None:
+        """Writes a wave and waits for it."""
+        for write, source in wave.writes:
+            self.write_array(write, source)
+            source.release()
+        self.drain()
+
+    def link_array(self, write: ArrayWrite) -> None:
+        """Takes over all files of a leaf that is the object saved last time.
+
+        Where a file cannot be linked the leaf is written after all, from the array itself: it was not staged.
+
+        Raises:
+          StorageError: it cannot be linked, and the array has been donated since.
+        """
+        previous = self._job.previous
+        for key in write.files(with_metadata=self._job.is_first):
+            entry = None if previous is None else previous.digests.get(key)
+            if previous is None or entry is None or not self._link(previous, key, entry):
+                if write.leaf.is_deleted():
+                    where = self._storage.url(join('' if previous is None else previous.directory, key))
+                    raise StorageError(
+                        errno.ENOENT,
+                        f'{leaf_name(write.path)}: {where} is gone, and the array was donated. Save again.',
+                    )
+                self.write_array(write, Source(leaf_name(write.path), write.leaf))
+                return
+        if self._job.is_first:
+            zarray = json.loads(self._storage.read(join(self._job.directory, write.zarray)))
+            metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
+            self.arrays[write.path] = dataclasses.replace(write.array, metadata=metadata)
+        self._count(write.chunk_bytes * len(write.chunks), linked=True)
+
+    def _link(self, previous: PreviousCheckpoint, key: str, entry: tuple[int, str]) -> bool:
+        """Links one file, if what lies there is still what was written: damage must not be handed on.
+
+        A file that nobody has touched since this process wrote or read it need not be read again.
+        """
+        source, target = join(previous.directory, key), join(self._job.directory, key)
+        try:
+            stamp = previous.stamps.get(key)
+            is_known = stamp is not None and stamp == self._storage.stamp(source)
+            if not is_known and (
+                self._storage.size(source) != entry[0] or digest(self._storage.read(source)) != entry[1]
+            ):
+                return False
+        except T5CkptError:
+            # Deleted by somebody between the two looks, or unreadable: written anew.
+            return False
+        if not self._storage.link(source, target):
+            return False
+        self.digests[key] = entry
+        if key in previous.values:
+            self.values[key] = previous.values[key]
+        return True
+
+    def write_array(self, write: ArrayWrite, source: Source) -> None:
+        """Starts the writes of all chunks of a leaf."""
+        store: Any = None
+        files = write.files(with_metadata=False)
+        for number, (chunk, key) in enumerate(zip(write.chunks, files, strict=True)):
+            self.check_interrupt()
+            self._admit(write.chunk_bytes)
+            try:
+                data = source.as_stored(chunk, write)
+                if number == 0:
+                    self._begin_array(write, data)
+                entry = self._digest_of(self.arrays[write.path], data)
+                if self._linked_instead(key, entry) if entry is not None else self._linked_encoded(write, key, data):
+                    self._job.budget.release(write.chunk_bytes)
+                    self._count(write.chunk_bytes, linked=True)
+                    continue
+                copied = self._admit_copy(data)
+                if entry is not None and self._direct_bytes is not None and data.nbytes >= self._direct_bytes:
+                    future = self._write_direct(key, data)
+                else:
+                    if store is None:
+                        store = self._open(self.arrays[write.path], leaf_name(write.path))
+                    future = store[chunk.box.slices].write(data, can_reference_source_data_indefinitely=True)
+            except BaseException:
+                self._job.budget.release(write.chunk_bytes)
+                raise
+            self._in_flight.append(_InFlight(leaf_name(write.path), future, write.chunk_bytes, copied))
+            if entry is None:
+                self._unread.append(key)
+            else:
+                self.digests[key] = entry
+        if not write.chunks:
+            # All of its chunks are written by other processes.
+            self._begin_array(write, np.empty(0, write.array.dtype))
+
+    def _write_direct(self, key: str, data: np.ndarray) -> Future[None]:
+        key, words = join(self._job.directory, key), data.reshape(-1).view(np.uint8)
+        return self._direct_writers.submit(functools.partial(self._storage.write_direct, key, words))
+
+    def _begin_array(self, write: ArrayWrite, sample: np.ndarray) -> None:
+        """Chooses the codec, where the plan leaves that to the data, and writes the metadata."""
+        array = write.array
+        if array.metadata['compressor'] == AUTO:
+            codecs = self._job.codecs
+            codec = choose_codec(sample) if codecs is None else codecs.get(array.location)
+            array = dataclasses.replace(array, metadata={**array.metadata, 'compressor': codec})
+        if self._job.is_first:
+            self._write_metadata(array, leaf_name(write.path))
+        self.arrays[write.path] = array
+
+    def _linked_instead(self, key: str, entry: tuple[int, str]) -> bool:
+        previous = self._job.previous
+        return previous is not None and previous.digests.get(key) == entry and self._link(previous, key, entry)
+
+    def _linked_encoded(self, write: ArrayWrite, key: str, data: np.ndarray) -> bool:
+        """The same where only the codec knows the file's bytes: it made them from equal values last time."""
+        if not self._storage.links:
+            return False
+        self.values[key] = digest(data)
+        previous, zarray = self._job.previous, write.zarray
+        entry = None if previous is None else previous.digests.get(key)
+        if previous is None or entry is None or previous.values.get(key) != self.values[key]:
+            return False
+        return previous.digests.get(zarray) == self.digests.get(zarray, ()) and self._link(previous, key, entry)
+
+    def _write_metadata(self, array: StoredArray, leaf: str) -> None:
+        data = zarray_bytes(array)
+        key = join(array.location, '.zarray')
+        self._in_flight.append(_InFlight(leaf, self._kvstore.write(key, data), 0))
+        self.digests[key] = (len(data), digest(data))
+
+    def _open(self, array: StoredArray, leaf: str) -> Any:
+        spec = {
+            'driver': 'zarr',
+            'kvstore': self._storage.array_kvstore(join(self._job.directory, array.location)),
+            'metadata': json.loads(zarray_bytes(array)),
+            'store_data_equal_to_fill_value': True,
+        }
+        with foreign_errors(leaf, writing=True):
+            opening = ts.open(spec, open=True, create=True, assume_metadata=True, context=self._storage.context())
+            return self._storage.wait(opening)
+
+    @staticmethod
+    def _digest_of(array: StoredArray, data: np.ndarray) -> tuple[int, str] | None:
+        """The chunk file's size and digest, where its bytes are the array's; None where only the codec knows them."""
+        # A chunk at the array's end is filled up on disk.
+        is_whole = data.shape == tuple(array.metadata['chunks'])
+        if array.metadata['compressor'] is not None or array.dtype.name in _SUB_BYTE or not is_whole:
+            return None
+        return data.nbytes, digest(data)
+
+    def _admit(self, size: int) -> None:
+        while not self._job.budget.try_acquire(size):
+            if self._in_flight:
+                self._finish_next()
+            else:
+                self._job.budget.acquire(size)
+                return
+
+    def _admit_copy(self, data: np.ndarray) -> int:
+        """Waits until there is room for a chunk that is no part of its shard's memory; its bytes, or 0."""
+        copied = data.nbytes if data.base is None else 0
+        while copied and not self._copies.try_acquire(copied):
+            self._finish_next()
+        return copied
+
+    def _finish_next(self) -> None:
+        """Waits for the oldest write."""
+        self._count(self._settle_next())
+
+    def _settle_next(self) -> int:
+        """The same, in silence; returns its bytes. An interrupt leaves it in flight."""
+        item = self._in_flight[0]
+        try:
+            with foreign_errors(f'{item.leaf} in {self._storage.url(self._job.directory)}', writing=True):
+                self._storage.wait(item.future)
+        except Exception:
+            self._release(self._in_flight.popleft())
+            raise
+        self._release(self._in_flight.popleft())
+        return item.size
+
+    def _release(self, item: _InFlight) -> None:
+        if item.size:
+            self._job.budget.release(item.size)
+        self._copies.release(item.copied)
+
+    def _count(self, size: int, *, linked: bool = False) -> None:
+        self._done += size
+        self.linked += size if linked else 0
+        if self._job.progress is not None and size:
+            self._job.progress(self._done, self.total)
+
+    def check_interrupt(self) -> None:
+        """Ends the save that somebody has given up."""
+        if self._is_interrupted():
+            raise SaveFailedError('the save was interrupted; nothing of it is left.')
+
+    def drain(self) -> None:
+        """Waits for everything in flight."""
+        while self._in_flight:
+            self._finish_next()
+
+    def read_back(self) -> None:
+        """Digests of files whose bytes only the codec knew."""
+        for key in self._unread:
+            with foreign_errors(self._storage.url(join(self._job.directory, key))):
+                data = bytes(self._storage.wait(self._kvstore.read(key)).value)
+            self.digests[key] = (len(data), digest(data))
+
+    def stamps(self) -> dict[str, tuple[int, ...] | None]:
+        """Of all files; one whose rename into place was lost without an error is found here."""
+        stamps = {key: self._storage.stamp(join(self._job.directory, key)) for key in self.digests}
+        for key in [key for key, stamp in stamps.items() if stamp is None and self._storage.renames]:
+            if self._storage.size(join(self._job.directory, key)) is None:
+                where = self._storage.url(join(self._job.directory, key))
+                raise StorageError(errno.EIO, f'{where}: was written without an error, and is not there. Save again.')
+        return stamps
+
+    def abandon(self) -> None:
+        """Waits for what was started, so that nothing is written after the caller has cleaned up."""
+        self._direct_writers.drop()
+        while self._in_flight:
+            with contextlib.suppress(T5CkptError, CancelledError):
+                self._settle_next()
+
+    def close(self) -> None:
+        """Ends the threads, which have nothing more to do."""
+        self._direct_writers.close()

@@ -1,0 +1,70 @@
+"""What a train state is made of, as text: one line a leaf, as axlearn writes it to ``trainer_state_tree.txt``."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from t5ckpt.core.leaf_path import leaf_name
+from t5ckpt.core.text import counted
+from t5ckpt.distributed.processes import jax_processes
+from t5ckpt.storage import open_storage
+from t5ckpt.tree.leaf_table import Empty
+from t5ckpt.tree.train_state import flatten_state
+
+__all__ = ['FILE', 'state_summary', 'write_state_summary']
+
+FILE = 'trainer_state_tree.txt'
+# T5X's name for the weights and Flax's; where a state has neither, all of its arrays count.
+_WEIGHTS = ('target', 'params')
+_HEADER = ('path', 'dtype', 'shape', 'bytes', 'sharding')
+
+
+def state_summary(state: Any) -> str:
+    """A table with path, dtype, shape, bytes and sharding of every leaf, and totals; reads no array.
+
+    Args:
+      state: as given to a checkpointer; leaves may be jax.ShapeDtypeStruct.
+    """
+    table = flatten_state(state).table
+    rows: list[tuple[str, ...]] = [_HEADER]
+    parameters = on_device = in_all = 0
+    weights = next((name for name in _WEIGHTS if any(path[0] == name for path in table)), None)
+    for path, leaf in table.items():
+        shape = getattr(leaf, 'shape', None)
+        if shape is None:
+            text = f'empty {leaf.kind}' if isinstance(leaf, Empty) else f'{type(leaf).__name__} {leaf!r:.40}'
+            rows.append((leaf_name(path), text, '', '', ''))
+            continue
+        sharding = getattr(leaf, 'sharding', None)
+        nbytes = math.prod(shape) * leaf.dtype.itemsize
+        local = shape if sharding is None else sharding.shard_shape(tuple(shape))
+        in_all += nbytes
+        on_device += math.prod(local) * leaf.dtype.itemsize
+        if weights is None or path[0] == weights:
+            parameters += math.prod(shape)
+        rows.append((leaf_name(path), str(leaf.dtype), str(tuple(shape)), f'{nbytes:,}', _sharding_text(sharding)))
+    of = 'all arrays' if weights is None else weights
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ['', f'{counted(len(table), "leaf", "leaves")}, {in_all:,} bytes, {on_device:,} bytes on each device']
+    return '\n'.join([*lines, f'{parameters:,} parameters ({of})', ''])
+
+
+def _sharding_text(sharding: Any) -> str:
+    spec = getattr(sharding, 'spec', None)
+    if sharding is None:
+        return 'host'
+    if spec is None:
+        return f'{type(sharding).__name__} on {counted(len(sharding.device_set), "device")}'
+    mesh = ', '.join(f'{name} {size}' for name, size in sharding.mesh.shape.items())
+    return f'({", ".join(map(repr, spec))}) over mesh ({mesh})'
+
+
+def write_state_summary(directory: str | os.PathLike[str], state: Any) -> None:
+    """Writes the table to ``trainer_state_tree.txt`` in a directory, from process 0; other processes do nothing."""
+    if jax_processes().index == 0:
+        storage = open_storage(directory)
+        storage.make_dir('')
+        storage.write(FILE, state_summary(state).encode())

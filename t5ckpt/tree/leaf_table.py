@@ -1,0 +1,113 @@
+"""State <-> LeafTable.
+
+A leaf table is a flat dict from path (a tuple of strings) to leaf. Paths follow ``jax.tree_util`` key paths: dict
+keys, sequence indices, attribute names, each as text; which is also what Flax's ``to_state_dict`` gives for the trees
+that T5X and Flax train. None and empty containers are leaves here, because a manifest or its sidecar must bring them
+back.
+
+Two kinds of state come in: one with T5X's protocol, whose ``state_dict()`` is the tree, and any other pytree, which is
+the tree itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.tree.leaf_values import is_jax_array
+
+__all__ = ['Empty', 'LeafTable', 'flatten_nested', 'is_jax_array', 'lookup', 'unflatten']
+
+LeafTable = dict[Path, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Empty:
+    """An empty container: ``kind`` is 'dict', 'list' or 'tuple'."""
+
+    kind: str
+
+    def build(self) -> Any:
+        """A new empty container."""
+        return {'dict': dict, 'list': list, 'tuple': tuple}[self.kind]()
+
+
+# --- nested dicts <-> tables -----------------------------------------------------------------------------------------
+
+
+def unflatten(table: Mapping[Path, Any]) -> dict[str, Any]:
+    """Nested dicts from a table.
+
+    Raises:
+      UnsupportedLeafError: one leaf's path goes through another leaf.
+    """
+    root: dict[str, Any] = {}
+    owned: set[int] = {id(root)}
+    for path, leaf in table.items():
+        node: Any = root
+        for key in path[:-1]:
+            child = node.get(key)
+            if child is None and key not in node:
+                child = node[key] = {}
+                owned.add(id(child))
+            if id(child) not in owned:
+                raise UnsupportedLeafError(
+                    f'{leaf_name(path)}: its path goes through another leaf. Rename one of them.'
+                )
+            node = child
+        if path[-1] in node:
+            raise UnsupportedLeafError(f'{leaf_name(path)}: is a leaf and also a subtree. Rename one of them.')
+        node[path[-1]] = leaf
+    return root
+
+
+def flatten_nested(tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool], prefix: Path = ()) -> LeafTable:
+    """A table from nested dicts; what is empty becomes ``Empty``, and ``is_leaf`` maps stay whole."""
+    table: LeafTable = {}
+    _flatten_into(table, tree, is_leaf, prefix)
+    return table
+
+
+def _flatten_into(table: LeafTable, tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool], prefix: Path) -> None:
+    for key, value in tree.items():
+        path = (*prefix, str(key))
+        if isinstance(value, np.ndarray):
+            # First: most leaves are arrays, and to ask whether it is a Mapping takes ten times as long.
+            table[path] = value
+        elif isinstance(value, Mapping) and not is_leaf(value):
+            if value:
+                _flatten_into(table, value, is_leaf, path)
+            else:
+                table[path] = Empty('dict')
+        elif isinstance(value, (list, tuple)) and not value:
+            table[path] = Empty('list' if isinstance(value, list) else 'tuple')
+        else:
+            table[path] = value
+
+
+def lookup(tree: Any, path: Path, default: Any = None) -> Any:
+    """The node at ``path`` in a tree of mappings, sequences and attributes, or ``default`` where it ends early."""
+    from jax.sharding import PartitionSpec
+
+    node: Any = tree
+    for key in path:
+        if node is None:
+            return default
+        if isinstance(node, Mapping):
+            node = node.get(key, default)
+        elif isinstance(node, (list, tuple)) and key.isdigit() and int(key) < len(node):
+            node = node[int(key)]
+        else:
+            # A PartitionSpec is a leaf of a tree of axes: a key below it does not name its method (``count``, ``index``).
+            node = default if isinstance(node, PartitionSpec) else getattr(node, key, default)
+        if node is default:
+            return default
+    return node
+
+
+# --- leaves ----------------------------------------------------------------------------------------------------------

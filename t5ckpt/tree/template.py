@@ -1,0 +1,125 @@
+"""What a leaf of a template asks for: shape, dtype, sharding, Python type."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.arguments import native_dtype
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.lazy import LazyArray
+from t5ckpt.tree.leaf_table import Empty
+from t5ckpt.tree.leaf_values import base_number, check_is_array, is_jax_array, is_key
+
+__all__ = ['LeafTemplate', 'canonical_dtype', 'check_has_values', 'leaf_template']
+
+
+# From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
+_KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafTemplate:
+    """What a model wants at one leaf.
+
+    Attributes:
+      kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none', 'empty', 'skip' (``...``, a
+        leaf that a restore leaves out) or 'unread' (one that this restore is not asked for).
+      shape: of the array; of the key data for keys.
+      dtype: numpy dtype; uint32 for keys. None for text, none, empty and skip.
+      device: whether the result is a jax.Array.
+      sharding: where it goes; None with ``device`` leaves the place to JAX (uncommitted).
+      python: the scalar's type, for 'scalar', which may be a subclass such as an IntEnum; ``np.generic`` where an array leaf
+        is a numpy scalar.
+      impl: the name of the PRNG implementation, for 'key'.
+      example: the leaf itself for 'none', 'empty' and 'text', which come back as they are.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype | None = None
+    device: bool = False
+    sharding: Any = None
+    python: type | None = None
+    impl: str = ''
+    example: Any = None
+
+    def left_out(self) -> LeafTemplate:
+        """The target of a leaf of which nothing is read."""
+        return dataclasses.replace(self, kind='unread', sharding=None)
+
+
+def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -> LeafTemplate:
+    """Describes a template leaf.
+
+    Args:
+      path: the leaf's, for the error.
+      leaf: jax.Array, ShapeDtypeStruct, numpy array or scalar, Python number, LazyArray, typed key, None, Empty, str.
+      sharding: overrides the leaf's own, where a partitioner decides.
+      host: the result is a numpy array whatever the leaf is.
+    """
+    if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
+        # First, because most leaves are such: none of the other questions needs to be asked.
+        place = _own_sharding(leaf) if sharding is None else sharding
+        return LeafTemplate('array', leaf.shape, leaf.dtype, not host, None if host else place)
+    if leaf is None or leaf is ...:
+        return LeafTemplate('none' if leaf is None else 'skip')
+    if isinstance(leaf, (Empty, str)):
+        return LeafTemplate('text' if isinstance(leaf, str) else 'empty', example=leaf)
+    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
+        return LeafTemplate('scalar', (), np.asarray(base_number(type(leaf))(leaf)).dtype, python=type(leaf))
+    check_is_array(path, leaf)
+    if is_key(leaf.dtype):
+        return _key_target(leaf, sharding)
+    on_device = not isinstance(leaf, (np.ndarray, np.generic, LazyArray)) or sharding is not None
+    if sharding is None and on_device:
+        sharding = _own_sharding(leaf)
+    place = (on_device and not host, None if host else sharding)
+    return LeafTemplate(
+        'array',
+        tuple(leaf.shape),
+        native_dtype(leaf.dtype),
+        *place,
+        np.generic if isinstance(leaf, np.generic) else None,
+    )
+
+
+def _own_sharding(leaf: Any) -> Any:
+    sharding = getattr(leaf, 'sharding', None)
+    return sharding if getattr(leaf, 'committed', True) else None
+
+
+def _key_target(leaf: Any, sharding: Any) -> LeafTemplate:
+    import jax
+
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    if sharding is None:
+        sharding = _own_sharding(leaf)
+    # The dtype's name is 'key<fry>'; its implementation has no other public name for a ShapeDtypeStruct.
+    impl = str(_KEY_IMPLS.get(leaf.dtype.name[4:-1], leaf.dtype.name[4:-1]))
+    return LeafTemplate('key', tuple(data.shape), np.dtype(data.dtype), True, sharding, impl=impl)
+
+
+def check_has_values(name: str, value: Any) -> None:
+    """Before a leaf's values are asked for.
+
+    Raises:
+      UnsupportedLeafError: it is a tracer, or its buffer was donated.
+    """
+    # First, since a tracer answers hardly any question.
+    if 'Tracer' in type(value).__name__:
+        raise UnsupportedLeafError(f'{name}: is a tracer. Save outside of jit, with the arrays that the step returned.')
+    if callable(getattr(value, 'is_deleted', None)) and value.is_deleted():
+        raise UnsupportedLeafError(
+            f'{name}: its buffer is gone, it was donated to a jitted step. Save the state that the step returned.'
+        )
+
+
+def canonical_dtype(dtype: np.dtype) -> np.dtype:
+    """What JAX makes of a dtype on a device: of 64 bits 32, unless ``jax_enable_x64`` is set."""
+    import jax
+
+    return jax.dtypes.canonicalize_dtype(dtype)

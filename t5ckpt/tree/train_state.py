@@ -1,0 +1,165 @@
+"""A train state as a flat table of leaves, and its step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.gc_pause import paused
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.protocols import TrainState
+from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.lazy import LazyArray
+from t5ckpt.tree.leaf_table import Empty, LeafTable
+from t5ckpt.tree.parts import BARE, is_bare_array, with_parts
+from t5ckpt.tree.template import check_has_values
+
+__all__ = ['MAX_STEP', 'OWN_STEPS', 'StateView', 'flatten_state', 'step_of']
+
+
+MAX_STEP = 10**18
+
+
+# Where a state may hold its step: T5X's and Flax's.
+OWN_STEPS: tuple[Path, ...] = (('state', 'step'), ('step',))
+
+
+@dataclasses.dataclass(frozen=True)
+class StateView:
+    """A state seen as a table.
+
+    Attributes:
+      table: path to leaf; ``Empty`` stands for an empty container.
+      rebuild: makes a state of the same type from a table with the same paths.
+    """
+
+    table: LeafTable
+    rebuild: Callable[[LeafTable], Any]
+
+
+def flatten_state(state: Any) -> StateView:
+    """Views a train state or any pytree as a table.
+
+    Raises:
+      UnsupportedLeafError: two leaves would get one name ({1: x, '1': y}), or the state is a single number.
+    """
+    if isinstance(state, TrainState):
+        inner = _view_pytree(state.state_dict())
+        return StateView(inner.table, lambda table: state.restore_state(inner.rebuild(table)))
+    return _view_pytree(state)
+
+
+def _view_pytree(tree: Any) -> StateView:
+    with paused():
+        view = _flattened(tree)
+    # Outside of the pause, since a part's state_dict() is the user's code.
+    return with_parts(view, _view_pytree)
+
+
+def _flattened(tree: Any) -> StateView:
+    import jax
+
+    try:
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_kept)
+    except ValueError as error:
+        # JAX sorts the keys of a dict, which fails for a mix such as {1: x, '1': y}.
+        clash = next(_clashes(tree, ()), None)
+        text = f'the state is no pytree: {error}' if clash is None else _clash_text(clash)
+        raise UnsupportedLeafError(text) from error
+    table: LeafTable = {}
+    paths: list[Path] = []
+    originals: dict[Path, Any] = {}
+    for keys, leaf in flat:
+        path = tuple(_key_text(key) for key in keys)
+        if path in table:
+            raise UnsupportedLeafError(_clash_text(path))
+        if path == () and _empty_kind(leaf) is not None:
+            raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
+        if path == () and is_bare_array(leaf):
+            path = BARE
+        if path == ():
+            raise UnsupportedLeafError(
+                f'the state is a single {type(leaf).__name__}, a checkpoint holds a tree. Pass a dict: {{"x": x}}.'
+            )
+        empty = _empty_kind(leaf)
+        table[path] = leaf if empty is None else Empty(empty)
+        originals[path] = leaf
+        paths.append(path)
+
+    def rebuild(values: LeafTable) -> Any:
+        return jax.tree_util.tree_unflatten(
+            treedef, [originals[p] if isinstance(values[p], Empty) else values[p] for p in paths]
+        )
+
+    return StateView(table, rebuild)
+
+
+def _clash_text(path: Path) -> str:
+    return (
+        f'{leaf_name(path)}: two leaves of the state have this name, because a checkpoint holds keys as text. '
+        'Rename one of the keys.'
+    )
+
+
+def _clashes(tree: Any, prefix: Path) -> Iterator[Path]:
+    """Paths in nested dicts at which two keys are the same as text."""
+    if isinstance(tree, Mapping):
+        texts = [str(key) for key in tree]
+        yield from ((*prefix, text) for text in texts if texts.count(text) > 1)
+        for key, value in tree.items():
+            yield from _clashes(value, (*prefix, str(key)))
+
+
+def _is_kept(node: Any) -> bool:
+    return node is None or _empty_kind(node) is not None
+
+
+def _empty_kind(node: Any) -> str | None:
+    if not isinstance(node, (Mapping, list, tuple)) or len(node) > 0:
+        return None
+    return 'dict' if isinstance(node, Mapping) else 'list' if isinstance(node, list) else 'tuple'
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ('key', 'idx', 'name'):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key).strip('.[]\'"')
+
+
+def step_of(state: Any, table: LeafTable, step: int | None) -> int:
+    """The step that a save is named after.
+
+    Args:
+      state: may have an attribute ``step``.
+      table: may have a leaf ``state/step`` or ``step``.
+      step: the caller's word, which wins.
+
+    Raises:
+      ValueError: no step anywhere, or not a non-negative integer.
+      UnsupportedLeafError: it was donated, or is a tracer.
+    """
+    value: Any = step if step is not None else _found_step(state, table)
+    if value is None:
+        raise ValueError('the state names no step (no attribute or leaf "step"): pass step= to save.')
+    check_has_values('step', value)
+    if isinstance(value, LazyArray):
+        value = value.get()
+    if getattr(value, 'is_fully_addressable', True) is False:
+        if not value.addressable_shards:
+            raise ValueError('the step lies on other processes alone: pass step= to save.')
+        value = value.addressable_data(0)
+    number = np.asarray(value)
+    if number.shape != () or not np.issubdtype(number.dtype, np.integer) or not 0 <= int(number) < MAX_STEP:
+        raise ValueError(f'the step must be one integer of at least 0 and below 10^18, got {value!r:.80}.')
+    return int(number)
+
+
+def _found_step(state: Any, table: LeafTable) -> Any:
+    own = getattr(state, 'step', None)
+    if own is not None and not callable(own):
+        return own
+    return next((table[path] for path in OWN_STEPS if path in table), None)

@@ -1,0 +1,539 @@
+"""Steps in the layouts of Orbax and Flax beside ours: listed, restored, never written over; and files of others stay."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import flax
+import msgpack
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner
+from flax.training import checkpoints as flax_checkpoints
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.cli.app import app
+from t5ckpt.convert import ConvertOptions, convert_checkpoint
+from t5ckpt.convert.export_options import ImportOptions
+from t5ckpt.convert.plain import import_npz
+from t5ckpt.storage import open_storage
+
+STATE = {'w': np.arange(6000, dtype=np.float32), 'step': np.int32(7)}
+
+
+def state(step):
+    return {'w': STATE['w'] + step, 'step': np.int32(step)}
+
+
+def open_ck(run, **options):
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **options)
+
+
+def t5x_orbax(run, step):
+    """checkpoint_<step>/state, as T5X's use_orbax=True writes it."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(run / f'checkpoint_{step}' / 'state', state(step))
+
+
+def manager(run, step):
+    """<step>/default of an Orbax CheckpointManager."""
+    with ocp.CheckpointManager(run) as each:
+        each.save(step, args=ocp.args.StandardSave(state(step)))
+
+
+def flax_file(run, step):
+    """checkpoint_<step>, a msgpack file."""
+    with flax.config.temp_flip_flag('use_orbax_checkpointing', False), pytest.warns(DeprecationWarning, match='Orbax'):
+        flax_checkpoints.save_checkpoint(run, state(step), step, keep=9, overwrite=True)
+
+
+def flax_orbax(run, step):
+    """checkpoint_<step> of Flax through Orbax."""
+    handler = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    flax_checkpoints.save_checkpoint(run, state(step), step, orbax_checkpointer=handler)
+
+
+def placeholders(run, step):
+    """checkpoint_<step> of the Orbax of 2023: a zarr directory for each array, and Flax msgpack that names them."""
+    path = run / f'checkpoint_{step}'
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(path, state(step))
+    for entry in [each for each in path.iterdir() if each.name not in STATE]:
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    (path / 'checkpoint').write_bytes(msgpack.packb({name: f'PLACEHOLDER://{name}' for name in STATE}))
+
+
+def named(**options):
+    """A maker of the directory that an Orbax CheckpointManager with these options names."""
+
+    def make(run, step):
+        options_ = ocp.CheckpointManagerOptions(**options)
+        with ocp.CheckpointManager(run, options=options_) as each:
+            each.save(step, args=ocp.args.StandardSave(state(step)))
+
+    return make
+
+
+PREFIXED = named(step_prefix='ckpt')
+PADDED = named(step_format_fixed_length=8)
+BOTH = named(step_prefix='checkpoint', step_format_fixed_length=8)
+
+MAKERS = [(t5x_orbax, 'orbax'), (manager, 'orbax'), (flax_file, 'flax'), (flax_orbax, 'orbax'), (placeholders, 'orbax')]
+NAMED = [PREFIXED, PADDED, BOTH]
+
+
+def tree(root: pathlib.Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob('*') if path.is_file()}
+
+
+@pytest.mark.parametrize(('make', 'layout'), [*MAKERS, *((make, 'orbax') for make in NAMED)])
+def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplog):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    before = tree(run_dir)
+    with open_ck(run_dir, keep=1) as ck:
+        assert ck.restore()['w'][0] == 7
+        assert ck.all_steps() == t5ckpt.all_steps(run_dir) == [7]
+        assert ck.latest_step() == t5ckpt.latest_step(run_dir) == 7
+        assert t5ckpt.find_checkpoint(run_dir) == t5ckpt.find_checkpoint(run_dir, 7)
+        assert next(t5ckpt.checkpoints_iterator(run_dir, timeout=5)) == 7
+        assert next(t5ckpt.checkpoints_iterator(run_dir, timeout=5, hold_seconds=60)) == 7
+        assert t5ckpt.restore_or_init(ck, lambda: pytest.fail('a fresh start'))['w'][0] == 7
+        assert ck.restored_step == 7
+        caplog.clear()
+        assert ck.save(state(7), step=7) is None
+        assert 'already exists' in caplog.text
+        ck.save(state(8), step=8)
+        ck.save(state(9), step=9)
+        assert ck.restore()['w'][0] == 9
+        assert ck.all_steps() == [7, 9]
+        assert ck.restore(step=7)['w'][0] == 7
+    assert {key: data for key, data in tree(run_dir).items() if key in before} == before
+    run = t5ckpt.open_run(run_dir)
+    assert [(each.step, each.layout) for each in run.summaries()] == [(7, layout), (9, 't5x')]
+    assert run[7]['w'][0] == 7
+    shown = json.loads(CliRunner().invoke(app, ['ls', str(run_dir), '--json']).output)
+    assert [(each['step'], each['layout']) for each in shown] == [(7, layout), (9, 't5x')]
+    assert layout in CliRunner().invoke(app, ['ls', str(run_dir)]).output
+    assert layout in str(CliRunner().invoke(app, ['rm', str(run_dir), '--step', '7', '--yes']).exception)
+    (theirs,) = {key.partition('/')[0] for key in before}
+    with open_ck(run_dir) as ck:
+        for use in (ck.metrics, ck.delete, lambda step: ck.save(state(step), step=step, overwrite=True)):
+            with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}'):
+                use(7)
+    with pytest.raises(
+        errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}, into which'
+    ) as refused:
+        t5ckpt.pin_checkpoint(run_dir / theirs)
+    # The cure that it names.
+    assert f"convert_checkpoint('{layout}', path, directory)" in str(refused.value)
+    convert_checkpoint(layout, run_dir / theirs, tmp_path / 'pinned', ConvertOptions(step=7))
+    t5ckpt.pin_checkpoint(tmp_path / 'pinned' / 'checkpoint_7')
+    assert t5ckpt.is_pinned_checkpoint(tmp_path / 'pinned' / 'checkpoint_7')
+    assert {key: data for key, data in tree(run_dir).items() if not key.startswith('checkpoint_9')} == before
+    pruned = CliRunner().invoke(app, ['prune', str(run_dir), '--keep', '1', '--yes'])
+    assert f'in the layout of {layout}' in pruned.output
+    assert t5ckpt.all_steps(run_dir) == [7, 9]
+
+
+@pytest.mark.parametrize('make', [*(make for make, _ in MAKERS), *NAMED])
+def test_whatever_takes_a_run_and_a_step_finds_the_step_of_restore(run_dir, tmp_path, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    with open_ck(tmp_path / 'new') as ck:
+        assert (
+            t5ckpt.restore_or_init(ck, lambda: STATE, initial_checkpoint=t5ckpt.WarmStart(run_dir, step=7))['w'][0] == 7
+        )
+        with pytest.raises(errors.CheckpointNotFoundError, match='step 6 is not there, complete steps are: 7'):
+            t5ckpt.restore_or_init(ck, lambda: STATE, initial_checkpoint=t5ckpt.WarmStart(run_dir, step=6))
+        assert ck.restore(path=t5ckpt.find_checkpoint(run_dir, 7))['w'][0] == 7
+    assert np.asarray(t5ckpt.load_t5x_checkpoint(run_dir, step=7)['w'])[0] == 7
+    assert t5ckpt.open_checkpoint(run_dir, 7)['w'][0] == t5ckpt.open_run(run_dir)[7]['w'][0] == 7
+    run, export, copy = str(run_dir), str(tmp_path / 'w.npz'), str(tmp_path / 'copy')
+    for verb in (
+        ['show', run],
+        ['cat', run, 'w'],
+        ['stats', run],
+        ['export', 'npz', run, export],
+        ['cp', run, copy, '--save-dtype', 'float32', '--cast-leaves', 'w'],
+    ):
+        shown = CliRunner().invoke(app, [*verb, '--step', '7'])
+        assert shown.exit_code == 0, (verb, shown.output, shown.exception)
+    assert np.load(export)['w'][0] == t5ckpt.open_checkpoint(copy, 7)['w'][0] == 7
+
+
+def test_t5xs_own_orbax_run_goes_on(golden, tmp_path):
+    source = golden / 'case10_orbax'
+    run = tmp_path / 'run'
+    run.mkdir()
+    os.symlink(source / 'checkpoint_12', run / 'checkpoint_12')
+    assert t5ckpt.all_steps(run) == [12]
+    with open_ck(run) as ck:
+        assert ck.save(STATE, step=12) is None
+        ck.save(STATE, step=13)
+    assert t5ckpt.all_steps(run) == [12, 13]
+
+
+def test_a_bucket_knows_steps_of_others_by_markers(bucket, tmp_path):
+    for make, step in ((placeholders, 4), (t5x_orbax, 5), (flax_file, 6), (manager, 7)):
+        make(tmp_path, step)
+    url = bucket.url()
+    for key, data in tree(tmp_path).items():
+        bucket.put(f'{url}/{key}', data)
+    if bucket.scheme == 'gs':
+        bucket.put(f'{url}/checkpoint_4/commit_success.txt', b'')
+    assert t5ckpt.all_steps(url) == [4, 5, 6, 7]
+    with open_ck(url, keep=1) as ck:
+        assert [ck.save(state(step), step=step) for step in (4, 5, 6, 7)] == [None] * 4
+        for refused in (ck.delete, lambda step: ck.save(state(step), step=step, overwrite=True)):
+            with pytest.raises(errors.UnsupportedFormatError, match='checkpoint_4 is in the layout of orbax'):
+                refused(4)
+        ck.save(state(8), step=8)
+        ck.save(state(9), step=9)
+        # Until what retention has hidden is gone.
+        ck.close()
+        bucket.proxy.clear()
+        assert ck.all_steps() == [4, 5, 6, 7, 9]
+        kinds = [request.kind for request in bucket.proxy.clear()]
+        assert kinds.count('list') <= (1 if bucket.scheme == 's3' else 12)
+        assert len(kinds) < 40
+        assert [float(ck.restore(step=step)['w'][0]) for step in (4, 5, 6, 7, 9)] == [4, 5, 6, 7, 9]
+
+
+@pytest.mark.parametrize(('make', 'step'), [(t5x_orbax, 'checkpoint_5'), (manager, '5')])
+def test_a_step_that_orbax_still_writes_is_not_listed(bucket, tmp_path, make, step):
+    make(tmp_path, 5)
+    url = bucket.url()
+    files = tree(tmp_path)
+    commits = {key: data for key, data in files.items() if key.endswith('commit_success.txt')}
+    for key in files.keys() - commits.keys():
+        bucket.put(f'{url}/{key}', files[key])
+        # While it is written under another name.
+        bucket.put(f'{url}/{key.replace(step, f"{step}.orbax-checkpoint-tmp-9", 1)}', files[key])
+    # Orbax renames on S3, and writes in place on Google's storage alone.
+    assert t5ckpt.all_steps(url) == ([5] if bucket.scheme == 's3' else [])
+    with open_ck(url) as ck:
+        if step == 'checkpoint_5':
+            assert ck.save(state(5), step=5) is None
+    for key, data in commits.items():
+        bucket.put(f'{url}/{key}', data)
+    t5ckpt.reindex_steps(url)
+    assert t5ckpt.all_steps(url) == [5]
+
+
+@pytest.mark.parametrize('make', [t5x_orbax, manager, PREFIXED])
+def test_a_temporary_directory_of_orbax_is_not_a_step(run_dir, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    (final,) = (path for path in run_dir.iterdir() if path.is_dir())
+    final.rename(f'{final}.orbax-checkpoint-tmp-1700000000')
+    assert t5ckpt.all_steps(run_dir) == []
+    assert t5ckpt.open_run(run_dir).summaries() == []
+    with open_ck(run_dir) as ck:
+        ck.save(STATE, step=7)
+    assert t5ckpt.all_steps(run_dir) == [7]
+
+
+def test_directories_named_like_steps_of_a_prefix_are_no_steps(run_dir):
+    with open_ck(run_dir) as ck:
+        ck.save(STATE, step=1)
+    for name in ('logs_7', 'model_8'):
+        (run_dir / name).mkdir()
+        (run_dir / name / 'checkpoint').write_bytes(b'\x80')
+    os.symlink('ckpt_9', run_dir / 'ckpt_9')
+    assert t5ckpt.all_steps(run_dir) == [1]
+    with open_ck(run_dir) as ck:
+        ck.save(STATE, step=9)
+    assert t5ckpt.all_steps(run_dir) == [1, 9]
+    open_ck(run_dir / 'model_8').save(STATE, step=2)
+    assert t5ckpt.all_steps(run_dir / 'model_8') == [2]
+
+
+def test_a_fresh_start_over_an_unreadable_layout_warns(run_dir):
+    step = run_dir / 'step-100'
+    step.mkdir(parents=True)
+    (step / '.metadata').write_bytes(b'')
+    with open_ck(run_dir) as ck, pytest.warns(t5ckpt.UnreadLayoutWarning, match=r'torchtitan.*100'):
+        assert t5ckpt.restore_or_init(ck, lambda: 'new') == 'new'
+
+
+@pytest.mark.parametrize(
+    'name', ['model.safetensors', 'pytorch_model.bin', 'global_step500/mp_rank_00.pt', 'w/notes.txt']
+)
+def test_a_fresh_start_over_a_step_that_nobody_reads_warns(run_dir, name):
+    put(run_dir / 'checkpoint_500' / name)
+    with open_ck(run_dir) as ck, pytest.warns(t5ckpt.UnreadLayoutWarning, match='checkpoint_500'):
+        t5ckpt.restore_or_init(ck, lambda: 'new')
+
+
+def test_metrics_of_the_latest_step_are_not_those_of_an_older_one(run_dir):
+    with open_ck(run_dir) as ck:
+        ck.save(state(5), metrics={'loss': 1.0})
+        manager(run_dir, 7)
+        with pytest.raises(errors.UnsupportedFormatError, match=r'does not read its metrics.* are read: 5\.'):
+            ck.metrics()
+        assert ck.metrics(5) == {'loss': 1.0}
+        assert ck.best_step('loss', 'min') == 5
+
+
+def test_a_run_that_holds_an_export_is_still_the_run(run_dir):
+    with open_ck(run_dir) as ck:
+        ck.save(state(1))
+        t5ckpt.export_safetensors(run_dir, run_dir / 'model.safetensors')
+        ck.save(state(2))
+        assert ck.restore(path=run_dir)['w'][0] == 2
+        assert ck.restore(path=run_dir / 'model.safetensors')['w'][0] == 1
+    assert t5ckpt.open_checkpoint(run_dir)['w'][0] == t5ckpt.load_t5x_checkpoint(run_dir)['w'][0] == 2
+    assert json.loads(CliRunner().invoke(app, ['cat', str(run_dir), 'w[0]', '--json']).output)['values'] == 2
+    with open_ck(run_dir.parent / 'next') as ck:
+        assert t5ckpt.restore_or_init(ck, lambda: state(0), initial_checkpoint=run_dir)['w'][0] == 2
+    # A step that is damaged is damage, and no reason to read older values in silence.
+    (run_dir / 'checkpoint_1').rename(run_dir / 'gone')
+    (run_dir / 'checkpoint_2' / 'checkpoint').write_bytes(b'\x82')
+    with pytest.raises(errors.CorruptCheckpointError, match='checkpoint_2'):
+        t5ckpt.open_checkpoint(run_dir)
+
+
+def test_a_file_where_a_run_is_expected_is_named(tmp_path):
+    tensors, text = tmp_path / 'w.safetensors', tmp_path / 't9.py'
+    open_ck(tmp_path / 'run').save(STATE, step=1)
+    t5ckpt.export_safetensors(tmp_path / 'run', tensors)
+    text.write_text('import numpy as np\n')
+    wanted = {
+        tensors: 'w.safetensors is a safetensors file, not a checkpoint',
+        text: 't9.py is a file, not the directory of a run',
+    }
+    for path, said in wanted.items():
+        for step in (None, 5):
+            with open_ck(path) as ck, pytest.raises(errors.T5CkptError, match=said):
+                ck.restore(step=step)
+        with pytest.raises(errors.T5CkptError, match=said):
+            t5ckpt.open_run(path)
+        for words in (['ls', str(path)], ['prune', str(path), '--keep', '1']):
+            assert said in str(CliRunner().invoke(app, words).exception)
+    for data in (b'import numpy as np\n', b'', b'\x80\x04 a pickle', b'\x82'):
+        text.write_bytes(data)
+        with pytest.raises(errors.UnsupportedFormatError, match=r't9\.py is not a checkpoint\. Check the path'):
+            t5ckpt.open_checkpoint(text)
+
+
+# --- only what we wrote is removed -------------------------------------------------------------------------------------
+
+
+def put(path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b'somebody else')
+
+
+THEIRS = [
+    'model.safetensors',
+    'pytorch_model.bin',
+    'global_step500/mp_rank_00.pt',
+    'latest',
+    'a/b/c',
+    '.zgroup',
+    'w/.zattrs',
+]
+
+
+@pytest.mark.parametrize('name', THEIRS)
+def test_a_save_moves_files_of_others_aside(run_dir, name, caplog):
+    put(run_dir / 'checkpoint_500' / name)
+    put(run_dir / 'checkpoint_500' / 'w' / '0')
+    with open_ck(run_dir) as ck:
+        assert ck.save(STATE, step=500).step == 500
+        assert name in caplog.text
+        (aside,) = run_dir.glob('checkpoint_500.foreign-*')
+        assert (aside / name).read_bytes() == (aside / 'w' / '0').read_bytes() == b'somebody else'
+        ck.save(STATE, step=501)
+    assert (aside / name).is_file()
+    assert t5ckpt.all_steps(run_dir) == [500, 501]
+
+
+@pytest.mark.parametrize('name', THEIRS[:3])
+def test_copies_and_imports_refuse_files_of_others(tmp_path, name):
+    for run in ('source', 'target'):
+        put(tmp_path / 'target' / 'checkpoint_500' / name) if run == 'target' else open_ck(tmp_path / run).save(
+            STATE, step=500
+        )
+    before = tree(tmp_path / 'target')
+    with pytest.raises(errors.CheckpointExistsError, match=name):
+        t5ckpt.copy_checkpoint(tmp_path / 'source', tmp_path / 'target')
+    np.savez(tmp_path / 'a.npz', w=np.ones(3))
+    with pytest.raises(errors.CheckpointExistsError, match=name):
+        import_npz(tmp_path / 'a.npz', tmp_path / 'target', ImportOptions(step=500))
+    assert tree(tmp_path / 'target') == before
+
+
+def test_retention_and_overwrites_leave_what_others_put_into_a_step(run_dir):
+    with open_ck(run_dir, keep=1) as ck:
+        ck.save(STATE, step=1)
+        put(run_dir / 'checkpoint_1' / 'eval' / 'scores.json')
+        ck.save(STATE, step=2)
+        ck.save(STATE, step=3)
+    (aside,) = run_dir.glob('checkpoint_1.foreign-*')
+    assert list(tree(aside)) == ['eval/scores.json']
+    put(run_dir / 'checkpoint_3' / 'eval.json')
+    open_ck(run_dir.parent / 'other').save(state(3), step=3)
+    t5ckpt.copy_checkpoint(run_dir.parent / 'other', run_dir, options=t5ckpt.CopyOptions(overwrite=True))
+    (aside,) = run_dir.glob('checkpoint_3.foreign-*')
+    assert list(tree(aside)) == ['eval.json']
+    assert open_ck(run_dir).restore()['w'][0] == 3
+
+
+def test_garbage_collection_leaves_files_of_others(run_dir):
+    put(run_dir / 'checkpoint_5.tmp-1000' / 'w' / '0')
+    put(run_dir / 'checkpoint_6.tmp-1000' / 'model.pt')
+    open_ck(run_dir).save(STATE, step=9)
+    names = sorted(path.name for path in run_dir.iterdir())
+    assert names == ['checkpoint_6.foreign-1000', 'checkpoint_9']
+
+
+def test_on_a_bucket_files_of_others_are_refused_and_stay(bucket):
+    url = bucket.url()
+    bucket.put(f'{url}/checkpoint_500/model.safetensors', b'somebody else')
+    with open_ck(url, keep=1) as ck:
+        with pytest.raises(errors.UnsupportedFormatError, match=r'model\.safetensors'):
+            ck.save(STATE, step=500)
+        ck.save(STATE, step=501)
+        bucket.put(f'{url}/checkpoint_501/scores.json', b'somebody else')
+        ck.save(STATE, step=502)
+    assert bucket.raw(f'{url}/checkpoint_500/model.safetensors') == b'somebody else'
+    assert [key for key, _ in open_storage(url).walk('checkpoint_501')] == ['checkpoint_501/scores.json']
+
+
+@pytest.mark.parametrize('data', [b'', b'\x01', b'\x82', b'\x90', b'\xa1x', b'\xc0\xc0', b'\x81\xa1'])
+def test_one_or_two_bytes_of_rubbish_are_replaced(run_dir, data):
+    (run_dir / 'checkpoint_3').mkdir(parents=True)
+    (run_dir / 'checkpoint_3' / 'checkpoint').write_bytes(data)
+    with open_ck(run_dir) as ck:
+        assert ck.all_steps() == []
+        assert ck.save(STATE, step=3).step == 3
+        assert ck.restore()['w'][1] == 1
+    assert [path.name for path in run_dir.iterdir()] == ['checkpoint_3']
+
+
+def test_what_is_whole_for_another_program_is_moved_aside(run_dir):
+    (run_dir / 'checkpoint_3').mkdir(parents=True)
+    (run_dir / 'checkpoint_3' / 'checkpoint').write_bytes(b'model_checkpoint_path: "model.ckpt-3"\n')
+    open_ck(run_dir).save(STATE, step=3)
+    (aside,) = run_dir.glob('checkpoint_3.foreign-*')
+    assert (aside / 'checkpoint').read_bytes().startswith(b'model_checkpoint_path')
+
+
+# --- one unreadable step -----------------------------------------------------------------------------------------------
+
+
+def spoil_sidecar(step):
+    (step / 't5ckpt.json').write_text('{')
+
+
+def sidecar_is_a_directory(step):
+    (step / 't5ckpt.json').unlink()
+    (step / 't5ckpt.json').mkdir()
+
+
+def manifest_loops(step):
+    (step / 'checkpoint').unlink()
+    os.symlink('checkpoint', step / 'checkpoint')
+
+
+@pytest.mark.parametrize('spoil', [spoil_sidecar, sidecar_is_a_directory, manifest_loops])
+def test_one_unreadable_step_does_not_hide_the_others(run_dir, spoil):
+    with open_ck(run_dir) as ck:
+        for step in (1, 2, 3):
+            ck.save(STATE, step=step)
+    spoil(run_dir / 'checkpoint_2')
+    found = t5ckpt.open_run(run_dir).summaries()
+    assert [each.step for each in found] == [1, 2, 3]
+    assert [each.state for each in found] == ['complete', 'unreadable', 'complete']
+    assert 'checkpoint_2' in found[1].reason
+    assert 'unreadable' in repr(t5ckpt.open_run(run_dir))
+    shown = CliRunner().invoke(app, ['ls', str(run_dir), '--json'])
+    assert shown.exit_code == 0
+    assert [(each['step'], each['state'], bool(each['reason'])) for each in json.loads(shown.output)] == [
+        (1, 'complete', False),
+        (2, 'unreadable', True),
+        (3, 'complete', False),
+    ]
+    assert 'unreadable' in CliRunner().invoke(app, ['ls', str(run_dir)]).output
+    assert t5ckpt.latest_step(run_dir) == 3
+    with open_ck(run_dir, keep=1) as ck:
+        ck.save(STATE, step=4)
+    assert not (run_dir / 'checkpoint_1').exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_ls_names_a_step_that_may_not_be_read(run_dir):
+    with open_ck(run_dir) as ck:
+        for step in (1, 2):
+            ck.save(STATE, step=step)
+    denied, others = run_dir / 'checkpoint_2', run_dir / 'logs_7'
+    others.mkdir()
+    denied.chmod(0)
+    others.chmod(0)
+    code = """
+import os, sys, json
+from click.testing import CliRunner
+import t5ckpt
+from t5ckpt.cli.app import app
+CliRunner().invoke(app, ['ls', sys.argv[1], '--json'])  # Imports what it needs, which may lie where others cannot read.
+os.chdir(sys.argv[1])
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+shown = CliRunner().invoke(app, ['ls', '.', '--json'])
+assert shown.exit_code == 0, (shown.output, shown.exception)
+print(json.dumps([(each['step'], each['state'], each['reason']) for each in json.loads(shown.output)]))
+try:
+    t5ckpt.all_steps('.')
+except t5ckpt.errors.StorageError as error:
+    print(error)
+try:
+    t5ckpt.find_checkpoint('.', 7)
+except t5ckpt.errors.CheckpointNotFoundError as error:
+    print(error)
+"""
+    # Whoever it is to be read by must reach the run.
+    opened = [above for above in run_dir.parents if above.stat().st_uid == os.getuid() and not above.stat().st_mode & 1]
+    modes = {above: above.stat().st_mode for above in opened}
+    try:
+        for above in opened:
+            above.chmod(0o755)
+        done = subprocess.run(
+            [sys.executable, '-c', code, str(run_dir)], check=False, capture_output=True, text=True, timeout=120
+        )
+    finally:
+        denied.chmod(0o755)
+        others.chmod(0o755)
+        for above, mode in modes.items():
+            above.chmod(mode)
+    assert done.returncode == 0, done.stderr
+    rows, error, absent = done.stdout.splitlines()
+    (first, second) = json.loads(rows)
+    assert first == [1, 'complete', '']
+    assert second[:2] == [2, 'unreadable']
+    assert 'checkpoint_2' in second[2]
+    assert 'checkpoint_2' in error
+    assert 'step 7 is not there' in absent
+
+
+# --- a run within a step -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('below', ['', 'eval', 'eval/deep/run', 'w'])
+def test_a_run_below_a_step_is_refused(run_dir, below):
+    open_ck(run_dir).save(STATE, step=5)
+    inner = run_dir / 'checkpoint_5' / below
+    for use in (open_ck, t5ckpt.open_run, lambda path: t5ckpt.copy_checkpoint(run_dir, path)):
+        with pytest.raises((errors.CheckpointNotFoundError, ValueError), match='checkpoint_5'):
+            use(inner)
+    manager(run_dir, 7)
+    with pytest.raises(errors.CheckpointNotFoundError, match='step 7'):
+        open_ck(run_dir / '7' / 'default')

@@ -1,0 +1,296 @@
+"""The command line, as a shell would call it: real processes, exit codes, output for people and for programs."""
+
+import dataclasses
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cli import ROOT, t5ckpt_cli
+
+import t5ckpt
+from t5ckpt.cli import VERBS
+from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
+
+
+@pytest.fixture(scope='module')
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp('cli') / 'run'
+    kernel = np.arange(64 * 128, dtype=np.float32).reshape(64, 128)
+    state = {'target': {'mlp': {'kernel': kernel}, 'scale': np.ones(8, np.float32)}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run, inline_bytes=1024) as checkpointer:
+        for step in (0, 100, 200):
+            checkpointer.save(state, step=step)
+    t5ckpt.pin_checkpoint(run / 'checkpoint_0')
+    (run / 'checkpoint_300.tmp-1700000000').mkdir()
+    (run / 'checkpoint_300.tmp-1700000000' / 'x').write_bytes(b'1')
+    (run / 'checkpoint_150.damaged-1700000000').mkdir()
+    (run / 'checkpoint_150.damaged-1700000000' / 'checkpoint').write_bytes(b'x')
+    (run / 'checkpoint_400').mkdir()
+    (run / 'checkpoint_400' / 'checkpoint').write_bytes(b'\x82')
+    return run
+
+
+@pytest.mark.parametrize('verb', VERBS)
+def test_every_verb_explains_itself_with_an_example(verb):
+    text = t5ckpt_cli(verb, '--help')
+    assert f't5ckpt {verb} ' in text.partition('Example')[2]
+    assert '--json' in text
+
+
+def test_the_help_lists_every_verb_and_the_exit_codes():
+    text = t5ckpt_cli('--help')
+    assert all(f'  {verb}' in text for verb in VERBS)
+    assert '130' in text
+
+
+def test_ls_lists_complete_steps_as_a_table(run_dir):
+    lines = t5ckpt_cli('ls', run_dir).splitlines()
+    assert [line.split()[0] for line in lines] == ['step', '0', '100', '200']
+    assert 'pinned' in lines[1]
+    assert 'all are kept' in lines[3]
+
+
+def test_ls_says_what_the_trainers_policy_says(tmp_path):
+    """Each step's metric, and why it stays; a metric that TensorBoard's files have counts, too."""
+    state = {'w': np.zeros(4, np.float32)}
+    keep = t5ckpt.KeepLatest(1) | t5ckpt.KeepBest(1, 'eval/accuracy') | t5ckpt.KeepEvery(100)
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep_policy=keep) as checkpointer:
+        for step, accuracy in [(100, 0.25), (150, 0.5), (180, 0.3), (190, 0.125)]:
+            checkpointer.save(state, step=step, metrics={'eval/accuracy': accuracy, 'loss': 1 / step})
+    lines = t5ckpt_cli('ls', tmp_path).splitlines()
+    assert lines[0].split()[:5] == ['step', 'size', 'age', 'eval/accuracy', 'loss']
+    rows = {line.split()[0]: line for line in lines[1:]}
+    assert sorted(rows) == ['100', '150', '190']
+    assert 'a multiple of 100' in rows['100']
+    assert 'eval/accuracy 0.5, among the best 1 (max)' in rows['150']
+    assert ' 0.5 ' in rows['150']
+    assert 'one of the latest 1' in rows['190']
+    told = json.loads(t5ckpt_cli('ls', tmp_path, '--json'))
+    assert told[1]['kept'] == 'eval/accuracy 0.5, among the best 1 (max)'
+    assert told[1]['metrics']['eval/accuracy'] == 0.5
+
+
+def test_ls_all_shows_what_is_not_complete(run_dir):
+    entries = json.loads(t5ckpt_cli('ls', run_dir, '--all', '--json'))
+    assert {entry['step']: entry['state'] for entry in entries} == {
+        0: 'complete',
+        100: 'complete',
+        150: 'damaged',
+        200: 'complete',
+        300: 'unfinished',
+        400: 'broken',
+    }
+
+
+def test_ls_counts_the_bytes_that_are_there(run_dir):
+    by_step = {entry['step']: entry for entry in json.loads(t5ckpt_cli('ls', run_dir, '--json'))}
+    files = (run_dir / 'checkpoint_100').rglob('*')
+    assert by_step[100]['nbytes'] == sum(file.stat().st_size for file in files if file.is_file())
+
+
+def test_ls_loads_neither_jax_nor_tensorstore(run_dir):
+    code = (
+        'import sys; from t5ckpt.cli.app import run\n'
+        f'try: run(["ls", {str(run_dir)!r}])\n'
+        'finally: print(sorted({"jax", "flax", "tensorstore", "asyncio"} & set(sys.modules)))'
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    )
+    assert done.stdout.splitlines()[-1] == '[]'
+
+
+def test_a_directory_that_is_not_there_is_exit_code_3(run_dir):
+    assert 'no such directory' in t5ckpt_cli('ls', run_dir / 'nope', code=3)
+
+
+@pytest.mark.parametrize('verb', [['ls'], ['best'], ['prune', '--keep', '1'], ['rm', '--step', '1']])
+def test_an_empty_path_is_a_usage_error(verb):
+    assert "is empty. Write '.'" in t5ckpt_cli(verb[0], '', *verb[1:], code=2)
+
+
+def test_wrong_words_are_exit_code_2(run_dir):
+    assert 'No such command' in t5ckpt_cli('list', run_dir, code=2)
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(run_dir):
+    done = subprocess.run(
+        ['bash', '-c', f'{sys.executable} -m t5ckpt ls {run_dir} | true; exit ${{PIPESTATUS[0]}}'],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    )
+    assert (done.returncode, done.stderr) == (1, '')
+
+
+def test_on_a_terminal_the_table_has_lines(run_dir):
+    parent, child = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, '-m', 't5ckpt', 'ls', str(run_dir)],
+        stdout=child,
+        env={**os.environ, 'PYTHONPATH': str(ROOT), 'TERM': 'xterm', 'COLUMNS': '100'},
+    ) as process:
+        os.close(child)
+        text = b''
+        try:
+            while piece := os.read(parent, 4096):
+                text += piece
+        except OSError:  # Linux says EIO when the other end is closed.
+            pass
+        assert process.wait() == 0
+    os.close(parent)
+    assert '─' in text.decode()
+
+
+def test_shell_completion_is_there():
+    done = subprocess.run(
+        [sys.executable, '-m', 't5ckpt'],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT), '_T5CKPT_COMPLETE': 'bash_source'},
+    )
+    assert '_t5ckpt_completion' in done.stdout
+
+
+def test_without_its_extra_the_command_says_what_to_install():
+    done = subprocess.run(
+        [sys.executable, '-c', 'import sys; sys.modules["click"] = None; from t5ckpt.cli import main; main()'],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    )
+    assert done.returncode == 1
+    assert "pip install 't5ckpt[cli]'" in done.stderr
+
+
+# --- looking into a checkpoint ---------------------------------------------------------------------------------------
+
+
+def test_show_sums_up_groups(run_dir):
+    lines = t5ckpt_cli('show', run_dir).splitlines()
+    assert [line.split()[0] for line in lines] == ['name', 'target', 'scale', 'mlp', 'kernel', 'total']
+    assert 'stored in chunks of (64, 128)' in lines[4]
+    assert [line.split()[0] for line in t5ckpt_cli('show', run_dir, '--depth', 1).splitlines()] == [
+        'name',
+        'target',
+        'total',
+    ]
+
+
+def test_show_sorts_and_greps(run_dir):
+    by_size = t5ckpt_cli('show', run_dir, '--sort', 'size').splitlines()
+    assert [line.split()[0] for line in by_size] == ['name', 'target/mlp/kernel', 'target/scale', 'total']
+    found = json.loads(t5ckpt_cli('show', run_dir, '--step', 100, '--grep', 'scale$', '--json'))
+    assert found['step'] == 100
+    assert [leaf['name'] for leaf in found['leaves']] == ['target/scale']
+    assert 'not a regular expression' in t5ckpt_cli('show', run_dir, '--grep', '(', code=2)
+
+
+def test_cat_prints_a_leaf_or_a_slice(run_dir, tmp_path):
+    assert t5ckpt_cli('cat', run_dir, 'target/mlp/kernel[0, :3]').split() == ['[0.', '1.', '2.]']
+    found = json.loads(t5ckpt_cli('cat', run_dir, 'target/mlp/kernel[-1,-2:]', '--json'))
+    assert found == {'name': 'target/mlp/kernel', 'dtype': 'float32', 'shape': [2], 'values': [8190.0, 8191.0]}
+    done = subprocess.run(
+        [sys.executable, '-m', 't5ckpt', 'cat', run_dir, 'target/mlp/kernel[::2, ...]', '--npy'],
+        capture_output=True,
+        check=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    )
+    (tmp_path / 'x.npy').write_bytes(done.stdout)
+    np.testing.assert_array_equal(np.load(tmp_path / 'x.npy'), np.arange(8192).reshape(64, 128)[::2])
+
+
+@pytest.mark.parametrize(
+    ('leaf', 'code', 'text'),
+    [
+        ('target/mlp/kernal', 3, 'Near: target/mlp/kernel'),
+        ('target/mlp', 3, 'is a group of 1 leaf'),
+        ('target/mlp/kernel[64]', 2, 'out of bounds'),
+        ('target/mlp/kernel[:,:,:]', 2, 'shape (64, 128)'),
+        ('target/mlp/kernel[1-2]', 2, 'is no index'),
+    ],
+)
+def test_cat_refuses_what_is_not_there(run_dir, leaf, code, text):
+    assert text in t5ckpt_cli('cat', run_dir, leaf, code=code)
+
+
+def test_stats_counts_and_fails_on_nan(run_dir, tmp_path):
+    found = json.loads(t5ckpt_cli('stats', run_dir, '--json'))
+    assert found['leaves']['target/mlp/kernel']['max'] == 8191.0
+    assert 'target/scale' in t5ckpt_cli('stats', run_dir, 'target/scale')
+    with t5ckpt.Checkpointer({'w': np.full(3, np.nan)}, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save({'w': np.full(3, np.nan)}, step=1)
+    assert json.loads(t5ckpt_cli('stats', tmp_path, '--json'))['not_finite'] == ['w']
+    t5ckpt_cli('stats', tmp_path, '--fail-on-nan', code=1)
+
+
+def test_diff_answers_with_its_exit_code(run_dir, tmp_path):
+    assert '0 leaves differ' in t5ckpt_cli('diff', run_dir / 'checkpoint_0', run_dir / 'checkpoint_200')
+    state = {'target': {'mlp': {'kernel': np.ones((64, 128), np.float32)}}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    text = t5ckpt_cli('diff', run_dir, tmp_path, code=1)
+    assert 'removed' in text
+    found = json.loads(t5ckpt_cli('diff', run_dir, tmp_path, '--json', '--top', 1, code=1))
+    assert [leaf['name'] for leaf in found['leaves']] == ['target/mlp/kernel']
+    assert 'no such file' in t5ckpt_cli('diff', run_dir, tmp_path / 'nope', code=3)
+
+
+@pytest.mark.parametrize(
+    'facts',
+    [
+        {'keep': {'keep': 'KeepEveryHours', 'hours': 10**400}},
+        {'keep': {'keep': 'KeepBest', 'count': 1, 'metric': '../..'}},
+        {'created_unix': float('inf')},
+        {'created_unix': float('nan')},
+        {'bytes': 10**400},
+        {'digests': {'x': 5}},
+        {'metrics': {'a': 10**400, 'b': float('nan'), 'c': 'text'}},
+    ],
+    ids=str,
+)
+def test_ls_of_a_strangers_sidecar(tmp_path, facts):
+    state = {'w': np.zeros(4, np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    path = tmp_path / 'checkpoint_1' / 't5ckpt.json'
+    sidecar = decode_sidecar(path.read_bytes(), '')
+    path.write_bytes(encode_sidecar(dataclasses.replace(sidecar, extra={**sidecar.extra, **facts})))
+    assert t5ckpt_cli('ls', tmp_path).splitlines()[1].split()[0] == '1'
+    told = json.loads(
+        t5ckpt_cli('ls', tmp_path, '--json'), parse_constant=lambda text: pytest.fail(f'{text} is no JSON')
+    )
+    assert told[0]['step'] == 1
+
+
+def test_names_do_not_reach_the_terminal_as_they_are(tmp_path):
+    """A leaf's name may hold what clears a screen or sets a title."""
+    evil = 'w\x1b]0;title\x07\x1b[2J'
+    state = {evil: np.arange(4096, dtype=np.float32), 'b': np.ones(3, np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', inline_bytes=100) as checkpointer:
+        checkpointer.save(state, step=1)
+        checkpointer.save(state | {evil: state[evil] + 1}, step=2)
+    run = tmp_path / 'run'
+    one, two = run / 'checkpoint_1', run / 'checkpoint_2'
+    outputs = [
+        t5ckpt_cli(*words)
+        for words in (('show', run), ('stats', run), ('cp', run, tmp_path / 'a', '--rename', 'b', 'c'))
+    ]
+    outputs.append(t5ckpt_cli('diff', one, two, code=1))
+    outputs.append(t5ckpt_cli('cat', run, 'nothing', code=3))
+    next(path for path in two.rglob('0') if path.is_file() and path.stat().st_size > 100).unlink()
+    outputs += [t5ckpt_cli('verify', run, code=1), t5ckpt_cli('repair', run, '--dry-run', code=3)]
+    assert not any('\x1b' in text or '\x07' in text for text in outputs)
+    assert any('\\x1b' in text for text in outputs)

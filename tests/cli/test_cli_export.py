@@ -1,0 +1,90 @@
+"""The verbs export and import, run as a user runs them."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from support import t5
+from support.cli import t5ckpt_cli
+
+import t5ckpt
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Two steps of a small T5 1.1."""
+    root = tmp_path_factory.mktemp('export') / 'run'
+    state = {'target': t5.init(t5.Config(gated=True, tied=False)), 'state': {'step': np.int32(0)}, 'note': 'x'}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=root) as checkpointer:
+        for step in (0, 100):
+            checkpointer.save(state, step=step)
+    return root
+
+
+def test_to_hugging_face_and_back(run: pathlib.Path, tmp_path: pathlib.Path):
+    text = t5ckpt_cli('export', 'hf', run, tmp_path / 'hf', '--dtype', 'bfloat16', '--config', '{"dropout_rate": 0.0}')
+    assert text.startswith(f'wrote {tmp_path}/hf: t5, 61 arrays')
+    assert 'left out 2: state/step, note' in text
+    config = json.loads((tmp_path / 'hf/config.json').read_text())
+    assert (config['dropout_rate'], config['torch_dtype']) == (0.0, 'bfloat16')
+    report = json.loads(t5ckpt_cli('import', 'hf', tmp_path / 'hf', tmp_path / 'back', '--dtype', 'float32', '--json'))
+    assert report['output'] == f'{tmp_path}/back/checkpoint_100'
+    assert report['mapped']['target/token_embedder/embedding'] == ['shared.weight']
+    values = t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target']['token_embedder']['embedding']
+    expected = t5.init(t5.Config(gated=True, tied=False))['token_embedder']['embedding']
+    np.testing.assert_array_equal(values, expected.astype(jnp.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize('kind', ['safetensors', 'npz'])
+def test_to_one_file_and_back(run: pathlib.Path, tmp_path: pathlib.Path, kind: str):
+    out = tmp_path / f'out.{kind}'
+    words = ('export', kind, run, out, '--step', '0', '--select', 'encoder/encoder_norm|token_embedder')
+    said = json.loads(t5ckpt_cli(*words, '--dry-run', '--json'))
+    assert not out.exists()
+    done = json.loads(t5ckpt_cli(*words, '--json'))
+    assert said | {'seconds': 0, 'dry_run': 0} == done | {'seconds': 0, 'dry_run': 0}
+    load = safetensors.numpy.load_file if kind == 'safetensors' else np.load
+    assert sorted(load(out)) == ['target/encoder/encoder_norm/scale', 'target/token_embedder/embedding']
+    assert 'wrote' in t5ckpt_cli('import', kind, out, tmp_path / 'back', '--as-step', '7')
+    assert t5ckpt.all_steps(tmp_path / 'back') == [7]
+    assert 'would write' in t5ckpt_cli('import', kind, out, tmp_path / 'dry', '--dry-run')
+    assert not (tmp_path / 'dry').exists()
+
+
+def test_exit_codes(run: pathlib.Path, tmp_path: pathlib.Path):
+    out = tmp_path / 'out.npz'
+    t5ckpt_cli('export', 'npz', run, out)
+    assert 'there already' in t5ckpt_cli('export', 'npz', run, out, code=1)
+    t5ckpt_cli('export', 'npz', run, out, '--force')
+    t5ckpt_cli('import', 'npz', out, tmp_path / 'back')
+    assert 'there already' in t5ckpt_cli('import', 'npz', out, tmp_path / 'back', code=1)
+    t5ckpt_cli('import', 'npz', out, tmp_path / 'back', '--force')
+    assert 'matches no name' in t5ckpt_cli('export', 'npz', run, tmp_path / 'x', '--select', 'xyz', code=2)
+    assert 'dtype' in t5ckpt_cli('export', 'npz', run, tmp_path / 'x', '--dtype', 'int7', code=2)
+    assert 'no size' in t5ckpt_cli('export', 'hf', run, tmp_path / 'x', '--max-shard-size', '5 apples', code=2)
+    assert 'contradicts' in t5ckpt_cli('export', 'hf', run, tmp_path / 'x', '--config', '{"d_model": 1}', code=3)
+    assert 'no such file' in t5ckpt_cli('export', 'hf', tmp_path / 'none', tmp_path / 'x', code=3)
+    assert not (tmp_path / 'x').exists()
+    (tmp_path / 'file').write_text('')
+    assert 'file' in t5ckpt_cli('export', 'npz', run, tmp_path / 'file' / 'x.npz', code=4)
+
+
+@pytest.mark.parametrize('verb', ['export', 'import'])
+@pytest.mark.parametrize('kind', ['hf', 'safetensors', 'npz'])
+def test_every_format_explains_itself_with_an_example(verb: str, kind: str):
+    text = t5ckpt_cli(verb, kind, '--help')
+    assert f't5ckpt {verb} {kind} ' in text.partition('Example')[2]
+    assert all(
+        option in text
+        for option in (
+            '--json',
+            '--dry-run',
+            '--force',
+            '--step' if verb == 'export' else '--as-step',
+            '--save-dtype',
+            '--dtype',
+        )
+    )

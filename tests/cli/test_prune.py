@@ -1,0 +1,412 @@
+"""prune, pin and unpin from a shell; holds; the evaluator's iterator; weights alone."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from support.cli import t5ckpt_cli
+
+import t5ckpt
+from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
+from t5ckpt.cli.app import app
+from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.garbage_collection import collect_leftovers
+from t5ckpt.commit.in_place import hide_in_place
+from t5ckpt.commit.read_lease import leased_directory, read_lease
+from t5ckpt.commit.removal import hide_checkpoint, remove_hidden
+from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.write_lease import acquire_lease
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.format.names import busy_marker
+from t5ckpt.storage import open_storage
+from t5ckpt.storage.file import FileStorage
+from t5ckpt.testing import FakeClock
+
+
+def save(directory, steps, metrics=None):
+    state = {'params': {'w': np.ones(8, np.float32)}}
+    with Checkpointer(state, checkpoints_dir=directory) as ck:
+        for step in steps:
+            ck.save(state, step=step, metrics=None if metrics is None else {'loss': metrics[step]})
+
+
+def test_prune_says_what_it_would_do_and_does_that(tmp_path):
+    save(tmp_path, range(5), {0: 5.0, 1: 1.0, 2: 4.0, 3: 3.0, 4: 2.0})
+    t5ckpt_cli('pin', tmp_path, '--step', 0, '--step', 2, '--why', 'in the paper')
+    assert (tmp_path / 'checkpoint_2' / 'PINNED').read_text() == 'in the paper'
+    assert json.loads(t5ckpt_cli('unpin', tmp_path / 'checkpoint_2', '--json'))['not_pinned'] == []
+    assert 'was not pinned' in t5ckpt_cli('unpin', tmp_path, '--step', 2, code=1)
+    words = ('prune', tmp_path, '--keep', 1, '--best', 'loss', '--mode', 'min')
+    text = t5ckpt_cli(*words, '--dry-run')
+    plan = json.loads(t5ckpt_cli(*words, '--dry-run', '--json'))['plan']
+    assert [entry['step'] for entry in plan if not entry['keep']] == [2, 3]
+    for entry in plan:
+        assert entry['reason'] in text
+    assert t5ckpt.all_steps(tmp_path) == [0, 1, 2, 3, 4]
+    assert 'pass --yes' in t5ckpt_cli(*words, code=2)
+    assert t5ckpt.all_steps(tmp_path) == [0, 1, 2, 3, 4]
+    assert json.loads(t5ckpt_cli(*words, '--yes', '--json'))['deleted'] == [2, 3]
+    assert sorted(os.listdir(tmp_path)) == ['checkpoint_0', 'checkpoint_1', 'checkpoint_4']
+    assert json.loads(t5ckpt_cli(*words, '--json'))['deleted'] == [], 'nothing to do is nothing to ask'
+
+
+def test_prune_must_be_told_what_to_keep(tmp_path):
+    assert 'say what to keep' in t5ckpt_cli('prune', tmp_path, code=2)
+    for hours in ('0', 'inf', 'nan'):
+        assert 'must be a finite number above 0' in pruned(tmp_path, '--every-hours', hours, code=2)
+    assert 'no such directory' in t5ckpt_cli('prune', tmp_path / 'none', '--keep', 1, code=3)
+
+
+def pruned(*words, code=0):
+    """What prune says, in this process."""
+    done = CliRunner().invoke(app, ['prune', *map(str, words)])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_a_metric_that_no_step_has_deletes_nothing(tmp_path):
+    save(tmp_path, range(3), {0: 5.0, 1: 1.0, 2: 4.0})
+    for words in (['--yes'], ['--dry-run'], ['--mode', 'min', '--json', '--yes']):
+        done = pruned(tmp_path, '--keep', 1, '--best', 'los', *words, code=2)
+        assert "no step has the metric 'los'; there are: loss" in done
+    assert t5ckpt.all_steps(tmp_path) == [0, 1, 2]
+    save(tmp_path / 'bare', range(3))
+    assert 'there are: none' in pruned(tmp_path / 'bare', '--keep', 1, '--best', 'loss', '--yes', code=2)
+    assert t5ckpt.all_steps(tmp_path / 'bare') == [0, 1, 2]
+
+
+def test_the_mode_of_the_best_comes_from_the_policy_that_the_run_was_saved_under(tmp_path):
+    state = {'params': {'w': np.ones(8, np.float32)}}
+    policy = KeepLatest(9) | KeepBest(2, 'loss', 'min')
+    with Checkpointer(state, checkpoints_dir=tmp_path, keep_policy=policy) as ck:
+        for step, loss in enumerate([5.0, 1.0, 4.0, 3.0]):
+            ck.save(state, step=step, metrics={'loss': loss, 'accuracy': step})
+    words = (tmp_path, '--keep', 1, '--best', 'loss', '--dry-run')
+    assert "--best loss: the lowest is the best (min, from the run's keep policy)" in pruned(*words)
+    found = json.loads(pruned(*words, '--json'))
+    assert found['mode'] == 'min'
+    assert [entry['step'] for entry in found['plan'] if entry['keep']] == [1, 3]
+    # What is asked for counts, and is said to differ.
+    told = pruned(*words, '--mode', 'max')
+    assert "--best loss: the highest is the best (max, as asked; the run's keep policy says min)" in told
+    for metric in ('accuracy', 'accurac'):
+        said = pruned(tmp_path, '--keep', 1, '--best', metric, '--yes', code=2)
+        assert ('--mode min' in said) == (metric == 'accuracy')
+    assert t5ckpt.all_steps(tmp_path) == [0, 1, 2, 3]
+    told = pruned(tmp_path, '--keep', 1, '--best', 'loss', '--yes')
+    assert 'min, from the run' in told
+    assert t5ckpt.all_steps(tmp_path) == [1, 3]
+
+
+def found_best(*words, code=0):
+    done = CliRunner().invoke(app, ['best', *map(str, words)])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_best_prints_the_step_that_best_step_returns(tmp_path):
+    state = {'params': {'w': np.ones(8, np.float32)}}
+    policy = KeepLatest(9) | KeepBest(2, 'loss', 'min')
+    with Checkpointer(state, checkpoints_dir=tmp_path, keep_policy=policy) as ck:
+        for step, loss in enumerate([5.0, 1.0, 1.0, float('nan'), 3.0]):
+            ck.save(state, step=step, metrics={'loss': loss, 'accuracy': -step})
+        for words in ([], ['loss'], ['loss', 'max'], ['accuracy', 'max']):
+            options = [*words[:1], *(['--mode', words[1]] if words[1:] else [])]
+            assert found_best(tmp_path, *options) == f'{ck.best_step(*words)}\n'
+    assert json.loads(found_best(tmp_path, '--json')) == {'step': 2, 'metric': 'loss', 'mode': 'min', 'value': 1.0}
+    assert 'loss (min)). Pass METRIC and --mode' in found_best(tmp_path, 'accuracy', code=2)
+    assert 'there are: accuracy, loss' in found_best(tmp_path, 'los', '--mode', 'max', code=2)
+    save(tmp_path / 'bare', range(2))
+    assert 'no step has a value of loss' in found_best(tmp_path / 'bare', 'loss', '--mode', 'max', code=1)
+
+
+# --- holds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['file', 'memory'])
+def test_a_held_step_is_not_deleted(tmp_path, kind):
+    place = str(tmp_path) if kind == 'file' else 'memory://t5ckpt-holds/run'
+    storage, clock = open_storage(place), FakeClock()
+    save(storage, range(4))
+    retention = Retention(storage, KeepLatest(1), clock)
+    with read_lease(storage, 1, 60, clock) as is_there:
+        assert is_there
+        assert {d.step: d.reason for d in retention.plan()}[1] == 'held by a reader'
+        assert [decision.step for decision in retention.carry_out()] == [0, 2]
+        # Also for who has made a plan before.
+        assert hide_checkpoint(storage, 1, clock) is None
+        clock.advance(62)
+        assert [decision.step for decision in retention.plan() if not decision.keep] == [1], 'a hold ends by itself'
+        clock.advance(-62)
+    retention.wait()
+    assert [decision.step for decision in retention.carry_out()] == [1]
+    retention.wait()
+    assert t5ckpt.all_steps(place) == [3]
+    with read_lease(storage, 1, 60, clock) as is_there:
+        assert not is_there
+    assert not storage.names(leased_directory(storage), 'held_')
+
+
+class Late(FileStorage):
+    """A reader takes hold between the deleter's look and the deleter's rename."""
+
+    holding = None
+
+    def publish(self, source, target):
+        if source == 'checkpoint_0' and self.holding is None:
+            self.holding = read_lease(FileStorage(self.url()), 0, 60, time.time)
+            assert self.holding.__enter__()
+        super().publish(source, target)
+
+
+def test_a_hold_that_comes_at_the_last_moment_brings_the_step_back(tmp_path):
+    save(tmp_path, [0, 1])
+    storage = Late(str(tmp_path))
+    assert hide_checkpoint(storage, 0, time.time) is None
+    assert t5ckpt.all_steps(tmp_path) == [0, 1]
+    assert t5ckpt.load_t5x_checkpoint(tmp_path, 0)['params']['w'].sum() == 8
+    storage.holding.__exit__(None, None, None)
+    assert hide_checkpoint(storage, 0, time.time) is not None
+
+
+def rival_of(storage, step):
+    """The marker of a live process elsewhere."""
+    owner = {'nonce': 'rival', 'host': 'elsewhere', 'place': 'boot', 'pid': 1, 'born': '1', 'beat': time.time()}
+    storage.write(busy_marker(step), json.dumps(owner).encode())
+
+
+@pytest.mark.parametrize('rival', ['none', 'live', 'done', 'written anew'])
+def test_what_is_hidden_is_removed_by_whose_marker_it_is(tmp_path, rival):
+    """Two deleters on a store without rename whose markers were written over each other in the same moment."""
+    storage = open_storage(f'memory://{tmp_path.name}/run')
+    save(storage.url(), [0, 1])
+    manifest = storage.read('checkpoint_0/checkpoint')
+    hidden = hide_checkpoint(storage, 0, time.time)
+    assert hidden is not None
+    assert storage.is_file(busy_marker(0))
+    assert t5ckpt.all_steps(storage.url()) == [1]
+    if rival == 'live':
+        rival_of(storage, 0)
+    elif rival != 'none':
+        storage.delete_file(busy_marker(0))
+    if rival == 'written anew':
+        storage.write('checkpoint_0/checkpoint', manifest)
+    remove_hidden(storage, hidden, time.time)
+    assert bool(storage.names('checkpoint_0', '')) == (rival in ('live', 'written anew'))
+    assert storage.is_file(busy_marker(0)) == (rival == 'live')
+    if rival != 'live':
+        acquire_lease(storage, 0, time.time).release()
+
+
+@pytest.mark.parametrize('has_rival', [False, True])
+def test_a_step_comes_back_by_whose_marker_it_is(tmp_path, has_rival):
+    storage = open_storage(f'memory://{tmp_path.name}/run')
+    save(storage.url(), [0, 1])
+
+    def is_wanted(_):
+        if has_rival:
+            rival_of(storage, 0)
+        return True
+
+    if has_rival:
+        with pytest.raises(CheckpointNotFoundError, match='another process'):
+            hide_in_place(storage, 0, time.time, is_wanted)
+    else:
+        assert hide_in_place(storage, 0, time.time, is_wanted) is None
+    assert storage.is_file('checkpoint_0/checkpoint') is not has_rival
+    assert storage.is_file(busy_marker(0)) is has_rival
+    assert storage.names('checkpoint_0', '') != []
+
+
+@pytest.mark.parametrize('kind', ['file', 'memory'])
+def test_the_next_step_of_another_process_is_skipped(tmp_path, kind):
+    """Above its own latest step a process does not look before it saves; it finds what is there under its marker."""
+    place = tmp_path if kind == 'file' else f'memory://{tmp_path.name}/run'
+    state = {'params': {'w': np.zeros(8, np.float32)}}
+    with Checkpointer(state, checkpoints_dir=place, keep=2) as ck:
+        ck.save(state, step=0)
+        save(place, [1])
+        assert ck.save(state, step=1) is None
+        assert ck.save(state, step=2) is not None
+    assert t5ckpt.all_steps(place) == [1, 2]
+    assert t5ckpt.load_t5x_checkpoint(place, 1)['params']['w'].sum() == 8
+    if kind == 'memory':
+        assert not open_storage(place).names('.t5ckpt', 'busy')
+
+
+# --- two deleters ---------------------------------------------------------------------------------------------------
+
+
+def many_steps(place, count):
+    """A run of so many steps, copied from one."""
+    save(place, [0])
+    storage = open_storage(place)
+    files = [(key, storage.read(key)) for key, _ in storage.walk('checkpoint_0')]
+    # A manifest goes last.
+    files.sort(key=lambda file: file[0].endswith('/checkpoint'))
+    for step in range(1, count):
+        for key, data in files:
+            name = key.replace('checkpoint_0/', f'checkpoint_{step}/', 1)
+            storage.make_dir(name.rpartition('/')[0])
+            storage.write(name, data)
+    if not storage.renames:
+        t5ckpt.reindex_steps(place)
+
+
+@pytest.mark.parametrize('kind', ['file', 'gs', 's3'])
+def test_what_another_deleter_has_deleted_is_deleted(tmp_path, kind, request, caplog):
+    place, count = (tmp_path / 'run', 60) if kind == 'file' else (request.getfixturevalue(kind).url(), 12)
+    many_steps(place, count)
+    start = threading.Barrier(3)
+
+    def trainer():
+        retention = Retention(open_storage(place), KeepLatest(1), time.time)
+        start.wait()
+        retention.carry_out()
+        retention.wait()
+
+    threads = [threading.Thread(target=trainer) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert t5ckpt.all_steps(place) == [count - 1]
+    assert [record.getMessage() for record in caplog.records if record.levelname == 'WARNING'] == []
+    left = {key.partition('/')[0] for key, _ in open_storage(place).walk('')} - {'.t5ckpt'}
+    assert left == {f'checkpoint_{count - 1}'}
+
+
+@pytest.mark.multiprocess
+def test_two_prunes_at_once_both_succeed(tmp_path):
+    many_steps(tmp_path / 'run', 150)
+    words = [sys.executable, '-m', 't5ckpt', 'prune', tmp_path / 'run', '--keep', '1', '--yes']
+    running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in running:
+        output, complaints = process.communicate(timeout=60)
+        assert (process.returncode, complaints) == (0, ''), output
+    assert [path.name for path in (tmp_path / 'run').iterdir()] == ['checkpoint_149']
+
+
+# --- the evaluator ----------------------------------------------------------------------------------------------------
+
+
+def test_steps_as_they_come(tmp_path):
+    save(tmp_path, [1, 2])
+    (tmp_path / 'checkpoint_9.tmp-1700000000').mkdir()
+    (tmp_path / 'checkpoint_8').mkdir()
+    assert list(checkpoints_iterator(tmp_path, every=True, timeout=0)) == [1, 2]
+    assert list(checkpoints_iterator(tmp_path, timeout=0)) == [2]
+    assert list(checkpoints_iterator(tmp_path, after=2, timeout=0.1, poll_seconds=0.01)) == []
+    assert list(checkpoints_iterator(tmp_path / 'none', timeout=0)) == []
+    with pytest.raises(ValueError, match='hold_seconds'):
+        checkpoints_iterator(tmp_path, hold_seconds=0)
+
+
+@pytest.mark.slow
+def test_an_evaluator_holds_what_it_reads_against_a_trainer_that_deletes(tmp_path):
+    """A real trainer in another process deletes as fast as it can; every step that is given can be read to its end."""
+    code = (
+        'import numpy as np, sys, t5ckpt\n'
+        'state = {"params": {"w": np.ones((64, 4096), np.float32)}}\n'
+        'with t5ckpt.Checkpointer(state, checkpoints_dir=sys.argv[1], keep=1, inline_bytes=64) as ck:\n'
+        '    for step in range(60):\n'
+        '        ck.save({"params": {"w": np.full((64, 4096), step, np.float32)}}, step=step)\n'
+    )
+    read = []
+    with subprocess.Popen([sys.executable, '-c', code, str(tmp_path)]) as trainer:
+        for step in checkpoints_iterator(tmp_path, timeout=60, poll_seconds=0.001, hold_seconds=60):
+            time.sleep(0.02)
+            loaded = t5ckpt.load_t5x_checkpoint(tmp_path, step)
+            assert (loaded['params']['w'] == step).all()
+            read.append(step)
+            if step == 59:
+                break
+    assert trainer.returncode == 0
+    assert len(read) >= 3
+    assert read == sorted(set(read))
+    assert not [name for name in os.listdir(tmp_path) if name.startswith('held_')]
+
+
+def test_it_waits_for_the_next(tmp_path):
+    save(tmp_path, [1])
+    timer = threading.Timer(0.3, save, (tmp_path, [2]))
+    timer.start()
+    assert list(checkpoints_iterator(tmp_path, timeout=3, poll_seconds=0.02, hold_seconds=5)) == [1, 2]
+    timer.join()
+
+
+# --- weights alone ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_exported_beside_the_run(tmp_path):
+    state = {
+        'params': {'w': jnp.full((64, 64), 1.5), 'table': jnp.arange(3)},
+        'opt_state': {'mu': jnp.ones((64, 64))},
+        'step': jnp.int32(7),
+    }
+    with Checkpointer(state, checkpoints_dir=tmp_path / 'run', keep=1) as ck:
+        ck.save(state)
+        done = export_weights(state, tmp_path / 'weights', dtype='bfloat16')
+        assert ck.all_steps() == [7]
+    assert done.step == 7
+    loaded = t5ckpt.load_t5x_checkpoint(tmp_path / 'weights')
+    assert set(loaded) == {'params'}
+    assert loaded['params']['w'].dtype == jnp.bfloat16
+    assert loaded['params']['table'].dtype == jnp.int32
+    with Checkpointer(state, checkpoints_dir=tmp_path / 'tuned') as ck:
+        warm = t5ckpt.WarmStart(tmp_path / 'weights', take=t5ckpt.MODEL)
+        assert t5ckpt.restore_or_init(ck, lambda: state, initial_checkpoint=warm)['params']['w'][0, 0] == 1.5
+    with pytest.raises(ValueError, match='no leaf matches'):
+        export_weights({'w': jnp.ones(3)}, tmp_path / 'other', step=1)
+    with pytest.raises(CheckpointNotFoundError):
+        t5ckpt.find_checkpoint(tmp_path / 'other')
+
+
+@pytest.mark.parametrize('state', ['being deleted', 'deleted'])
+def test_iterator_files_of_a_step_that_is_deleted_meanwhile(tmp_path, state):
+    """Nothing is written into what another process removes."""
+    storage = open_storage(f'memory://{tmp_path.name}-{state[:2]}/run')
+    save(storage.url(), [0, 1])
+    for step in (0, 1):
+        storage.write(f'checkpoint_{step}/train_ds-000-of-001', b'x')
+    before = set(storage.walk('checkpoint_0'))
+    lease = acquire_lease(storage, 0, time.time) if state == 'being deleted' else None
+    if lease is None:
+        storage.delete_file('checkpoint_0/checkpoint')
+        before = set(storage.walk('checkpoint_0'))
+    remove_old_datasets(storage, [0, 1], 1, None, time.time)
+    assert set(storage.walk('checkpoint_0')) == before
+    if lease is not None:
+        lease.release()
+        remove_old_datasets(storage, [0, 1], 1, None, time.time)
+        assert storage.names('checkpoint_0', 'train_ds') == []
+    assert not storage.is_file(busy_marker(0))
+
+
+@pytest.mark.parametrize('keeper', ['pin', 'reader'])
+def test_a_kept_step_that_could_not_be_put_back_is_not_collected(tmp_path, keeper):
+    """An overwrite that a pin or a reader refuses swaps the old step back. When that fails it lies under another name."""
+    run, other = open_storage(tmp_path / 'run'), open_storage(tmp_path / 'other')
+    save(run.url(), [1])
+    save(other.url(), [1])
+    old = run.read('checkpoint_1/t5ckpt.json')
+    (tmp_path / 'run' / 'checkpoint_1').rename(tmp_path / 'run' / 'checkpoint_1.replaced-1000')
+    (tmp_path / 'other' / 'checkpoint_1').rename(tmp_path / 'run' / 'checkpoint_1')
+    if keeper == 'pin':
+        run.write('checkpoint_1.replaced-1000/PINNED', b'1')
+        assert collect_leftovers(run, time.time) == []
+        assert run.read('checkpoint_1/t5ckpt.json') == old
+        assert t5ckpt.is_pinned_checkpoint(f'{run.url()}/checkpoint_1')
+    else:
+        with read_lease(run, 1, 60, time.time):
+            assert collect_leftovers(run, time.time) == []
+            assert run.read('checkpoint_1.replaced-1000/t5ckpt.json') == old
+    assert collect_leftovers(run, time.time) == ['checkpoint_1.replaced-1000']
+    assert t5ckpt.all_steps(run.url()) == [1]

@@ -1,0 +1,549 @@
+"""Asking a checkpointer, deleting and replacing steps, metadata, callbacks, and a checkpointer that only reads."""
+
+import dataclasses
+import math
+import os
+import pathlib
+import threading
+
+import numpy as np
+import pytest
+from flax import serialization
+
+import t5ckpt
+from t5ckpt import (
+    Checkpointer,
+    KeepBest,
+    KeepLatest,
+    SaveBestCheckpointer,
+    SaveEvery,
+    SaveEverySeconds,
+    SaveOnImprovement,
+    SaveWhenIdle,
+)
+from t5ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NoSpaceError,
+    ReadOnlyError,
+    SaveFailedError,
+    StepKeptError,
+    StorageError,
+)
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FakeClock, FaultyStorage
+
+
+def state(value=0.0):
+    return {'params': {'w': np.full((64, 64), value, np.float32)}}
+
+
+def value_of(run, step):
+    return t5ckpt.load_t5x_checkpoint(run, step)['params']['w'][0, 0]
+
+
+class Slow(FaultyStorage):
+    """Holds a save back until the test lets it go on, or fails it."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.go = threading.Event()
+        self.go.set()
+        self.fails = False
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if name == 'write' and 'integrity' in key:
+            assert self.go.wait(30)
+            if self.fails:
+                raise NoSpaceError(28, 'injected: no space left')
+
+
+class Acting(FaultyStorage):
+    """Does something once before an operation; may be one that cannot exchange two names."""
+
+    def __init__(self, inner, fail_at=None, *, exchanges=True, **options):
+        super().__init__(inner, fail_at, **options)
+        self.exchanges = exchanges
+        self.acts = {}
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        for wanted in list(self.acts):
+            operation, _, part = wanted.partition(' ')
+            if operation == name and part in key:
+                self.acts.pop(wanted)()
+
+    def exchange(self, source, target):
+        if self.exchanges:
+            return super().exchange(source, target)
+        self._count('exchange', target)
+        return False
+
+
+@pytest.fixture
+def slow(tmp_path):
+    return Slow(open_storage(tmp_path / 'run'))
+
+
+# --- asking ----------------------------------------------------------------------------------------------------------
+
+
+def test_best_step_and_metrics(tmp_path):
+    policy = KeepLatest(9) | KeepBest(1, 'loss', 'min')
+    with Checkpointer(state(), checkpoints_dir=tmp_path, keep_policy=policy) as ck:
+        assert ck.best_step() is None
+        for step, loss in enumerate([3.0, 1.0, math.nan, 1.0, 2.0]):
+            ck.save(state(), step=step, metrics={'loss': loss, 'acc': -loss})
+        assert ck.best_step() == ck.best_step('loss') == 3
+        assert ck.best_step('acc', 'max') == 3
+        assert ck.best_step('acc', 'min') == 0
+        with pytest.raises(ValueError, match="no step has the metric 'lss'; there are: acc, loss"):
+            ck.best_step('lss', 'min')
+        assert ck.metrics(1) == {'loss': 1.0, 'acc': -1.0}
+        assert ck.metrics() == {'loss': 2.0, 'acc': -2.0}
+        with pytest.raises(CheckpointNotFoundError, match='no step 7; complete steps are: 0, 1, 2, 3, 4'):
+            ck.metrics(7)
+        with pytest.raises(ValueError, match=r'do not say which steps are best .*loss \(min\)'):
+            ck.best_step('acc')
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveOnImprovement('acc', 'max')) as ck:
+        assert ck.best_step() == 3
+    with SaveBestCheckpointer(state(), None, tmp_path, metric_name_to_monitor='loss', metric_mode='max') as ck:
+        assert ck.best_step() == 0
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck, pytest.raises(ValueError, match='they compare: none'):
+        ck.best_step()
+    with Checkpointer(state(), checkpoints_dir=tmp_path / 'bare') as ck:
+        ck.save(state(), step=1)
+        assert ck.best_step('loss', 'min') is None, 'no step has any metric'
+
+
+def test_should_save_changes_nothing(tmp_path):
+    clock = FakeClock()
+    policy = (SaveEvery(4) | SaveEverySeconds(60)) & SaveOnImprovement('loss', 'min')
+    answers, saved = [], []
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=policy, clock=clock) as ck:
+        for step in range(30):
+            clock.advance(13)
+            metrics = {'loss': 100.0 - step}
+            asked = {ck.should_save(step, metrics=metrics) for _ in range(3)}
+            assert not ck.should_save(step, metrics={'loss': 101.0}) or step == 0
+            pending = ck.maybe_save(step, state(), metrics=metrics)
+            saved += [step] if pending is not None else []
+            answers += [step] if asked == {True} else []
+            assert asked in ({True}, {False})
+            ck.wait_until_finished()
+            assert not ck.should_save(step, metrics=metrics)
+    assert answers == saved != []
+
+
+def test_should_save_needs_a_policy_and_a_step(tmp_path):
+    with (
+        Checkpointer(state(), checkpoints_dir=tmp_path) as ck,
+        pytest.raises(ValueError, match='should_save: pass save_policy='),
+    ):
+        ck.should_save(1)
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEvery(1)) as ck:
+        with pytest.raises(ValueError, match='step must be an integer'):
+            ck.should_save('1')
+        assert not os.listdir(tmp_path)
+
+
+def test_reached_preemption(tmp_path):
+    told = threading.Event()
+    with Checkpointer(state(), checkpoints_dir=tmp_path, preempted=told.is_set) as ck:
+        assert [ck.reached_preemption(step) for step in range(3)] == [False] * 3
+        told.set()
+        assert ck.reached_preemption(3)
+        assert ck.should_stop
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck, pytest.raises(ValueError, match='pass preempted='):
+        ck.reached_preemption(1)
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+def test_save_when_idle(slow):
+    with Checkpointer(state(), checkpoints_dir=slow, save_policy=SaveWhenIdle(min_step=1)) as ck:
+        slow.go.clear()
+        pending = [ck.maybe_save(step, state()) for step in range(4)]
+        assert [save is not None for save in pending] == [False, True, False, False]
+        slow.go.set()
+        pending[1].result()
+        assert ck.maybe_save(4, state()) is not None
+        # Saves that were not begun by the policy count, too.
+        ck.wait_until_finished()
+        slow.go.clear()
+        ck.save_async(state(), step=5)
+        assert ck.maybe_save(6, state()) is None
+        slow.go.set()
+
+
+@pytest.mark.parametrize('policy', [SaveEvery(2, min_step=3), SaveEvery(2, 3) | SaveEverySeconds(10**6, 3)])
+def test_min_step(tmp_path, policy):
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=policy) as ck:
+        assert [step for step in range(8) if ck.maybe_save(step, state()) is not None] == [4, 6]
+
+
+# --- deleting --------------------------------------------------------------------------------------------------------
+
+
+def test_delete(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveWhenIdle()) as ck:
+        for step in range(4):
+            ck.save(state(step), step=step)
+        ck.delete(np.int64(1))
+        assert ck.all_steps() == [0, 2, 3]
+        assert sorted(os.listdir(tmp_path)) == ['checkpoint_0', 'checkpoint_2', 'checkpoint_3']
+        with pytest.raises(CheckpointNotFoundError, match='step 1 is not there, complete steps are: 0, 2, 3'):
+            ck.delete(1)
+        with pytest.raises(ValueError, match='step must be an integer'):
+            ck.delete('2')
+        t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_2')
+        with pytest.raises(StepKeptError, match='is pinned, so it was not deleted'):
+            ck.delete(2)
+        # What was deleted may be saved again, and by the policy.
+        assert ck.maybe_save(4, state()).result().step == 4
+        ck.delete(4)
+        assert ck.maybe_save(4, state(5)).result().step == 4
+        assert value_of(tmp_path, 4) == 5
+
+
+def test_delete_spares_what_a_reader_holds(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(), step=1)
+        steps = t5ckpt.checkpoints_iterator(tmp_path, timeout=0, hold_seconds=60)
+        assert next(steps) == 1
+        with pytest.raises(StepKeptError, match='is held by a reader'):
+            ck.delete(1)
+        steps.close()
+        ck.delete(1)
+        assert ck.all_steps() == []
+
+
+def test_delete_waits_for_a_running_save(slow, tmp_path):
+    with Checkpointer(state(), checkpoints_dir=slow) as ck:
+        ck.save(state(), step=1)
+        slow.go.clear()
+        pending = ck.save_async(state(), step=2)
+        threading.Timer(0.2, slow.go.set).start()
+        ck.delete(2)
+        assert pending.done()
+        assert ck.all_steps() == [1]
+
+
+def test_delete_in_a_bucket(bucket):
+    url = bucket.url()
+    with Checkpointer(state(), checkpoints_dir=url) as ck:
+        for step in (1, 2):
+            ck.save(state(), step=step)
+        ck.delete(2)
+        assert ck.all_steps() == t5ckpt.all_steps(url) == [1]
+        assert open_storage(url).kind('checkpoint_2') is None
+
+
+# --- replacing -------------------------------------------------------------------------------------------------------
+
+
+def test_overwrite(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(1), step=1)
+        assert ck.save(state(2), step=1) is None
+        assert ck.save(state(3), step=1, overwrite=True).step == 1
+        assert value_of(tmp_path, 1) == 3
+        assert ck.save_async(state(4), step=1, overwrite=True).result().step == 1
+        assert value_of(tmp_path, 1) == 4
+        # Where nothing is there it is a save.
+        assert ck.save(state(5), step=2, overwrite=True).step == 2
+        assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_2']
+    assert t5ckpt.verify(tmp_path / 'checkpoint_1').ok
+
+
+def test_an_overwrite_that_fails_leaves_the_old_one(slow, tmp_path):
+    run = tmp_path / 'run'
+    with Checkpointer(state(), checkpoints_dir=slow) as ck:
+        ck.save(state(1), step=1)
+        slow.fails = True
+        with pytest.raises(NoSpaceError):
+            ck.save(state(2), step=1, overwrite=True)
+        assert value_of(run, 1) == 1
+        assert os.listdir(run) == ['checkpoint_1']
+
+
+class Position:
+    """A data iterator whose state is one number."""
+
+    def __init__(self, position=0):
+        self.position = position
+
+    def save(self, filename):
+        pathlib.Path(f'{filename}.index').write_text(str(self.position), encoding='utf-8')
+
+    def load(self, filename):
+        self.position = int(pathlib.Path(f'{filename}.index').read_text(encoding='utf-8'))
+
+
+def _in_bucket(name, value):
+    """A step with weights and an iterator position of ``value``, large enough for an array of its own."""
+    storage = open_storage(f'memory://{name}')
+    weights = {'w': np.full((128, 128), value, np.float32)}
+    with Checkpointer(weights, checkpoints_dir=storage.url(), dataset_iterator=Position(value)) as ck:
+        ck.save(weights, step=1)
+    return storage, {key.partition('/')[2]: storage.read(key) for key, _ in storage.walk('checkpoint_1')}
+
+
+def _swapped(name, groups):
+    """Swaps version 1 for version 2 by writing these files, in this order; gives the storage before each and at the end.
+
+    The arrays of version 2 lie under names of their own, and its manifest names them.
+    """
+    storage, old = _in_bucket(f'{name}-old', 1)
+    _, new = _in_bucket(f'{name}-new', 2)
+    state = serialization.msgpack_restore(new['checkpoint'])
+    state['optimizer']['w']['kvstore']['path'] = 'second.w/'
+    new['checkpoint'] = serialization.msgpack_serialize(state)
+    facts = decode_sidecar(new['t5ckpt.json'], 't5ckpt.json')
+    manifest = [len(new['checkpoint']), digest(new['checkpoint'])]
+    new['t5ckpt.json'] = encode_sidecar(
+        dataclasses.replace(facts, extra={**facts.extra, 'digests': {'checkpoint': manifest}})
+    )
+    for key, data in new.items():
+        if key.startswith('w/'):
+            storage.write(f'checkpoint_1/second.{key}', data)
+    if 't5ckpt.json' not in groups:
+        storage.delete_files([f'checkpoint_1/{key}' for key in old if key.endswith('.json')])
+    yield storage
+    for group in groups:
+        for key, data in new.items():
+            if key.startswith(group):
+                storage.write(f'checkpoint_1/{key}', data)
+        yield storage
+
+
+def _found(storage):
+    iterator = Position()
+    template = {'w': np.zeros((128, 128), np.float32)}
+    with Checkpointer(template, checkpoints_dir=storage.url(), dataset_iterator=iterator) as ck:
+        try:
+            return int(ck.restore(1)['w'][0, 0]), iterator.position
+        except CorruptCheckpointError:
+            return 'corrupt'
+
+
+@pytest.mark.parametrize(
+    ('order', 'found'),
+    [
+        # As T5X reads: the manifest and the iterator's files have fixed names, and one write replaces one of them.
+        (('checkpoint', 'train_ds'), [(1, 1), (2, 1), (2, 2)]),
+        (('train_ds', 'checkpoint'), [(1, 1), (1, 2), (2, 2)]),
+        # With checksums: the sidecar has those of one manifest.
+        (('train_ds', 'checkpoint', 't5ckpt.json'), [(1, 1), (1, 2), 'corrupt', (2, 2)]),
+        (('t5ckpt.json', 'checkpoint', 'train_ds'), [(1, 1), 'corrupt', (2, 1), (2, 2)]),
+    ],
+)
+def test_why_a_bucket_refuses_overwrite(order, found):
+    """Every order of the writes has a point at which a crash leaves neither the old checkpoint nor the new one."""
+    assert [_found(storage) for storage in _swapped('-'.join(order), order)] == found
+
+
+def test_what_is_pinned_or_not_ours_is_not_overwritten(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(1), step=1)
+        t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')
+        with pytest.raises(StepKeptError, match='is pinned'):
+            ck.save(state(2), step=1, overwrite=True)
+        assert value_of(tmp_path, 1) == 1
+
+
+@pytest.mark.parametrize('exchanges', [True, False])
+@pytest.mark.parametrize('keeps', ['pin', 'reader'])
+@pytest.mark.parametrize('when', ['before', 'meanwhile', 'at the swap'])
+def test_what_is_kept_while_it_is_replaced(tmp_path, keeps, when, exchanges):
+    """A pin and a read lease that come at any time before the commit hold; nothing is left over."""
+    run = tmp_path / 'run'
+    steps = t5ckpt.checkpoints_iterator(run, timeout=0, hold_seconds=60)
+
+    def keep():
+        if keeps == 'pin':
+            t5ckpt.pin_checkpoint(run / 'checkpoint_1')
+        else:
+            assert next(steps) == 1
+
+    storage = Acting(open_storage(run), exchanges=exchanges)
+    with Checkpointer(state(), checkpoints_dir=storage) as ck:
+        ck.save(state(1), step=1)
+        storage.acts = {'before': {}, 'meanwhile': {'sync_tree': keep}, 'at the swap': {'exchange': keep}}[when]
+        if when == 'before':
+            keep()
+        with pytest.raises(StepKeptError, match='was not replaced'):
+            ck.save(state(2), step=1, overwrite=True)
+        assert value_of(run, 1) == 1
+        assert [name for name in os.listdir(run) if not name.startswith('held_')] == ['checkpoint_1']
+        t5ckpt.unpin_checkpoint(run / 'checkpoint_1')
+        steps.close()
+        assert ck.save(state(2), step=1, overwrite=True).step == 1
+        assert value_of(run, 1) == 2
+        assert sorted(os.listdir(run)) == ['checkpoint_1']
+
+
+def test_a_pin_that_comes_while_a_step_is_deleted(tmp_path):
+    """After the last look at the pin, before the rename: by delete, and by retention."""
+    storage = Acting(open_storage(tmp_path))
+    with Checkpointer(state(), checkpoints_dir=storage, keep=1) as ck:
+        ck.save(state(1), step=1)
+        storage.acts = {'publish': lambda: t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')}
+        with pytest.raises(StepKeptError, match='is pinned, so it was not deleted'):
+            ck.delete(1)
+        t5ckpt.unpin_checkpoint(tmp_path / 'checkpoint_1')
+        storage.acts = {'publish .deleted': lambda: t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')}
+        ck.save(state(2), step=2)
+        assert ck.all_steps() == [1, 2]
+        assert t5ckpt.is_pinned_checkpoint(tmp_path / 'checkpoint_1')
+
+
+@pytest.mark.parametrize(('exchanges', 'sticky'), [(True, False), (False, True)])
+def test_a_fault_at_every_operation_of_a_replacement(tmp_path, exchanges, sticky):
+    """The old step or the new one is there, whole, after the next save at the latest: also where names cannot be swapped."""
+    at = reached = 0
+    while reached == at:
+        run = tmp_path / str(at)
+        with Checkpointer(state(), checkpoints_dir=run, clock=FakeClock()) as ck:
+            ck.save(state(1), step=1)
+        storage = Acting(open_storage(run), at, exchanges=exchanges, sticky=sticky)
+        try:
+            faulty = Checkpointer(state(), checkpoints_dir=storage, clock=FakeClock())
+            new = faulty.save(state(2), step=1, overwrite=True) is not None
+        except StorageError:
+            new = None
+        with Checkpointer(state(), checkpoints_dir=run, clock=FakeClock(10**10)) as ck:
+            ck.save(state(3), step=2)
+        assert sorted(os.listdir(run)) == ['checkpoint_1', 'checkpoint_2']
+        assert value_of(run, 1) in ([1, 2] if new is None else [2])
+        assert t5ckpt.verify(run / 'checkpoint_1').ok
+        reached += len(storage.operations) > at
+        at += 1
+    assert at > 20
+
+
+def test_a_bucket_cannot_swap(bucket):
+    url = bucket.url()
+    with Checkpointer(state(), checkpoints_dir=url) as ck:
+        ck.save(state(1), step=1, overwrite=True)
+        with pytest.raises(CheckpointExistsError, match=r'Call delete\(1\) before the save'):
+            ck.save(state(2), step=1, overwrite=True)
+        assert value_of(url, 1) == 1
+        ck.delete(1)
+        assert ck.save(state(2), step=1, overwrite=True).step == 1
+
+
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
+def test_custom_metadata(tmp_path):
+    given = {'git': 'a1b2', 'tuned': [1, 2.5, None, True], 'nested': {'a': {}}}
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEvery(3)) as ck:
+        ck.save(state(), step=1, custom_metadata=given)
+        pending = ck.save_async(state(), step=2, custom_metadata=given)
+        ck.maybe_save(3, state(), custom_metadata={'tuple': (1, 2)})
+        ck.save(state(), step=4)
+        given['git'] = 'changed'
+        pending.result()
+    expected = {'git': 'a1b2', 'tuned': [1, 2.5, None, True], 'nested': {'a': {}}}
+    found = [t5ckpt.open_checkpoint(tmp_path, step).custom_metadata for step in range(1, 5)]
+    assert found == [expected, expected, {'tuple': [1, 2]}, {}]
+    assert t5ckpt.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize(
+    'bad', [[1], 'a', {1: 2}, {'a': {1: 2}}, {'a': {3}}, {'a': math.nan}, {'a': np.ones(2)}], ids=repr
+)
+def test_metadata_that_json_cannot_hold(tmp_path, bad):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        with pytest.raises(ValueError, match='custom_metadata'):
+            ck.save(state(), step=1, custom_metadata=bad)
+        assert ck.all_steps() == []
+
+
+# --- callbacks -------------------------------------------------------------------------------------------------------
+
+
+def test_callbacks(slow, tmp_path, caplog):
+    called = []
+
+    def note(pending):
+        called.append((pending.step, pending.failed(), pending.done(), t5ckpt.all_steps(tmp_path / 'run')))
+
+    def broken(pending):
+        raise RuntimeError('of the callback')
+
+    def leaving(pending):
+        raise SystemExit('of the program')
+
+    with Checkpointer(state(), checkpoints_dir=slow) as ck:
+        slow.go.clear()
+        pending = ck.save_async(state(), step=1)
+        for callback in (broken, leaving, note):
+            pending.add_done_callback(callback)
+        assert called == []
+        slow.go.set()
+        ck.wait_until_finished()
+        pending.result()
+        while len(called) < 1:
+            pass
+        assert called == [(1, False, True, [1])]
+        assert caplog.text.count('a callback of the save of step 1 failed') == 2
+        # Here it is the caller's own.
+        with pytest.raises(SystemExit):
+            pending.add_done_callback(leaving)
+        # Of a save that has ended it is called at once, here.
+        pending.add_done_callback(lambda _: called.append(threading.get_ident()))
+        assert called[1] == threading.get_ident()
+        slow.fails = True
+        failing = ck.save_async(state(), step=2)
+        failing.add_done_callback(note)
+        with pytest.raises(NoSpaceError):
+            failing.result()
+        while len(called) < 3:
+            pass
+        assert called[2] == (2, True, True, [1])
+        skipped = ck.save_async(state(), step=1)
+        skipped.add_done_callback(note)
+        assert called[3][:2] == (1, False)
+        with pytest.raises(ValueError, match='callback must be a function'):
+            pending.add_done_callback(3)
+
+
+# --- reading alone ---------------------------------------------------------------------------------------------------
+
+
+def test_read_only(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path / 'none', read_only=True, save_policy=SaveEvery(1)) as ck:
+        for act in (
+            lambda: ck.save(state(), step=1),
+            lambda: ck.save_async(state(), step=1),
+            lambda: ck.maybe_save(1, state()),
+            lambda: ck.delete(1),
+        ):
+            with pytest.raises(ReadOnlyError, match='read_only=True'):
+                act()
+        assert ck.all_steps() == []
+    assert os.listdir(tmp_path) == []
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(3), step=1)
+    before = sorted(os.listdir(tmp_path / 'checkpoint_1'))
+    with Checkpointer(state(), checkpoints_dir=tmp_path, read_only=True) as ck:
+        assert ck.restore()['params']['w'][0, 0] == 3
+    assert sorted(os.listdir(tmp_path / 'checkpoint_1')) == before
+    assert os.listdir(tmp_path) == ['checkpoint_1']
+
+
+def test_a_save_that_failed_is_told_once(slow):
+    """Also where a callback has looked at it."""
+    ck = Checkpointer(state(), checkpoints_dir=slow)
+    slow.fails = True
+    pending = ck.save_async(state(), step=1)
+    pending.add_done_callback(lambda done: done.failed())
+    with pytest.raises(SaveFailedError):
+        ck.close()

@@ -1,0 +1,283 @@
+"""From Orbax, Flax and JAX, and the command line of all conversions."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.experimental.array_serialization import pytree_serialization
+from support import golden as cases
+from support.bits import assert_same
+from support.cli import t5ckpt_cli
+from support.golden import flatten
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.convert import ConvertOptions, convert_checkpoint as convert
+from t5ckpt.convert.seqax import read_seqax
+from t5ckpt.convert.to_orbax import convert_to_orbax
+
+TREE = {
+    'params': {'dense': {'kernel': np.arange(60000, dtype=np.float32).reshape(200, 300), 'bias': np.ones(3, jnp.bfloat16)}},
+    'opt_state': [{'mu': np.full((50, 700), 2, np.float32)}, np.array(3, np.int32)],
+    'none': None,
+    'step': np.array(7, np.int32),
+}  # fmt: skip
+
+
+def leaves_of(path):
+    return {
+        name: np.asarray(leaf) for name, leaf in flatten(t5ckpt.load_t5x_checkpoint(path)).items() if leaf is not None
+    }
+
+
+def expected(tree=None):
+    flat = flatten(flax.serialization.to_state_dict(TREE if tree is None else tree))
+    return {name: leaf for name, leaf in flat.items() if leaf is not None}
+
+
+def check(path, wanted):
+    held = leaves_of(path)
+    assert set(held) == set(wanted)
+    for name, leaf in wanted.items():
+        assert_same(held[name], leaf, name)
+
+
+def write(kind, folder):
+    """A checkpoint of step 12 and its path."""
+    if kind == 'orbax':
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(folder / '12', TREE)
+        return folder
+    if kind == 'flax':
+        folder.mkdir()
+        for step in (9, 12):
+            data = flax.serialization.to_bytes(TREE | {'step': np.array(7 if step == 12 else 1, np.int32)})
+            (folder / f'checkpoint_{step}').write_bytes(data)
+        return folder
+    folder.mkdir()
+    pytree_serialization.save(jax.tree.map(jnp.asarray, TREE), folder / 'step_12')
+    return folder / 'step_12'
+
+
+@pytest.mark.parametrize('kind', ['orbax', 'flax', 'jax'])
+def test_what_others_write(tmp_path, kind):
+    source = write(kind, tmp_path / 'source')
+    done = convert(kind, source, tmp_path / 'run')
+    assert (done.step, done.added, done.dropped) == (12, (), ())
+    check(tmp_path / 'run', expected())
+    assert t5ckpt.load_t5x_checkpoint(tmp_path / 'run')['none'] is None
+    with pytest.raises(errors.CheckpointExistsError):
+        convert(kind, source, tmp_path / 'run')
+    smaller = convert(
+        kind, source, tmp_path / 'weights', ConvertOptions(optimizer=False, save_dtype='bfloat16', step=1)
+    )
+    assert smaller.dropped == ('opt_state/0/mu', 'opt_state/1')
+    held = leaves_of(tmp_path / 'weights')
+    assert set(held) == {'params/dense/kernel', 'params/dense/bias', 'step'}
+    assert_same(held['params/dense/kernel'], TREE['params']['dense']['kernel'].astype(jnp.bfloat16))
+
+
+def test_what_orbax_wrote_for_t5x(golden, tmp_path):
+    """Converted, the golden Orbax directory holds what real T5X read from it."""
+    case = cases.by_name('case10')
+    done = convert('orbax', case.run_dir(golden), tmp_path)
+    assert done.step == case.step
+    held = t5ckpt.load_t5x_checkpoint(tmp_path)
+    flat = flatten(held)
+    wanted = case.expected(golden)
+    assert set(flat) == {*wanted.arrays, *wanted.none_keys, *wanted.empty_keys}
+    for name, leaf in wanted.arrays.items():
+        assert_same(flat[name], leaf, name)
+
+
+def test_what_seqax_writes(tmp_path):
+    with tarfile.open(cases.TESTDATA / 'seqax_run.tar.gz') as archive:
+        archive.extractall(tmp_path, filter='data')
+    source = tmp_path / 'seqax' / 'run'
+    done = convert('seqax', source, tmp_path)
+    table, step = read_seqax(source)
+    assert done.step == step
+    held = leaves_of(tmp_path / f'checkpoint_{step}')
+    assert set(held) == {'/'.join(path) for path in table}
+    for path, leaf in table.items():
+        assert_same(held['/'.join(path)], leaf.get(), str(path))
+
+
+def test_a_checkpoint_of_ours_is_not_orbax(golden, tmp_path):
+    with pytest.raises(errors.UnsupportedFormatError, match='t5ckpt cp'):
+        convert('orbax', cases.by_name('case01').step_dir(golden), tmp_path)
+
+
+def test_orbax_directories_say_their_step(tmp_path):
+    """By their number, also through an item; and what was converted to Orbax comes back, empty tuples too."""
+    state = {'params': {'w': np.ones((64, 64), np.float32)}, 'opt_state': ({'mu': np.zeros(3, np.float32)}, (), [])}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(state, step=12)
+    convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax' / '12')
+    done = t5ckpt.convert_checkpoint('orbax', tmp_path / 'orbax' / '12', tmp_path / 'back')
+    assert done.step == 12
+    loaded = t5ckpt.load_t5x_checkpoint(tmp_path / 'back')
+    assert loaded['opt_state']['1'] == ()
+    np.testing.assert_array_equal(loaded['opt_state']['0']['mu'], np.zeros(3))
+    with ocp.CheckpointManager(tmp_path / 'manager') as manager:
+        manager.save(7, args=ocp.args.StandardSave({'w': np.ones(4)}))
+    for number, path in enumerate(('7', '7/default', '7/')):
+        source, target = f'{tmp_path}/manager/{path}', tmp_path / f'run{number}'
+        assert t5ckpt.convert_checkpoint('orbax', source, target).step == 7
+
+
+@pytest.mark.parametrize(('kind', 'says'), [('orbax', 'empty'), ('flax', 'no file of Flax'), ('jax', 'pytreedef')])
+def test_nothing_there(tmp_path, kind, says):
+    (tmp_path / 'source').mkdir()
+    with pytest.raises(errors.CheckpointNotFoundError, match=says):
+        convert(kind, tmp_path / 'source', tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+
+def test_jax_files_that_are_damaged(tmp_path):
+    source = write('jax', tmp_path / 'source')
+    tree = (source / 'pytreedef.json').read_text()
+    for damaged in (tree[:-30], '{}', '[]', tree.replace('float32', 'float99')):
+        (source / 'pytreedef.json').write_text(damaged)
+        with pytest.raises(errors.FormatError):
+            convert('jax', source, tmp_path / 'run')
+    (source / 'pytreedef.json').write_text(tree)
+    shutil.rmtree(source / 'array_store' / 'd')
+    with pytest.raises(errors.FormatError):
+        convert('jax', source, tmp_path / 'run')
+    assert t5ckpt.all_steps(tmp_path / 'run') == []
+
+
+def test_a_tree_without_a_step(tmp_path):
+    pytree_serialization.save(jax.tree.map(jnp.asarray, TREE), tmp_path / 'source')
+    with pytest.raises(ValueError, match='--as-step'):
+        convert('jax', tmp_path / 'source', tmp_path / 'run')
+    assert convert('jax', tmp_path / 'source', tmp_path / 'run', ConvertOptions(step=0)).step == 0
+
+
+@pytest.mark.parametrize(
+    'options', [{'save_dtype': 'int8'}, {'compression': 'rar'}, {'concurrent_gb': 0}, {'step': -1}, {'step': 10**18}]
+)
+def test_options_that_make_no_sense(options):
+    with pytest.raises(ValueError, match=next(iter(options)).partition('_')[0]):
+        ConvertOptions(**options)
+
+
+# ---- back to Orbax ----
+
+
+def test_orbax_reads_what_is_written_back(tmp_path):
+    state = TREE | {'name': 'run', 'count': 5, 'half': 0.5, 'empty': {}}
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', chunk_bytes=2**16).save(state)
+    seen = []
+    options = ConvertOptions(progress=lambda *numbers: seen.append(numbers))
+    done = convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax' / '7', options)
+    assert (done.step, done.path) == (7, str(tmp_path / 'orbax' / '7'))
+    assert [path.name for path in (tmp_path / 'orbax').iterdir()] == ['7']
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        back = checkpointer.restore(tmp_path / 'orbax' / '7')
+    flat, wanted = flatten(back), flatten(flax.serialization.to_state_dict(state))
+    assert set(flat) == set(wanted)
+    for name, leaf in wanted.items():
+        if isinstance(leaf, np.ndarray):
+            assert_same(flat[name], leaf, name)
+        else:
+            assert flat[name] == leaf, name
+    assert seen[-1][0] == seen[-1][1] > 0
+    again = convert('orbax', tmp_path / 'orbax', tmp_path / 'again')
+    assert again.step == 7
+    assert_same(leaves_of(tmp_path / 'again')['params/dense/bias'], TREE['params']['dense']['bias'])
+
+
+def test_orbax_is_given_one_array_at_a_time(tmp_path):
+    state = {'params': {str(i): np.full((512, 1024), i, np.float32) for i in range(40)}}
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
+    code = (
+        'import resource\n'
+        'import orbax.checkpoint\n'
+        'from t5ckpt.convert.to_orbax import convert_to_orbax\n'
+        'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
+        f'convert_to_orbax({str(tmp_path / "run")!r}, {str(tmp_path / "orbax")!r})\n'
+        'print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n'
+    )
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 60, 'of 84 MB'
+
+
+def test_what_is_there_is_not_replaced_by_orbax_unasked(tmp_path):
+    t5ckpt.Checkpointer(TREE, checkpoints_dir=tmp_path / 'run').save(TREE)
+    target = tmp_path / 'orbax'
+    assert convert_to_orbax(tmp_path / 'run', target, ConvertOptions(dry_run=True)).nbytes == 0
+    assert not target.exists()
+    convert_to_orbax(tmp_path / 'run', target)
+    with pytest.raises(errors.OutputExistsError):
+        convert_to_orbax(tmp_path / 'run', target)
+    convert_to_orbax(tmp_path / 'run', target, ConvertOptions(overwrite=True, optimizer=False))
+    assert not any('opt_state' in name for name in leaves_of(target))
+    (target / 'mine.txt').write_text('')
+    with pytest.raises(errors.OutputExistsError, match=r'mine\.txt'):
+        convert_to_orbax(tmp_path / 'run', target, ConvertOptions(overwrite=True))
+
+
+@pytest.mark.parametrize('leaf', [np.zeros((0, 3)), jax.random.key(1)])
+def test_what_orbax_cannot_hold(tmp_path, leaf):
+    state = {'params': {'w': np.ones(3)}, 'odd': leaf}
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
+    with pytest.raises(errors.UnsupportedLeafError, match='odd: Orbax'):
+        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+    assert not (tmp_path / 'orbax').exists()
+
+
+# ---- the command line ----
+
+
+def test_the_verb(tf_golden, tmp_path):
+    source, run = tf_golden / 'tf_t5_1_1_gated', tmp_path / 'run'
+    would = json.loads(t5ckpt_cli('convert', 'tf', source, run, '--dry-run', '--json'))
+    assert (would['written'], would['step'], len(would['mapped']), len(would['added'])) == (False, 1000700, 105, 156)
+    assert not run.exists()
+    text = t5ckpt_cli('convert', 'tf', source, run, '--save-dtype', 'float32', '--no-optimizer')
+    for word in ('checkpoint_1000700 written', 'mapped 53 names', 'added 0', 'dropped 52 names', 'k_slot_v'):
+        assert word in text
+    assert '--force' in t5ckpt_cli('convert', 'tf', source, run, code=1)
+    t5ckpt_cli('convert', 'tf', source, run, '--save-dtype', 'float32', '--force')
+    check(run, leaves_of(source / 'converted'))
+
+
+def test_the_verb_with_wrong_words(tf_golden, tmp_path):
+    source, run = tf_golden / 'tf_decoder_only', tmp_path / 'run'
+    rules = tmp_path / 'rules.py'
+    rules.write_text('translator = 3')
+    for words in (
+        ('gguf', source, run),
+        ('tf', source, run, '--save-dtype', 'int8'),
+        ('tf', source, run, '--rules', rules),
+        ('orbax', source, run, '--rules', rules),
+    ):
+        t5ckpt_cli('convert', *words, code=2)
+    assert 'no TensorFlow checkpoint' in t5ckpt_cli('convert', 'tf', tmp_path / 'nothing', run, code=3)
+    assert not run.exists()
+
+
+def test_the_verb_with_rules(tf_golden, tmp_path):
+    rules = tmp_path / 'rules.py'
+    rules.write_text(
+        'import t5ckpt\n'
+        'translator = t5ckpt.CheckpointTranslator()\n'
+        "translator.add('.*_slot_.*')(lambda options, key, value: (None, None))\n"
+        "translator.add('(.*)')(lambda options, key, value, name: (f'target/{name}', value))\n"
+    )
+    words = ('tf', tf_golden / 'tf_decoder_only', tmp_path / 'run', '--rules', rules, '--json')
+    done = json.loads(t5ckpt_cli('convert', *words))
+    assert done['mapped']['transformer/embedding'] == 'target/transformer/embedding'
+    assert len(done['dropped']) > 10
+    held = cases.load_npz(tf_golden / 'tf_decoder_only' / 'tf_vars.npz')
+    assert_same(leaves_of(tmp_path / 'run')['target/transformer/embedding'], held['transformer/embedding'])

@@ -1,0 +1,219 @@
+"""A copy between any two storages is the same checkpoint, or it is not there."""
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from support.cli import t5ckpt_cli
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.storage import open_storage
+
+STATE = {'w': np.arange(96_000, dtype=np.float32).reshape(300, 320), 'b': np.ones(9, np.float32), 'step': np.int32(3)}
+
+
+def saved(url, step=3):
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, chunk_bytes=2**13, inline_bytes=16) as ck:
+        ck.save(STATE, step=step)
+    return url
+
+
+def files(url, step=3):
+    storage = open_storage(f'{url}/checkpoint_{step}')
+    return {key: storage.read(key) for key, _ in storage.walk('')}
+
+
+def test_between_every_two_storages(gs, s3, tmp_path):
+    """Bytes and names are the same everywhere; a pin stays where it was."""
+    first = saved(str(tmp_path / 'run'))
+    t5ckpt.pin_checkpoint(f'{first}/checkpoint_3')
+    expected = {name: data for name, data in files(first).items() if name != 'PINNED'}
+    places = [first, gs.url(), s3.url(), gs.url(), str(tmp_path / 'second'), s3.url(), str(tmp_path / 'third')]
+    for source, target in itertools.pairwise(places):
+        seen = []
+        report = t5ckpt.copy_checkpoint(
+            source, target, progress=lambda done, total, seen=seen: seen.append((done, total))
+        )
+        assert report.path == f'{target}/checkpoint_3'
+        assert files(target) == expected
+        assert report.checked_files == len(expected) - 1
+        assert report.nbytes == sum(map(len, expected.values()))
+        assert seen[-1][0] == seen[-1][1]
+        assert t5ckpt.all_steps(target) == [3]
+        assert t5ckpt.verify(target, full=True).ok
+        assert np.array_equal(t5ckpt.load_t5x_checkpoint(target)['w'], STATE['w'])
+
+
+def test_a_checkpoint_of_t5x(golden, bucket, tmp_path):
+    """It has neither sidecar nor checksums, and gets none."""
+    source = golden / 'case01_adafactor'
+    step = t5ckpt.latest_step(source)
+    t5ckpt.copy_checkpoint(source, bucket.url(), step)
+    target = bucket.url()
+    report = t5ckpt.copy_checkpoint(source, target)
+    assert report.checked_files == 0
+    assert files(target, step) == files(str(source), step)
+    back = t5ckpt.copy_checkpoint(target, tmp_path)
+    assert files(str(tmp_path), step) == files(str(source), step)
+    assert back.files == report.files
+
+
+def test_what_is_there_is_not_replaced(tmp_path):
+    source, target = saved(str(tmp_path / 'a')), saved(str(tmp_path / 'b'))
+    with pytest.raises(errors.CheckpointExistsError, match='checkpoint_3 is there already'):
+        t5ckpt.copy_checkpoint(source, target)
+    with pytest.raises(errors.CheckpointNotFoundError):
+        t5ckpt.copy_checkpoint(source, tmp_path / 'c', 7)
+    with pytest.raises(ValueError, match='directory of a step'):
+        t5ckpt.copy_checkpoint(source, tmp_path / 'checkpoint_5')
+    assert not (tmp_path / 'c').exists()
+
+
+@pytest.mark.parametrize('how', ['flipped', 'missing'])
+def test_damage_is_not_copied(tmp_path, how):
+    source = saved(str(tmp_path / 'run'))
+    chunk = tmp_path / 'run' / 'checkpoint_3' / 'w' / '1.0'
+    data = chunk.read_bytes()
+    chunk.unlink()
+    if how == 'flipped':
+        chunk.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(errors.CorruptCheckpointError, match=r'w/1\.0'):
+        t5ckpt.copy_checkpoint(source, tmp_path / 'copy')
+    assert t5ckpt.all_steps(tmp_path / 'copy') == []
+
+
+@pytest.mark.parametrize('place', ['file', 'gs', 's3'])
+def test_two_copies_to_one_place(tmp_path, place, request):
+    """One wins, the other is told, and what the first wrote stays."""
+    source = saved(str(tmp_path / 'run'))
+    target = str(tmp_path / 'other') if place == 'file' else request.getfixturevalue(place).url()
+    outcomes = []
+
+    def attempt(progress=None):
+        try:
+            t5ckpt.copy_checkpoint(source, target, progress=progress)
+            outcomes.append('done')
+        except errors.CheckpointExistsError:
+            outcomes.append('refused')
+
+    others = [attempt]
+    attempt(lambda *_: others and others.pop()())
+    assert sorted(outcomes) == ['done', 'refused']
+    assert files(target) == files(source)
+    assert t5ckpt.all_steps(target) == [3]
+
+
+def test_a_copy_that_failed_goes_on(bucket, tmp_path):
+    """The second call moves what the first had not, and asks for nothing else."""
+    source, target = saved(str(tmp_path / 'run')), bucket.url()
+    written = itertools.count()
+    bucket.proxy.choose = lambda kind, key: '403' if kind == 'write' and '/w/' in key and next(written) >= 5 else None
+    with pytest.raises(errors.AccessDeniedError):
+        t5ckpt.copy_checkpoint(source, target, options=t5ckpt.CopyOptions(workers=2))
+    assert t5ckpt.all_steps(target) == []
+    bucket.proxy.reset()
+    report = t5ckpt.copy_checkpoint(source, target)
+    assert report.resumed_files >= 5
+    assert t5ckpt.verify(target, full=True).ok
+    passed = bucket.proxy.clear()
+    again = [request.key for request in passed if request.kind == 'write' and '/w/' in request.key]
+    assert len(again) + report.resumed_files <= len(files(target))
+    assert not open_storage(target).is_file('.t5ckpt/busy/3')
+
+
+def test_a_killed_copy_goes_on(tmp_path):
+    """SIGKILL in the middle; what is there by then is not copied again."""
+    source = saved(str(tmp_path / 'run'))
+    code = (
+        'import os, signal, t5ckpt\n'
+        'calls = []\n'
+        'def report(done, total):\n'
+        '    calls.append(done)\n'
+        '    if len(calls) == 9: os.kill(os.getpid(), signal.SIGKILL)\n'
+        'one = t5ckpt.CopyOptions(workers=1)\n'
+        f't5ckpt.copy_checkpoint({source!r}, {str(tmp_path / "copy")!r}, options=one, progress=report)\n'
+    )
+    assert subprocess.run([sys.executable, '-c', code], check=False).returncode == -signal.SIGKILL
+    assert t5ckpt.all_steps(tmp_path / 'copy') == []
+    report = t5ckpt.copy_checkpoint(source, tmp_path / 'copy')
+    assert report.resumed_files >= 9
+    assert files(str(tmp_path / 'copy')) == files(source)
+    assert [path.name for path in (tmp_path / 'copy').iterdir()] == ['checkpoint_3']
+
+
+def test_the_verb(tmp_path, bucket):
+    source, target = saved(str(tmp_path / 'run')), bucket.url()
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, '-m', 't5ckpt', 'cp', source, target, '--json'], capture_output=True, text=True, check=True
+    )
+    report = json.loads(done.stdout)
+    assert report['path'] == f'{target}/checkpoint_3'
+    assert 0 < report['seconds'] < time.monotonic() - started
+    again = subprocess.run(
+        [sys.executable, '-m', 't5ckpt', 'cp', source, target], capture_output=True, text=True, check=False
+    )
+    assert again.returncode != 0
+    assert 'is there already' in again.stderr
+    listed = subprocess.run([sys.executable, '-m', 't5ckpt', 'ls', target], capture_output=True, text=True, check=True)
+    assert listed.stdout.splitlines()[1].split()[0] == '3'
+
+
+def test_overwriting_and_dry_runs(tmp_path):
+    source, target = saved(str(tmp_path / 'run')), str(tmp_path / 'copy')
+    dry = t5ckpt.CopyOptions(dry_run=True)
+    report = t5ckpt.copy_checkpoint(source, target, options=dry)
+    assert report.nbytes == sum(map(len, files(source).values()))
+    assert report.files == len(files(source))
+    assert not (tmp_path / 'copy').exists()
+    other = STATE | {'step': np.int32(9)}
+    with t5ckpt.Checkpointer(other, checkpoints_dir=target) as ck:
+        ck.save(other, step=3)
+    with pytest.raises(errors.CheckpointExistsError, match='--force'):
+        t5ckpt.copy_checkpoint(source, target, options=dry)
+    t5ckpt.pin_checkpoint(f'{target}/checkpoint_3')
+    force = t5ckpt.CopyOptions(overwrite=True)
+    with pytest.raises(errors.CheckpointExistsError, match='pinned'):
+        t5ckpt.copy_checkpoint(source, target, options=force)
+    t5ckpt.unpin_checkpoint(f'{target}/checkpoint_3')
+    t5ckpt.copy_checkpoint(source, target, options=force)
+    assert files(target) == files(source)
+    assert [path.name for path in (tmp_path / 'copy').iterdir()] == ['checkpoint_3']
+
+
+def test_the_verb_with_changes(tmp_path):
+    params = {'w': np.arange(4096, dtype=np.float32).reshape(64, 64)}
+    state = {'params': params, 'opt_state': {'ema': {'w': params['w'] + 2}}, 'step': np.int32(0)}
+    run = tmp_path / 'run'
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run) as ck:
+        ck.save(state, step=1)
+        ck.save({**state, 'params': {'w': params['w'] + 4}}, step=2)
+
+    def read(name):
+        return t5ckpt.load_t5x_checkpoint(tmp_path / name)
+
+    text = t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--save-dtype', 'bfloat16', '--dry-run')
+    assert 'would be written' in text
+    assert not (tmp_path / 'weights').exists()
+    done = json.loads(
+        t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--save-dtype', 'bfloat16', '--json')
+    )
+    assert (done['step'], done['written'], done['dropped']) == (2, True, ['opt_state/ema/w'])
+    assert read('weights')['params']['w'].dtype == 'bfloat16'
+    assert 'there already' in t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', code=1)
+    t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--force')
+    np.testing.assert_array_equal(read('weights')['params']['w'], params['w'] + 4)
+    t5ckpt_cli('cp', run, tmp_path / 'ema', '--ema', 'opt_state/ema', '--step', 1, '--as-step', 0)
+    np.testing.assert_array_equal(read('ema/checkpoint_0')['params']['w'], params['w'] + 2)
+    t5ckpt_cli('cp', run, tmp_path / 'mean', '--average', run / 'checkpoint_1')
+    np.testing.assert_array_equal(read('mean')['params']['w'], params['w'] + 2)
+    t5ckpt_cli('cp', run, tmp_path / 'named', '--rename', 'params/(.*)', r'target/\1', '--drop', 'opt_state/.*')
+    assert sorted(read('named')) == ['step', 'target']
+    assert 'not a regular expression' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', '(', code=2)
+    assert 'match no leaf' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', 'nothing', code=1)

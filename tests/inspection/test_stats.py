@@ -1,0 +1,264 @@
+"""Statistics and differences of checkpoints, against numpy on the whole arrays."""
+
+import math
+import tracemalloc
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt.inspection.block_iteration import BLOCK_BYTES, blocks_of
+from t5ckpt.inspection.stats import _part
+
+
+def saved(directory, step=1, **leaves):
+    with t5ckpt.Checkpointer(leaves, checkpoints_dir=directory, inline_bytes=64, chunk_bytes=512) as checkpointer:
+        checkpointer.save(leaves, step=step)
+    return t5ckpt.open_checkpoint(directory, step)
+
+
+@hypothesis.given(
+    shape=st.lists(st.integers(0, 40), max_size=4),
+    itemsize=st.sampled_from([1, 4, 2**18, 2**24]),
+    data=st.data(),
+)
+def test_blocks_cover_every_element_once(shape, itemsize, data):
+    chunks = data.draw(st.none() | st.tuples(*[st.integers(1, max(1, size)) for size in shape]))
+    seen = np.zeros(shape, np.int32)
+    for index in blocks_of(shape, itemsize, chunks):
+        seen[index] += 1
+    assert (seen == 1).all()
+
+
+def test_blocks_are_whole_chunks_and_bounded():
+    blocks = list(blocks_of((1000, 1000, 100), 4, (100, 100, 100)))
+    sizes = [math.prod(part.stop - part.start for part in block) * 4 for block in blocks]
+    assert max(sizes) <= BLOCK_BYTES
+    assert all(part.start % 100 == 0 for block in blocks for part in block)
+    assert len(blocks) < 1000 * 1000 // 2, 'small chunks go together'
+
+
+values = hnp.arrays(
+    st.sampled_from([np.float32, np.float64, np.int8, np.int64, np.bool_, np.complex64]),
+    hnp.array_shapes(max_dims=3, min_side=0, max_side=8),
+)
+
+
+@hypothesis.given(array=values, cut=st.integers(0, 8))
+def test_parts_merge_to_what_numpy_says_of_the_whole(array, cut):
+    flat = array.ravel()
+    stats = _part(flat[:cut]).merged(_part(flat[cut:])).finished()
+    with np.errstate(all='ignore'):
+        wide = (np.abs(flat) if flat.dtype.kind == 'c' else flat).astype(np.float64)
+        finite = wide[np.isfinite(wide)]
+        assert (stats.size, stats.nan, stats.inf) == (flat.size, np.isnan(wide).sum(), np.isinf(wide).sum())
+        assert stats.zeros == (wide == 0).sum()
+        if finite.size and np.isfinite(finite.std()) and np.isfinite(np.linalg.norm(finite)):
+            scale = np.abs(finite).max()
+            np.testing.assert_allclose(stats.mean, finite.mean(), rtol=1e-12, atol=scale * 1e-12)
+            np.testing.assert_allclose(stats.std, finite.std(), rtol=1e-9, atol=scale * 1e-9)
+            np.testing.assert_allclose(stats.norm, np.linalg.norm(finite), rtol=1e-9, atol=scale * 1e-9)
+        if finite.size:
+            assert (stats.min, stats.max) == (finite.min(), finite.max())
+        else:
+            assert math.isnan(stats.mean)
+
+
+def test_stats_of_a_checkpoint(tmp_path):
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(size=(300, 70)).astype(np.float32)
+    holes = kernel.copy()
+    holes[3, 4], holes[5, 6], holes[7] = np.nan, np.inf, 0
+    view = saved(
+        tmp_path, kernel=kernel, holes=holes, low=kernel.astype(ml_dtypes.bfloat16), step_count=np.int32(7), text='x'
+    )
+    stats = view.stats(bins=16)
+    assert list(stats) == list(view)
+    np.testing.assert_allclose(stats['kernel'].mean, kernel.mean(dtype=np.float64), rtol=1e-9)
+    np.testing.assert_allclose(stats['kernel'].std, kernel.std(dtype=np.float64), rtol=1e-9)
+    counts, edges = np.histogram(kernel.astype(np.float64), bins=16)
+    np.testing.assert_array_equal(stats['kernel'].counts, counts)
+    np.testing.assert_allclose(stats['kernel'].edges, edges)
+    assert (stats['holes'].nan, stats['holes'].inf, stats['holes'].zeros) == (1, 1, 70)
+    assert stats['holes'].sparsity == 70 / 21000
+    np.testing.assert_allclose(stats['low'].max, kernel.astype(ml_dtypes.bfloat16).max())
+    assert stats['step_count'].mean == 7.0
+    frame = stats.to_pandas()
+    assert frame.loc['holes', 'zeros'] == 70
+    assert 'kernel' in repr(stats)
+    assert '21,000' in stats._repr_html_()
+    assert stats.plot('kernel').get_title() == 'kernel'
+    with pytest.raises(ValueError, match='bins=64'):
+        view.stats().plot('kernel')
+
+
+@pytest.mark.parametrize(
+    'values', [[2.0**63], [0.0], [1.0, 1.0 + 2**-52], [-1.7e308, 1.7e308], [3.0, 3.0], [5e-324, 0]]
+)
+def test_a_histogram_counts_every_finite_value_whatever_their_range(values, tmp_path):
+    view = saved(tmp_path, w=np.array(values))
+    leaf = view.stats(bins=8)['w']
+    assert leaf.counts.sum() == len(values)
+    assert (np.diff(leaf.edges) > 0).all()
+
+
+def test_a_heatmap_of_a_leaf_larger_than_the_picture(tmp_path):
+    kernel = np.arange(2000 * 30, dtype=np.float32).reshape(2000, 30) - 30000
+    view = saved(tmp_path, kernel=kernel, step_count=np.int32(7))
+    image = view.heatmap('kernel').images[0].get_array()
+    assert image.shape == (512, 30)
+    np.testing.assert_allclose(image[0], kernel[:3].mean(axis=0))
+    with pytest.raises(ValueError, match='at least one dimension'):
+        view.heatmap('step_count')
+
+
+def test_memory_is_bounded_by_blocks_and_not_by_the_array(tmp_path):
+    state = {'big': np.ones((64, 2**20), np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    view = t5ckpt.open_checkpoint(tmp_path)
+    tracemalloc.start()
+    stats = view.stats()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert stats['big'].norm == 2**13
+    assert peak < state['big'].nbytes
+
+
+# --- differences -----------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_difference(tmp_path):
+    kernel = np.linspace(-1, 1, 5000, dtype=np.float32).reshape(50, 100)
+    moved = kernel.copy()
+    moved[49, 99] += 0.5
+    nan = kernel.copy()
+    nan[0, 0] = np.nan
+    a = saved(
+        tmp_path / 'a',
+        same=kernel,
+        nan=nan,
+        moved=kernel,
+        cast=kernel,
+        shape=kernel,
+        gone=kernel,
+        kind=kernel,
+        text='x',
+        zero=np.zeros(40, np.float32),
+    )
+    b = saved(
+        tmp_path / 'b',
+        same=kernel,
+        nan=nan,
+        moved=moved,
+        cast=kernel.astype(ml_dtypes.bfloat16),
+        shape=kernel[:3],
+        new=kernel,
+        kind='text',
+        text='y',
+        zero=np.ones(40, np.float32),
+    )
+    found = t5ckpt.diff(a, b)
+    what = {leaf.name: leaf.what for leaf in found.leaves}
+    assert what == {
+        'moved': 'values',
+        'cast': 'dtype',
+        'shape': 'shape',
+        'gone': 'removed',
+        'new': 'added',
+        'kind': 'kind',
+        'text': 'kind',
+        'zero': 'values',
+    }
+    assert found.same == 2
+    by_name = {leaf.name: leaf for leaf in found.leaves}
+    np.testing.assert_allclose(by_name['moved'].largest, 0.5, rtol=1e-6)
+    np.testing.assert_allclose(by_name['moved'].relative, 0.5 / np.linalg.norm(kernel.astype(np.float64)), rtol=1e-6)
+    assert 0 < by_name['cast'].relative < 0.01
+    assert by_name['zero'].relative == math.inf
+    assert [leaf.name for leaf in found.top(2)] == ['zero', 'moved']
+    assert by_name['shape'].a == 'float32 (50, 100)'
+    assert found
+    assert len(found.to_pandas()) == 8
+    assert 'moved' in repr(found)
+    assert 'moved' in found._repr_html_()
+
+
+def test_a_new_nan_is_the_largest_change(tmp_path):
+    kernel = np.ones((50, 100), np.float32)
+    nan = kernel.copy()
+    nan[9, 9] = np.nan
+    found = t5ckpt.diff(saved(tmp_path / 'a', k=kernel, m=kernel), saved(tmp_path / 'b', k=nan, m=kernel * 2))
+    assert [leaf.name for leaf in found.top()] == ['k', 'm']
+    assert math.isnan(found.top()[0].largest)
+
+
+def test_equal_checkpoints_in_other_chunks_and_formats(tmp_path, golden):
+    kernel = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    a = saved(tmp_path / 'a', k=kernel)
+    state = {'k': kernel}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'b', compression='zstd', inline_bytes=0) as checkpointer:
+        checkpointer.save(state, step=1)
+    found = t5ckpt.diff(a, tmp_path / 'b')
+    assert not found
+    assert found.same == 1
+
+
+def test_an_orbax_directory_against_the_same_state_in_our_format(tmp_path, golden):
+    orbax = t5ckpt.open_checkpoint(golden / 'case10_orbax')
+    state = t5ckpt.load_t5x_checkpoint(golden / 'case10_orbax')
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    found = t5ckpt.diff(orbax, tmp_path)
+    assert [leaf for leaf in found.leaves if leaf.what not in ('added', 'kind')] == []
+    assert found.same == len(orbax)
+
+
+def test_without_values_nothing_is_read(tmp_path):
+    kernel = np.ones((64, 64), np.float32)
+    a, b = saved(tmp_path / 'a', k=kernel), saved(tmp_path / 'b', k=kernel * 2)
+    for file in (tmp_path / 'b' / 'checkpoint_1' / 'k').iterdir():
+        file.unlink()
+    assert not t5ckpt.diff(a, b, values=False)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_its_steps(tmp_path):
+    for step in (0, 5, 10):
+        state = {'w': np.full(3, step, np.float32), **({'v': np.ones(2)} if step else {})}
+        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+            checkpointer.save(state, step=step)
+    run = t5ckpt.open_run(tmp_path)
+    assert list(run) == run.steps == [0, 5, 10]
+    np.testing.assert_array_equal(run[5]['w'], 5)
+    calls = []
+
+    def norm(leaf):
+        calls.append(leaf)
+        return float(np.linalg.norm(leaf))
+
+    series = run.series('w', norm)
+    assert dict(series) == pytest.approx({0: 0.0, 5: 75**0.5, 10: 300**0.5})
+    assert dict(run.series('w', norm, since=5)) == pytest.approx({5: 75**0.5, 10: 300**0.5})
+    assert len(calls) == 3, 'what was computed is kept'
+    assert list(run.series('v', norm)) == [5, 10]
+    with pytest.raises(KeyError, match='no such leaf'):
+        run.series('u', norm)
+    with pytest.raises(KeyError, match='step 7'):
+        run[7]
+    assert series.to_pandas().loc[10] == pytest.approx(300**0.5)
+    assert series.plot().get_title() == 'w'
+    assert list(run.to_pandas().index) == [0, 5, 10]
+    assert 'latest' in repr(run)
+    assert '<table>' in run._repr_html_()
+
+
+def test_a_run_that_is_not_there(tmp_path):
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='no such directory'):
+        t5ckpt.open_run(tmp_path / 'nope')

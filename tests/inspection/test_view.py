@@ -1,0 +1,277 @@
+"""The view of a checkpoint: names, globs, attributes, lazy arrays handed to others, and how it shows itself."""
+
+import copy
+import operator
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.programs import need
+
+import t5ckpt
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.inspection.leaf_tree import glob_regex
+
+KERNEL = np.arange(48 * 64, dtype=np.float32).reshape(48, 64)
+
+
+@pytest.fixture(scope='module')
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp('view') / 'run'
+    layer = {'mlp': {'kernel': KERNEL, 'bias': np.zeros(3, np.float32)}}
+    state = {
+        'target': {
+            'encoder': {'layers_0': layer, 'layers_1': layer},
+            'a/b': {'kernel': np.ones((2, 3), np.float32).astype(jnp.bfloat16)},
+            '<b>': {'scale': np.ones(4, np.float32)},
+        },
+        'state': {'step': 7, 'none': None, 'empty': {}, 'note': 'hello', 'items': np.int32(3)},
+    }
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run, inline_bytes=1024) as checkpointer:
+        checkpointer.save(state, step=7)
+    return run
+
+
+@pytest.fixture
+def view(run_dir):
+    return t5ckpt.open_checkpoint(run_dir)
+
+
+def test_a_leaf_a_group_and_a_pattern(view):
+    np.testing.assert_array_equal(view['target/encoder/layers_0/mlp/kernel'], KERNEL)
+    assert list(view['target/encoder/layers_1']) == ['mlp/bias', 'mlp/kernel']
+    assert list(view['target/**/kernel']) == [name for name in view if name.endswith('/kernel')]
+    assert list(view['target/encoder/*/mlp/bias']) == [f'target/encoder/layers_{i}/mlp/bias' for i in (0, 1)]
+    assert list(view['target/encoder']['*_0/**']) == ['layers_0/mlp/bias', 'layers_0/mlp/kernel']
+
+
+@pytest.mark.parametrize(
+    ('pattern', 'name', 'matches'),
+    [
+        ('a/*', 'a/b', True),
+        ('a/*', 'a/b/c', False),
+        ('a/**', 'a/b/c', True),
+        ('**/c', 'c', True),
+        ('**/c', 'a/b/c', True),
+        ('a/**/c', 'a/c', True),
+        ('a/**/c', 'ab/c', False),
+        ('a?/x', 'ab/x', True),
+        ('a?/x', 'a//x', False),
+        ('a.c', 'abc', False),
+        ('**', 'a/b', True),
+    ],
+)
+def test_globs(pattern, name, matches):
+    assert bool(glob_regex(pattern).fullmatch(name)) is matches
+
+
+def test_attributes_reach_groups_and_leaves(view):
+    np.testing.assert_array_equal(view.target.encoder.layers_0.mlp.kernel[0, :3], KERNEL[0, :3])
+    assert {'target', 'state'} <= set(dir(view))
+    assert 'target/encoder/layers_0/mlp/kernel' in view._ipython_key_completions_()
+    with pytest.raises(AttributeError, match='nothing'):
+        _ = view.target.nothing
+    assert callable(view.state.items), 'a method stays a method'
+    assert view.state['items'].item() == 3
+
+
+def test_what_is_no_array_is_given_by_name_and_shown(view):
+    assert view['state/none'] is None
+    assert view['state/empty'] == {}
+    assert view['state/note'] == 'hello'
+    assert 'state/note' not in list(view)
+    assert 'state/note' in repr(view)
+    assert "'hello'" in repr(view)
+
+
+def test_a_name_that_is_not_there_says_what_is_near(view):
+    with pytest.raises(KeyError, match=r'mlp/kernal: no such leaf .*Near: mlp/kernel'):
+        view['target/encoder/layers_0']['mlp/kernal']
+    with pytest.raises(KeyError, match=r'There are state, target'):
+        view['params/**']
+    with pytest.raises(CheckpointNotFoundError, match='no such leaf'):
+        view.select('nothing/**')
+
+
+def test_a_key_with_a_slash_keeps_its_name(view):
+    assert view['target/a\\/b/kernel'].shape == (2, 3)
+    assert list(view['target/a\\/b']) == ['kernel']
+
+
+def test_lazy_arrays_go_to_numpy_jax_and_dlpack(view):
+    leaf = view['target/encoder/layers_0/mlp/kernel']
+    np.testing.assert_array_equal(np.from_dlpack(leaf), KERNEL)
+    np.testing.assert_array_equal(jnp.asarray(leaf), KERNEL)
+    np.testing.assert_array_equal(jnp.from_dlpack(leaf), KERNEL)
+    assert int(view['state/step']) == 7
+    assert float(view['state/step']) == 7.0
+
+
+def test_a_method_of_numpy_is_pointed_to(view):
+    with pytest.raises(AttributeError, match=r'np\.asarray\(x\)\.mean'):
+        view['target/encoder/layers_0/mlp/kernel'].mean()
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+        _ = view['target/encoder/layers_0/mlp/kernel'].nonsense
+
+
+def test_the_index_as_a_data_frame(view):
+    frame = view.to_pandas().set_index('name')
+    kernel = frame.loc['target/encoder/layers_0/mlp/kernel']
+    assert (kernel['kind'], kernel['dtype'], kernel['shape'], kernel['nbytes']) == (
+        'stored',
+        'float32',
+        (48, 64),
+        12288,
+    )
+    assert frame.loc['state/none', 'kind'] == 'none'
+    assert frame['nbytes'].sum() == view.nbytes
+
+
+def test_a_long_repr_is_cut(tmp_path):
+    state = {'target': {f'leaf_{i:03}': np.float32(i) for i in range(200)}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    lines = repr(t5ckpt.open_checkpoint(tmp_path)).splitlines()
+    assert len(lines) == 62
+    assert '140 more' in lines[-1]
+
+
+class _Tags(HTMLParser):
+    """Checks that every element is closed, and collects the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.text = ''
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_html_tree_is_well_formed_and_escaped(view):
+    tags = _Tags()
+    tags.feed(view._repr_html_())
+    assert tags.open == []
+    assert {'details', 'summary'} <= set(tags.seen)
+    assert 'b' in tags.seen
+    assert '<b>' in tags.text, 'a key that looks like an element is text'
+    assert all(word in tags.text for word in ('layers_0', '(48, 64)', 'float32', 'step 7'))
+
+
+def test_a_huge_tree_shows_a_part(tmp_path):
+    state = {f'group_{i}': {f'leaf_{j}': np.float32(j) for j in range(100)} for i in range(30)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    html = t5ckpt.open_checkpoint(tmp_path)._repr_html_()
+    assert 'leaves more' in html
+    assert len(html) < 2_000_000
+
+
+# treescope looks at every public name of numpy, and numpy 2.5 warns of those it will remove.
+@pytest.mark.filterwarnings('ignore:The chararray class is deprecated:DeprecationWarning')
+def test_treescope_renders_the_tree(view):
+    import treescope
+
+    html = treescope.render_to_text(view)
+    assert 'CheckpointView' in html
+    assert 'target' in html
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_tree(view, tmp_path):
+    """The page is drawn: its text is there, and so are the bars, in their colour."""
+    program = need('chromium', 'chromium-browser', 'google-chrome')
+    page = tmp_path / 'page.html'
+    page.write_text(f'<!doctype html><meta charset="utf-8"><body>{view._repr_html_()}</body>')
+    options = [
+        '--headless',
+        '--no-sandbox',
+        '--disable-gpu',
+        '--hide-scrollbars',
+        f'--user-data-dir={tmp_path / "profile"}',
+    ]
+    picture = tmp_path / 'page.png'
+    subprocess.run(
+        [program, *options, '--window-size=1000,700', f'--screenshot={picture}', page.as_uri()],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    import matplotlib.image
+
+    pixels = (matplotlib.image.imread(picture)[..., :3] * 255).round().astype(int)
+    assert pixels.shape[:2] == (700, 1000)
+    assert (pixels == (0x48, 0x78, 0xD0)).all(axis=-1).sum() > 100, 'no bar was drawn'
+    assert (pixels.sum(axis=-1) < 200).sum() > 1000, 'no text was drawn'
+    opened = subprocess.run(
+        [program, *options, '--dump-dom', page.as_uri()], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
+    assert 'title="target/encoder/layers_0/mlp/kernel: stored in chunks of (48, 64)"' in opened
+
+
+def test_a_lazy_array_iterates_and_contains_as_numpy_does(tmp_path):
+    tree = {'s': np.float32(3), 'w': np.arange(6.0).reshape(3, 2), 'e': np.zeros((0, 2))}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+        ck.save(tree, step=1)
+    view = t5ckpt.open_checkpoint(tmp_path)
+    for name in ('w', 'e'):
+        np.testing.assert_array_equal([*view[name]], [*tree[name]])
+        assert (5.0 in view[name]) == (5.0 in tree[name])
+    assert 7.0 not in view['w']
+    assert 3 in view['s']
+    with pytest.raises(TypeError, match='without dimensions'):
+        iter(view['s'])
+
+
+def test_a_lazy_array_is_a_number_a_truth_and_equal_where_numpys_array_is(tmp_path):
+    """Each operator gives what it gives for the values, or the same kind of error."""
+    tree = {
+        'zero': np.float32(0),
+        'int': np.int32(3),
+        'flag': np.array(True),
+        'complex': np.complex64(1 + 2j),
+        'one': np.array([[0.0]]),
+        'row': np.arange(3.0),
+        'none': np.zeros((0, 2)),
+    }
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+        ck.save(tree, step=1)
+    view = t5ckpt.open_checkpoint(tmp_path)
+    operators = (bool, int, float, complex, len, hash, operator.index, lambda x: 2.0 in x, list, reversed)
+    for name, given in tree.items():
+        lazy, values = view[name], np.asarray(given)
+        for call in operators:
+            if call in (int, float, complex) and values.ndim and values.size == 1:
+                # NumPy has begun to refuse it.
+                assert call(lazy) == 0
+                continue
+            try:
+                wanted = call(values)
+            except (TypeError, ValueError, Warning):
+                with pytest.raises((TypeError, ValueError)):
+                    call(lazy)
+            else:
+                found = call(lazy)
+                np.testing.assert_array_equal(*[[*each] if call is reversed else each for each in (found, wanted)])
+        for other in (values, lazy, view[name], 3, 0.0):
+            plain = values if isinstance(other, t5ckpt.LazyArray) else other
+            np.testing.assert_array_equal(lazy == other, values == plain)
+            np.testing.assert_array_equal(other != lazy, values != plain)
+        assert copy.copy(lazy) is copy.deepcopy(lazy) is lazy
+    with pytest.raises(
+        ValueError, match=r'truth value of LazyThreadPoolArray\(shape=\(3,\), dtype=float64\) is ambiguous'
+    ):
+        bool(view['row'])
+    with pytest.raises(ValueError, match='without a copy'):
+        np.asarray(view['row'], dtype=np.float32, copy=False)

@@ -1,0 +1,517 @@
+"""What is believed of a damaged checkpoint: lists that contradict each other, are foreign, or are gone without a trace."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support.cli import t5ckpt_cli
+from support.damage import Iterator, Meanwhile, arrays_of, bytes_of, flip, of_two_processes, save, state_of
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.file_checksums import decode_ledger, encode_ledger
+from t5ckpt.storage import open_storage
+
+BOOKS = ('t5ckpt.json', 'integrity.0.json')
+
+
+def entry_of(path):
+    return path.stat().st_size, digest(path.read_bytes())
+
+
+def iterator_file(step_dir):
+    return next(step_dir.glob('train_ds*'))
+
+
+def listed_apart(step_dir, belongs):
+    """Splits the list as two processes might; that of the second is what ``belongs`` says of a name."""
+    files = decode_ledger((step_dir / 'integrity.0.json').read_bytes(), '')
+    for number in (0, 1):
+        part = {name: entry for name, entry in files.items() if belongs(name) == bool(number)}
+        (step_dir / f'integrity.{number}.json').write_bytes(encode_ledger(part))
+
+
+def without_checksums(run_dir, seed=0):
+    """A checkpoint as T5X leaves it."""
+    step_dir = save(run_dir, seed=seed)
+    for name in BOOKS:
+        (step_dir / name).unlink()
+    iterator_file(step_dir).unlink()
+    return step_dir
+
+
+# --- lists -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_list_that_the_sidecar_does_not_know(run_dir, tmp_path):
+    """It may say of a damaged chunk what it likes."""
+    step_dir = save(run_dir)
+    chunk = step_dir / 'params.w' / '0.0'
+    flip(chunk, random.Random(1))
+    (step_dir / 'integrity.1.json').write_bytes(encode_ledger({'params.w/0.0': entry_of(chunk)}))
+    for full in (False, True):
+        report = t5ckpt.verify(step_dir, full=full)
+        assert [damage.kind for damage in report.damages if damage.file == 'integrity.1.json'] == ['contradiction']
+        assert ('params.w/0.0' in {damage.file for damage in report.damages}) == full
+    (step_dir / 'params.edge' / '.zarray').unlink()
+    before = bytes_of(step_dir)
+    with pytest.raises(errors.CorruptCheckpointError, match='knows of no such list'):
+        t5ckpt.repair(step_dir, in_place=True)
+    assert bytes_of(step_dir) == before
+    with pytest.raises(errors.CorruptCheckpointError, match=r'params.w/0\.0'):
+        rewrite_checkpoint(step_dir, tmp_path / 'copy', Changes(drop=('bias', 'params/edge')))
+    assert t5ckpt.all_steps(tmp_path / 'copy') == []
+
+
+def test_lists_that_contradict_each_other(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    (step_dir / 't5ckpt.json').unlink()
+    (step_dir / 'integrity.1.json').write_bytes(encode_ledger({'params.w/0.0': (4096, '0' * 16)}))
+    report = t5ckpt.verify(step_dir)
+    assert any(damage.kind == 'contradiction' and 'params.w/0.0' in damage.text for damage in report.damages)
+    with pytest.raises(errors.CorruptCheckpointError, match='another list'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended')
+
+
+def test_a_damaged_sidecar_that_has_another_checksum_of_a_list(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    chunk = step_dir / 'params.w' / '0.0'
+    flip(chunk, random.Random(1))
+    files = decode_ledger((step_dir / 'integrity.0.json').read_bytes(), '') | {'params.w/0.0': entry_of(chunk)}
+    (step_dir / 'integrity.0.json').write_bytes(encode_ledger(files))
+    sidecar = step_dir / 't5ckpt.json'
+    sidecar.write_text(sidecar.read_text().replace('"writer"', '"wriuer"'))
+    with pytest.raises(errors.CorruptCheckpointError, match=r'another checksum of integrity\.0\.json'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended')
+
+
+def test_a_manifest_that_the_lists_contradict(run_dir, tmp_path):
+    """Nothing vouches for it once the sidecar is lost; the ``.zarray`` files do."""
+    step_dir = save(run_dir)
+    (step_dir / 't5ckpt.json').unlink()
+    manifest = step_dir / 'checkpoint'
+    data = manifest.read_bytes()
+    for old, new in [(b'params.w', b'params.v'), (b'chunks', b'chunky'), (b'kvstore', b'kvstorf')]:
+        changed = data.replace(old, new, 1)
+        assert changed != data
+        manifest.write_bytes(changed)
+        with pytest.raises(errors.T5CkptError):
+            t5ckpt.repair(step_dir, tmp_path / 'mended')
+        assert not (tmp_path / 'mended').exists()
+    manifest.write_bytes(data)
+    assert t5ckpt.repair(step_dir, tmp_path / 'mended').rebuilt == ('t5ckpt.json',)
+
+
+@pytest.mark.slow
+def test_a_flipped_manifest_without_its_sidecar_gives_no_other_arrays(run_dir, tmp_path):
+    """Inline values may come out changed, and the report says that nothing vouches for them; arrays may not."""
+    step_dir = save(run_dir)
+    (step_dir / 't5ckpt.json').unlink()
+    expected = {name: array for name, array in arrays_of(step_dir).items() if name.startswith('params/')}
+    rng = random.Random(7)
+    outcomes = {'refused': 0, 'mended': 0}
+    for number in range(100):
+        before = flip(step_dir / 'checkpoint', rng)
+        place = tmp_path / str(number)
+        try:
+            report = t5ckpt.repair(step_dir, place)
+        except errors.T5CkptError:
+            outcomes['refused'] += 1
+        else:
+            outcomes['mended'] += 1
+            assert any('nothing vouches for the values in the manifest' in note for note in report.notes)
+            found = arrays_of(place / 'checkpoint_1')
+            assert {name: found[name] for name in found if name in expected} == {
+                name: expected[name] for name in found if name in expected
+            }
+            # Names in the manifest are values like others; the arrays are all there.
+            assert sorted(array for name, array in found.items() if array in expected.values()) == sorted(
+                expected.values()
+            )
+            shutil.rmtree(place)
+        (step_dir / 'checkpoint').write_bytes(before)
+    assert min(outcomes.values()) > 5
+
+
+# --- what nothing vouches for ------------------------------------------------------------------------------------------
+
+
+def test_leaves_without_a_list_are_left_out_by_name(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    listed_apart(step_dir, lambda name: name.startswith('params.w/'))
+    for name in ('t5ckpt.json', 'integrity.1.json'):
+        (step_dir / name).unlink()
+    expected = arrays_of(step_dir)
+    flip(step_dir / 'params.w' / '0.0', random.Random(1))
+    flip(step_dir / 'params.edge' / '0.0', random.Random(1))
+    with pytest.raises(errors.CorruptCheckpointError, match='checksums of params/w once'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(drop=['params/edge']))
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(drop=['params/(w|edge)']))
+    assert report.dropped == ('params/edge', 'params/w')
+    kept = arrays_of(tmp_path / 'mended' / 'checkpoint_1')
+    assert kept == {name: expected[name] for name in kept}
+    assert not {'params/w', 'params/edge'} & set(kept)
+
+
+def test_what_is_trusted_is_named(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    for name in BOOKS:
+        (step_dir / name).unlink()
+    (step_dir / 'integrity.1.json').write_bytes(encode_ledger({}))
+    with pytest.raises(errors.CorruptCheckpointError, match='none is left that vouches'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended')
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(trust_files=True))
+    text = '\n'.join(report.notes)
+    for name in ('params/w', 'params/edge', 'params/embed', 'params/bits', iterator_file(step_dir).name):
+        assert name in text
+
+
+def test_an_iterators_file_without_a_list(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    file = iterator_file(step_dir)
+    listed_apart(step_dir, lambda name: name == file.name)
+    for name in ('t5ckpt.json', 'integrity.1.json'):
+        (step_dir / name).unlink()
+    file.write_text('position\n7\n')
+    with pytest.raises(errors.CorruptCheckpointError, match=file.name):
+        t5ckpt.repair(step_dir, tmp_path / 'mended')
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(drop=['train_ds.*']))
+    assert report.dropped == (file.name,)
+    assert not list((tmp_path / 'mended' / 'checkpoint_1').glob('train_ds*'))
+
+
+def test_foreign_files_come_along_and_stay_foreign(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    (step_dir / 'params.w' / 'readme').write_text('mine')
+    (step_dir / 'notes').mkdir()
+    (step_dir / 'notes' / 'today').write_text('mine')
+    (step_dir / 'train_ds-009-of-010').write_text('not listed')
+    (note,) = t5ckpt.verify(step_dir).notes
+    assert all(name in note for name in ('params.w/readme', 'notes/', 'train_ds-009-of-010'))
+    t5ckpt.repair(step_dir, tmp_path / 'mended')
+    mended = tmp_path / 'mended' / 'checkpoint_1'
+    assert (mended / 'notes' / 'today').read_text() == 'mine'
+    assert t5ckpt.verify(mended, full=True).notes == (note,)
+
+
+def test_no_checksums_unless_they_are_asked_for(run_dir, tmp_path):
+    """Nobody knows whether the values of T5X's checkpoint are right: new checksums would say that they are."""
+    step_dir = without_checksums(run_dir)
+    (step_dir / 'params.edge' / '.zarray').unlink()
+    t5ckpt.repair(step_dir, tmp_path / 'mended')
+    assert not t5ckpt.verify(tmp_path / 'mended', full=True).has_checksums
+    asked = t5ckpt.RepairOptions(add_checksums=True)
+    report = t5ckpt.repair(step_dir, tmp_path / 'listed', options=asked)
+    assert set(BOOKS) <= set(report.rebuilt)
+    assert t5ckpt.verify(tmp_path / 'listed', full=True).has_checksums
+
+
+def test_a_leaf_that_is_left_out_leaves_nothing(run_dir, tmp_path):
+    """A ``.zarray`` alone reads as zeros."""
+    step_dir = save(run_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    (step_dir / 'params.w' / '0.0').unlink()
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(drop=['params/w']))
+    assert (report.rebuilt, report.dropped) == ((), ('params/w',))
+    assert not (tmp_path / 'mended' / 'checkpoint_1' / 'params.w').exists()
+
+
+@pytest.mark.parametrize('make', [lambda path: path.mkdir(), os.mkfifo])
+def test_something_else_in_the_sidecars_place(run_dir, tmp_path, make):
+    step_dir = save(run_dir)
+    (step_dir / 't5ckpt.json').unlink()
+    make(step_dir / 't5ckpt.json')
+    assert t5ckpt.repair(step_dir, tmp_path / 'mended').rebuilt == ('t5ckpt.json',)
+    assert t5ckpt.verify(tmp_path / 'mended', full=True).ok
+
+
+@pytest.mark.parametrize('separator', ['.', '/'])
+def test_checksums_for_arrays_of_another_writer(run_dir, separator):
+    """zarr-python spells ``.zarray`` otherwise, and may name chunks with slashes."""
+    step_dir = without_checksums(run_dir)
+    values = np.asarray(t5ckpt.load_t5x_checkpoint(step_dir)['params']['w'])
+    metadata = json.loads((step_dir / 'params.w' / '.zarray').read_text()) | {'dimension_separator': separator}
+    for path in (step_dir / 'params.w').iterdir():
+        if path.name != '.zarray' and separator == '/':
+            row, column = path.name.split('.')
+            (path.parent / f'{row}-').mkdir(exist_ok=True)
+            path.rename(path.parent / f'{row}-' / column)
+    for path in list((step_dir / 'params.w').glob('*-')):
+        path.rename(path.with_name(path.name.removesuffix('-')))
+    (step_dir / 'params.w' / '.zarray').write_text(json.dumps(metadata, indent=4))
+    t5ckpt.repair(step_dir, in_place=True, options=t5ckpt.RepairOptions(add_checksums=True))
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir, verify='full')['params']['w'], values)
+    report = t5ckpt.verify(step_dir, full=True)
+    assert (report.ok, report.notes) == (True, ())
+    for name in BOOKS:
+        (step_dir / name).unlink()
+        assert t5ckpt.repair(step_dir, in_place=True).rebuilt == (name,)
+        np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir, verify='full')['params']['w'], values)
+    chunk = next(
+        path for path in sorted((step_dir / 'params.w').rglob('*')) if path.is_file() and path.name != '.zarray'
+    )
+    flip(chunk, random.Random(1))
+    assert not t5ckpt.verify(step_dir, full=True).ok
+
+
+@pytest.mark.parametrize('how', ['add', 'lost', 'rewritten'])
+def test_typed_keys_come_back_where_nobody_noted_them(run_dir, tmp_path, how):
+    step_dir = save(run_dir)
+    (step_dir / 't5ckpt.json').unlink()
+    if how != 'lost':
+        (step_dir / 'integrity.0.json').unlink()
+    if how == 'rewritten':
+        rewrite_checkpoint(step_dir, tmp_path / 'copy', Changes(drop=('bias',)))
+        run_dir = tmp_path / 'copy'
+    else:
+        t5ckpt.repair(step_dir, in_place=True, options=t5ckpt.RepairOptions(add_checksums=how == 'add'))
+    key = state_of(3)['key']
+    with t5ckpt.Checkpointer({'key': key}, checkpoints_dir=str(run_dir)) as ck:
+        found = ck.restore(strict='contains')['key']
+    assert (jax.random.key_data(found) == jax.random.key_data(state_of(0)['key'])).all()
+
+
+def test_a_zarray_of_another_program_is_not_guessed(run_dir, tmp_path):
+    step_dir = without_checksums(run_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    (note,) = t5ckpt.repair(step_dir, tmp_path / 'mended').notes
+    assert 'params.w/.zarray: made as T5X' in note
+    other = step_dir / 'params.edge' / '.zarray'
+    other.write_text(json.dumps(json.loads(other.read_text()) | {'order': 'F'}))
+    with pytest.raises(errors.CorruptCheckpointError, match='of another program'):
+        t5ckpt.repair(step_dir, tmp_path / 'other')
+
+
+def test_a_list_of_several_that_is_proven_leaves_no_note(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    of_two_processes(step_dir)
+    (step_dir / 'integrity.1.json').unlink()
+    assert t5ckpt.repair(step_dir, tmp_path / 'mended').notes == ()
+
+
+# --- in place ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_replaced_by_one_with_the_same_manifest(run_dir, tmp_path):
+    """The shapes and the inline values are the same: only the sidecars differ."""
+    other = tmp_path / 'other'
+    step_dir, newer = save(run_dir), save(other, 1)
+    values = np.full((96, 64), 7, np.float32)
+    state = state_of()
+    state['params']['w'] = values
+    shutil.rmtree(newer)
+    with t5ckpt.Checkpointer(state, None, str(other), Iterator(1), chunk_bytes=4096, inline_bytes=1024) as ck:
+        ck.save(state, step=1)
+    assert (newer / 'checkpoint').read_bytes() == (step_dir / 'checkpoint').read_bytes()
+    (step_dir / 'params.w' / '.zarray').unlink()
+
+    def replace():
+        t5ckpt.copy_checkpoint(other, run_dir, options=t5ckpt.CopyOptions(overwrite=True))
+
+    with pytest.raises(errors.CorruptCheckpointError, match='has changed since it was verified'):
+        t5ckpt.repair(step_dir, in_place=True, options=t5ckpt.RepairOptions(clock=Meanwhile(replace)))
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir)['params']['w'], values)
+
+
+def test_a_pin_that_is_set_meanwhile_stays(run_dir):
+    step_dir = save(run_dir)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    pin = Meanwhile(lambda: t5ckpt.pin_checkpoint(step_dir))
+    t5ckpt.repair(step_dir, in_place=True, options=t5ckpt.RepairOptions(clock=pin))
+    assert t5ckpt.is_pinned_checkpoint(step_dir)
+
+
+def test_a_directory_of_another_name_is_not_repaired_in_place(run_dir, tmp_path):
+    """Orbax names steps by their number; ours would get another directory beside it."""
+    step_dir = save(run_dir, 100)
+    (step_dir / 'params.w' / '.zarray').unlink()
+    step_dir.rename(run_dir / '100')
+    with pytest.raises(errors.UnsupportedFormatError, match='checkpoint_100'):
+        t5ckpt.repair(run_dir, step=100, in_place=True)
+    assert [path.name for path in run_dir.iterdir()] == ['100']
+    assert t5ckpt.repair(run_dir, tmp_path / 'mended', step=100).step == 100
+
+
+# --- copies ------------------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys, t5ckpt
+files = []
+class Stop:
+    def __call__(self, done, total):
+        files.append(done)
+        if len(files) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+t5ckpt.copy_checkpoint(sys.argv[1], sys.argv[2], options=t5ckpt.CopyOptions(workers=1), progress=Stop())
+"""
+
+
+def killed_copy(source, target):
+    done = subprocess.run([sys.executable, '-c', KILLED, str(source), str(target)], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_killed_copy_is_not_taken_up_by_that_of_another_run(tmp_path):
+    """Two runs of one model, without checksums: the manifests are the same."""
+    one, other = without_checksums(tmp_path / 'one', 0), without_checksums(tmp_path / 'other', 7)
+    (other / 'checkpoint').write_bytes((one / 'checkpoint').read_bytes())
+    killed_copy(tmp_path / 'one', tmp_path / 'copy')
+    report = t5ckpt.copy_checkpoint(tmp_path / 'other', tmp_path / 'copy')
+    assert report.resumed_files == 0
+    assert bytes_of(tmp_path / 'copy' / 'checkpoint_1') == bytes_of(other)
+
+
+def test_a_killed_copy_without_checksums_goes_on(tmp_path):
+    source = without_checksums(tmp_path / 'one')
+    killed_copy(tmp_path / 'one', tmp_path / 'copy')
+    (left,) = (tmp_path / 'copy').iterdir()
+    (left / 'stranger').write_text('from elsewhere')
+    report = t5ckpt.copy_checkpoint(tmp_path / 'one', tmp_path / 'copy')
+    assert report.resumed_files >= 5
+    assert bytes_of(tmp_path / 'copy' / 'checkpoint_1') == bytes_of(source)
+
+
+def test_from_a_bucket_without_checksums_nothing_is_taken_over(s3, tmp_path):
+    source, url = without_checksums(tmp_path / 'one'), s3.url()
+    t5ckpt.copy_checkpoint(tmp_path / 'one', url)
+    copied = []
+
+    def stop(*_):
+        copied.append(1)
+        if len(copied) == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        t5ckpt.copy_checkpoint(url, tmp_path / 'copy', progress=stop)
+    chunk = next(key for key, _ in open_storage(url).walk('checkpoint_1/params.w') if key.endswith('0.0'))
+    other = bytes(4096)
+    open_storage(url).write(chunk, other)
+    assert t5ckpt.copy_checkpoint(url, tmp_path / 'copy').resumed_files == 0
+    assert bytes_of(tmp_path / 'copy' / 'checkpoint_1') == bytes_of(source) | {'params.w/0.0': other}
+
+
+@pytest.mark.parametrize('checksums', [True, False])
+@pytest.mark.parametrize('name', ['readme', '0.0'])
+def test_a_copy_does_not_follow_links_out(tmp_path, checksums, name):
+    """A stranger's checkpoint must not take files of this machine to a public bucket."""
+    step_dir = save(tmp_path / 'run') if checksums else without_checksums(tmp_path / 'run')
+    secret, link = tmp_path / 'secret', step_dir / 'params.w' / name
+    secret.write_bytes(link.read_bytes() if link.exists() else b'SECRET')
+    link.unlink(missing_ok=True)
+    link.symlink_to(secret)
+    with pytest.raises(errors.UnsafeSpecError, match='outside the checkpoint'):
+        t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy')
+    assert t5ckpt.all_steps(tmp_path / 'copy') == []
+    assert 'outside the checkpoint' in t5ckpt_cli('cp', step_dir, tmp_path / 'copy', code=3)
+    t5ckpt_cli('cp', step_dir, tmp_path / 'copy', '--follow-links')
+    copied = tmp_path / 'copy' / 'checkpoint_1' / link.relative_to(step_dir)
+    assert not copied.is_symlink()
+    assert copied.read_bytes() == secret.read_bytes()
+
+
+@pytest.mark.parametrize('checksums', [True, False])
+def test_a_copy_with_changes_does_not_follow_links_out(tmp_path, checksums):
+    step_dir = save(tmp_path / 'run') if checksums else without_checksums(tmp_path / 'run')
+    chunk = step_dir / 'params.w' / '0.0'
+    chunk.rename(tmp_path / 'secret')
+    chunk.symlink_to(tmp_path / 'secret')
+    with pytest.raises(errors.UnsafeSpecError, match='outside the checkpoint'):
+        rewrite_checkpoint(step_dir, tmp_path / 'copy', Changes(drop=('bias',)))
+    assert t5ckpt.all_steps(tmp_path / 'copy') == []
+
+
+def test_a_directory_that_is_a_link_is_not_left_out(tmp_path):
+    step_dir = without_checksums(tmp_path / 'run')
+    (step_dir / 'params.w').rename(step_dir / 'elsewhere')
+    (step_dir / 'params.w').symlink_to('elsewhere')
+    with pytest.raises(errors.UnsupportedFormatError, match=r'params\.w is a symbolic link to a directory'):
+        t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy')
+
+
+def test_a_copy_without_the_sidecar_compares_nothing_and_is_refused(tmp_path):
+    step_dir = save(tmp_path / 'run')
+    (step_dir / 't5ckpt.json').unlink()
+    with pytest.raises(errors.CorruptCheckpointError, match='no checksum'):
+        t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy')
+    t5ckpt.repair(step_dir, in_place=True)
+    assert t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy').checked_files > 0
+
+
+# --- restores ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_was_renamed(run_dir, caplog):
+    save(run_dir)
+    shutil.copytree(run_dir / 'checkpoint_1', run_dir / 'checkpoint_2')
+    state = state_of()
+    with (
+        t5ckpt.Checkpointer(state, None, str(run_dir), Iterator(), verify='full') as ck,
+        pytest.raises(errors.CorruptCheckpointError, match='saved as step 1'),
+    ):
+        ck.restore(step=2)
+    with pytest.raises(errors.CorruptCheckpointError, match='saved as step 1'):
+        t5ckpt.load_t5x_checkpoint(run_dir, step=2, verify='full')
+    assert 'saved as step 1' not in caplog.text
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(run_dir, step=2)['bias'], state['bias'])
+    assert 'saved as step 1' in caplog.text
+
+
+def test_an_iterators_file_that_is_missing(run_dir):
+    step_dir = save(run_dir)
+    file = iterator_file(step_dir)
+    file.unlink()
+    with (
+        t5ckpt.Checkpointer(state_of(), None, str(run_dir), Iterator(), verify='full') as ck,
+        pytest.raises(errors.CorruptCheckpointError, match=file.name),
+    ):
+        ck.restore()
+
+
+def test_a_file_in_the_place_of_an_arrays_directory(run_dir):
+    save(run_dir, 1)
+    step_dir = save(run_dir, 2)
+    shutil.rmtree(step_dir / 'params.w')
+    (step_dir / 'params.w').write_text('a file')
+    state = state_of()
+    with t5ckpt.Checkpointer(state, None, str(run_dir), Iterator()) as ck:
+        t5ckpt.restore_or_init(ck, lambda: state)
+        assert ck.restored_step == 1
+
+
+def test_names_in_notes_do_not_reach_a_terminal(run_dir):
+    step_dir = save(run_dir)
+    (step_dir / 'params.w' / 'a\x1b]0;EVIL\x07\nb').write_text('')
+    text = str(t5ckpt.verify(step_dir))
+    assert '\x1b' not in text
+    assert 'a\\x1b]0;EVIL\\x07\\nb' in text
+
+
+class DirectoryIterator(Iterator):
+    """One whose state is a directory."""
+
+    def save(self, filename):
+        os.mkdir(filename)
+        super().save(f'{filename}/state')
+
+
+def test_iterators_that_save_directories_are_removed_whole(run_dir):
+    state = state_of()
+    with t5ckpt.Checkpointer(
+        state, None, str(run_dir), DirectoryIterator(), keep_dataset_checkpoints=1, inline_bytes=1024
+    ) as ck:
+        for step in (1, 2, 3):
+            ck.save(state, step=step)
+    having = [path.name for path in sorted(run_dir.iterdir()) if list(path.glob('train_ds-*'))]
+    assert having == ['checkpoint_3']
+    for step in (1, 2, 3):
+        assert t5ckpt.verify(run_dir, step, full=True).ok

@@ -1,0 +1,287 @@
+"""What is read is what was written, or an error: checksums during restores, loads and slices."""
+
+import asyncio
+import os
+import pathlib
+import random
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support import partitioner
+from support.bits import assert_same
+from support.damage import Iterator, files_of, flip, save, some_file, state_of
+
+import t5ckpt
+from t5ckpt import errors
+
+
+def restore(run_dir, template, **options):
+    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), **options) as ck:
+        return ck.restore()
+
+
+def load(run_dir, **options):
+    return t5ckpt.load_t5x_checkpoint(run_dir, **options)
+
+
+def leaves(tree):
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def readers(run_dir):
+    """Every way to read all of a checkpoint with checksums; each returns a nested dict."""
+    state = state_of()
+    return {
+        'restore': lambda: restore(run_dir, state),
+        'mapped restore': lambda: restore(run_dir, state, mmap=True, verify='full'),
+        'load': lambda: load(run_dir, mmap=False),
+        'mapped load': lambda: load(run_dir, verify='full'),
+        'lazy load': lambda: jax.tree.map(
+            lambda leaf: leaf.get() if isinstance(leaf, t5ckpt.LazyArray) else leaf,
+            load(run_dir, lazy_parameters=True, verify='full'),
+        ),
+    }
+
+
+def same(a, b):
+    """Whether two states hold the same bits."""
+    one, other = leaves(a), leaves(b)
+    return len(one) == len(other) and all(
+        path == there and np.asarray(data(x)).tobytes() == np.asarray(data(y)).tobytes()
+        for (path, x), (there, y) in zip(one, other, strict=True)
+    )
+
+
+def data(leaf):
+    is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+@pytest.mark.parametrize('compression', [None, 'zstd', 'gzip'])
+@pytest.mark.parametrize('flips', [20, pytest.param(334, marks=pytest.mark.slow)])
+def test_no_flipped_bit_comes_through(run_dir, compression, flips):
+    """Every flip is an error; in files that are not read (the iterator's), the values are right."""
+    step_dir = save(run_dir, compression=compression)
+    right = {name: read() for name, read in readers(run_dir).items()}
+    rng = random.Random(flips)
+    for _ in range(flips):
+        path = some_file(step_dir, rng)
+        before = flip(path, rng)
+        name = rng.choice(list(right))
+        if path.name.startswith('train_ds-'):
+            assert same(readers(run_dir)[name](), right[name])
+        else:
+            with pytest.raises(errors.T5CkptError):
+                readers(run_dir)[name]()
+        path.write_bytes(before)
+    for name, read in readers(run_dir).items():
+        assert same(read(), right[name])
+
+
+@pytest.mark.parametrize('how', ['missing', 'truncated', 'zeros'])
+def test_no_damaged_file_comes_through(run_dir, how):
+    step_dir = save(run_dir)
+    state = state_of()
+    right = restore(run_dir, state)
+    for path in files_of(step_dir):
+        before = path.read_bytes()
+        if how == 'missing':
+            path.unlink()
+        else:
+            path.write_bytes(before[: len(before) // 2] if how == 'truncated' else bytes(len(before)))
+        try:
+            restored = restore(run_dir, state)
+        except errors.T5CkptError:
+            pass
+        else:
+            # What the manifest says, too, or what nobody asked for.
+            assert path.name == '.zarray' or path.name.startswith('train_ds-'), path
+            assert same(restored, right)
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize('swap', ['chunks', 'steps'])
+def test_files_in_the_wrong_place(run_dir, swap):
+    step_dir, other = save(run_dir, 1), save(run_dir, 2, seed=7)
+    source = step_dir / 'params.w' / '1.0' if swap == 'chunks' else other / 'params.w' / '0.0'
+    shutil.copyfile(source, step_dir / 'params.w' / '0.0')
+    shutil.rmtree(other)
+    for read in readers(run_dir).values():
+        with pytest.raises(errors.CorruptCheckpointError, match=r'params/w.*params.w/0.0 is damaged.*verify'):
+            read()
+    assert load(run_dir)['params']['w'].shape == (96, 64), 'quick does not look at bytes'
+
+
+def test_the_iterators_state(run_dir):
+    step_dir = save(run_dir, 3)
+    iterator = Iterator()
+    with t5ckpt.Checkpointer(state_of(), None, str(run_dir), iterator) as ck:
+        ck.restore()
+        assert iterator.position == 3
+        flip(step_dir / 'train_ds-000-of-001.txt', random.Random(0))
+        with pytest.raises(errors.CorruptCheckpointError, match='train_ds-000-of-001'):
+            ck.restore()
+
+
+def test_slices_check_the_chunks_they_touch(run_dir):
+    step_dir = save(run_dir)
+    flip(step_dir / 'params.w' / '2.1', random.Random(0))
+    view = t5ckpt.open_checkpoint(run_dir, verify='full')
+    w = state_of()['params']['w']
+    assert_same(view['params/w'][:10], w[:10])
+    with pytest.raises(errors.CorruptCheckpointError, match=r'params.w/2.1'):
+        view['params/w'][90:, 60:]
+    with pytest.raises(errors.CorruptCheckpointError, match=r'params.w/2.1'):
+        asyncio.run(view['params/w'].get_async())
+
+
+@pytest.mark.parametrize('spec', [('data', 'model'), (None, 'data'), ('model', None), ()])
+def test_other_shardings(run_dir, spec):
+    """A chunk is hashed whole, though devices want parts of it, in several ways."""
+    step_dir = save(run_dir)
+    sharding = NamedSharding(partitioner.mesh(), PartitionSpec(*spec))
+    state = state_of()
+    model = state | {'params': dict(state['params'])}
+    for name in ('w', 'embed', 'bits'):
+        array = state['params'][name]
+        model['params'][name] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    restored = restore(run_dir, model, verify='full')
+    for name in ('w', 'embed', 'bits'):
+        assert_same(np.asarray(restored['params'][name]), state['params'][name])
+    flip(step_dir / 'params.embed' / '1.0', random.Random(1))
+    with pytest.raises(errors.CorruptCheckpointError, match='embed'):
+        restore(run_dir, model, verify='full')
+
+
+def test_casts_are_of_checked_bytes(run_dir):
+    state = {'params': {'w': np.arange(2.0**16, dtype=np.float32)}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), inline_bytes=0) as ck:
+        ck.save(state, step=1)
+    assert restore(run_dir, state, restore_dtype='bfloat16')['params']['w'].dtype.name == 'bfloat16'
+    flip(run_dir / 'checkpoint_1' / 'params.w' / '0', random.Random(1))
+    with pytest.raises(errors.CorruptCheckpointError):
+        restore(run_dir, state, restore_dtype='bfloat16')
+
+
+def test_by_default_chunks_that_are_wanted_in_parts_are_not_compared(run_dir):
+    """Rows of a chunk for one device are read alone; on request the whole chunk is, and compared."""
+    devices = np.array(jax.devices()[:4])
+    rows = NamedSharding(jax.sharding.Mesh(devices, ('x',)), PartitionSpec('x'))
+    whole = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
+    with t5ckpt.Checkpointer({'w': whole}, checkpoints_dir=run_dir, inline_bytes=0) as ck:
+        ck.save({'w': whole}, step=1)
+    flip(run_dir / 'checkpoint_1' / 'w' / '0.0', random.Random(1))
+    template = {'w': jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=rows)}
+    got = np.asarray(restore(run_dir, template)['w'])
+    assert (got.view(np.uint32) != whole.view(np.uint32)).sum() == 1
+    with pytest.raises(errors.CorruptCheckpointError, match=r'w/0\.0 is damaged'):
+        restore(run_dir, template, verify='full')
+    with pytest.raises(errors.CorruptCheckpointError, match=r'w/0\.0 is damaged'):
+        restore(run_dir, {'w': whole})
+
+
+def test_quick_is_on_request(run_dir):
+    step_dir = save(run_dir)
+    chunk = step_dir / 'params.w' / '0.0'
+    chunk.write_bytes(bytes(chunk.stat().st_size))
+    assert not np.asarray(restore(run_dir, state_of(), verify='quick')['params']['w'])[:32, :32].any()
+    with pytest.raises(ValueError, match='verify'):
+        restore(run_dir, state_of(), verify='no')
+
+
+def test_without_our_files_a_checkpoint_is_t5xs(run_dir):
+    step_dir = save(run_dir)
+    (step_dir / 't5ckpt.json').unlink()
+    with pytest.raises(errors.CorruptCheckpointError, match=r't5ckpt.json is missing.*quick'):
+        load(run_dir, mmap=False)
+    (step_dir / 'integrity.0.json').unlink()
+    assert_same(load(run_dir, mmap=False)['params']['w'], state_of()['params']['w'])
+
+
+# ---- nothing outside the checkpoint ----
+
+
+def cached(run_dir, tmp_path, step_dir):
+    """The checkpoint as a Hugging Face cache lays it out: links to blobs beside the snapshot."""
+    blobs = tmp_path / 'blobs'
+    blobs.mkdir()
+    for number, path in enumerate(files_of(step_dir)):
+        path.rename(blobs / str(number))
+        path.symlink_to(os.path.relpath(blobs / str(number), path.parent))
+    return run_dir
+
+
+def test_a_cache_of_links_needs_the_callers_word(run_dir, tmp_path):
+    cached(run_dir, tmp_path, save(run_dir))
+    for read in readers(run_dir).values():
+        with pytest.raises(errors.UnsafeSpecError, match='follow_links=True'):
+            read()
+    with pytest.raises(errors.UnsafeSpecError, match='follow_links=True'):
+        t5ckpt.open_checkpoint(run_dir)
+    assert {damage.kind for damage in t5ckpt.verify(run_dir, full=True).damages} == {'unsafe', 'missing'}
+    assert t5ckpt.verify(run_dir, full=True, follow_links=True).ok
+    state = state_of()
+    assert same(restore(run_dir, state, follow_links=True), restore(run_dir, state, follow_links=True, mmap=True))
+    assert_same(load(run_dir, follow_links=True)['params']['w'], state['params']['w'])
+    assert_same(t5ckpt.open_checkpoint(run_dir, follow_links=True)['params/w'][3], state['params']['w'][3])
+
+
+@pytest.mark.parametrize('what', ['checkpoint', 't5ckpt.json', 'params.w', 'params.w/.zarray', 'params.w/0.0'])
+@pytest.mark.parametrize('compression', [None, 'zstd'])
+def test_links_that_lead_out(run_dir, tmp_path, what, compression):
+    step_dir = save(run_dir, compression=compression)
+    (step_dir / what).rename(tmp_path / 'outside')
+    (step_dir / what).symlink_to(tmp_path / 'outside')
+    ways = [
+        lambda: restore(run_dir, state_of()),
+        lambda: restore(run_dir, state_of(), verify='quick'),
+        lambda: load(run_dir)['params']['w'],
+        lambda: load(run_dir, mmap=False, verify='quick'),
+        lambda: t5ckpt.open_checkpoint(run_dir)['params/w'][40],
+    ]
+    for way in ways:
+        with pytest.raises(errors.UnsafeSpecError, match='outside'):
+            way()
+
+
+def test_an_iterators_state_that_leads_out(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    (tmp_path / 'secret').write_text('position 5')
+    (step_dir / 'train_ds-000-of-001.txt').unlink()
+    (step_dir / 'train_ds-000-of-001.txt').symlink_to(tmp_path / 'secret')
+    with (
+        t5ckpt.Checkpointer(state_of(), None, str(run_dir), Iterator(), verify='quick') as ck,
+        pytest.raises(errors.UnsafeSpecError),
+    ):
+        ck.restore()
+
+
+@pytest.mark.parametrize('what', ['checkpoint', 't5ckpt.json', 'integrity.0.json', 'params.w/.zarray', 'params.w/0.0'])
+@pytest.mark.parametrize('compression', [None, 'zstd'])
+def test_a_fifo_does_not_block(run_dir, what, compression):
+    step_dir = save(run_dir, compression=compression)
+    (step_dir / what).unlink()
+    os.mkfifo(step_dir / what)
+    assert not t5ckpt.verify(step_dir, full=True).ok
+    for way in [lambda: restore(run_dir, state_of()), lambda: load(step_dir, mmap=False)]:
+        with pytest.raises(errors.T5CkptError):
+            way()
+
+
+def test_orbax_links_that_lead_out(tmp_path):
+    import orbax.checkpoint as ocp
+
+    tree = {'a': {'w': np.arange(6000.0).reshape(60, 100)}}
+    for ocdbt in (True, False):
+        path = pathlib.Path(tmp_path / f'c{ocdbt}')
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+            checkpointer.save(path, tree)
+        largest = max(files_of(path), key=lambda file: file.stat().st_size)
+        largest.rename(tmp_path / f'outside{ocdbt}')
+        largest.symlink_to(tmp_path / f'outside{ocdbt}')
+        with pytest.raises(errors.UnsafeSpecError, match='follow_links'):
+            load(path, mmap=False)
+        assert_same(load(path, mmap=False, follow_links=True)['a']['w'], tree['a']['w'])

@@ -1,0 +1,490 @@
+"""Coming back: damaged checkpoints, warm starts, strictness, memory."""
+
+import dataclasses
+import inspect
+import os
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import t5ckpt
+from t5ckpt import MODEL, OPTIMIZER, Checkpointer, SaveEvery, WarmStart, restore_or_init
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DtypeMismatch,
+    MissingLeaves,
+    TreeMismatchError,
+    UnexpectedLeaves,
+)
+
+
+def params(value, dtype=jnp.float32):
+    return {
+        'dense': {'kernel': jnp.full((64, 128), value, dtype)},
+        'head': {'kernel': jnp.full((128, 8), value, dtype)},
+    }
+
+
+def train_state(value=0.0, step=0):
+    state = TrainState.create(apply_fn=lambda: None, params=params(value), tx=optax.adam(1e-3))
+    return state.replace(step=jnp.int32(step))
+
+
+def must_not_run():
+    raise AssertionError('init_fn was called')
+
+
+def run_with(directory, steps):
+    with Checkpointer(train_state(), checkpoints_dir=directory, inline_bytes=64) as ck:
+        for step in steps:
+            ck.save(train_state(step, step))
+
+
+def value_of(state):
+    return float(state.params['dense']['kernel'][3, 4])
+
+
+def test_a_new_run_is_initialised(tmp_path):
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path / 'run') as ck:
+        assert value_of(restore_or_init(ck, lambda: train_state(7))) == 7
+        assert ck.restored_step is None
+
+
+def test_the_latest_is_restored_also_step_0(tmp_path):
+    run_with(tmp_path, [0])
+    with Checkpointer(train_state(9), checkpoints_dir=tmp_path) as ck:
+        assert value_of(restore_or_init(ck, must_not_run)) == 0
+        assert ck.restored_step == 0
+    run_with(tmp_path, [4, 12])
+    with Checkpointer(train_state(9), checkpoints_dir=tmp_path) as ck:
+        restored = restore_or_init(ck, must_not_run)
+        assert (value_of(restored), int(restored.step), ck.restored_step) == (12, 12, 12)
+
+
+def lose_a_chunk(directory):
+    os.unlink(next((directory / 'params.dense.kernel').glob('[0-9]*')))
+
+
+def truncate_the_manifest(directory):
+    path = directory / 'checkpoint'
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def break_the_sidecar(directory):
+    (directory / 't5ckpt.json').write_bytes(b'{')
+
+
+def lose_an_array(directory):
+    shutil.rmtree(directory / 'params.dense.kernel')
+
+
+@pytest.mark.parametrize('damage', [lose_a_chunk, lose_an_array, break_the_sidecar])
+def test_a_damaged_one_is_reported_put_aside_and_the_older_used(tmp_path, caplog, damage):
+    run_with(tmp_path, [1, 2, 3])
+    damage(tmp_path / 'checkpoint_2')
+    damage(tmp_path / 'checkpoint_3')
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path, save_policy=SaveEvery(1)) as ck:
+        state = restore_or_init(ck, must_not_run)
+        assert (value_of(state), ck.restored_step, ck.latest_step()) == (1, 1, 1)
+        assert 'step 3 cannot be restored' in caplog.text
+        assert 'step 2 cannot be restored' in caplog.text
+        # The run can save those steps again, and nothing was thrown away.
+        assert [step for step in (1, 2, 3) if ck.maybe_save(step, train_state(step, step)) is not None] == [2, 3]
+    assert t5ckpt.all_steps(tmp_path) == [1, 2, 3]
+    aside = [name for name in os.listdir(tmp_path) if '.damaged-' in name]
+    assert sorted(name.split('.')[0] for name in aside) == ['checkpoint_2', 'checkpoint_3']
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
+        assert value_of(restore_or_init(ck, must_not_run)) == 3
+
+
+def test_a_truncated_manifest_is_no_checkpoint(tmp_path):
+    run_with(tmp_path, [1, 2])
+    truncate_the_manifest(tmp_path / 'checkpoint_2')
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
+        assert value_of(restore_or_init(ck, must_not_run)) == 1
+
+
+def test_never_silently_from_scratch(tmp_path):
+    run_with(tmp_path, [1, 2])
+    lose_a_chunk(tmp_path / 'checkpoint_1')
+    lose_a_chunk(tmp_path / 'checkpoint_2')
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
+        with pytest.raises(CorruptCheckpointError, match=r'none of the steps \[1, 2\]'):
+            restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path)
+        assert ck.all_steps() == [1, 2], 'nothing was put aside'
+
+
+def test_without_fallback_the_damage_is_raised(tmp_path):
+    run_with(tmp_path, [1, 2])
+    lose_a_chunk(tmp_path / 'checkpoint_2')
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
+        with pytest.raises(CorruptCheckpointError, match='kernel'):
+            restore_or_init(ck, must_not_run, fallback=None)
+        assert ck.all_steps() == [1, 2]
+        with pytest.raises(ValueError, match='fallback'):
+            restore_or_init(ck, must_not_run, fallback='newer')
+
+
+def test_another_model_is_no_damage(tmp_path):
+    run_with(tmp_path, [1, 2])
+    other = train_state()
+    other = other.replace(params={**other.params, 'new': jnp.zeros(3)})
+    with Checkpointer(other, checkpoints_dir=tmp_path) as ck, pytest.raises(MissingLeaves, match='params/new'):
+        restore_or_init(ck, must_not_run)
+
+
+def test_a_pinned_one_is_not_put_aside(tmp_path, caplog):
+    run_with(tmp_path, [1, 2])
+    lose_a_chunk(tmp_path / 'checkpoint_2')
+    t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_2')
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
+        assert value_of(restore_or_init(ck, must_not_run)) == 1
+        assert ck.all_steps() == [1, 2]
+    assert 'cannot save that step again' in caplog.text
+
+
+# --- another run's ----------------------------------------------------------------------------------------------------
+
+
+def test_an_initial_checkpoint_counts_only_for_a_run_without(tmp_path):
+    run_with(tmp_path / 'pretrained', [5, 6])
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path / 'run') as ck:
+        state = restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path / 'pretrained')
+        assert (value_of(state), int(state.step), ck.restored_step) == (6, 6, None)
+        ck.save(train_state(1, 1))
+        assert value_of(restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path / 'none')) == 1
+    with (
+        Checkpointer(train_state(), checkpoints_dir=tmp_path / 'fresh') as ck,
+        pytest.raises(CheckpointNotFoundError, match='none'),
+    ):
+        restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path / 'none')
+
+
+def test_the_model_alone(tmp_path):
+    run_with(tmp_path / 'pretrained', [5, 6])
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path / 'run') as ck:
+        warm = WarmStart(tmp_path / 'pretrained', step=5, take=MODEL)
+        state = restore_or_init(ck, lambda: train_state(0, 0), initial_checkpoint=warm)
+    assert (value_of(state), int(state.step)) == (5, 0)
+    assert float(state.opt_state[0].mu['dense']['kernel'].sum()) == 0
+
+
+def test_all_but_the_optimizer(tmp_path):
+    run_with(tmp_path / 'pretrained', [5])
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path / 'run') as ck:
+        warm = WarmStart(tmp_path / 'pretrained', leave=OPTIMIZER)
+        fresh = train_state(0, 0)
+        fresh = fresh.replace(opt_state=jax.tree.map(lambda leaf: leaf + 3, fresh.opt_state))
+        state = restore_or_init(ck, lambda: fresh, initial_checkpoint=warm)
+    assert (value_of(state), int(state.step), int(state.opt_state[0].count)) == (5, 5, 3)
+
+
+def test_a_part_by_pattern_under_other_names_and_only_missing_leaves_are_new(tmp_path):
+    old = {'params': {'old': {'kernel': jnp.full((64, 128), 5.0)}, 'extra': jnp.ones(3)}}
+    with Checkpointer(old, checkpoints_dir=tmp_path / 'pretrained') as ck:
+        ck.save(old, step=1)
+    model = {'params': params(0.0), 'step': 0}
+    warm = WarmStart(
+        tmp_path / 'pretrained',
+        take=r'params/.*',
+        rename=[(r'params/dense/(.*)', r'params/old/\1')],
+        missing='init',
+        strict='contains',
+    )
+    with Checkpointer(model, checkpoints_dir=tmp_path / 'run') as ck:
+        state = restore_or_init(ck, lambda: {'params': params(1.0), 'step': 4}, initial_checkpoint=warm)
+    assert float(state['params']['dense']['kernel'][0, 0]) == 5
+    assert float(state['params']['head']['kernel'][0, 0]) == 1
+    assert state['step'] == 4
+    assert set(state['params']) == {'dense', 'head'}
+
+
+def test_what_is_missing_or_too_much_is_named(tmp_path):
+    old = {'params': {'dens': {'kernel': jnp.full((64, 128), 5.0)}, 'head': {'kernel': jnp.zeros((128, 8))}}}
+    with Checkpointer(old, checkpoints_dir=tmp_path / 'pretrained') as ck:
+        ck.save(old, step=1)
+    with Checkpointer({'params': params(0.0)}, checkpoints_dir=tmp_path / 'run') as ck:
+        with pytest.raises(TreeMismatchError, match='Near: params/dens/kernel') as raised:
+            restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path / 'pretrained')
+        assert {problem.kind for problem in raised.value.problems} == {'missing', 'unexpected'}
+    with pytest.raises(ValueError, match="'error' or 'init'"):
+        WarmStart('x', missing='ignore')
+
+
+@pytest.mark.parametrize(
+    ('field', 'pattern', 'hint'),
+    [
+        ('take', 'prams/.*', 'whole names.'),
+        ('take', 'params', "take='params.*' names that"),
+        ('leave', 'optt/.*', 'whole names.'),
+        ('take', re.compile('params'), "take='params.*' names that"),
+    ],
+)
+def test_a_pattern_that_names_nothing_is_an_error(tmp_path, field, pattern, hint):
+    """The run would start from other weights than was meant, and say so only in the log."""
+    run_with(tmp_path / 'pretrained', [5])
+    warm = WarmStart(tmp_path / 'pretrained', **{field: pattern})
+    with (
+        Checkpointer(train_state(), checkpoints_dir=tmp_path / 'run') as ck,
+        pytest.raises(ValueError, match='names no leaf') as raised,
+    ):
+        restore_or_init(ck, must_not_run, initial_checkpoint=warm)
+    assert f'{field}={pattern!r} names no leaf of the model' in str(raised.value)
+    assert hint in str(raised.value)
+
+
+def test_averaged_weights_instead_of_the_trained(tmp_path):
+    old = {'params': params(1.0), 'ema': params(2.0)}
+    with Checkpointer(old, checkpoints_dir=tmp_path / 'pretrained') as ck:
+        ck.save(old, step=1)
+    warm = WarmStart(tmp_path / 'pretrained', take=MODEL, rename=[(r'params/(.*)', r'ema/\1')])
+    with Checkpointer({'params': params(0.0)}, checkpoints_dir=tmp_path / 'run') as ck:
+        state = restore_or_init(ck, must_not_run, initial_checkpoint=warm)
+    assert float(state['params']['dense']['kernel'][0, 0]) == 2
+
+
+class Position:
+    """A data iterator with T5X's two methods."""
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def save(self, filename):
+        with open(filename, 'w') as file:
+            file.write(str(self.at))
+
+    def load(self, filename):
+        with open(filename) as file:
+            self.at = int(file.read())
+
+
+def test_another_runs_position_in_the_data_is_not_taken(tmp_path):
+    with Checkpointer(train_state(), None, tmp_path / 'pretrained', Position(17)) as ck:
+        ck.save(train_state(1, 1))
+    iterator = Position()
+    with Checkpointer(train_state(), None, tmp_path / 'run', iterator) as ck:
+        restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path / 'pretrained')
+        assert iterator.at == 0
+        iterator.at = 3
+        ck.save(train_state(2, 2))
+        iterator.at = 0
+        restore_or_init(ck, must_not_run)
+        assert iterator.at == 3
+
+
+# --- how alike they must be, and what memory it takes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('held', 'strict', 'error'),
+    [
+        ({'w': jnp.ones(4)}, 'exact', None),
+        ({'w': jnp.ones(4, jnp.bfloat16)}, 'exact', DtypeMismatch),
+        ({'w': jnp.ones(4, jnp.bfloat16)}, 'up_to_dtype', None),
+        ({'w': jnp.ones(4), 'more': jnp.ones(2)}, 'up_to_dtype', UnexpectedLeaves),
+        ({'w': jnp.ones(4), 'more': jnp.ones(2)}, 'contains', None),
+        ({'w': jnp.ones(4, jnp.bfloat16), 'more': jnp.ones(2)}, 'contains', None),
+        ({'more': jnp.ones(2)}, 'contains', MissingLeaves),
+        ({'w': jnp.ones(5)}, 'contains', t5ckpt.errors.ShapeMismatch),
+    ],
+)
+def test_strictness(tmp_path, held, strict, error):
+    with Checkpointer({'params': held}, checkpoints_dir=tmp_path) as ck:
+        ck.save({'params': held}, step=1)
+    with Checkpointer({'params': {'w': jnp.zeros(4)}}, checkpoints_dir=tmp_path) as ck:
+        if error is None:
+            restored = ck.restore(strict=strict)
+            assert set(restored['params']) == {'w'}
+            assert np.array_equal(restored['params']['w'], np.ones(4))
+        else:
+            with pytest.raises(error, match='params/'):
+                ck.restore(strict=strict)
+
+
+def test_exact_is_meant_after_the_cast(tmp_path):
+    state = {'params': {'w': jnp.ones(4)}}
+    with Checkpointer(state, checkpoints_dir=tmp_path) as ck:
+        ck.save(state, step=1)
+    model = {'params': {'w': jnp.zeros(4, jnp.bfloat16)}}
+    with Checkpointer(model, checkpoints_dir=tmp_path, restore_dtype='bfloat16') as ck:
+        assert ck.restore(strict='exact')['params']['w'].dtype == jnp.bfloat16
+    with Checkpointer(model, checkpoints_dir=tmp_path) as ck:
+        with pytest.raises(DtypeMismatch, match=r"params/w: checkpoint float32, model bfloat16. strict='exact'"):
+            ck.restore(strict='exact')
+        with pytest.raises(ValueError, match='strict is one of'):
+            ck.restore(strict='loose')
+
+
+def test_donated_buffers_are_freed_before_reading_but_not_when_it_does_not_fit(tmp_path):
+    run_with(tmp_path, [3])
+    other = {'something': jnp.ones(8)}
+    with Checkpointer(other, checkpoints_dir=tmp_path) as ck, pytest.raises(TreeMismatchError):
+        ck.restore(donate=True)
+    assert not other['something'].is_deleted()
+
+    template = train_state(9)
+    freed_at_first_byte = []
+
+    def progress(_done, _total):
+        freed_at_first_byte.append(template.params['dense']['kernel'].is_deleted())
+
+    with Checkpointer(template, checkpoints_dir=tmp_path, progress=progress) as ck:
+        state = ck.restore(donate=True)
+        assert freed_at_first_byte
+        assert all(freed_at_first_byte)
+        assert value_of(state) == 3
+        # The template still says what to restore to.
+        assert value_of(ck.restore(donate=True)) == 3
+
+
+def test_a_donated_template_may_be_the_fallback(tmp_path):
+    held = {'params': {'w': jnp.ones(4)}}
+    with Checkpointer(held, checkpoints_dir=tmp_path) as ck:
+        ck.save(held, step=1)
+    model = {'params': {'w': jnp.zeros(4), 'new': jnp.full(4, 7.0)}}
+    with Checkpointer(model, checkpoints_dir=tmp_path) as ck:
+        state = ck.restore(fallback_state=model, donate=True)
+    assert np.array_equal(state['params']['new'], np.full(4, 7.0))
+    assert np.array_equal(state['params']['w'], np.ones(4))
+    assert model['params']['w'].is_deleted()
+
+
+# --- several sources --------------------------------------------------------------------------------------------------
+
+
+def start_from(directory, sources, model=None, value=9, **options):
+    with Checkpointer(train_state() if model is None else model, checkpoints_dir=directory, **options) as ck:
+        return restore_or_init(ck, lambda: train_state(value) if model is None else model, initial_checkpoint=sources)
+
+
+def test_sources_in_a_row_fill_what_is_left(tmp_path, caplog):
+    run_with(tmp_path / 'one', [1])
+    run_with(tmp_path / 'two', [2])
+    # A chunk that no device needs may be gone.
+    os.unlink(next((tmp_path / 'one' / 'checkpoint_1' / 'params.head.kernel').glob('[0-9]*')))
+    sources = [WarmStart(tmp_path / 'one', take='params/dense/.*'), WarmStart(tmp_path / 'two', leave=OPTIMIZER)]
+    state = start_from(tmp_path / 'new', sources)
+    assert (value_of(state), float(state.params['head']['kernel'][0, 0]), int(state.step)) == (1, 2, 2)
+    # What another source gives is no ... of the model's.
+    assert '... in the model' not in caplog.text
+    # The first source of a leaf counts; what nobody gives is new.
+    sources = [tmp_path / 'two', WarmStart(tmp_path / 'two', take='step')]
+    with pytest.raises(ValueError, match='two gives no leaf of the model that the sources before it have left'):
+        start_from(tmp_path / 'new', sources)
+    sources = [WarmStart(tmp_path / 'two', take='params/head/.*'), WarmStart(tmp_path / 'two', take='step')]
+    state = start_from(tmp_path / 'new', sources)
+    assert (value_of(state), float(state.params['head']['kernel'][0, 0]), int(state.step)) == (9, 2, 2)
+
+
+def test_what_a_source_lacks_is_an_error_or_left_to_the_next(tmp_path):
+    run_with(tmp_path / 'one', [1])
+    extra = {'params': {'new': jnp.full(3, 5.0)}}
+    with Checkpointer(extra, checkpoints_dir=tmp_path / 'two') as ck:
+        ck.save(extra, step=1)
+    model = {'params': {**params(0.0), 'new': jnp.zeros(3)}}
+    strict = [WarmStart(tmp_path / 'one', take='params/.*'), WarmStart(tmp_path / 'two')]
+    with pytest.raises(MissingLeaves, match='params/new'):
+        start_from(tmp_path / 'new', strict, model)
+    lenient = [
+        WarmStart(tmp_path / 'one', take='params/.*', missing='init', strict='contains'),
+        WarmStart(tmp_path / 'two'),
+    ]
+    state = start_from(tmp_path / 'new', lenient, model)
+    assert (float(state['params']['new'][0]), float(state['params']['dense']['kernel'][0, 0])) == (5, 1)
+    with pytest.raises(ValueError, match='initial_checkpoint is empty'):
+        start_from(tmp_path / 'new', [], model)
+
+
+def test_a_source_of_another_size(tmp_path):
+    run_with(tmp_path / 'one', [1])
+    model = {'params': {'dense': {'kernel': jnp.zeros((80, 128))}}}
+    state = start_from(
+        tmp_path / 'new',
+        WarmStart(tmp_path / 'one', take=MODEL, strict='contains', resize=re.compile('params/.*')),
+        model,
+    )
+    assert float(state['params']['dense']['kernel'].sum()) == 64 * 128
+
+
+# --- errors and log lines that fit what was called ---------------------------------------------------------------------
+
+
+OTHERS = {
+    'missing': {'params': {**params(0.0), 'new': jnp.zeros(3)}, 'n': 0},
+    'unexpected': {'params': {'dense': params(0.0)['dense']}, 'n': 0},
+    'renamed': {'params': {'dense': params(0.0)['dense'], 'heads': params(0.0)['head']}, 'n': 0},
+    'shape': {'params': {**params(0.0), 'dense': {'kernel': jnp.zeros((80, 128))}}, 'n': 0},
+    'dtype': {'params': params(0.0), 'n': 0.5},
+}
+
+
+@pytest.mark.parametrize('kind', OTHERS)
+@pytest.mark.parametrize('how', ['own', 'path', 'warm', 'several'])
+def test_every_option_that_an_error_names_is_one_of_the_called_function(tmp_path, kind, how):
+    held = {'params': params(1.0), 'n': 7}
+    with Checkpointer(held, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(held, step=1)
+    sources = {
+        'own': None,
+        'path': tmp_path / 'old',
+        'warm': WarmStart(tmp_path / 'old'),
+        'several': [WarmStart(tmp_path / 'old', take='params/dense/.*'), tmp_path / 'old'],
+    }
+    directory = tmp_path / ('old' if how == 'own' else 'new')
+    with Checkpointer(OTHERS[kind], checkpoints_dir=directory) as ck, pytest.raises(TreeMismatchError) as raised:
+        restore_or_init(ck, lambda: OTHERS[kind], initial_checkpoint=sources[how])
+    text = str(raised.value)
+    named = set(re.findall(r'\b([a-z_]+)=', text))
+    known = set(inspect.signature(restore_or_init).parameters) | {each.name for each in dataclasses.fields(WarmStart)}
+    assert named
+    assert named <= known, text
+    assert 'state_transformation_fn' not in text
+    assert 'fallback_state' not in text
+
+
+@pytest.mark.parametrize(
+    ('kind', 'options'),
+    [
+        ('missing', {'missing': 'init'}),
+        ('unexpected', {'strict': 'contains'}),
+        ('renamed', {'rename': [('(.*)/heads/(.*)', r'\1/head/\2')]}),
+        ('shape', {'resize': '.*/dense/kernel'}),
+        ('shape', {'leave': '.*/dense/kernel'}),
+        ('dtype', {'leave': 'n'}),
+    ],
+)
+def test_the_cures_that_they_name_work(tmp_path, kind, options):
+    held = {'params': params(1.0), 'n': 7}
+    with Checkpointer(held, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(held, step=1)
+    state = start_from(tmp_path / 'new', WarmStart(tmp_path / 'old', **options), OTHERS[kind])
+    assert jax.tree.structure(state) == jax.tree.structure(OTHERS[kind])
+
+
+def test_of_leaves_that_are_left_nothing_is_said(tmp_path, caplog):
+    old = {'model': {'dense': params(5.0)['dense']}}
+    with Checkpointer(old, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(old, step=1)
+    caplog.set_level('WARNING', 't5ckpt')
+    caplog.clear()
+    model = {'params': params(0.0), 'extra': jnp.zeros(3)}
+    for leave in ('params/head/.*|extra', re.compile('params/head/.*|extra')):
+        warm = WarmStart(tmp_path / 'old', leave=leave, rename=[('params/(.*)', r'model/\1')])
+        state = start_from(tmp_path / 'new', warm, model)
+        assert float(state['params']['dense']['kernel'][0, 0]) == 5
+    assert caplog.messages == []
+
+
+def test_each_source_is_held_to_its_own_strictness_for_what_is_taken_of_it(tmp_path):
+    run_with(tmp_path / 'one', [1])
+    run_with(tmp_path / 'two', [2])
+    first = WarmStart(tmp_path / 'one', take='params/dense/.*', strict='exact')
+    state = start_from(tmp_path / 'new', [first, WarmStart(tmp_path / 'two')])
+    assert (value_of(state), int(state.step)) == (1, 2)

@@ -1,0 +1,443 @@
+"""A bucket serves a run as a disk does: real servers behind a proxy that counts what passes."""
+
+import itertools
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support import independent_reader, t5x_rules
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.format.names import index_complete
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import StorageConformance, mixed_state, t5x_state
+
+CHUNK = 2**16
+
+
+class TestGcs(StorageConformance):
+    @pytest.fixture(autouse=True)
+    def _server(self, gs):
+        self.bucket = gs
+
+    def make(self, tmp_path):
+        return open_storage(self.bucket.url())
+
+    def raw(self, storage, key):
+        return self.bucket.raw(storage.url(key))
+
+
+class TestS3(TestGcs):
+    @pytest.fixture(autouse=True)
+    def _server(self, s3):
+        self.bucket = s3
+
+
+def mesh(*shape):
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), ('x', 'y')[: len(shape)])
+
+
+def rows(values, devices=4):
+    return jax.device_put(values, NamedSharding(mesh(devices), PartitionSpec('x')))
+
+
+def state(seed=0, size=(256, 512)):
+    values = np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
+    return {'w': rows(values), 'bias': np.arange(300, dtype=np.float32) + seed, 'step': np.int32(seed)}
+
+
+def checkpointer(url, tree=None, **options):
+    options = {'chunk_bytes': CHUNK, 'inline_bytes': 256} | options
+    return t5ckpt.Checkpointer(state() if tree is None else tree, checkpoints_dir=url, **options)
+
+
+def counts(bucket):
+    """Requests by kind since the last call."""
+    kinds = [request.kind for request in bucket.proxy.clear()]
+    return {kind: kinds.count(kind) for kind in set(kinds)}
+
+
+def copy_to_disk(bucket, url, path):
+    """What a copying tool does: every object below a URL, by plain HTTP, in no order of ours."""
+    storage = open_storage(url)
+    for key, _ in storage.walk(''):
+        file = path / key
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bucket.raw(storage.url(key)))
+
+
+def test_save_restore_and_slices(bucket):
+    url, tree = bucket.url(), state(7)
+    with checkpointer(url) as ck:
+        assert ck.latest_step() is None
+        done = ck.save(tree, step=7)
+        assert done.path == f'{url}/checkpoint_7'
+        assert ck.save_async(state(8), step=8).result().step == 8
+        assert ck.save(tree, step=7) is None
+        assert ck.all_steps() == [7, 8]
+        back = ck.restore(step=7)
+    assert np.asarray(back['w']).tobytes() == np.asarray(tree['w']).tobytes()
+    assert back['w'].sharding == tree['w'].sharding
+    view = t5ckpt.open_checkpoint(url, 7)
+    assert np.array_equal(view['w'][3:5, 100:], np.asarray(tree['w'])[3:5, 100:])
+    loaded = t5ckpt.load_t5x_checkpoint(f'{url}/checkpoint_7/checkpoint')
+    assert np.array_equal(loaded['bias'], tree['bias'])
+    assert t5ckpt.find_checkpoint(url) == f'{url}/checkpoint_8/checkpoint'
+    assert t5ckpt.latest_step(url) == 8
+
+
+@pytest.mark.parametrize('compression', ['zstd', 'auto'])
+def test_every_kind_of_leaf(bucket, compression):
+    url = bucket.url()
+    with t5ckpt.Checkpointer(mixed_state(), checkpoints_dir=url, compression=compression, inline_bytes=16) as ck:
+        ck.save(mixed_state(3), step=0)
+        back = ck.restore()
+    assert back['list'][1] == ()
+    assert back['note'] == 'text'
+    assert back['count'] == 3
+    assert np.array_equal(back['params']['w'], mixed_state(3)['params']['w'])
+
+
+def test_a_bucket_itself_is_a_run(bucket):
+    url = bucket.url()
+    root = url.removesuffix('/run')
+    checkpointer(root).save(state(), step=0)
+    assert t5ckpt.all_steps(root) == [0]
+
+
+def test_verify_finds_damage(bucket):
+    url = bucket.url()
+    checkpointer(url).save(state(), step=1)
+    assert t5ckpt.verify(f'{url}/checkpoint_1', full=True).ok
+    storage = open_storage(url)
+    chunk = bytearray(storage.read('checkpoint_1/w/0.0'))
+    chunk[5] ^= 1
+    storage.write('checkpoint_1/w/0.0', bytes(chunk))
+    assert not t5ckpt.verify(f'{url}/checkpoint_1', full=True).ok
+
+
+def test_retention_and_pins(bucket):
+    url = bucket.url()
+    with checkpointer(url, keep=2) as ck:
+        ck.save(state(0), step=0)
+        t5ckpt.pin_checkpoint(f'{url}/checkpoint_0')
+        for step in (1, 2, 3):
+            ck.save(state(step), step=step)
+        assert ck.all_steps() == [0, 2, 3]
+    names = {key.split('/')[0] for key, _ in open_storage(url).walk('') if not key.startswith('.')}
+    assert names == {'checkpoint_0', 'checkpoint_2', 'checkpoint_3'}
+    assert t5ckpt.is_pinned_checkpoint(f'{url}/checkpoint_0')
+    t5ckpt.unpin_checkpoint(f'{url}/checkpoint_0')
+    checkpointer(url, keep=1).save(state(4), step=4)
+    assert t5ckpt.all_steps(url) == [4]
+
+
+def test_t5x_reads_a_copy(bucket, tmp_path):
+    """Also of its own state; and what the manifest says of the place is what T5X writes."""
+    url, tree = bucket.url(), t5x_state(5, width=256)
+    t5ckpt.Checkpointer(tree, checkpoints_dir=url).save(tree)
+    copy_to_disk(bucket, url, tmp_path)
+    t5x_rules.check(tmp_path / 'checkpoint_5')
+    found = independent_reader.read(tmp_path / 'checkpoint_5')
+    assert np.array_equal(found['target/mlp/kernel'], tree.state_dict()['target']['mlp']['kernel'])
+    text = (tmp_path / 'checkpoint_5' / 'checkpoint').read_bytes()
+    assert (b't5x-dummy-bucket' in text) == (bucket.scheme == 'gs')
+    assert b'test-bucket' not in text
+
+
+def test_from_disk_to_a_bucket_to_the_other_and_back(gs, s3, tmp_path):
+    """Any tool may have copied; arrays are found wherever the checkpoint is."""
+    tree = state(3)
+    checkpointer(tmp_path / 'disk').save(tree, step=3)
+    places = [open_storage(tmp_path / 'disk'), open_storage(gs.url()), open_storage(s3.url())]
+    places.append(open_storage(tmp_path / 'again'))
+    for source, target in itertools.pairwise(places):
+        for key, _ in source.walk(''):
+            target.make_dir(key.rpartition('/')[0])
+            target.write(key, source.read(key))
+        assert t5ckpt.all_steps(target.url()) == [3]
+        back = checkpointer(target.url()).restore()
+        assert np.array_equal(back['w'], tree['w'])
+
+
+def test_a_data_iterator(bucket):
+    class Counter:
+        position = 0
+
+        def save(self, filename):
+            pathlib.Path(filename).write_text(str(self.position))
+            pathlib.Path(f'{filename}.more').mkdir()
+            pathlib.Path(f'{filename}.more/part').write_text('x')
+
+        def load(self, filename):
+            assert pathlib.Path(f'{filename}.more/part').read_text() == 'x'
+            self.position = int(pathlib.Path(filename).read_text())
+
+    url, data = bucket.url(), Counter()
+    with checkpointer(url, dataset_iterator=data, keep_dataset_checkpoints=1) as ck:
+        for step in (1, 2):
+            data.position = step
+            ck.save(state(), step=step)
+        data.position = 0
+        ck.restore(step=2)
+        assert data.position == 2
+        assert ck.all_dataset_checkpoint_steps()[-1] == 2
+
+
+# --- bytes and requests ------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_and_a_shard_read_only_their_chunks(bucket):
+    url, tree = bucket.url(), state()
+    checkpointer(url).save(tree, step=0)
+    view = t5ckpt.open_checkpoint(url)
+    bucket.proxy.clear()
+    _ = view['w'][0, 0]
+    requests = bucket.proxy.clear()
+    # A look whether the step is still the one that was opened.
+    assert requests[-1].key.endswith('/t5ckpt.json')
+    passed = [request for request in requests[:-1] if request.kind == 'read']
+    assert [request.key.rpartition('/')[2] for request in passed] == ['.zarray', '0.0']
+    assert sum(request.received for request in passed) < CHUNK + 500
+    half = jax.ShapeDtypeStruct((256, 512), np.float32, sharding=tree['w'].sharding)
+    t5ckpt.Checkpointer({'w': half, 'bias': tree['bias'], 'step': tree['step']}, checkpoints_dir=url).restore()
+    passed = [request for request in bucket.proxy.clear() if re.search(r'/w/[0-9.]+$', request.key)]
+    assert sorted(request.received for request in passed) == [CHUNK] * (256 * 512 * 4 // CHUNK)
+
+
+def test_a_save_writes_each_byte_once(bucket):
+    url, tree = bucket.url(), state()
+    with checkpointer(url) as ck:
+        ck.save(tree, step=0)
+        bucket.proxy.clear()
+        ck.save(tree, step=1)
+    passed = bucket.proxy.clear()
+    written = [request for request in passed if request.kind == 'write' and 'checkpoint_1/' in request.key]
+    assert len(written) == len({request.key for request in written})
+    nbytes = sum(request.sent for request in written)
+    assert tree['w'].nbytes + tree['bias'].nbytes <= nbytes < tree['w'].nbytes + tree['bias'].nbytes + 10_000
+    # What is read are small things: markers, no chunk.
+    assert sum(request.received for request in passed) < 50_000
+    assert written[-1].key.endswith('checkpoint_1/checkpoint')
+
+
+def test_listing_asks_for_markers_not_for_chunks(bucket):
+    url = bucket.url()
+    tree = {f'leaf{i}': np.full(300, i, np.float32) for i in range(50)}
+    with checkpointer(url, tree) as ck:
+        for step in range(5):
+            ck.save(tree, step=step)
+        bucket.proxy.clear()
+        assert ck.all_steps() == [0, 1, 2, 3, 4]
+    passed = counts(bucket)
+    # Markers, five manifests; Google's also the gaps between the steps.
+    assert passed.pop('list') == (1 if bucket.scheme == 's3' else 7)
+    assert sum(passed.values()) == 5
+    assert t5ckpt.latest_step(url) == 4
+    # The newest manifest alone.
+    assert sum(counts(bucket).values()) == (2 if bucket.scheme == 's3' else 8)
+
+
+def test_a_run_without_markers_is_listed_and_the_next_save_marks_it(bucket, caplog):
+    caplog.set_level('INFO', 't5ckpt')
+    url = bucket.url()
+    with checkpointer(url) as ck:
+        ck.save(state(), step=1)
+        ck.save(state(), step=2)
+    storage = open_storage(url)
+    storage.delete_tree('.t5ckpt')
+    assert t5ckpt.all_steps(url) == [1, 2]
+    assert 'no markers' in caplog.text
+    checkpointer(url).save(state(), step=3)
+    assert [key for key, _ in storage.walk('.t5ckpt')] == [
+        index_complete(url),
+        *(f'.t5ckpt/steps/{step}' for step in (1, 2, 3)),
+    ]
+    assert t5ckpt.all_steps(url) == [1, 2, 3]
+
+
+def test_markers_that_came_along_with_a_copy_are_not_believed(bucket):
+    first, second = open_storage(bucket.url()), open_storage(bucket.url())
+    checkpointer(first.url()).save(state(), step=1)
+    checkpointer(second.url()).save(state(), step=2)
+    for key, _ in second.walk(''):
+        if not key.startswith('.t5ckpt'):
+            first.write(key, second.read(key))
+    for key, _ in first.walk(''):
+        second.write(key, first.read(key))
+    # Its own markers say 2 alone, those that came along are of another place.
+    assert t5ckpt.all_steps(second.url()) == [1, 2]
+
+
+def test_steps_that_others_add_and_take_away(bucket):
+    url = bucket.url()
+    with checkpointer(url) as ck:
+        for step in (1, 2, 30):
+            ck.save(state(), step=step)
+    storage = open_storage(url)
+    storage.delete_tree('checkpoint_2')
+    for key, _ in storage.walk('checkpoint_1'):
+        storage.write(key.replace('checkpoint_1/', 'checkpoint_100/'), storage.read(key))
+    found = t5ckpt.all_steps(url)
+    assert found == ([1, 30, 100] if bucket.scheme == 'gs' else [1, 30])
+    assert np.array_equal(checkpointer(url).restore(step=100)['bias'], state()['bias'])
+    assert t5ckpt.reindex_steps(url) == [100]
+    assert t5ckpt.all_steps(url) == [1, 30, 100]
+
+
+# --- options and errors ------------------------------------------------------------------------------------------------
+
+
+def test_options_are_checked(bucket, tmp_path):
+    url = bucket.url()
+    with pytest.raises(ValueError, match='has no option endpont'):
+        t5ckpt.all_steps(url, storage_options={'endpont': 'x'})
+    with pytest.raises(ValueError, match='concurrency=0'):
+        t5ckpt.Checkpointer({}, checkpoints_dir=url, storage_options={'concurrency': 0})
+    with pytest.raises(ValueError, match=r"locking='x'.*lockfile"):
+        t5ckpt.open_checkpoint(str(tmp_path), storage_options={'locking': 'x'})
+    with pytest.raises(ValueError, match='no bucket'):
+        t5ckpt.all_steps(f'{bucket.scheme}://')
+
+
+def test_a_file_system_without_posix_locks(tmp_path):
+    options = {'locking': 'lockfile'}
+    with checkpointer(tmp_path, storage_options=options) as ck:
+        ck.save(state(), step=1)
+    assert not list(tmp_path.rglob('*lock*'))
+    assert np.array_equal(checkpointer(tmp_path).restore()['w'], state()['w'])
+
+
+def test_s3_options_instead_of_the_environment(s3, monkeypatch):
+    url = s3.url()
+    checkpointer(url).save(state(), step=1)
+    for name in ('AWS_ENDPOINT_URL_S3', 'AWS_REGION', 'AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
+        monkeypatch.delenv(name)
+    s3.proxy.clear()
+    options = {'endpoint': s3.proxy.url, 'region': 'us-east-1', 'anonymous': True, 'requester_pays': True}
+    assert t5ckpt.all_steps(url, storage_options=options) == [1]
+    _ = t5ckpt.open_checkpoint(url, storage_options=options)['w'][0]
+    passed = s3.proxy.clear()
+    assert passed
+    assert not any('authorization' in request.headers for request in passed)
+    # TensorStore 0.1.86 names the header so; Amazon knows it as x-amz-request-payer (docs/storage.md).
+    assert all(request.headers.get('x-amz-requester-payer') for request in passed if request.kind == 'read')
+    with checkpointer(f'{url}-next', storage_options=options) as ck:
+        warm = t5ckpt.WarmStart(url, step=1)
+        assert np.array_equal(t5ckpt.restore_or_init(ck, state, initial_checkpoint=warm)['w'], state()['w'])
+
+
+def test_google_without_credentials_and_with_a_project_that_pays(gs, monkeypatch):
+    url = gs.url()
+    checkpointer(url).save(state(), step=1)
+    gs.proxy.clear()
+    assert np.array_equal(t5ckpt.open_checkpoint(url, storage_options={'anonymous': True})['w'][0], state()['w'][0])
+    assert not any('authorization' in request.headers for request in gs.proxy.clear())
+    t5ckpt.load_t5x_checkpoint(url, storage_options={'user_project': 'mine', 'endpoint': gs.proxy.url})
+    assert {request.project for request in gs.proxy.clear()} == {'mine'}
+    with pytest.raises(ValueError, match='TENSORSTORE_GCS_HTTP_URL'):
+        t5ckpt.all_steps(url, storage_options={'endpoint': 'http://127.0.0.1:1'})
+
+
+def test_a_refused_request_names_bucket_key_and_status(bucket):
+    url = bucket.url()
+    checkpointer(url).save(state(), step=1)
+    bucket.proxy.choose = lambda kind, key: '403'
+    for attempt in (
+        lambda: t5ckpt.all_steps(url),
+        lambda: t5ckpt.open_checkpoint(url),
+        lambda: checkpointer(url).save(state(), step=2),
+        lambda: checkpointer(url).restore(step=1),
+    ):
+        with pytest.raises(errors.AccessDeniedError, match=f'{url}.*403'):
+            attempt()
+    bucket.proxy.choose = lambda kind, key: '403' if '/w/' in key else None
+    with pytest.raises(errors.AccessDeniedError, match=r'w .*/checkpoint_1/w.*403'):
+        checkpointer(url).restore(step=1)
+    with pytest.raises(errors.AccessDeniedError, match=r'w in .*/checkpoint_2.*403'):
+        checkpointer(url).save(state(), step=2)
+    assert t5ckpt.all_steps(url) == [1]
+
+
+def test_a_server_that_fails_ends_the_wait_in_time(bucket):
+    url = bucket.url()
+    checkpointer(url).save(state(), step=1)
+    bucket.proxy.choose = lambda kind, key: '503'
+    options = {'retry_seconds': 3}
+    with pytest.raises(errors.StorageError, match=f'{url}.*503'):
+        t5ckpt.load_t5x_checkpoint(url, storage_options=options)
+
+
+def test_damage_is_an_error(bucket):
+    url = bucket.url()
+    checkpointer(url).save(state(), step=1)
+    open_storage(url).delete_file('checkpoint_1/w/0.0')
+    with pytest.raises(errors.CorruptCheckpointError, match='checkpoint_1/w'):
+        checkpointer(url).restore()
+
+
+# What docs/storage.md says: requests of a save of two chunks, of one that also deletes a step, and of a restore of one of three.
+REQUESTS = {
+    's3': [
+        {'write': 8, 'read': 2, 'list': 2, 'delete': 1},
+        {'write': 9, 'read': 5, 'list': 5, 'head': 3, 'delete': 9},
+        {'read': 5, 'list': 2, 'head': 2},
+    ],
+    'gs': [
+        {'write': 8, 'read': 3, 'list': 2, 'delete': 1},
+        {'write': 9, 'read': 10, 'list': 9, 'delete': 9},
+        {'read': 8, 'list': 5},
+    ],
+}
+
+
+def test_the_requests_of_a_save_and_a_restore(bucket):
+    """By kind. The page has the same numbers, so whoever changes one changes both."""
+    tree = {'w': np.arange(2**16, dtype=np.float32).reshape(256, 256), 'step': 1}
+    found = []
+    for keep in (None, 2):
+        url = bucket.url()
+        with checkpointer(url, tree, chunk_bytes=2**17, keep=keep) as ck:
+            for step in (1, 2, 3):
+                bucket.proxy.clear()
+                ck.save({**tree, 'w': tree['w'] + step}, step=step)
+        # The end of the block waits for the removal.
+        found.append(counts(bucket))
+    bucket.proxy.clear()
+    checkpointer(url, tree).restore()
+    found.append(counts(bucket))
+    assert found == REQUESTS[bucket.scheme]
+    page = pathlib.Path(__file__).parents[2].joinpath('docs', 'storage.md').read_text()
+    for what, requests in zip(('a save of two chunks', 'and a step that is deleted', 'a restore'), found, strict=True):
+        row = next(line for line in page.splitlines() if line.startswith(f'| {what}'))
+        assert str(sum(requests.values())) in row.split('|')[2 if bucket.scheme == 's3' else 4]
+        kinds = row.split('|')[3 if bucket.scheme == 's3' else 5]
+        names = {'write': 'PUT', 'read': 'GET', 'list': 'LIST', 'head': 'HEAD', 'delete': 'DELETE'}
+        shown = ', '.join(f'{requests[kind]} {name}' for kind, name in names.items() if kind in requests)
+        assert kinds.strip() == shown
+
+
+def test_a_checkpoint_of_others_survives_a_save_of_its_step(bucket):
+    """The save is skipped, and leaves no marker under which the step would be collected."""
+    url = bucket.url()
+    bucket.put(f'{url}/checkpoint_1/_METADATA', b'{}')
+    assert checkpointer(url).save(state(), step=1) is None
+    checkpointer(url).save(state(), step=2)
+    assert bucket.raw(f'{url}/checkpoint_1/_METADATA') == b'{}'
+
+
+def test_retention_asks_whether_the_steps_that_stay_are_there(bucket):
+    """Their markers stay when another tool removes a checkpoint, also while the next save is under way."""
+    url = bucket.url()
+    with checkpointer(url, keep=2) as ck:
+        ck.save(state(), step=1)
+        ck.save(state(), step=2)
+        open_storage(url).delete_tree('checkpoint_2')
+        ck.save(state(), step=3)
+        assert ck.all_steps() == [1, 3]
+        ck.save(state(), step=4)
+        assert ck.all_steps() == [3, 4]

@@ -1,0 +1,349 @@
+"""What a network and a server can do to requests, done to every kind of them: no checkpoint is lost, none half-visible.
+
+The proxy of ``support/proxy.py`` sits between TensorStore and a real server. A fault hits the n-th request of a kind, once
+or from then on. Whatever the save said, what is listed afterwards is whole, what was there before still is, and once the
+faults are over the next saves leave nothing behind but checkpoints.
+"""
+
+import itertools
+import json
+import random
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.proxy import FAULTS
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.cli.app import run
+from t5ckpt.format.names import index_complete
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FakeClock
+
+OPTIONS = {'retry_seconds': 5.0}
+
+
+def state(seed):
+    rng = np.random.default_rng(seed)
+    return {'w': rng.standard_normal((64, 96), dtype=np.float32), 'v': rng.standard_normal(500), 'seed': np.int32(seed)}
+
+
+def checkpointer(url, clock, **options):
+    options = {'chunk_bytes': 2**13, 'inline_bytes': 64, 'storage_options': OPTIONS} | options
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, clock=clock, **options)
+
+
+def check(url, must=(), may=()):
+    """What is listed is whole, is what was saved, and is what may be there."""
+    steps = t5ckpt.all_steps(url)
+    assert set(must) <= set(steps) <= set(must) | set(may)
+    for step in steps:
+        loaded = t5ckpt.load_t5x_checkpoint(url, step)
+        for name, values in state(step).items():
+            assert np.array_equal(loaded[name], values), (step, name)
+
+
+class Injector:
+    """Says which requests get which fault, and counts them."""
+
+    def __init__(self, choose):
+        self.choose = choose
+        self.hits = 0
+
+    def __call__(self, kind, key):
+        fault = self.choose(kind, key)
+        self.hits += fault is not None
+        return fault
+
+
+def attempt(bucket, url, clock, step, choose, **options):
+    """A save under faults: what came of it, and how many there were."""
+    injector = Injector(choose)
+    ck = checkpointer(url, clock, **options)
+    bucket.proxy.choose = injector
+    try:
+        return ck.save(state(step), step=step), injector.hits
+    except errors.T5CkptError:
+        return None, injector.hits
+    finally:
+        bucket.proxy.choose = lambda kind, key: None
+
+
+def leaves_nothing_behind(url, clock):
+    """The next saves sweep up what faults left."""
+    ck = checkpointer(url, clock, keep=2)
+    ck.save(state(98), step=98)
+    ck.save(state(99), step=99)
+    # Retention removes in the background.
+    ck.close()
+    check(url, must=(98, 99))
+    keys = [key for key, _ in open_storage(url).walk('')]
+    assert {key.partition('/')[0] for key in keys} == {'.t5ckpt', 'checkpoint_98', 'checkpoint_99'}
+    markers = [key for key in keys if key.startswith('.t5ckpt')]
+    assert markers == [index_complete(url), '.t5ckpt/steps/98', '.t5ckpt/steps/99']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('rate', [0.1, 0.25])
+def test_faults_at_random(bucket, rate):
+    """More than five hundred in all four runs of this test, of all kinds, at requests of all kinds."""
+    rng = random.Random(rate)
+    url, clock, hits = bucket.url(), FakeClock(), 0
+    committed, tried = set(), set()
+    transient = [fault for fault in FAULTS if fault != '403']
+    for step in itertools.count(1):
+        weights = [*transient, '403'] if step % 3 == 0 else transient
+        done, injected = attempt(
+            bucket,
+            url,
+            clock,
+            step,
+            lambda kind, key, faults=weights: rng.choice(faults) if rng.random() < rate else None,
+            keep=3,
+        )
+        hits += injected
+        tried.add(step)
+        committed |= set() if done is None else {step}
+        listed = set(t5ckpt.all_steps(url))
+        # Retention may have failed or have been done twice over, but what it must keep is there.
+        assert set(sorted(committed)[-3:]) <= listed <= tried
+        check(url, must=listed)
+        if hits > 130 and len(committed) > 3:
+            break
+    assert hits > 130
+    leaves_nothing_behind(url, clock)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault', ['403', 'lost', '500'])
+def test_a_kind_of_request_fails_from_some_time_on(bucket, fault):
+    """A save says that it failed, and step 1 stays; or it did not fail, and both are there."""
+    for kinds in ({'write'}, {'read', 'head'}, {'list'}, {'delete'}):
+        for first in (0, 4) if fault == '500' else (2,):
+            url, clock, seen = bucket.url(), FakeClock(), itertools.count()
+            checkpointer(url, clock).save(state(1), step=1)
+            done, _ = attempt(
+                bucket,
+                url,
+                clock,
+                2,
+                lambda kind, key, kinds=kinds, seen=seen, first=first: (
+                    fault if kind in kinds and next(seen) >= first else None
+                ),
+                storage_options={'retry_seconds': 1.0},
+            )
+            check(url, must=(1,) if done is None else (1, 2))
+            leaves_nothing_behind(url, clock)
+
+
+@pytest.mark.parametrize('fault', ['dropped', 'lost', '500', '403'])
+def test_the_manifest_is_not_written_or_its_reply_is_lost(bucket, fault):
+    """Nothing is assumed: it is read again. A refused one is not there, one whose reply was lost is."""
+    url, clock = bucket.url(), FakeClock()
+    checkpointer(url, clock).save(state(1), step=1)
+
+    def choose(kind, key):
+        return fault if kind == 'write' and key.endswith('checkpoint_2/checkpoint') else None
+
+    done, hits = attempt(bucket, url, clock, 2, choose, storage_options={'retry_seconds': 1.0})
+    assert hits
+    assert (done is not None) == (fault == 'lost')
+    check(url, must=(1,) if done is None else (1, 2))
+    if fault in ('dropped', '500'):
+        # It might have arrived yet: then it finds its arrays, and is a checkpoint.
+        storage = open_storage(url)
+        assert storage.is_file('checkpoint_2/t5ckpt.json')
+        assert storage.is_file('.t5ckpt/busy/2')
+    leaves_nothing_behind(url, clock)
+
+
+def test_a_manifest_that_arrives_late_makes_a_whole_checkpoint(bucket):
+    url, clock = bucket.url(), FakeClock()
+    sent = []
+
+    def choose(kind, key):
+        return 'dropped' if kind == 'write' and key.endswith('checkpoint_2/checkpoint') else None
+
+    def keep_manifest(manifest):
+        sent.append(manifest)
+
+    bucket.proxy.watch = lambda kind, key, body: keep_manifest(body) if choose(kind, key) else None
+    done, _ = attempt(bucket, url, clock, 2, choose, storage_options={'retry_seconds': 1.0})
+    assert done is None
+    assert t5ckpt.all_steps(url) == []
+    open_storage(url).write('checkpoint_2/checkpoint', sent[0])
+    check(url, must=(2,))
+    checkpointer(url, clock).save(state(3), step=3)
+    check(url, must=(2, 3))
+    assert not open_storage(url).is_file('.t5ckpt/busy/2')
+
+
+def test_a_step_that_another_machine_is_writing_is_left_alone(bucket):
+    """Its heartbeat counts; when that has stopped long enough, the step is free and what is left is swept."""
+    url, clock = bucket.url(), FakeClock()
+    storage = open_storage(url)
+    owner = {'nonce': 'n', 'host': 'other', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock()}
+    storage.write('.t5ckpt/busy/5', json.dumps(owner).encode())
+    storage.write('checkpoint_5/w/0.0', b'chunk')
+    ck = checkpointer(url, clock)
+    assert ck.save(state(5), step=5) is None
+    ck.save(state(1), step=1)
+    assert storage.is_file('checkpoint_5/w/0.0')
+    clock.advance(900)
+    ck.save(state(2), step=2)
+    assert storage.is_file('checkpoint_5/w/0.0')
+    clock.advance(3000)
+    ck.save(state(3), step=3)
+    assert not storage.is_file('checkpoint_5/w/0.0')
+    check(url, must=(1, 2, 3))
+
+
+def test_a_step_whose_writer_has_died_elsewhere_is_free_after_ten_minutes(bucket):
+    url, clock = bucket.url(), FakeClock()
+    owner = {'nonce': 'n', 'host': 'other', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock() - 601}
+    storage = open_storage(url)
+    storage.write('.t5ckpt/busy/5', json.dumps(owner).encode())
+    storage.write('checkpoint_5/w/0', b'chunk')
+    assert checkpointer(url, clock).save(state(5), step=5) is not None
+    assert not storage.is_file('checkpoint_5/w/0')
+    check(url, must=(5,))
+
+
+def test_a_writer_that_was_taken_over_drops_its_save(bucket):
+    """It was silent for too long, and somebody else has the step: its manifest is never written."""
+    url, clock = bucket.url(), FakeClock()
+    storage = open_storage(url)
+    owner = {'nonce': 'n', 'host': 'other', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock()}
+
+    def choose(kind, key):
+        if kind == 'write' and key.endswith('checkpoint_5/t5ckpt.json'):
+            # Straight to the server: this runs in the proxy.
+            bucket.put(f'{url}/.t5ckpt/busy/5', json.dumps(owner).encode())
+
+    done, _ = attempt(bucket, url, clock, 5, choose)
+    assert done is None
+    assert not storage.is_file('checkpoint_5/checkpoint')
+    assert storage.is_file('checkpoint_5/w/0.0')
+    assert json.loads(storage.read('.t5ckpt/busy/5')) == owner
+
+
+def test_a_silent_server_is_given_up(bucket):
+    """One that accepts connections and says nothing, and one that does not even accept them."""
+    for backlog in (64, 0):
+        with socket.socket() as silent:
+            silent.bind(('127.0.0.1', 0))
+            silent.listen(backlog)
+            held = [socket.socket() for _ in range(4 if backlog == 0 else 0)]
+            for one in held:
+                one.setblocking(False)
+                one.connect_ex(silent.getsockname())
+            address = f'http://127.0.0.1:{silent.getsockname()[1]}'
+            with bucket.served_by(address):
+                started = time.monotonic()
+                with pytest.raises(errors.StorageError, match=f'{bucket.scheme}://test-bucket'):
+                    t5ckpt.all_steps(bucket.url(), storage_options={'retry_seconds': 2})
+                assert time.monotonic() - started < 20
+            for one in held:
+                one.close()
+
+
+def test_the_first_save_after_an_outage_is_committed(bucket):
+    """A server that was silent is asked again by every operation, the first one after its return included."""
+    url, over = bucket.url(), threading.Event()
+    ck = checkpointer(url, FakeClock(), storage_options={'retry_seconds': 2})
+    ck.save(state(1), step=1)
+    bucket.proxy.choose = lambda kind, key: over.wait(30) and None
+    started = time.monotonic()
+    with pytest.raises(errors.StorageError, match='has not answered for'):
+        ck.save(state(2), step=2)
+    for _ in range(2):
+        with pytest.raises(errors.StorageError, match=r'has not answered for \d+ s'):
+            ck.all_steps()
+    # Only the first of many requests waits for the whole time.
+    assert time.monotonic() - started < 10
+    bucket.proxy.choose = lambda kind, key: None
+    over.set()
+    assert ck.save(state(3), step=3) is not None
+    check(url, must=(1, 3), may=(2,))
+
+
+def every_way_in(url):
+    """The calls with which a run is opened, by name."""
+    ck = checkpointer(url, FakeClock(), storage_options={'retry_seconds': 2})
+    return {
+        'all_steps': lambda: t5ckpt.all_steps(url),
+        'latest_step': ck.latest_step,
+        'save': lambda: ck.save(state(1), step=1),
+        'restore': ck.restore,
+        'restore_or_init': lambda: t5ckpt.restore_or_init(ck, lambda: state(0)),
+        'open_checkpoint': lambda: t5ckpt.open_checkpoint(url),
+        'open_checkpoint of a step': lambda: t5ckpt.open_checkpoint(f'{url}/checkpoint_5'),
+        'open_run': lambda: t5ckpt.open_run(url).steps,
+        'reindex_steps': lambda: t5ckpt.reindex_steps(url),
+        'metrics': lambda: ck.metrics(5),
+        'best_step': lambda: ck.best_step('loss', 'min'),
+        'delete': lambda: ck.delete(5),
+        'pin_checkpoint': lambda: t5ckpt.pin_checkpoint(f'{url}/checkpoint_5'),
+        'unpin_checkpoint': lambda: t5ckpt.unpin_checkpoint(f'{url}/checkpoint_5'),
+        'is_pinned_checkpoint': lambda: t5ckpt.is_pinned_checkpoint(f'{url}/checkpoint_5'),
+    }
+
+
+def refusals(url, ways):
+    """The texts of the errors, all of which are the storage's."""
+    texts = []
+    for name, call in ways.items():
+        with pytest.raises(errors.StorageError) as caught:
+            call()
+        assert type(caught.value) is errors.StorageError, name
+        assert url.split('/')[2] in str(caught.value), name
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_bucket_that_is_not_there_is_not_a_new_run(bucket, capsys):
+    bucket.proxy.clear()
+    url = f'{bucket.scheme}://no-such-bucket/run'
+    for text in refusals(url, every_way_in(url)):
+        assert 'does not exist' in text
+        assert '404' in text
+        assert "check the bucket's name" in text
+    assert not [request for request in bucket.proxy.clear() if request.kind == 'write']
+    with pytest.raises(SystemExit) as ended:
+        run(['ls', url])
+    assert ended.value.code == 4
+    assert 'does not exist' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['Not_Valid!', 'a'])
+def test_the_name_of_a_bucket_that_cannot_be(bucket, name):
+    url = f'{bucket.scheme}://{name}/run'
+    for text in refusals(url, every_way_in(url)):
+        assert 'bucket name' in text
+        assert "check the bucket's name" in text
+
+
+def test_a_page_in_the_place_of_an_answer(bucket):
+    """Of a portal or a proxy: no checkpoint is called damaged for it, and none is new."""
+    url = bucket.url()
+    checkpointer(url, FakeClock()).save(state(1), step=1)
+    ways = every_way_in(url)
+    bucket.proxy.choose = lambda kind, key: 'html'
+    for text in refusals(url, ways):
+        assert "check the bucket's name, the endpoint and the network" in text
+    bucket.proxy.choose = lambda kind, key: None
+    check(url, must=(1,))
+
+
+def test_a_new_run_in_a_bucket_costs_one_question_for_the_bucket(gs):
+    """Google's driver says of a bucket that is not there that it is empty; on S3 the listing itself tells."""
+    url = gs.url()
+    ck = checkpointer(url, FakeClock())
+    gs.proxy.clear()
+    assert ck.all_steps() == []
+    assert ck.all_steps() == []
+    ck.save(state(1), step=1)
+    assert [request.kind for request in gs.proxy.clear()].count('bucket') == 1

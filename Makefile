@@ -13,7 +13,7 @@ ARGS ?=
 help:
 	@echo 'make demo         train a tiny T5, kill it, resume it, look at its checkpoints (a minute or two)'
 	@echo 'make test         all tests                     make test-fast    without those marked slow'
-	@echo 'make lint         ruff and pyright              make format       rewrite the sources with ruff'
+	@echo 'make lint         ruff, import-linter, pyright            make format       rewrite the sources with ruff'
 	@echo 'make transformers two versions, which tests of exports to Hugging Face compute with'
 	@echo 'make soak         faults at random for 30 minutes, then power cuts'
 	@echo 'make fuzz         a million hostile inputs to every decoder'
@@ -37,7 +37,7 @@ test-fast: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/installed-test

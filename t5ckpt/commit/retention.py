@@ -26,6 +26,7 @@ from t5ckpt.commit.read_lease import leased_steps, live_steps
 from t5ckpt.commit.removal import hide_checkpoint, remove_hidden
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, MetricSource
+from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -248,8 +249,9 @@ class Retention:
             remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)
         self.wait()
         if hidden:
-            self._remover = threading.Thread(target=self._remove, args=(hidden,), name='t5ckpt-delete')
-            self._remover.start()
+            self._remover = start_thread(lambda: self._remove(hidden), 't5ckpt-delete', daemon=False)
+            if self._remover is None:
+                self._remove(hidden)
         return done
 
     def _hidden(self, step: int) -> Hidden | None:

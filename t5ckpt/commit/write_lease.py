@@ -35,6 +35,7 @@ from typing import Any
 
 from t5ckpt.catalog.step_index import Index
 from t5ckpt.core.protocols import Clock
+from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
 from t5ckpt.format.names import busy_marker, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
@@ -173,7 +174,6 @@ class WriteLease:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._write()
-        self._heart = threading.Thread(target=self._renew, name='t5ckpt-heart', daemon=True)
 
     def _write(self) -> None:
         owner = Owner(
@@ -182,8 +182,9 @@ class WriteLease:
         self._storage.write(self._key, self._encode(dataclasses.asdict(owner)))
 
     def start(self) -> None:
-        """Begins to renew the record."""
-        self._heart.start()
+        """Begins to renew the record. Without a thread for it, the lease holds as long as the record is young."""
+        if start_thread(self._renew, 't5ckpt-heart', daemon=True) is None:
+            _log.info('t5ckpt: %s is not renewed: no thread could be started', self._storage.url(self._key))
 
     def _renew(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):

@@ -15,11 +15,24 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ['Pool', 'Workers']
+__all__ = ['Pool', 'Workers', 'start_thread']
 
 _Result = TypeVar('_Result')
 _Given = ParamSpec('_Given')
 _Task = tuple[Callable[[], None], 'Future[None]']
+
+
+def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> threading.Thread | None:
+    """Calls a function in a thread of its own; None where the system starts no more threads.
+
+    Python 3.12 starts none in ``atexit``, and a machine may have reached its limit. Callers then do the work themselves.
+    """
+    thread = threading.Thread(target=function, name=name, daemon=daemon)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 class Workers:
@@ -36,10 +49,8 @@ class Workers:
         """Has it called; the future says when it is done, or raises what it raised."""
         future: Future[None] = Future()
         if self._started < self._room:
-            # Where the system has no more threads, those that there are do the work, or the caller.
-            with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self._work, name=f'{self._name}-{self._started}', daemon=True).start()
-                self._started += 1
+            # Without a new thread, those that there are do the work, or the caller.
+            self._started += start_thread(self._work, f'{self._name}-{self._started}', daemon=True) is not None
         if self._started:
             self._tasks.put((function, future))
         else:
@@ -79,7 +90,7 @@ def _do(function: Callable[[], None], future: Future[None]) -> None:
 class Pool(Executor):
     """``ThreadPoolExecutor``, but it takes work also while the interpreter ends: a restore in ``atexit`` needs it.
 
-    Where the system starts no more threads, as Python 3.12 does at its end, the work is done in ``submit``.
+    Where no thread starts, the work is done in ``submit``.
     """
 
     def __init__(self, count: int, name: str = 't5ckpt'):
@@ -99,10 +110,8 @@ class Pool(Executor):
             if self._is_closed:
                 raise RuntimeError('the pool is closed')
             if len(self._threads) < self._count:
-                thread = threading.Thread(target=self._work, name=f'{self._name}-{len(self._threads)}', daemon=True)
-                with contextlib.suppress(RuntimeError):
-                    thread.start()
-                    self._threads.append(thread)
+                thread = start_thread(self._work, f'{self._name}-{len(self._threads)}', daemon=True)
+                self._threads += [] if thread is None else [thread]
             is_queued = bool(self._threads)
             if is_queued:
                 self._tasks.put(task)

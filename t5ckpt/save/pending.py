@@ -1,6 +1,7 @@
 """A save that goes on in the background.
 
-Notes: the thread is not a daemon, so the interpreter waits for a save that is under way before it exits.
+Notes: the thread is not a daemon, so the interpreter waits for a save that is under way before it exits. Where no thread can be
+started, the save is done in the caller's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables
 from t5ckpt.core.interrupt_safe_event import Flag
 from t5ckpt.core.text import lines, printable
+from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import SaveFailedError
 from t5ckpt.save.execute import run_save
 from t5ckpt.save.prepare import PreparedSave
@@ -66,7 +68,7 @@ class PendingSave:
         try:
             self._lend(work.staging.is_staged)
         except BaseException:
-            # Interrupted, or no more threads.
+            # Interrupted.
             self.cancel()
             raise
 
@@ -96,7 +98,8 @@ class PendingSave:
             self._is_staged = True
 
     def _launch(self) -> None:
-        threading.Thread(target=self._run, name=f't5ckpt-save-{self.step}', daemon=False).start()
+        if start_thread(self._run, f't5ckpt-save-{self.step}', daemon=False) is None:
+            self._run()
 
     def _has_begun(self) -> bool:
         """Whether a thread has the work. A handler may have come before there was one; of two threads, one does it."""

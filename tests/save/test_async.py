@@ -541,6 +541,26 @@ def test_a_save_while_the_interpreter_ends(tmp_path, last):
     assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2]
 
 
+def test_a_save_where_no_thread_starts(tmp_path):
+    """The caller saves, deletes and restores, as in ``atexit`` on Python 3.12."""
+    state = {'x': np.arange(100_000), 'y': jnp.arange(100_000)}
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep=2)
+    told = []
+    before = threading.stack_size(2**46)  # larger than any address space
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=print).start()
+        assert [ck.save(state, step=step).step for step in range(3)] == [0, 1, 2]
+        pending = ck.save_async(state, step=3)
+        pending.add_done_callback(told.append)
+        assert (pending.result().step, told, t5ckpt.all_steps(tmp_path)) == (3, [pending], [2, 3])
+        np.testing.assert_array_equal(ck.restore()['x'], state['x'])
+        ck.close()
+    finally:
+        threading.stack_size(before)
+    assert sorted(os.listdir(tmp_path)) == ['checkpoint_2', 'checkpoint_3']
+
+
 @pytest.mark.parametrize('method', ['save', 'save_async'])
 @pytest.mark.parametrize('inner', ['save', 'save_async', 'wait_until_finished', 'close'])
 def test_a_callback_that_waits_for_its_own_save(tmp_path, method, inner):

@@ -210,14 +210,14 @@ class Checkpointer(FromTensorFlow):
         )
         self._progress = progress
         self._clock = clock
-        self._meetings = Coordinator(self._storage, processes, number('process_timeout', process_timeout))
+        self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout))
         self._is_read_only = read_only
         self._monitored = monitored_metrics(policy, save_policy)
         self._notices = Notices()
         self._template_check = TemplateCheck(train_state, self._match, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
         environment = Environment(clock, preempted, self._is_saving)
-        self._schedule = SaveSchedule(save_policy, self._meetings, self._retention, environment, self._notices)
+        self._schedule = SaveSchedule(save_policy, self._coordinator, self._retention, environment, self._notices)
         self._is_closed = False
         self.restored_step: int | None = None
         """The step of this run that ``restore_or_init`` restored."""
@@ -405,7 +405,7 @@ class Checkpointer(FromTensorFlow):
                 'Save inside the with block, or before close().'
             )
         self.wait_until_finished()
-        meeting = self._meeting('a save' if call.step is None else f'the save of step {call.step}')
+        save_round = self._round('a save' if call.step is None else f'the save of step {call.step}')
         try:
             self.check_for_errors()
             table = flatten_state(state).table
@@ -424,15 +424,15 @@ class Checkpointer(FromTensorFlow):
                 notices=self._notices,
                 site=CallSite.here(),
             )
-            if meeting.is_first:
+            if save_round.is_leader:
                 self._notices.missing_metrics(self._retention.missing_metrics(request.step, call.metrics))
             if not call.fns:
-                self._template_check.look(state, table, request.step, tells=meeting.is_first)
-            if self._partitioner is None and meeting.is_first:
+                self._template_check.look(state, table, request.step, tells=save_round.is_leader)
+            if self._partitioner is None and save_round.is_leader:
                 self._template_check.look_at_shardings(table, request.step)
-            prepared = prepare_save(request, meeting, table, self._axes)
+            prepared = prepare_save(request, save_round, table, self._axes)
         except BaseException as error:
-            meeting.fail('plan', error)
+            save_round.fail('plan', error)
             raise
         self._pending = pending = PendingSave(request.step, prepared)  # known before it is started
         return pending
@@ -450,13 +450,13 @@ class Checkpointer(FromTensorFlow):
 
         Notes and answer are of JSON's types. In a single process it is a call of ``decide``.
         """
-        return self._meeting(action).agree('agree', note, decide)
+        return self._round(action).reduce_on_leader('agree', note, decide)
 
-    def _meeting(self, action: str) -> CoordinationRound:
-        if self._meetings.processes_of_job().count > 1:
+    def _round(self, action: str) -> CoordinationRound:
+        if self._coordinator.processes_of_job().count > 1:
             # One thing at a time: the keys of a round go when the next one begins.
             self.wait_until_finished()
-        return self._meetings.round(action)
+        return self._coordinator.round(action)
 
     def wait_until_finished(self) -> None:
         """Waits for the save in the background, if there is one. Its error stays for ``check_for_errors``."""
@@ -531,7 +531,7 @@ class Checkpointer(FromTensorFlow):
             # T5X's programs pass the empty path where they have none.
             path=None if path == '' else path,
             storage_options=self._storage_options,
-            meeting=self._meeting('a restore'),
+            round=self._round('a restore'),
             fns=state_transformation_fns,
             fallback=fallback_state,
             lazy=lazy_parameters,
@@ -578,7 +578,7 @@ class Checkpointer(FromTensorFlow):
             step=None,
             path=path,
             storage_options=self._storage_options,
-            meeting=self._meeting('a restore'),
+            round=self._round('a restore'),
             fns=state_transformation_fns,
             fallback=None,
             lazy=False,
@@ -677,13 +677,13 @@ class Checkpointer(FromTensorFlow):
         self._refuse_if_read_only(f'delete step {at}')
         self.wait_until_finished()
 
-        def decide(notes: Sequence[Any]) -> int | None:
-            if any(note != at for note in notes):
-                raise DisagreementError(f'the processes were asked to delete different steps: {notes}.')
+        def decide(votes: Sequence[Any]) -> int | None:
+            if any(vote != at for vote in votes):
+                raise DisagreementError(f'the processes were asked to delete different steps: {votes}.')
             delete_step(self._storage, at, self._clock)
             return self.latest_step()
 
-        self._schedule.forget(at, self._meeting(f'the deletion of step {at}').agree('delete', at, decide))
+        self._schedule.forget(at, self._round(f'the deletion of step {at}').reduce_on_leader('delete', at, decide))
 
     def _refuse_if_read_only(self, action: str) -> None:
         require_directory(self._storage)

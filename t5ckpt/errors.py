@@ -27,7 +27,8 @@
     ├── ClosedError               ValueError                      a save with a checkpointer that was closed
     ├── ReadOnlyError             ValueError                      a save or a deletion with one that only reads
     ├── DisagreementError         ValueError                      the processes were asked for different things
-    ├── ProcessMissingError       TimeoutError                    a process did not come in time
+    ├── ProcessMissingError       TimeoutError                    a process did not arrive within the time-out
+    ├── CoordinationError         RuntimeError                    a process died, or JAX's coordination service failed
     ├── RemoteError               RuntimeError                    another process failed, and so all did
     ├── UnsupportedTopologyError  RuntimeError                    processes or devices this version cannot serve
     ├── NotEnoughMemoryError      MemoryError                     an array is larger than this machine's memory
@@ -65,6 +66,7 @@ __all__ = [
     'CheckpointExistsError',
     'CheckpointNotFoundError',
     'ClosedError',
+    'CoordinationError',
     'CorruptCheckpointError',
     'DatasetStateError',
     'DisagreementError',
@@ -227,23 +229,35 @@ class DisagreementError(T5CkptError, ValueError):
 
 
 class ProcessMissingError(T5CkptError, TimeoutError):
-    """A process did not come to where the others waited for it.
+    """A process did not arrive at a barrier, or sent no answer, within ``process_timeout``.
 
     Attributes:
       missing: the indices of the processes.
-      phase: what they did not come to.
+      phase: the barrier or the message that the others waited for.
     """
 
-    def __init__(self, action: str, phase: str, missing: tuple[int, ...], seconds: float, detail: str):
+    def __init__(self, action: str, phase: str, missing: tuple[int, ...], seconds: float):
         names = f'process {", ".join(map(str, missing))}' if missing else 'one of the processes'
-        # That the wait ended is what this error says; anything else the coordination service has to say is news.
-        news = '' if detail.startswith('DEADLINE_EXCEEDED') else f' ({detail.partition(chr(10))[0][:300]})'
         super().__init__(
-            f'{action}: {names} did not come to {phase!r} within {seconds:g} s: it died, hangs, or never called save or '
-            f'restore, which every process has to. Look at its log; process_timeout= sets the wait.{news}'
+            f'{action}: {names} did not arrive at {phase!r} within {seconds:g} s. It died, hangs, or did not call save or '
+            'restore, which every process must call. Look at its log; process_timeout= sets the time-out.'
         )
         self.missing = missing
         self.phase = phase
+
+
+class CoordinationError(T5CkptError, RuntimeError):
+    """A process of the job died, or JAX's coordination service failed; a time-out is a :class:`ProcessMissingError`.
+
+    Attributes:
+      code: the status code of the service, such as ``'UNAVAILABLE'``; '' where its error has none.
+      died: the indices of the processes that the service reports as dead.
+    """
+
+    def __init__(self, message: str, code: str = '', died: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.code = code
+        self.died = died
 
 
 class RemoteError(T5CkptError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Where the processes of one checkpointer meet; nobody is asked before the first time, since a constructor meets nobody."""
+"""The coordinator of one checkpointer, which numbers its rounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ['Coordinator']
 
 
 class Coordinator:
-    """The rounds of one checkpointer."""
+    """Begins the coordination rounds of one checkpointer.
+
+    The constructor does not ask JAX for the processes, so a checkpointer may be made before ``jax.distributed.initialize``.
+    """
 
     def __init__(self, storage: Storage, processes: Processes | None, timeout_seconds: float):
         """``processes`` are those of the job; None takes those of ``jax.distributed``."""
@@ -21,26 +24,26 @@ class Coordinator:
         self._channel: Channel | None = None
 
     def processes_of_job(self) -> Processes:
-        """The processes that meet."""
+        """Returns the processes that take part."""
         return jax_processes() if self._processes is None else self._processes
 
     def new_channel(self) -> Channel:
-        """A sequence of its own, in which they need not take turns with a save."""
+        """Returns a channel of its own, whose messages are independent of the rounds of saves."""
         processes = self.processes_of_job()
         return Channel(processes, processes.next_channel(), self._timeout)
 
     def round(self, action: str) -> CoordinationRound:
-        """The next thing that all of them do together.
+        """Begins the next round of all processes.
 
         Raises:
-          UnsupportedTopologyError: several processes, and a storage that only one of them sees.
+          UnsupportedTopologyError: the job has several processes, and only one of them sees the storage.
         """
         if self._channel is None:
             processes = self.processes_of_job()
             if processes.count > 1 and not self._storage.is_shared:
                 raise UnsupportedTopologyError(
-                    f'{self._storage.url()} is seen by one process alone, and this job has {processes.count}. Use a '
-                    'directory that all of them share.'
+                    f'{self._storage.url()} is visible to one process only, and this job has {processes.count}. Use a '
+                    'directory that all processes share.'
                 )
             self._channel = self.new_channel()
         return self._channel.round(action)

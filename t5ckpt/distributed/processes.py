@@ -1,20 +1,19 @@
-"""Which process this is, among how many, and how they come to one mind.
+"""The processes of a job: their indices, and the calls of JAX's coordination service.
 
-Processes meet through JAX's coordination service alone, never through a device collective: a save in the background must
-not get between the collectives of a training step, and a barrier there has no time-out.
-
-One primitive serves everything: in ``Round.agree`` every process brings a note, process 0 decides on all of them, and all
-get its answer. It costs one barrier and one key for each process. In a single process it is a call of a function.
+Processes coordinate only over this service, never with a device collective. A save in the background must not come between
+the collectives of a training step, and a barrier of a collective has no time-out.
 
 Keys are ``t5ckpt/<channel>/<round>/<phase>/...``. Every process must begin its rounds in the same order, as it must enter
-its jitted steps in the same order; a channel is the sequence of one checkpointer, so that two of them may save at once.
+its jitted steps in the same order. Each checkpointer has a channel, so two of them may save at the same time.
 
-This is the one module that uses JAX's private interface: ``jax._src.distributed.global_state.client``.
+Only this module uses JAX's private interface: ``jax._src.distributed.global_state.client``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -23,13 +22,59 @@ from typing import Any
 
 from t5ckpt.errors import T5CkptError
 
-__all__ = ['DEFAULT_TIMEOUT_SECONDS', 'Processes', 'jax_processes']
+__all__ = ['DEFAULT_TIMEOUT_SECONDS', 'Processes', 'ServiceError', 'Status', 'jax_processes', 'parse_status']
 
 DEFAULT_TIMEOUT_SECONDS = 1200.0
 
+# absl's names of status codes, which begin the text of every error of jaxlib's client.
+_CODE = re.compile(r'([A-Z][A-Z_]+)(?:: |$)')
+# A process that died fails the barriers of the others with INTERNAL, and later calls with UNAVAILABLE.
+_PEER_DIED = re.compile(
+    r'task is set to ERROR|heartbeat timeout|stopped sending heartbeats|Barrier failed because', re.IGNORECASE
+)
+_TASK = re.compile(r'\btask:? ?(\d+)|^(\d+)$', re.IGNORECASE | re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """The status of a failed call of the coordination service.
+
+    Attributes:
+      code: absl's name of the status code, such as ``'DEADLINE_EXCEEDED'``; '' where the text begins with none.
+      died: the indices of the processes that the service reports as dead.
+      has_dead: whether it reports a dead process; the service does not always name it.
+      text: the first line of the error.
+    """
+
+    code: str
+    died: tuple[int, ...]
+    has_dead: bool
+    text: str
+
+
+def parse_status(text: str) -> Status:
+    """Parses the text of an error of jaxlib's client, an ``XlaRuntimeError`` that has no attribute for the code."""
+    match = _CODE.match(text)
+    code = '' if match is None else match[1]
+    has_dead = code in ('ABORTED', 'INTERNAL', 'UNAVAILABLE') and _PEER_DIED.search(text) is not None
+    died = {int(one or other) for one, other in _TASK.findall(text)} if has_dead else set[int]()
+    return Status(code, tuple(sorted(died)), has_dead, text.partition('\n')[0])
+
+
+class ServiceError(Exception):
+    """A call of the coordination service that failed for another reason than its time-out."""
+
+    def __init__(self, status: Status):
+        super().__init__(status.text)
+        self.status = status
+
 
 class Processes(ABC):
-    """The processes of a job, and a store of keys that all of them reach."""
+    """The processes of a job, and the key-value store of their coordination service.
+
+    Every method raises TimeoutError where the service reports a passed deadline, and :class:`ServiceError` for its other
+    errors.
+    """
 
     index: int
     count: int
@@ -45,15 +90,15 @@ class Processes(ABC):
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> None:
-        """Sets a key that was not set before."""
+        """Sets a key that must not be set yet."""
 
     @abstractmethod
     def get(self, key: str, timeout_seconds: float) -> bytes:
-        """Waits for a key. Raises TimeoutError."""
+        """Waits for a key and returns its value."""
 
     @abstractmethod
     def get_all(self, prefix: str) -> dict[str, bytes]:
-        """The keys below a prefix that are set by now, by their last component."""
+        """Returns the values of the keys that are set below a prefix, by the last component of the key."""
 
     @abstractmethod
     def remove(self, prefix: str) -> None:
@@ -61,11 +106,11 @@ class Processes(ABC):
 
     @abstractmethod
     def barrier(self, name: str, timeout_seconds: float) -> None:
-        """Waits until all processes are here. Raises TimeoutError."""
+        """Waits until all processes have entered the barrier of this name."""
 
 
 class _One(Processes):
-    """A job of one process, which has nobody to talk to."""
+    """A job of one process, which needs no coordination service."""
 
     index, count = 0, 1
 
@@ -112,15 +157,18 @@ class _Coordinated(Processes):
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    # The client raises jaxlib's XlaRuntimeError, a RuntimeError, for whatever happens: its text begins with a code.
+    # The client raises jaxlib's XlaRuntimeError, a RuntimeError, for every status code.
     try:
         return function(*arguments)
     except RuntimeError as error:
-        raise TimeoutError(str(error)) from error
+        status = parse_status(str(error))
+        if status.code == 'DEADLINE_EXCEEDED':
+            raise TimeoutError(status.text) from error
+        raise ServiceError(status) from error
 
 
 class _Registry:
-    """The coordination service is one for the process, and so is the order of the channels on it."""
+    """The one coordination client of this process, with the order of the channels on it."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -137,7 +185,7 @@ _registry = _Registry()
 
 
 def jax_processes() -> Processes:
-    """This job's processes. Asking never starts JAX: a program that has not imported it is one process."""
+    """Returns the processes of this job. Never imports JAX: a program that has not imported it is one process."""
     jax = sys.modules.get('jax')
     if jax is None or jax.process_count() == 1:
         return _One()

@@ -1,4 +1,9 @@
-"""Coordination rounds: barriers, votes and broadcasts, numbered so that none meets another."""
+"""Coordination rounds: barriers, votes and broadcasts over the key-value store of the coordination service.
+
+:meth:`CoordinationRound.reduce_on_leader` is the primitive of saves and restores. Every process sends a vote, process 0
+(the leader) reduces the votes to a decision, and every process returns the decision. It costs one barrier and one key for
+each process; in a job of one process it is a function call. Rounds are numbered, so the keys of two rounds never collide.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +11,52 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from t5ckpt.core.text import lines_of_error
-from t5ckpt.distributed.processes import Processes
-from t5ckpt.errors import ProcessMissingError, RemoteError, T5CkptError
+from t5ckpt.distributed.processes import Processes, ServiceError, Status
+from t5ckpt.errors import CoordinationError, ProcessMissingError, RemoteError, T5CkptError
 
-__all__ = ['Channel', 'CoordinationRound']
+__all__ = ['Channel', 'CoordinationRound', 'coordination_error']
 
 
-# gRPC refuses messages above 4 MiB where nobody raised the limit.
-_PIECE_BYTES = 2**20
+# gRPC refuses messages above 4 MiB unless the limit was raised.
+_MESSAGE_BYTES = 2**20
 
 
 Decide = Callable[[Sequence[Any]], Any]
 
 
+@contextlib.contextmanager
+def _mapped_errors(action: str, phase: str, awaited: tuple[int, ...], seconds: float) -> Generator[None]:
+    """Maps the errors of the coordination service; ``awaited`` are the processes that a time-out is blamed on."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ProcessMissingError(action, phase, awaited, seconds) from error
+    except ServiceError as error:
+        raise coordination_error(action, phase, error.status) from error
+
+
+def coordination_error(action: str, phase: str, status: Status) -> CoordinationError:
+    """Returns the error of a call that failed with a status; ``action`` and ``phase`` say what the processes did."""
+    text = status.text[:300]
+    if status.has_dead:
+        names = f'process {", ".join(map(str, status.died))}' if status.died else 'a process'
+        what = f'{names} died. Look at its log, then restart the job; it goes on from its latest checkpoint. ({text})'
+    elif status.code == 'UNAVAILABLE':
+        what = (
+            "lost JAX's coordination service, which runs in process 0: that process died, or the network to it failed. "
+            f'Look at its log, then restart the job. ({text})'
+        )
+    else:
+        what = f"JAX's coordination service failed: {text}"
+    return CoordinationError(f'{action}, in {phase!r}: {what}', status.code, status.died)
+
+
 class Channel:
-    """The rounds of one checkpointer, one after another."""
+    """The sequence of rounds of one checkpointer."""
 
     def __init__(self, processes: Processes, prefix: str, timeout_seconds: float):
         self.processes = processes
@@ -36,40 +68,50 @@ class Channel:
     def round(self, action: str) -> CoordinationRound:
         """Begins the next round; ``action`` is for errors, such as 'the save of step 5'."""
         prefix = f'{self._prefix}/{next(self._numbers)}'
-        # Whoever meets in this round has left the ones before it, so their keys may go once all have met.
+        # A process that enters this round has left the earlier ones, so their keys are removed after its first barrier.
         old, self._finished = self._finished, [prefix]
         return CoordinationRound(self.processes, prefix, action, self._timeout, old)
 
-    def tell(self, name: str, data: bytes | None, action: str) -> bytes:
-        """Gives a few of process 0's bytes to all, outside of any round and without a barrier; the others pass None.
+    def broadcast(self, name: str, data: bytes | None, action: str) -> bytes:
+        """Sends a short message of the leader to all processes, outside of any round and without a barrier.
+
+        Args:
+          name: unique in the channel until it is dropped.
+          data: the message on the leader, None on the other processes.
+          action: for errors.
+
+        Returns:
+          The message.
 
         Raises:
-          ProcessMissingError: process 0 said nothing in time.
+          ProcessMissingError: the leader sent no message within the time-out.
+          CoordinationError: a process died, or the service failed.
         """
-        key = f'{self._prefix}/told/{name}'
-        if data is not None:
+        key = f'{self._prefix}/broadcast/{name}'
+        with _mapped_errors(action, name, (0,), self._timeout):
+            if data is None:
+                return self.processes.get(key, self._timeout)
             self.processes.put(key, data)
             return data
-        try:
-            return self.processes.get(key, self._timeout)
-        except TimeoutError as error:
-            raise ProcessMissingError(action, name, (0,), self._timeout, str(error)[:300]) from error
 
-    def call(self, name: str) -> None:
-        """Leaves word for process 0, once."""
-        self.processes.put(f'{self._prefix}/calls/{name}/{self.processes.index}', b'1')
+    def signal_leader(self, name: str) -> None:
+        """Signals the leader. A process may send each signal once."""
+        with _mapped_errors(f'the signal {name!r}', name, (0,), self._timeout):
+            self.processes.put(f'{self._prefix}/signals/{name}/{self.processes.index}', b'1')
 
     def was_signalled(self, name: str) -> bool:
-        """Whether any process has left such word."""
-        return bool(self.processes.get_all(f'{self._prefix}/calls/{name}'))
+        """Returns whether any process has sent this signal."""
+        with _mapped_errors(f'the signal {name!r}', name, (0,), self._timeout):
+            return bool(self.processes.get_all(f'{self._prefix}/signals/{name}'))
 
-    def forget(self, name: str) -> None:
-        """Removes what was told below a name; nobody may come to ask for it any more."""
-        self.processes.remove(f'{self._prefix}/told/{name}')
+    def drop(self, name: str) -> None:
+        """Removes the broadcast messages below a name; no process may receive them afterwards."""
+        with _mapped_errors('the check-in of maybe_save', name, (0,), self._timeout):
+            self.processes.remove(f'{self._prefix}/broadcast/{name}')
 
 
 class CoordinationRound:
-    """One thing that all processes do together."""
+    """One action that all processes take together, such as a save."""
 
     def __init__(self, processes: Processes, prefix: str, action: str, timeout_seconds: float, old: Sequence[str]):
         self.processes = processes
@@ -80,126 +122,134 @@ class CoordinationRound:
 
     @property
     def is_single_process(self) -> bool:
-        """Whether there is one process."""
+        """Whether the job has one process."""
         return self.processes.count == 1
 
     @property
-    def is_first(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is process 0."""
         return self.processes.index == 0
 
-    def agree(self, phase: str, note: Any, decide: Decide) -> Any:
-        """Meets all processes.
+    def reduce_on_leader(self, phase: str, vote: Any, decide: Decide) -> Any:
+        """Gathers a vote of every process on the leader, and returns the leader's decision on all processes.
 
         Args:
-          phase: unique in the round; for errors, too.
-          note: what this process brings, of JSON's types. ``{'error': text}`` fails the round on all.
-          decide: called in process 0 with the notes in order of the processes; returns something of JSON's types.
+          phase: unique in the round; it is named in errors.
+          vote: of this process, of JSON's types. ``{'error': text}`` fails the round on all processes.
+          decide: called on the leader with the votes in order of the processes; returns a value of JSON's types.
 
         Returns:
-          What ``decide`` returned.
+          The value that ``decide`` returned.
 
         Raises:
-          ProcessMissingError: naming the processes that did not come in time.
-          RemoteError: another process brought an error, or process 0 failed to decide.
-          Exception: in process 0, what ``decide`` raised.
+          ProcessMissingError: naming the processes that did not arrive within the time-out.
+          CoordinationError: a process died, or the service failed.
+          RemoteError: another process voted with an error, or ``decide`` raised on the leader.
+          Exception: on the leader, the exception of ``decide``.
         """
         if self.is_single_process:
-            return decide([note])
-        at = f'{self._prefix}/{phase}'
-        self._meet(at, phase, note)
-        if not self.is_first:
-            return self._hear(at, phase)
+            return decide([vote])
+        prefix = f'{self._prefix}/{phase}'
+        self._gather(prefix, phase, vote)
+        if not self.is_leader:
+            return self._receive_decision(prefix, phase)
+        with self._mapped(phase, (0,)):
+            found = {int(name): text for name, text in self.processes.get_all(f'{prefix}/vote').items()}
         try:
-            found = {int(name): text for name, text in self.processes.get_all(f'{at}/note').items()}
-            notes = [json.loads(found[index]) for index in range(self.processes.count)]
-            self._raise_failures(phase, notes)
-            value = decide(notes)
+            votes = [json.loads(found[index]) for index in range(self.processes.count)]
+            self._raise_failures(phase, votes)
+            value = decide(votes)
         except BaseException as error:
-            self.processes.put(f'{at}/answer', json.dumps({'error': lines_of_error(error)}).encode())
+            # The exception of the leader is the one to raise, also where the others cannot be told.
+            with contextlib.suppress(T5CkptError):
+                self._send_decision(prefix, phase, {'error': lines_of_error(error)})
             raise
-        self.processes.put(f'{at}/answer', json.dumps({'value': value}).encode())
+        self._send_decision(prefix, phase, {'value': value})
         return value
 
-    def _meet(self, at: str, phase: str, note: Any) -> None:
+    def _mapped(self, phase: str, awaited: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+        return _mapped_errors(self._action, phase, awaited, self._timeout)
+
+    def _gather(self, prefix: str, phase: str, vote: Any) -> None:
         try:
-            self.processes.put(f'{at}/note/{self.processes.index:08d}', json.dumps(note).encode())
-            self.processes.barrier(f'{at}/all', self._timeout)
-            if self.is_first:
-                for prefix in self._old:
-                    self.processes.remove(prefix)
+            with self._mapped(phase, ()):
+                self.processes.put(f'{prefix}/vote/{self.processes.index:08d}', json.dumps(vote).encode())
+                self.processes.barrier(f'{prefix}/all', self._timeout)
+        except ProcessMissingError as error:
+            raise self._missing(prefix, phase) from error.__cause__
+        with self._mapped(phase, (0,)):
+            if self.is_leader:
+                for old in self._old:
+                    self.processes.remove(old)
                 self._old = ()
-        except TimeoutError as error:
-            raise self._missing(at, phase, error) from error
 
-    def _missing(self, at: str, phase: str, error: TimeoutError) -> ProcessMissingError:
-        try:
-            here = {int(name) for name in self.processes.get_all(f'{at}/note')}
-        except TimeoutError:
-            return ProcessMissingError(self._action, phase, (0,), self._timeout, f'its service is gone: {error}')
-        missing = tuple(sorted(set(range(self.processes.count)) - here))
-        return ProcessMissingError(self._action, phase, missing, self._timeout, str(error))
+    def _missing(self, prefix: str, phase: str) -> ProcessMissingError:
+        """Names the processes whose vote has not arrived; process 0 where its service does not answer."""
+        with self._mapped(phase, (0,)):
+            voted = {int(name) for name in self.processes.get_all(f'{prefix}/vote')}
+        missing = tuple(sorted(set(range(self.processes.count)) - voted))
+        return ProcessMissingError(self._action, phase, missing, self._timeout)
 
-    def _raise_failures(self, phase: str, notes: Sequence[Any]) -> None:
+    def _raise_failures(self, phase: str, votes: Sequence[Any]) -> None:
         failed = {
-            index: note['error'] for index, note in enumerate(notes) if isinstance(note, dict) and 'error' in note
+            index: vote['error'] for index, vote in enumerate(votes) if isinstance(vote, dict) and 'error' in vote
         }
         if failed:
             shown = '; '.join(f'process {index}: {text}' for index, text in list(failed.items())[:4])
             more = f' and {len(failed) - 4} more' if len(failed) > 4 else ''
             raise RemoteError(f'{self._action} failed in {phase!r}: {shown}{more}', tuple(failed))
 
-    def _hear(self, at: str, phase: str) -> Any:
-        try:
-            answer = json.loads(self.processes.get(f'{at}/answer', self._timeout))
-        except TimeoutError as error:
-            raise ProcessMissingError(self._action, phase, (0,), self._timeout, str(error)) from error
-        if 'error' in answer:
-            kind, _, text = answer['error'].partition(': ')
+    def _send_decision(self, prefix: str, phase: str, decision: dict[str, Any]) -> None:
+        with self._mapped(phase, (0,)):
+            self.processes.put(f'{prefix}/decision', json.dumps(decision).encode())
+
+    def _receive_decision(self, prefix: str, phase: str) -> Any:
+        with self._mapped(phase, (0,)):
+            decision = json.loads(self.processes.get(f'{prefix}/decision', self._timeout))
+        if 'error' in decision:
+            kind, _, text = decision['error'].partition(': ')
             if kind == 'RemoteError':
                 raise RemoteError(text)
-            raise RemoteError(f'{self._action} failed in {phase!r}: process 0: {answer["error"]}', (0,))
-        return answer['value']
+            raise RemoteError(f'{self._action} failed in {phase!r}: process 0: {decision["error"]}', (0,))
+        return decision['value']
 
     def fail(self, phase: str, error: BaseException) -> None:
-        """Tells the others that this process cannot go on; returns when they know, or do not come."""
-        # Whoever is missing will not come to hear it either.
-        is_known = any(isinstance(each, ProcessMissingError) for each in (error, error.__cause__))
+        """Tells the other processes that this one cannot go on; returns when they know, or after the time-out."""
+        # After these errors the others cannot be reached, or have failed themselves.
+        is_known = any(isinstance(each, (ProcessMissingError, CoordinationError)) for each in (error, error.__cause__))
         if not self.is_single_process and not is_known:
             with contextlib.suppress(T5CkptError):
-                self.agree(phase, {'error': lines_of_error(error)}, lambda _: None)
+                self.reduce_on_leader(phase, {'error': lines_of_error(error)}, lambda _: None)
 
     def share(self, name: str, data: bytes | None) -> bytes:
-        """Gives process 0's bytes to all; the others pass None. No barrier."""
-        at = f'{self._prefix}/{name}'
-        if data is not None:
+        """Sends bytes of the leader to all processes, without a barrier; the others pass None."""
+        prefix = f'{self._prefix}/{name}'
+        with self._mapped(name, (0,)):
+            if data is None:
+                deadline = time.monotonic() + self._timeout
+                count = int(self._wait(f'{prefix}/count', deadline))
+                return b''.join(self._wait(f'{prefix}/{number}', deadline) for number in range(count))
             if not self.is_single_process:
-                pieces = range(0, len(data), _PIECE_BYTES)
-                for number, start in enumerate(pieces):
-                    self.processes.put(f'{at}/{number}', data[start : start + _PIECE_BYTES])
-                self.processes.put(f'{at}/count', str(len(pieces)).encode())
+                starts = range(0, len(data), _MESSAGE_BYTES)
+                for number, start in enumerate(starts):
+                    self.processes.put(f'{prefix}/{number}', data[start : start + _MESSAGE_BYTES])
+                self.processes.put(f'{prefix}/count', str(len(starts)).encode())
             return data
-        deadline = time.monotonic() + self._timeout
-        try:
-            count = int(self._wait(f'{at}/count', deadline))
-            return b''.join(self._wait(f'{at}/{number}', deadline) for number in range(count))
-        except TimeoutError as error:
-            raise ProcessMissingError(self._action, name, (0,), self._timeout, str(error)) from error
 
     def _wait(self, key: str, deadline: float) -> bytes:
         return self.processes.get(key, max(0.001, deadline - time.monotonic()))
 
-    def say(self, name: str, data: bytes) -> None:
-        """Leaves bytes under this process's name, for whoever asks with :meth:`ask`."""
-        self.processes.put(f'{self._prefix}/{name}/{self.processes.index}', data)
+    def put_for_peer(self, name: str, data: bytes) -> None:
+        """Puts a message under the index of this process, for another process to get."""
+        with self._mapped(name, (0,)):
+            self.processes.put(f'{self._prefix}/{name}/{self.processes.index}', data)
 
-    def ask(self, name: str, process: int) -> bytes:
-        """What a process said.
+    def get_from_peer(self, name: str, process: int) -> bytes:
+        """Returns the message that a process has put.
 
         Raises:
-          ProcessMissingError: it said nothing in time.
+          ProcessMissingError: the process put no message within the time-out.
+          CoordinationError: a process died, or the service failed.
         """
-        try:
+        with self._mapped(name, (process,)):
             return self.processes.get(f'{self._prefix}/{name}/{process}', self._timeout)
-        except TimeoutError as error:
-            raise ProcessMissingError(self._action, name, (process,), self._timeout, str(error)) from error

@@ -47,23 +47,22 @@ def run_restore(
 ) -> Any:
     """Restores a state of the structure of ``state``."""
     started = time.monotonic()
-    meeting = request.meeting
     try:
         finish = _read(request, state, partitioner, dataset)
     except BaseException as error:
         # The others would go on, and wait for this process in their first step.
-        meeting.fail('read' if request.reading.share_replicated else 'restore', error)
+        request.round.fail('read' if request.reading.share_replicated else 'restore', error)
         raise
-    if request.reading.share_replicated and not meeting.is_single_process:
+    if request.reading.share_replicated and not request.round.is_single_process:
         # What follows is a collective: it must not begin before it is known that nobody has failed.
-        meeting.agree('read', None, lambda _: None)
+        request.round.reduce_on_leader('read', None, lambda _: None)
     try:
         restored = finish()
     except BaseException as error:
-        meeting.fail('restore', error)
+        request.round.fail('restore', error)
         raise
-    if not meeting.is_single_process:
-        meeting.agree('restore', None, lambda _: None)
+    if not request.round.is_single_process:
+        request.round.reduce_on_leader('restore', None, lambda _: None)
     record_duration(READ_EVENT, time.monotonic() - started)
     return restored
 
@@ -100,10 +99,10 @@ def _read(
         targets = restricted(targets, request.only)
     plan = plan_restore(leaves, targets, options, located.url)
     _log_plan(plan, request)
-    if request.meeting.is_first:
+    if request.round.is_leader:
         warn_of_idle(_idle(request, located, view.table, fallback))
     warn_if_narrowed(plan)
-    if request.meeting.is_single_process and not request.lazy:
+    if request.round.is_single_process and not request.lazy:
         warn_if_unsharded(plan, view.table, (contents.sidecar.extra or {}).get('devices'), request.notices)
     elif not request.lazy:
         warn_if_local(plan)
@@ -178,9 +177,9 @@ def _move_iterator(
 ) -> None:
     """Takes the data iterator to where the checkpoint says, or says which of the two has none."""
     if dataset is not None:
-        reader.check_beside(dataset.prefix(request.meeting.processes))
-        dataset.load(located.storage, located.directory, request.meeting.processes)
-    elif request.meeting.is_first:
+        reader.check_beside(dataset.prefix(request.round.processes))
+        dataset.load(located.storage, located.directory, request.round.processes)
+    elif request.round.is_leader:
         warn_of_unused(located.storage, located.directory)
 
 
@@ -226,7 +225,7 @@ def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> di
 def _values(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest, wanted: dict[Path, Any]) -> LeafTable:
     """The leaves; ``wanted`` gets the shardings of those that are to be completed, see ``restore/all_gather.py``."""
     values: LeafTable = {read.path: device_put_value(read) for read in plan.inline}
-    reads, split = in_parts(plan.stored, request.meeting.processes.count if request.reading.share_replicated else 1)
+    reads, split = in_parts(plan.stored, request.round.processes.count if request.reading.share_replicated else 1)
     wanted |= split
     budget = ByteBudget(request.reading.budget_bytes)
     values |= read_arrays(reader, reads, budget, request.progress)

@@ -30,7 +30,7 @@ class RestoreRequest:
     step: int | None
     path: str | os.PathLike[str] | None
     storage_options: Mapping[str, Any] | None
-    meeting: CoordinationRound
+    round: CoordinationRound
     fns: Sequence[Any]
     fallback: Mapping[str, Any] | None
     lazy: bool

@@ -39,11 +39,10 @@ def _asked(request: RestoreRequest) -> str:
 
 def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFiles]:
     """The checkpoint: process 0 looks for it and reads its files, once for all processes."""
-    meeting = request.meeting
-    if meeting.is_single_process:
+    if request.round.is_single_process:
         located = _located(request)
         return located, read_raw(located, ledgers=_checks_all(request, located))
-    if meeting.is_first:
+    if request.round.is_leader:
         try:
             located = _located(request)
             raw = read_raw(located, ledgers=_checks_all(request, located))
@@ -52,20 +51,20 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
             place = [located.directory, located.manifest, located.step]
             head = {'url': located.url, 'place': place, 'held': held, 'asked': _asked(request)}
         except Exception as error:
-            meeting.share('found', json.dumps({'error': lines_of_error(error)}).encode())
+            request.round.share('found', json.dumps({'error': lines_of_error(error)}).encode())
             raise
-        meeting.share('found', json.dumps(head).encode())
-        meeting.share('files', b''.join(data for data in files.values() if data is not None))
+        request.round.share('found', json.dumps(head).encode())
+        request.round.share('files', b''.join(data for data in files.values() if data is not None))
         return located, raw
-    head = json.loads(meeting.share('found', None))
+    head = json.loads(request.round.share('found', None))
     if 'error' in head:
         raise RemoteError(f'process 0 found no checkpoint to restore: {head["error"]}', (0,))
     if head['asked'] != _asked(request):
         raise DisagreementError(
-            f'process 0 was asked to restore {head["asked"]}, process {meeting.processes.index} {_asked(request)}. Every '
+            f'process 0 was asked to restore {head["asked"]}, process {request.round.processes.index} {_asked(request)}. Every '
             'process has to restore the same step of the same directory.'
         )
-    data = meeting.share('files', None)
+    data = request.round.share('files', None)
     shared: dict[str, bytes] = {}
     for name, size in head['held']:
         shared[name], data = data[:size], data[size:]

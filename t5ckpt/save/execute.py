@@ -50,33 +50,33 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     Returns:
       The checkpoint; None when the step is there already.
     """
-    request, meeting = job.request, job.meeting
+    request = job.request
     held: list[Workspace] = []
     try:
-        note = {'plan': digest(job.text.encode())}
-        started = meeting.agree('plan', note, lambda notes: _begin(job, notes, held))
+        vote = {'plan': digest(job.text.encode())}
+        started = job.round.reduce_on_leader('plan', vote, lambda votes: _begin(job, votes, held))
         _check_agreement(job, started.get('different', ()))
         if started.get('skip'):
             return None
         try:
             report, entry = _write(job, started)
-            manifest = _manifest_bytes(job, report) if meeting.is_first else b''
+            manifest = _manifest_bytes(job, report) if job.round.is_leader else b''
             check_caller()
         except BaseException as error:
-            meeting.fail('write', error)
+            job.round.fail('write', error)
             raise
         parents = sorted({name.rpartition('/')[0] for name in job.dataset} - {''})
-        note = {
+        vote = {
             'integrity': list(entry),
             'bytes': report.file_bytes,
             'files': len(report.digests),
             'directories': parents,
         }
-        done = meeting.agree('write', note, lambda notes: _commit(job, notes, held, report, manifest))
+        done = job.round.reduce_on_leader('write', vote, lambda votes: _commit(job, votes, held, report, manifest))
     except BaseException:
         for work in held:
             rollback(work)
-        if request.reuse is not None and not meeting.is_single_process:
+        if request.reuse is not None and not job.round.is_single_process:
             # Whatever was wrong with it, the next save is not to fail for the same reason.
             request.reuse.previous = None
         raise
@@ -86,7 +86,7 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
         return None
     seconds = time.monotonic() - job.started
     record_duration(WRITE_EVENT, seconds)
-    if meeting.is_first:
+    if job.round.is_leader:
         _finish(job, report, done['bytes'], seconds)
     if request.reuse is not None:
         directory, stamps = step_dir(request.step), report.stamps
@@ -97,15 +97,15 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
 
 
-def _begin(job: PreparedSave, notes: Sequence[Any], held: list[Workspace]) -> dict[str, Any]:
+def _begin(job: PreparedSave, votes: Sequence[Any], held: list[Workspace]) -> dict[str, Any]:
     """Process 0's decision whether to save, and where; nothing is written before all plans are the same."""
     request = job.request
-    different = [index for index, note in enumerate(notes) if note != notes[0]]
+    different = [index for index, vote in enumerate(votes) if vote != votes[0]]
     if different:
         return {'different': different}
-    if not job.meeting.is_single_process and not is_free(request):
+    if not job.round.is_single_process and not is_free(request):
         return {'skip': True}
-    reuse = job.previous is not None and (job.meeting.is_single_process or job.previous.is_there(request.storage))
+    reuse = job.previous is not None and (job.round.is_single_process or job.previous.is_there(request.storage))
     codecs = {
         location: choose_codec(to_stored(np.asarray(sample).astype(dtype)))
         for location, (sample, dtype) in job.samples.items()
@@ -124,13 +124,13 @@ def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
     """Raises the difference between process 0's plan and that of the first other one, the same on all processes."""
     if not different:
         return
-    meeting, other = job.meeting, different[0]
-    if meeting.is_first:
-        meeting.say('plan', job.text.encode())
-    if meeting.processes.index != other:
-        raise DisagreementError(meeting.ask('difference', other).decode())
-    error = difference(meeting.ask('plan', 0).decode(), job.text, other)
-    meeting.say('difference', str(error).encode())
+    other = different[0]
+    if job.round.is_leader:
+        job.round.put_for_peer('plan', job.text.encode())
+    if job.round.processes.index != other:
+        raise DisagreementError(job.round.get_from_peer('difference', other).decode())
+    error = difference(job.round.get_from_peer('plan', 0).decode(), job.text, other)
+    job.round.put_for_peer('difference', str(error).encode())
     raise error
 
 
@@ -146,8 +146,8 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         job.previous if started['reuse'] else None,
         job.unchanged,
         request.progress,
-        job.meeting.is_first,
-        None if job.meeting.is_single_process else started['codecs'],
+        job.round.is_leader,
+        None if job.round.is_single_process else started['codecs'],
         request.private_host,
     )
     report = write_arrays(write_job, job.staging)
@@ -158,18 +158,18 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         request.storage.write(join(directory, name), data)
     files = report.digests | {name: (len(data), digest(data)) for name, data in job.dataset.items()}
     integrity = encode_ledger(files)
-    request.storage.write(join(directory, integrity_file(job.meeting.processes.index)), integrity)
+    request.storage.write(join(directory, integrity_file(job.round.processes.index)), integrity)
     return report, (len(integrity), digest(integrity))
 
 
 def _commit(
-    job: PreparedSave, notes: Sequence[Any], held: list[Workspace], report: WriteReport, manifest: bytes
+    job: PreparedSave, votes: Sequence[Any], held: list[Workspace], report: WriteReport, manifest: bytes
 ) -> dict[str, Any]:
     """Process 0's last step: everything is written, by all."""
     request, work = job.request, held[0]
     files = {MANIFEST: (len(manifest), digest(manifest))}
-    files |= {integrity_file(index): tuple(note['integrity']) for index, note in enumerate(notes)}
-    arrays = {key: sum(note[key] for note in notes) for key in ('bytes', 'files')}
+    files |= {integrity_file(index): tuple(vote['integrity']) for index, vote in enumerate(votes)}
+    arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
     expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
     if arrays['files'] != expected:
         raise SaveFailedError(
@@ -177,7 +177,7 @@ def _commit(
         )
     facts = _sidecar(job, arrays, files)
     sidecar = encode_sidecar(facts)
-    below = sorted({name for note in notes for name in note['directories']})
+    below = sorted({name for vote in votes for name in vote['directories']})
     directories = [array.location for array in report.arrays.values()] + below
     try:
         commit(work, manifest, sidecar, directories, request.clock)

@@ -42,7 +42,7 @@ class PreparedSave:
     """
 
     request: SaveRequest
-    meeting: CoordinationRound
+    round: CoordinationRound
     facts: TreeFacts
     staging: Staging
     previous: PreviousCheckpoint | None
@@ -57,7 +57,7 @@ class PreparedSave:
 
 def prepare_save(
     request: SaveRequest,
-    meeting: CoordinationRound,
+    save_round: CoordinationRound,
     table: LeafTable,
     axes: LeafAxes,
 ) -> PreparedSave | None:
@@ -68,9 +68,9 @@ def prepare_save(
       that in the background.
     """
     started = time.monotonic()
-    if meeting.is_single_process and not is_free(request):
+    if save_round.is_single_process and not is_free(request):
         return None
-    processes = meeting.processes
+    processes = save_round.processes
     # The iterator moves on as soon as the caller does, so its state is taken now; first, because it may not have one.
     dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
     call = request.call
@@ -78,27 +78,27 @@ def prepare_save(
     with paused():
         owners = WriteAssignment(processes.index, processes.count)
         plan = plan_save(given.leaves, given.infos, request.options, owners, given.rule)
-    previous = _previous(request, meeting)
+    previous = _previous(request, save_round)
     unchanged: tuple[ArrayWrite, ...] = ()
     if previous is not None:
-        unchanged = tuple(write for write in plan.writes if previous.is_same(write, meeting.is_first))
+        unchanged = tuple(write for write in plan.writes if previous.is_same(write, save_round.is_leader))
     linked = {write.path for write in unchanged}
     changed = tuple(write for write in plan.writes if write.path not in linked)
-    inline = plan.inline if meeting.is_first else ()
+    inline = plan.inline if save_round.is_leader else ()
     staging = Staging(
         dataclasses.replace(plan, writes=changed, inline=inline),
         request.staging,
         request.call.budget_bytes,
         request.private_host,
     )
-    text = '' if meeting.is_single_process else plan_text(plan, _header(request))
-    samples = _samples(plan.writes) if meeting.is_first and not meeting.is_single_process else {}
+    text = '' if save_round.is_single_process else plan_text(plan, _header(request))
+    samples = _samples(plan.writes) if save_round.is_leader and not save_round.is_single_process else {}
     with paused():
         staging.start()
     known = leaves_of_writes(plan.writes)
     spread = most_devices(table.values())
     return PreparedSave(
-        request, meeting, plan.facts, staging, previous, unchanged, known, dataset, text, samples, spread, started
+        request, save_round, plan.facts, staging, previous, unchanged, known, dataset, text, samples, spread, started
     )
 
 
@@ -118,7 +118,7 @@ def is_free(request: SaveRequest) -> bool:
     return False
 
 
-def _previous(request: SaveRequest, meeting: CoordinationRound) -> PreviousCheckpoint | None:
+def _previous(request: SaveRequest, save_round: CoordinationRound) -> PreviousCheckpoint | None:
     """The checkpoint to take chunks from.
 
     With several processes it is the one that this job committed last, which all of them know without a look at storage;
@@ -126,7 +126,7 @@ def _previous(request: SaveRequest, meeting: CoordinationRound) -> PreviousCheck
     """
     if request.reuse is None:
         return None
-    if meeting.is_single_process:
+    if save_round.is_single_process:
         return request.reuse.start(request.storage)
     return None if request.options.codec == 'auto' else request.reuse.previous
 

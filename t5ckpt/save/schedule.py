@@ -84,7 +84,7 @@ class SaveSchedule:
     def __init__(
         self,
         policy: SavePolicy | None,
-        meetings: Coordinator,
+        coordinator: Coordinator,
         retention: Retention,
         environment: Environment,
         notices: Notices,
@@ -101,7 +101,7 @@ class SaveSchedule:
             )
         self._policy = policy
         self._notices = notices
-        self._meetings = meetings
+        self._coordinator = coordinator
         self._retention = retention
         self._clock = environment.clock
         self._is_saving = environment.is_saving
@@ -112,13 +112,13 @@ class SaveSchedule:
         self._awaited = set(self._names)
         self._calls = 0
         self._others: Channel | None = None
-        self._is_first = True
+        self._is_leader = True
         self._view: _SharedState | None = None
         self._previous: int | None = None
         self._begun: _StartedSave | None = None
         self._best: Best = {}
         self._blocked: float | None = None
-        self._called = False
+        self._has_signalled = False
         self._epoch = self._check = 0
         self._gap = 1
         self.should_stop = False
@@ -156,7 +156,7 @@ class SaveSchedule:
         """What this process sees now; for a copy, since it takes notes."""
         self._view = None if self._view is None else dataclasses.replace(self._view)
         self._others = None
-        if self._meetings.processes_of_job().count > 1:
+        if self._coordinator.processes_of_job().count > 1:
             # Before the first check-in each process knows this of itself alone.
             self._preempted = _never
         return self._look(step, {})
@@ -167,7 +167,7 @@ class SaveSchedule:
             raise ValueError('reached_preemption: pass preempted=PreemptionNotice() to the constructor.')
         self.is_used = True
         if self._view is None:
-            self._meet()
+            self._find_processes()
         others = self._others
         self._view = view = (
             self._look(step, {})
@@ -188,7 +188,7 @@ class SaveSchedule:
         """Warns of a policy and of a notice of preemption that nobody asked for; to be called after a save, at the end."""
         given = {'save_policy': self._policy is not None, 'preempted': self._has_notice}
         names = [name for name, is_given in given.items() if is_given]
-        if not names or self.is_used or self._meetings.processes_of_job().index != 0:
+        if not names or self.is_used or self._coordinator.processes_of_job().index != 0:
             return
         methods = 'maybe_save' if self._policy is not None else 'maybe_save or reached_preemption'
         text = (
@@ -207,7 +207,7 @@ class SaveSchedule:
         """Why to save this step, or None."""
         policy = self._given_policy('maybe_save')
         if self._view is None:
-            self._meet()
+            self._find_processes()
         watched = self._watched(step, metrics)
         others = self._others
         self._view = view = (
@@ -228,7 +228,7 @@ class SaveSchedule:
         given = {} if metrics is None else metrics
         watched = {name: given[name] for name in self._names & given.keys()}
         self._awaited -= watched.keys()
-        if self._awaited and self._is_first:
+        if self._awaited and self._is_leader:
             self._calls += 1
             # Calls without any metrics are the rule where the model is evaluated now and then.
             if given or self._calls > _PATIENT_CALLS:
@@ -250,7 +250,7 @@ class SaveSchedule:
         view = self._view
         if view is None:
             return
-        if self._is_first:
+        if self._is_leader:
             if self._begun is not None:
                 # One save at a time, so the one before has ended.
                 self._record_result(view, self._begun)
@@ -260,12 +260,12 @@ class SaveSchedule:
         view.last_step, view.last_unix, view.handled = pending.step, view.now, view.preempted
         view.saving = True
 
-    def _meet(self) -> None:
-        """Before the first call: whether there are others."""
-        processes = self._meetings.processes_of_job()
-        self._is_first = processes.index == 0
+    def _find_processes(self) -> None:
+        """Finds the processes of the job, and opens the channel to them, before the first call."""
+        processes = self._coordinator.processes_of_job()
+        self._is_leader = processes.index == 0
         if processes.count > 1 and self._others is None:
-            self._others = self._meetings.new_channel()
+            self._others = self._coordinator.new_channel()
 
     # --- process 0's view --------------------------------------------------------------------------------------------
 
@@ -301,8 +301,8 @@ class SaveSchedule:
             return
         self._best = _with_best(self._best, begun.metrics)
         if self._others is not None:
-            # All have entered that save, so nobody asks any more for what was told before it.
-            self._others.forget(str(begun.epoch))
+            # All processes have entered that save, so they have received the messages before it.
+            self._others.drop(str(begun.epoch))
         done = begun.pending.result()
         view.write = view.write if done is None else done.seconds
 
@@ -310,26 +310,26 @@ class SaveSchedule:
 
     def _receive(self, others: Channel, step: int, watched: Mapping[str, Any], is_back: bool) -> _SharedState:
         """The common view; at a check-in, process 0's of now. There is one when the loop has gone back."""
-        if not self._called and not self._is_first and self._preempted():
-            self._called = True
-            others.call('preempted')
+        if not self._has_signalled and not self._is_leader and self._preempted():
+            self._has_signalled = True
+            others.signal_leader('preempted')
         view = self._view
         if view is not None and step < view.next_check and not is_back and not watched:
             view.metrics = {}
             return view
         name, action = f'{self._epoch}/{self._check}', f'the check-in of maybe_save at step {step}'
         self._check += 1
-        if self._is_first:
+        if self._is_leader:
             try:
                 self._adapt_interval(step)
                 seen = self._look(step, watched)
                 seen.preempted = seen.preempted or others.was_signalled('preempted')
             except Exception as error:
-                others.tell(name, json.dumps([None, lines_of_error(error)]).encode(), action)
+                others.broadcast(name, json.dumps([None, lines_of_error(error)]).encode(), action)
                 raise
-            others.tell(name, json.dumps([step, dataclasses.asdict(seen)]).encode(), action)
+            others.broadcast(name, json.dumps([step, dataclasses.asdict(seen)]).encode(), action)
             return seen
-        at, fields = json.loads(others.tell(name, None, action))
+        at, fields = json.loads(others.broadcast(name, None, action))
         if at is None:
             raise RemoteError(f'{action} failed: process 0: {fields}', (0,))
         if at != step:

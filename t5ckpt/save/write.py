@@ -93,7 +93,7 @@ class WriteJob:
       previous: a checkpoint whose equal chunks are linked instead of written, or None.
       unchanged: leaves that are linked without a look at their values.
       progress: called with (bytes done, bytes in all).
-      is_first: whether this is process 0, which writes the metadata of every array, also of those that others write.
+      is_leader: whether this is process 0, which writes the metadata of every array, also of those that others write.
       codecs: by array directory, where the processes agreed on what the data were to decide.
       in_background: whether the caller goes on meanwhile.
     """
@@ -104,7 +104,7 @@ class WriteJob:
     previous: PreviousCheckpoint | None = None
     unchanged: tuple[ArrayWrite, ...] = ()
     progress: Progress | None = None
-    is_first: bool = True
+    is_leader: bool = True
     codecs: Mapping[str, Any] | None = None
     in_background: bool = False
 
@@ -130,7 +130,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
     finally:
         writer.close()
     expected = staging.chunk_count + sum(len(write.chunks) for write in job.unchanged)
-    if job.is_first:
+    if job.is_leader:
         expected += staging.array_count + len(job.unchanged)
     if len(writer.digests) != expected:
         raise SaveFailedError(
@@ -181,7 +181,7 @@ class _Writer:
           StorageError: it cannot be linked, and the array has been donated since.
         """
         previous = self._job.previous
-        for key in write.files(with_metadata=self._job.is_first):
+        for key in write.files(with_metadata=self._job.is_leader):
             entry = None if previous is None else previous.digests.get(key)
             if previous is None or entry is None or not self._link(previous, key, entry):
                 if write.leaf.is_deleted():
@@ -192,7 +192,7 @@ class _Writer:
                     )
                 self.write_array(write, Source(leaf_name(write.path), write.leaf))
                 return
-        if self._job.is_first:
+        if self._job.is_leader:
             zarray = json.loads(self._storage.read(join(self._job.directory, write.zarray)))
             metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
             self.arrays[write.path] = dataclasses.replace(write.array, metadata=metadata)
@@ -267,7 +267,7 @@ class _Writer:
             codecs = self._job.codecs
             codec = choose_codec(sample) if codecs is None else codecs.get(array.location)
             array = dataclasses.replace(array, metadata={**array.metadata, 'compressor': codec})
-        if self._job.is_first:
+        if self._job.is_leader:
             self._write_metadata(array, leaf_name(write.path))
         self.arrays[write.path] = array
 

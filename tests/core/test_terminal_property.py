@@ -191,7 +191,7 @@ def all_kinds():
 def test_every_error_and_warning(text):
     for kind in all_kinds():
         if kind is errors.ProcessMissingError:
-            assert_harmless(str(kind(text, text, (1,), 1.0, text)), kind)
+            assert_harmless(str(kind(text, text, (1,), 1.0)), kind)
             continue
         wanted = '  first\n  second'
         told = lines(text, *wanted.split('\n'))

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import t5ckpt
 from t5ckpt import PreemptionNotice, SaveAt, SaveEvery, SaveEverySeconds, SaveOnImprovement, SaveOnPreemption
+from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
@@ -350,6 +351,28 @@ def fail():
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def coordination_errors(directory):
+    """What calls of the real coordination service raise: a key that is set twice, a message and a barrier without a peer."""
+    channel = Coordinator(open_storage(directory), None, 1.0).new_channel()
+    coordination = channel.round('the test')
+    name = f'own/{jax.process_index()}'
+    coordination.put_for_peer(name, b'1')
+    calls = [
+        lambda: coordination.put_for_peer(name, b'2'),
+        lambda: coordination.get_from_peer('nothing', 1),
+        lambda: channel.broadcast(name, None, 'the test'),
+        lambda: coordination.reduce_on_leader(name, 5, lambda votes: votes),
+    ]
+    raised = []
+    for call in calls:
+        try:
+            call()
+        except t5ckpt.errors.T5CkptError as error:
+            raised.append([type(error).__name__, str(error), getattr(error, 'code', None)])
+    votes = coordination.reduce_on_leader('all', jax.process_index(), lambda votes: votes)
+    return raised, votes
 
 
 def save_and_die(directory, step, process, operation, key, options):

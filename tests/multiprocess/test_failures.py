@@ -125,6 +125,20 @@ def test_restoring_different_steps(four, tmp_path):
     assert all('step 1 of' in text and 'step 0 of' not in text for _, text in errors)
 
 
+def test_only_a_passed_deadline_is_a_time_out(four, tmp_path):
+    for index, (raised, votes) in enumerate(four.run('coordination_errors', tmp_path)):
+        (again, text, code), *late = raised
+        assert (again, code) == ('CoordinationError', 'ALREADY_EXISTS')
+        assert "the test, in 'own/" in text
+        assert 'already exists' in text
+        assert [kind for kind, *_ in late] == ['ProcessMissingError'] * 3
+        others = ', '.join(str(other) for other in range(4) if other != index)
+        for who, (_, text, _) in zip(('1', '0', others), late, strict=True):
+            assert f'process {who} did not arrive at' in text
+            assert 'within 1 s' in text
+        assert votes == [0, 1, 2, 3]
+
+
 def test_a_process_that_hangs_is_named_and_comes_back(four, tmp_path):
     """Three time out and name the fourth; when it goes on it fails, too, and the next save of all is well."""
     four.signal(2, signal.SIGSTOP)
@@ -135,8 +149,7 @@ def test_a_process_that_hangs_is_named_and_comes_back(four, tmp_path):
     for index, (error, step) in enumerate(answers):
         assert error[0] == 'ProcessMissingError', answers
         if index != 2:
-            assert "process 2 did not come to 'plan' within 2 s" in error[1]
-            # What the coordination service says of a wait that ended is as long as it says little.
+            assert "process 2 did not arrive at 'plan' within 2 s" in error[1]
             assert 'DEADLINE_EXCEEDED' not in error[1]
         assert step == 2
     assert t5ckpt.all_steps(tmp_path) == [2]

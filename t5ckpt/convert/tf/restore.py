@@ -33,7 +33,7 @@ class FromTensorFlow(ABC):
     _clock: Clock
 
     @abstractmethod
-    def _meeting(self, action: str) -> CoordinationRound: ...
+    def _round(self, action: str) -> CoordinationRound: ...
 
     @abstractmethod
     def _restore_cast(self) -> Cast | None: ...
@@ -53,15 +53,15 @@ class FromTensorFlow(ABC):
         """
         from t5ckpt.convert.tf.model import restore_tf
 
-        meeting = self._meeting('a restore')
+        restore_round = self._round('a restore')
         try:
             restored = restore_tf(
                 (path_or_dir, strict, translator), self._restore_cast(), self._train_state, self._partitioner
             )
         except BaseException as error:
-            meeting.fail('restore', error)
+            restore_round.fail('restore', error)
             raise
-        meeting.agree('restore', None, lambda _: None)
+        restore_round.reduce_on_leader('restore', None, lambda _: None)
         return restored
 
     def convert_from_tf_checkpoint(
@@ -97,5 +97,5 @@ class FromTensorFlow(ABC):
             model = (self._train_state, self._partitioner)
             done.append(convert_tf_to_model(asked, request, model, self._axes, state_transformation_fns))
 
-        self._meeting('a conversion').agree('convert', None, convert)
+        self._round('a conversion').reduce_on_leader('convert', None, convert)
         return done[0] if done else None

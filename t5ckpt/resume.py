@@ -24,6 +24,7 @@ from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -129,7 +130,8 @@ class WarmStart:
     def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
         """The checkpoint's state with the model's names, and only what is taken; a restore transform."""
         if self.rename:
-            state_dict = assigned(state_dict, target_state_dict, self.rename, wanted=self.is_taken)
+            may_lack = self.missing == 'init'
+            state_dict = assigned(state_dict, target_state_dict, self.rename, wanted=self.is_taken, may_lack=may_lack)
         table = flatten_nested(state_dict, is_spec)
         return unflatten({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
 
@@ -329,7 +331,11 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, model: LeafTable, before
     have = set(flatten_nested(found, is_spec))
     free = frozenset(path for path in model if path not in before)
     share = frozenset(path for path in free if path in have)
-    lacking = (path for path in free - share if warm.missing == 'error' and warm.is_taken(leaf_name(path)))
+    lacking = [path for path in model if path in free - share and warm.is_taken(leaf_name(path))]
+    if lacking and warm.missing == 'init':
+        names = some_of([leaf_name(path) for path in lacking], 5)
+        _log.info("t5ckpt: %s lacks %s, which missing='init' leaves to other sources and init_fn", warm.place, names)
+        lacking = []
     if before and not share:
         raise ValueError(
             f'initial_checkpoint: {warm.place} gives no leaf of the model that the sources before it have left. Narrow take= of '

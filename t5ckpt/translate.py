@@ -144,14 +144,15 @@ def assigned(
     assignment_map: Sequence[tuple[str | re.Pattern[str], str | None]],
     require_all_rules_match: bool = True,
     wanted: Callable[[str], bool] | None = None,
+    may_lack: bool = False,
 ) -> Mapping[str, Any]:
     """As :func:`apply_assignment_map`, for those leaves of the model that are ``wanted``.
 
     Of the others nothing is said, and of the wanted ones only that a rule leads to nothing: the caller knows what to do with
-    leaves that are missing.
+    leaves that are missing. With ``may_lack`` such a rule leaves out the model's leaf.
     """
     held, model = _flatten(ckpt_optimizer_state), _flatten(optimizer_state)
-    source, unused = _apply_rules(held, model, assignment_map, wanted)
+    source, unused = _apply_rules(held, model, assignment_map, wanted, may_lack)
     if unused and require_all_rules_match:
         raise TreeMismatchError(
             f'the patterns {unused} of the assignment map match no leaf of the model, which has {_some(model)}. A rule is '
@@ -194,6 +195,7 @@ def _apply_rules(
     model: Mapping[str, Any],
     rules: Sequence[tuple[str | re.Pattern[str], str | None]],
     wanted: Callable[[str], bool] | None,
+    may_lack: bool,
 ) -> tuple[dict[str, str | None], list[str]]:
     """For each leaf of the model its source, None where a rule drops it; and the patterns that matched nothing."""
     compiled = [(leaf_pattern(pattern), replacement) for pattern, replacement in rules]
@@ -213,7 +215,9 @@ def _apply_rules(
             continue
         source[name] = None if replacement is None else match.expand(replacement)
         old = source[name]
-        if old is not None and old not in held:
+        if old is not None and old not in held and may_lack:
+            source[name] = None
+        elif old is not None and old not in held:
             near = near_names(old, held)
             raise MissingLeaves(
                 f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. '

@@ -11,6 +11,7 @@ import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import ParameterInfo, Partitioner
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.format.dtypes import stored_dtype
@@ -107,7 +108,7 @@ def transformed(table: LeafTable, axes: LeafAxes, fns: Sequence[Any]) -> Transfo
     """The leaves and their infos after the transforms.
 
     Raises:
-      UnsupportedLeafError: a transform returned something else than two mappings.
+      UnsupportedLeafError: a transform returned something else than two mappings, or the info of a leaf that it dropped.
     """
     if not fns:
         # Without transforms each leaf is its own info.
@@ -128,6 +129,12 @@ def transformed(table: LeafTable, axes: LeafAxes, fns: Sequence[Any]) -> Transfo
     leaves = flatten_nested(state, lambda _: False)
     moved = flatten_nested(tree, lambda _: False)
     infos = {path: info for path, info in moved.items() if isinstance(info, ParameterInfo)}
+    stray = [path for path in infos if path not in leaves]
+    if stray:
+        raise UnsupportedLeafError(
+            'the parameter infos that the state transformations returned name leaves that the state dict lacks: '
+            f'{some_of([leaf_name(path) for path in stray], 5)}. A transformation that moves or drops a leaf moves or drops its info.'
+        )
     if not axes.is_partitioned:
         return Transformed(leaves, infos, {})
     rule = {path: info is None or not info.is_stored for path, info in moved.items() if info is None or path in infos}

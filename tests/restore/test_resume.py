@@ -206,6 +206,21 @@ def test_a_part_by_pattern_under_other_names_and_only_missing_leaves_are_new(tmp
     assert set(state['params']) == {'dense', 'head'}
 
 
+def test_a_rename_that_leads_to_nothing(tmp_path):
+    """The leaf is missing, as one without a rule is, so ``missing`` says what comes of it."""
+    old = {'params': {'dense': {'kernel': jnp.full((64, 128), 5.0)}}}
+    with Checkpointer(old, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(old, step=1)
+    model = {'params': params(0.0)}
+    rename = [(r'params/head/(.*)', r'params/top/\1')]
+    with Checkpointer(model, checkpoints_dir=tmp_path / 'run') as ck:
+        with pytest.raises(TreeMismatchError, match='params/head/kernel: .* takes it from params/top/kernel'):
+            restore_or_init(ck, must_not_run, initial_checkpoint=WarmStart(tmp_path / 'old', rename=rename))
+        warm = WarmStart(tmp_path / 'old', rename=rename, missing='init')
+        state = restore_or_init(ck, lambda: {'params': params(1.0)}, initial_checkpoint=warm)
+    assert [float(state['params'][name]['kernel'][0, 0]) for name in ('dense', 'head')] == [5, 1]
+
+
 def test_what_is_missing_or_too_much_is_named(tmp_path):
     old = {'params': {'dens': {'kernel': jnp.full((64, 128), 5.0)}, 'head': {'kernel': jnp.zeros((128, 8))}}}
     with Checkpointer(old, checkpoints_dir=tmp_path / 'pretrained') as ck:

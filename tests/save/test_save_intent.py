@@ -277,6 +277,25 @@ def test_transforms_are_not_compared(tmp_path):
         assert ck.save(other(w=np.zeros(3, np.float32)), [same], step=1).step == 1
 
 
+def test_an_info_without_its_leaf(tmp_path):
+    """As in T5X. Without it the renamed leaf would have another directory than the one that its info names."""
+
+    def rename(state_dict, infos):
+        state_dict['params']['v'] = state_dict['params'].pop('w')
+        return state_dict, infos
+
+    def moved(state_dict, infos):
+        infos['params']['v'] = infos['params'].pop('w')
+        return state_dict, infos
+
+    with Checkpointer(STATE, checkpoints_dir=tmp_path) as ck:
+        with pytest.raises(
+            t5ckpt.errors.UnsupportedLeafError, match='name leaves that the state dict lacks: params/w. A'
+        ):
+            ck.save(STATE, [rename], step=1)
+        assert ck.save(STATE, [rename, moved], step=1).step == 1
+
+
 # --- metrics that do not come ----------------------------------------------------------------------------------------
 
 

@@ -133,7 +133,7 @@ def transformed(table: LeafTable, axes: LeafAxes, fns: Sequence[Any]) -> Transfo
     if stray:
         raise UnsupportedLeafError(
             'the parameter infos that the state transformations returned name leaves that the state dict lacks: '
-            f'{some_of([leaf_name(path) for path in stray], 5)}. A transformation that moves or drops a leaf moves or drops its info.'
+            f'{some_of([leaf_name(path) for path in stray], 5)}. A function that moves or drops a leaf does so with its info.'
         )
     if not axes.is_partitioned:
         return Transformed(leaves, infos, {})

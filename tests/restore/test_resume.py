@@ -214,7 +214,7 @@ def test_a_rename_that_leads_to_nothing(tmp_path):
     model = {'params': params(0.0)}
     rename = [(r'params/head/(.*)', r'params/top/\1')]
     with Checkpointer(model, checkpoints_dir=tmp_path / 'run') as ck:
-        with pytest.raises(TreeMismatchError, match='params/head/kernel: .* takes it from params/top/kernel'):
+        with pytest.raises(TreeMismatchError, match=r'params/head/kernel: .* takes it from params/top/kernel'):
             restore_or_init(ck, must_not_run, initial_checkpoint=WarmStart(tmp_path / 'old', rename=rename))
         warm = WarmStart(tmp_path / 'old', rename=rename, missing='init')
         state = restore_or_init(ck, lambda: {'params': params(1.0)}, initial_checkpoint=warm)

@@ -289,9 +289,7 @@ def test_an_info_without_its_leaf(tmp_path):
         return state_dict, infos
 
     with Checkpointer(STATE, checkpoints_dir=tmp_path) as ck:
-        with pytest.raises(
-            t5ckpt.errors.UnsupportedLeafError, match='name leaves that the state dict lacks: params/w. A'
-        ):
+        with pytest.raises(t5ckpt.errors.UnsupportedLeafError, match='name leaves that the state dict lacks: params/w'):
             ck.save(STATE, [rename], step=1)
         assert ck.save(STATE, [rename, moved], step=1).step == 1
 

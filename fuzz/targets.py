@@ -26,7 +26,7 @@ from t5ckpt.convert.files.tf_bundle import _MAGIC, _masked, read_bundle
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.array_spec import StoredArray, parse_spec, spec_of
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import decode_ledger, encode_ledger
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import decode_manifest, encode_manifest, is_whole
 from t5ckpt.format.names import array_dirs, parse_leftover, parse_step_dir
 from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar, encode_sidecar
@@ -93,9 +93,9 @@ def sidecar(data: bytes) -> None:
     unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 
 
-def ledger(data: bytes) -> None:
-    """An integrity file."""
-    decode_ledger(data, 'fuzzed')
+def file_checksums(data: bytes) -> None:
+    """The file checksums of a process."""
+    FileChecksums.decode(data, 'fuzzed')
 
 
 def zarray(data: bytes) -> None:
@@ -258,7 +258,19 @@ def _json(data: bytes) -> Any:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (manifest, spec, sidecar, ledger, zarray, names, events, tf_index, flax_file, checkpoint, orbax)
+    for target in (
+        manifest,
+        spec,
+        sidecar,
+        file_checksums,
+        zarray,
+        names,
+        events,
+        tf_index,
+        flax_file,
+        checkpoint,
+        orbax,
+    )
 }
 """By name."""
 
@@ -266,7 +278,7 @@ RUNS = {
     'manifest': 350_000,
     'spec': 200_000,
     'sidecar': 150_000,
-    'ledger': 150_000,
+    'file_checksums': 150_000,
     'zarray': 100_000,
     'names': 50_000,
     'events': 50_000,
@@ -294,7 +306,7 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     'spec': [json.dumps(_SPEC).encode(), b'{"path": "../x", "driver": "http", "shape": [4], "chunks": [1]}'],
     'sidecar': [_SIDECAR.split(b'\n', 2)[2]],
-    'ledger': [encode_ledger({'a/0.0': (3, '0' * 16), 'b': (0, 'f' * 16)})],
+    'file_checksums': [FileChecksums({'a/0.0': (3, '0' * 16), 'b': (0, 'f' * 16)}).encode()],
     'zarray': [json.dumps(_ZARRAY).encode()],
     'names': [b'target/encoder/layers_0', b'checkpoint_5.tmp-17', b'../..', b'CHECKPOINT'],
     'events': [

@@ -15,7 +15,7 @@ from t5ckpt.catalog.locate import listing
 from t5ckpt.catalog.step_index import read_index
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
-from t5ckpt.format.file_checksums import ledger_entries
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
@@ -181,7 +181,7 @@ def _nbytes(storage: Storage, directory: str, extra: Mapping[str, Any], files: M
         if storage.renames:
             return arrays + sum(item.size or 0 for item in files.values())
         try:
-            return arrays + sum(size for size, _ in ledger_entries(digests, SIDECAR).values())
+            return arrays + sum(size for size, _ in FileChecksums.from_json(digests, SIDECAR).values())
         except FormatError:
             return None
     if not storage.renames:

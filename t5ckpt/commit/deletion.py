@@ -20,7 +20,7 @@ from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError
-from t5ckpt.format.file_checksums import decode_ledger
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import is_of_others
 from t5ckpt.format.names import (
     MANIFEST,
@@ -29,7 +29,7 @@ from t5ckpt.format.names import (
     deleted_dir,
     foreign_dir,
     foreign_keys,
-    is_integrity_file,
+    is_file_checksums,
     replaced_dir,
     step_dir,
 )
@@ -81,9 +81,9 @@ def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]
 def _listed(storage: Storage, directory: str, keys: Sequence[str]) -> set[str]:
     listed: set[str] = set()
     for name in keys:
-        if is_integrity_file(name):
+        if is_file_checksums(name):
             with contextlib.suppress(FormatError, CheckpointNotFoundError):
-                listed |= decode_ledger(storage.read(join(directory, name)), name).keys()
+                listed |= FileChecksums.decode(storage.read(join(directory, name)), name).keys()
     return listed
 
 

@@ -8,7 +8,7 @@ goes on from there: a file that is there came whole, since none is visible befor
 a copy of: the manifest, the checksums, and of files without a checksum size, time and inode, where the source is local; from
 a bucket these are copied again. Anything else that is unfinished there is not touched, or swept by the next save.
 
-Notes: memory is that of the files in flight, 256 MiB or one file. Nothing is decoded but the lists of files.
+Notes: memory is that of the files in flight, 256 MiB or one file. Nothing is decoded but the file checksums.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import FileChecksums, decode_ledger, ledger_entries
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import (
     DATASET_REMOVED,
     PINNED,
     SIDECAR,
     TRAIN_DS_PREFIX,
     foreign_keys,
-    is_integrity_file,
+    is_file_checksums,
     parse_step_dir,
     step_dir,
 )
@@ -208,9 +208,9 @@ class _Copy:
         left_out = () if sizes.pop(PINNED, _ABSENT) is _ABSENT else (PINNED,)
         manifest = self._read(self._manifest_name, None)
         sidecar = self._read(SIDECAR, None) if SIDECAR in sizes else None
-        ledger = self._ledger(sidecar, sizes)
-        self._compare(self._manifest_name, manifest, ledger)
-        lost = sorted(set(ledger) - set(sizes))
+        checksums = self._file_checksums(sidecar, sizes)
+        self._compare(self._manifest_name, manifest, checksums)
+        lost = sorted(set(checksums) - set(sizes))
         removed = [name for name in lost if name.startswith(f'{TRAIN_DS_PREFIX}-') and DATASET_REMOVED in sizes]
         if len(lost) > len(removed):
             gone = next(name for name in lost if name not in removed)
@@ -218,58 +218,54 @@ class _Copy:
         names = sorted(set(sizes) - {self._manifest_name, SIDECAR})
         path = self._to.url(step_dir(self._step))
         if self._options.dry_run:
-            nbytes = sum(self._size(name, sizes, ledger) for name in sizes)
+            nbytes = sum(self._size(name, sizes, checksums) for name in sizes)
             return CopyReport(self._step, path, len(sizes), nbytes, 0, 0, time.monotonic() - started, left_out)
-        unlisted = repr([self._identity(name) for name in names if name not in ledger]).encode()
+        unlisted = repr([self._identity(name) for name in names if name not in checksums]).encode()
         facts = writer_facts(__version__) | {'resume': digest(manifest + (sidecar or b'') + unlisted)}
         work = _begin(self._to, self._step, clock, facts)
         work.replaces = self._options.overwrite
         try:
-            kept = self._there(work, names, ledger)
-            total = sum(self._size(name, sizes, ledger) for name in names)
-            self._report(sum(self._size(name, sizes, ledger) for name in kept), total)
-            waiting = {name: self._size(name, sizes, ledger) for name in names if name not in kept}
+            kept = self._there(work, names, checksums)
+            total = sum(self._size(name, sizes, checksums) for name in names)
+            self._report(sum(self._size(name, sizes, checksums) for name in kept), total)
+            waiting = {name: self._size(name, sizes, checksums) for name in names if name not in kept}
             with self._source.reading('copied'):
-                moved = self._copy_all(work, waiting, total, ledger)
+                moved = self._copy_all(work, waiting, total, checksums)
             parents = sorted({name.rpartition('/')[0] for name in names} - {''})
             commit(work, manifest, sidecar, parents, clock)
         except BaseException:
             release(work)
             raise
-        checked = sum(name in ledger for name in [*names, self._manifest_name])
+        checked = sum(name in checksums for name in [*names, self._manifest_name])
         nbytes = moved + len(manifest) + len(sidecar or b'')
         return CopyReport(
             self._step, path, len(sizes), nbytes, len(kept), checked, time.monotonic() - started, left_out
         )
 
-    def _read(self, name: str, ledger: FileChecksums | None) -> bytes:
+    def _read(self, name: str, checksums: FileChecksums | None) -> bytes:
         data = self._scanner.read(name)
-        if ledger is not None:
-            self._compare(name, data, ledger)
+        if checksums is not None:
+            self._compare(name, data, checksums)
         return data
 
-    def _compare(self, name: str, data: bytes, ledger: FileChecksums) -> None:
-        recorded = ledger.get(name)
-        if recorded is not None and recorded != (len(data), digest(data)):
-            raise CorruptCheckpointError(
-                f'{self._from.url(join(self._base, name))} differs from its checksum: {len(data):,} bytes, recorded are '
-                f'{recorded[0]:,}. A damaged checkpoint is not copied; copy an older step.'
-            )
+    def _compare(self, name: str, data: bytes, checksums: FileChecksums) -> None:
+        if name in checksums:
+            cure = 'A damaged checkpoint is not copied; copy an older step.'
+            checksums.check(name, entry_of(data), self._from.url(join(self._base, name)), cure)
 
-    def _ledger(self, sidecar: bytes | None, sizes: Mapping[str, int | None]) -> FileChecksums:
+    def _file_checksums(self, sidecar: bytes | None, sizes: Mapping[str, int | None]) -> FileChecksums:
         """The checksums of all files, as far as there are any."""
         if sidecar is None:
-            if lists := [name for name in sizes if is_integrity_file(name)]:
+            if lists := [name for name in sizes if is_file_checksums(name)]:
                 raise CorruptCheckpointError(
                     f'{self._from.url(join(self._base, SIDECAR))} is missing, so no checksum of {lists[0]} can be compared. A '
                     'damaged checkpoint is not copied; repair it (t5ckpt repair), or copy an older step.'
                 )
-            return {}
+            return FileChecksums()
         where = self._from.url(join(self._base, SIDECAR))
-        found = ledger_entries(decode_sidecar(sidecar, where).extra.get('digests', {}), where)
-        for name in [name for name in found if is_integrity_file(name) and name in sizes]:
-            found |= decode_ledger(self._read(name, found), self._from.url(join(self._base, name)))
-        return found
+        recorded = FileChecksums.recorded_by(decode_sidecar(sidecar, where), where)
+        lists = {name: self._scanner.read(name) for name in recorded.lists if name in sizes}
+        return recorded.merged(recorded.read_lists(lists, lambda name: self._from.url(join(self._base, name))))
 
     def _identity(self, name: str) -> tuple[str, int, int, int]:
         """Tells a file from every other that may come to have its name, where nothing is known of its bytes."""
@@ -295,11 +291,11 @@ class _Copy:
                     )
 
     @staticmethod
-    def _size(name: str, sizes: Mapping[str, int | None], ledger: FileChecksums) -> int:
+    def _size(name: str, sizes: Mapping[str, int | None], checksums: FileChecksums) -> int:
         size = sizes[name]
-        return size if size is not None else ledger[name][0] if name in ledger else 0
+        return size if size is not None else checksums[name][0] if name in checksums else 0
 
-    def _there(self, work: Workspace, names: Sequence[str], ledger: FileChecksums) -> set[str]:
+    def _there(self, work: Workspace, names: Sequence[str], checksums: FileChecksums) -> set[str]:
         """The files that an earlier attempt has copied; what it had besides goes."""
         found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
         # A temporary directory is this copy's alone. In place, others may have put files beside.
@@ -307,20 +303,20 @@ class _Copy:
         for name in found.keys() - {*names, SIDECAR} - others:
             self._to.delete_file(join(work.directory, name))
         is_local = self._from.local_path(self._base) is not None
-        known = {name for name in names if name in found and (is_local or name in ledger)}
-        return {name for name in known if name not in ledger or found[name] in (None, ledger[name][0])}
+        known = {name for name in names if name in found and (is_local or name in checksums)}
+        return {name for name in known if name not in checksums or found[name] in (None, checksums[name][0])}
 
     def _report(self, size: int, total: int) -> None:
         self._done += size
         if self._progress is not None and size:
             self._progress(self._done, max(total, self._done))
 
-    def _copy_all(self, work: Workspace, waiting: Mapping[str, int], total: int, ledger: FileChecksums) -> int:
+    def _copy_all(self, work: Workspace, waiting: Mapping[str, int], total: int, checksums: FileChecksums) -> int:
         for parent in sorted({name.rpartition('/')[0] for name in waiting}):
             self._to.make_dir(join(work.directory, parent))
         moved = 0
         with Pool(self._options.workers, 't5ckpt-copy') as pool:
-            futures = [pool.submit(self._copy_one, work, name, size, ledger) for name, size in waiting.items()]
+            futures = [pool.submit(self._copy_one, work, name, size, checksums) for name, size in waiting.items()]
             try:
                 for future in concurrent.futures.as_completed(futures):
                     size = future.result()
@@ -331,10 +327,10 @@ class _Copy:
                 raise
         return moved
 
-    def _copy_one(self, work: Workspace, name: str, size: int, ledger: FileChecksums) -> int:
+    def _copy_one(self, work: Workspace, name: str, size: int, checksums: FileChecksums) -> int:
         admitted = size or _UNKNOWN_BYTES
         with self._admitted(admitted):
-            data = self._read(name, ledger)
+            data = self._read(name, checksums)
             self._to.write(join(work.directory, name), data)
             return len(data)
 

@@ -81,10 +81,10 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
       CheckpointNotFoundError, FormatError: see ``t5ckpt.open_checkpoint``.
     """
     located = locate(path, step)
-    contents = read_contents(located, read_raw(located, ledgers=True))
+    contents = read_contents(located, read_raw(located, checksums=True))
     leaves, _ = leaves_of(contents, (), {})
     # What is damaged must not come out as whole, under another name.
-    reader = ArrayReader(located, True, ledger=contents.ledger)
+    reader = ArrayReader(located, True, checksums=contents.checksums)
     arrays: dict[str, Source] = {}
     others: list[str] = []
     for tree_path, leaf in leaves.items():

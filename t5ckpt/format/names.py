@@ -36,12 +36,12 @@ __all__ = [
     'damaged_dir',
     'dataset_prefix',
     'deleted_dir',
+    'file_checksums_name',
     'foreign_dir',
     'foreign_keys',
     'index_complete',
-    'integrity_file',
+    'is_file_checksums',
     'is_index_complete',
-    'is_integrity_file',
     'other_marker',
     'parse_damaged',
     'parse_foreign',
@@ -70,7 +70,7 @@ INDEX = '.t5ckpt'
 READ_LEASE_PREFIX = 'held_'
 _COMPLETE = '.t5ckpt/complete.'
 
-_INTEGRITY = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
+_FILE_CHECKSUMS = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)-([0-9]{1,12})')
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
@@ -239,14 +239,14 @@ def parse_leftover(name: str) -> Leftover | None:
     return None if match is None else Leftover(name, int(match.group(1)), match.group(2), int(match.group(3)))
 
 
-def integrity_file(process: int) -> str:
-    """The checksum sidecar of one process."""
+def file_checksums_name(process: int) -> str:
+    """The file with the file checksums of one process."""
     return f'integrity.{process}.json'
 
 
-def is_integrity_file(name: str) -> bool:
-    """Whether a name is that of such a sidecar."""
-    return _INTEGRITY.fullmatch(name) is not None
+def is_file_checksums(name: str) -> bool:
+    """Whether a name is that of such a file."""
+    return _FILE_CHECKSUMS.fullmatch(name) is not None
 
 
 def dataset_prefix(shard_id: int, num_shards: int) -> str:
@@ -257,7 +257,7 @@ def dataset_prefix(shard_id: int, num_shards: int) -> str:
 def foreign_keys(keys: Iterable[str]) -> list[str]:
     """The files in a step's directory that neither T5X nor t5ckpt writes, told by their names.
 
-    Theirs are the manifest, the sidecar, the lists of checksums, ``PINNED``, ``DATASET_REMOVED``, everything that begins
+    Theirs are the manifest, the sidecar, the file checksums, ``PINNED``, ``DATASET_REMOVED``, everything that begins
     with ``train_ds-``, and in a directory of an array its metadata and its chunks.
 
     Args:
@@ -278,7 +278,7 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     if top.startswith(f'{TRAIN_DS_PREFIX}-'):
         return True
     if not slash:
-        return top in (MANIFEST, SIDECAR, PINNED, DATASET_REMOVED) or is_integrity_file(top)
+        return top in (MANIFEST, SIDECAR, PINNED, DATASET_REMOVED) or is_file_checksums(top)
     directory, _, name = key.rpartition('/')
     if name == _ARRAY_METADATA:
         return directory in arrays or '/' not in directory

@@ -11,7 +11,7 @@ A JSON object beside the manifest. Real T5X never opens it, and a checkpoint wit
                keys    [[path, impl], ...]                     typed PRNG keys, stored as their uint32 data
                text    [[path, string], ...]                   strings
                stored  [[array directory, dtype], ...]         arrays whose dtype on disk is another (format/dtypes.py)
-    digests    {file: [bytes, xxh3-64 hex]} of the manifest and the integrity sidecars
+    digests    {file: [bytes, xxh3-64 hex]} of the manifest and of the file checksums, integrity.*.json
     metrics    {name: number}
     devices    over how many the leaf lay that was spread most, where that is more than one; a restore compares it with its
                template, which may have lost its shardings
@@ -40,7 +40,7 @@ _MAX_DEPTH = 250
 _CONTAINERS = {'dict', 'list', 'tuple'}
 _NUMBERS = {'bool', 'complex', 'float', 'int'}
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
-_CURE = 'It holds what T5X has no place for; remove it and the integrity files to read the rest as T5X would.'
+_CURE = 'It holds what T5X has no place for; remove it and integrity.*.json to read the rest as T5X would.'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,8 +58,8 @@ def open_checkpoint(
     """
     located = with_links(locate(path, step, storage_options, tensors=True), follow_links)
     reading = ReadOptions(mmap, verify)
-    ledgers = reading.checks_all(located.storage, lazy=True)
-    contents = read_contents(located, read_raw(located, ledgers=ledgers))
+    checksums = reading.checks_all(located.storage, lazy=True)
+    contents = read_contents(located, read_raw(located, checksums=checksums))
     leaves, _ = leaves_of(contents, (), {})
     return CheckpointView(contents, reader_of(contents, reading), leaves)
 

@@ -1,4 +1,4 @@
-"""The files that an array's metadata implies, for checkpoints that do not list theirs.
+"""The files that an array's metadata implies, for checkpoints without file checksums.
 
 Of an array without a codec each file's size follows from the metadata; the others must decode. The grid of chunks is as
 large as the metadata claims, so it is walked through only as far as there are files.
@@ -15,7 +15,6 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
-from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.array_reader import ArrayReader
@@ -24,7 +23,7 @@ from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
 from t5ckpt.reading.size_limits import check_chunk
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['ArrayFiles', 'Implied', 'is_listed', 'placed']
+__all__ = ['ArrayFiles', 'Implied', 'placed']
 
 _MAX_NAMED = 100
 _METADATA = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
@@ -175,17 +174,3 @@ def placed(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:
     chunk_index = damage.chunk if damage.chunk is not None else grid.index(key.replace('/', grid.separator))
     box = None if chunks is None or chunk_index is None else grid.box(chunk_index)
     return dataclasses.replace(damage, leaf=name, chunk=chunk_index, box=box)
-
-
-def is_listed(leaf: StoredLeaf, ledger: FileChecksums) -> bool:
-    """Whether lists have every file of an array; of several lists one may be gone."""
-    array = leaf.array
-    chunks = array.metadata.get('chunks', ())
-    if f'{array.location}/.zarray' not in ledger or len(chunks) != len(array.shape):
-        return False
-    # Other writers may name the chunks with slashes, which only the .zarray says.
-    grids = [ChunkGrid(array.shape, tuple(chunks), separator) for separator in ('.', '/')]
-    return any(
-        grid.num_chunks <= len(ledger) and all(f'{array.location}/{grid.key(index)}' in ledger for index in grid)
-        for grid in grids
-    )

@@ -16,14 +16,12 @@ from t5ckpt.core.keys import is_inside
 from t5ckpt.core.text import Lines, lines
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import dtype_from_typestr
-from t5ckpt.format.file_checksums import FileChecksums, decode_ledger, encode_ledger, ledger_entries
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
-from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, is_integrity_file
+from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, is_file_checksums
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
-from t5ckpt.integrity.implied_files import is_listed
 from t5ckpt.integrity.report import Damage, VerifyReport, listed
 from t5ckpt.reading.file_hasher import Scanner, in_threads
 
@@ -83,14 +81,14 @@ class RecoveryRecords:
         there = {entry.name for entry in located.storage.entries(located.directory)}
         raw = self.source[1]
         self.sidecar = None if SIDECAR in wrong or not raw else decode_sidecar(raw, SIDECAR)
-        lists = {name for name in (*there, *wrong) if is_integrity_file(name)}
+        lists = {name for name in (*there, *wrong) if is_file_checksums(name)}
         self.had_checksums = bool(lists) or SIDECAR in wrong or self.sidecar is not None
         self.void = lists & wrong
         self.rebuilt = self.void | ({SIDECAR} if self.sidecar is None and self.had_checksums else set[str]())
-        self.ledger: FileChecksums = {}
+        self.ledger = FileChecksums()
         self._lists = {name: self._scanner.read(name) for name in sorted(lists - self.void)}
         for name, data in self._lists.items():
-            self.ledger |= decode_ledger(data, name)
+            self.ledger = self.ledger.merged(FileChecksums.decode(data, name))
         self._claims = _claims_of(raw)
         self._digests: dict[str, Any] = {}
 
@@ -120,13 +118,13 @@ class RecoveryRecords:
             return None
         name, data = made
         if name in self.ledger:
-            return made if self.ledger[name] == (len(data), digest(data)) else None
+            return made if self.ledger[name] == entry_of(data) else None
         # One that says something else is no lost file: the array may be another's.
         return None if _is_json(_read(self._scanner, name)) else made
 
     def proven(self, zarrays: Mapping[str, bytes]) -> FileChecksums | None:
         """The files that the lost list had, if together they give the list whose checksum the sidecar has."""
-        recorded = ledger_entries((self.sidecar or Sidecar()).extra.get('digests', {}), SIDECAR)
+        recorded = FileChecksums.recorded_by(self.sidecar or Sidecar(), SIDECAR)
         if len(self.void) != 1 or not self.void <= recorded.keys():
             return None
         candidates = [file for file in files_of(self._located) if file not in self.ledger and not is_own(file)]
@@ -139,13 +137,13 @@ class RecoveryRecords:
                 raise entry
             if isinstance(entry, T5CkptError):
                 return None
-        found |= {name: (len(data), digest(data)) for name, data in zarrays.items() if name not in self.ledger}
-        data = encode_ledger(found)
-        return found if (len(data), digest(data)) == recorded[next(iter(self.void))] else None
+        found |= {name: entry_of(data) for name, data in zarrays.items() if name not in self.ledger}
+        rebuilt = FileChecksums(found)
+        return rebuilt if entry_of(rebuilt.encode()) == recorded[next(iter(self.void))] else None
 
     def loose(self, leaves: Mapping[str, StoredLeaf], trusted: FileChecksums) -> tuple[list[str], list[str]]:
         """The leaves, and the files of data iterators, that no list vouches for."""
-        names = sorted(name for name, leaf in leaves.items() if not is_listed(leaf, trusted))
+        names = sorted(name for name, leaf in leaves.items() if not trusted.has_array(leaf.array))
         # With a sidecar and all its lists there, an iterator's file that they lack is none of the checkpoint's.
         gone = self.is_lost or self.void
         files = files_of(self._located) if gone or not self.had_checksums else []
@@ -160,7 +158,7 @@ class RecoveryRecords:
         if not self.is_lost:
             return
         for name, data in {self._located.manifest: self.source[0], **self._lists}.items():
-            if self._claims.get(name, (len(data), digest(data))) != (len(data), digest(data)):
+            if self._claims.get(name, entry_of(data)) != entry_of(data):
                 raise CorruptCheckpointError(
                     f'{SIDECAR} is damaged, and has another checksum of {name}: one of the two has changed, and nothing '
                     f'says which. {_TRUST}'
@@ -177,8 +175,8 @@ class RecoveryRecords:
     def _agrees(self, name: str, array: StoredArray) -> bool:
         """Whether a listed ``.zarray`` says of an array what the manifest does."""
         data, made = _read(self._scanner, name), _made(array)
-        if (len(data), digest(data)) != self.ledger[name]:
-            return made is None or (len(made[1]), digest(made[1])) == self.ledger[name]
+        if entry_of(data) != self.ledger[name]:
+            return made is None or entry_of(made[1]) == self.ledger[name]
         return _layout(data)[:2] == (list(array.shape), array.dtype.name) and (
             'chunks' not in array.metadata or _layout(data)[2] == list(array.metadata['chunks'])
         )
@@ -260,14 +258,14 @@ def _is_json(data: bytes) -> bool:
 def _claims_of(raw: bytes) -> FileChecksums:
     """The checksums in a sidecar that may be damaged, as far as it can be read."""
     try:
-        return ledger_entries(json.loads(raw)['digests'], SIDECAR)
+        return FileChecksums.from_json(json.loads(raw)['digests'], SIDECAR)
     except (CorruptCheckpointError, ValueError, TypeError, KeyError, RecursionError):
-        return {}
+        return FileChecksums()
 
 
 def is_own(name: str) -> bool:
     """Whether a file is none of the arrays' and iterators', but says what they are."""
-    return name in {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED} or is_integrity_file(name)
+    return name in {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED} or is_file_checksums(name)
 
 
 def files_of(located: Located) -> list[str]:

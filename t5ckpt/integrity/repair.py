@@ -28,12 +28,11 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.chunk_grid import ChunkIndex
-from t5ckpt.format.file_checksums import FileChecksums, encode_ledger
-from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, integrity_file, parse_step_dir, step_dir
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, file_checksums_name, parse_step_dir, step_dir
 from t5ckpt.format.sidecar import encode_sidecar
-from t5ckpt.integrity.implied_files import ArrayFiles, Implied, is_listed
+from t5ckpt.integrity.implied_files import ArrayFiles, Implied
 from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
 from t5ckpt.integrity.repair_plan import RepairOptions, RepairPlan, plan_repair, unrecoverable_error
 from t5ckpt.integrity.report import Damage
@@ -225,24 +224,25 @@ class _RepairWriter:
         names = [name for name in there if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
         for parent in sorted({name.rpartition('/')[0] for name in (*names, *self._cure.zarrays)} - {''}):
             self._target.make_dir(join(work.directory, parent))
-        files: FileChecksums = {}
+        files: dict[str, FileEntry] = {}
         for name, entry in in_threads(names, lambda name: self._take(work, name)):
             if isinstance(entry, T5CkptError):
                 raise entry
             files[name] = entry
         for name, data in self._cure.zarrays.items():
             self._target.write(join(work.directory, name), data)
-            files[name] = len(data), digest(data)
-        return {name: entry for name, entry in files.items() if not is_own(name) and name not in self._cure.foreign}
+            files[name] = entry_of(data)
+        own = {name: entry for name, entry in files.items() if not is_own(name) and name not in self._cure.foreign}
+        return FileChecksums(own)
 
-    def _take(self, work: Workspace, name: str) -> tuple[int, str]:
+    def _take(self, work: Workspace, name: str) -> FileEntry:
         source, target = join(self._located.directory, name), join(work.directory, name)
         if self._target.link_from(self._located.storage, source, target):
             entry = self._scanner.digest(name)
         else:
             data = self._scanner.read(name)
             self._target.write(target, data)
-            entry = len(data), digest(data)
+            entry = entry_of(data)
         if self._cure.trusted.get(name, entry) != entry:
             raise CorruptCheckpointError(
                 f'{self._located.storage.url(source)} has changed since it was verified. Try again.'
@@ -255,9 +255,9 @@ class _RepairWriter:
         if not cure.has_books:
             self._commit_as(work, None, directories)
             return
-        integrity = encode_ledger(files)
-        storage.write(join(work.directory, integrity_file(0)), integrity)
-        books = {MANIFEST: cure.manifest, integrity_file(0): integrity}
+        integrity = files.encode()
+        storage.write(join(work.directory, file_checksums_name(0)), integrity)
+        recorded = FileChecksums({MANIFEST: entry_of(cure.manifest), file_checksums_name(0): entry_of(integrity)})
         known = cure.sidecar.extra or {'facts': 'unknown'}
         extra = {
             **known,
@@ -266,7 +266,7 @@ class _RepairWriter:
             'step': self._step,
             'bytes': sum(size for name, (size, _) in files.items() if '/' in name),
             'files': len(files),
-            'digests': {name: [len(data), digest(data)] for name, data in books.items()},
+            'digests': recorded.to_json(),
             'repaired': {
                 'unix': round(self._clock(), 3),
                 'rebuilt': list(cure.rebuilt),
@@ -298,7 +298,7 @@ class _RepairWriter:
         damages: list[Damage] = []
         chunks: list[tuple[ArrayFiles, ChunkIndex]] = []
         for name, leaf in self._cure.leaves.items():
-            if not is_listed(leaf, self._cure.trusted):
+            if not self._cure.trusted.has_array(leaf.array):
                 found = implied.files(name, leaf)
                 damages += found.damages
                 chunks += [(found, chunk_index) for chunk_index in found.chunks]

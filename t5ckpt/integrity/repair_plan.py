@@ -23,10 +23,9 @@ from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_n
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import VERSION, Manifest, encode_manifest
-from t5ckpt.format.names import SIDECAR, TRAIN_DS_PREFIX, integrity_file
+from t5ckpt.format.names import SIDECAR, TRAIN_DS_PREFIX, file_checksums_name
 from t5ckpt.format.sidecar import Sidecar, TreeFacts
 from t5ckpt.format.stored_leaf import StoredLeaf
-from t5ckpt.integrity.implied_files import is_listed
 from t5ckpt.integrity.recovery_records import (
     ZARRAY,
     RecoveryRecords,
@@ -135,7 +134,7 @@ def plan_repair(
     lost = [damage for damage in lost if not _is_cured(damage, leaves, zarrays)]
     if proven is None and books.void and not options.trust_files:
         raise _unproven(lost, books.void)
-    trusted = {**books.ledger, **(proven or {})}
+    trusted = books.ledger.merged(proven or {})
     books.check_guesses(zarrays, leaves, trusted)
     loose, loose_files = books.loose(leaves, trusted)
     if not options.trust_files:
@@ -150,7 +149,7 @@ def plan_repair(
         manifest, facts = _without(located, books.manifest, facts, dropped)
     kept = {name: leaf for name, leaf in leaves.items() if name not in dropped}
     has_books = books.had_checksums or options.add_checksums
-    new_books = {SIDECAR, integrity_file(0)} if has_books and not books.had_checksums else set[str]()
+    new_books = {SIDECAR, file_checksums_name(0)} if has_books and not books.had_checksums else set[str]()
     taken = [name for name in (*loose, *loose_files) if name not in dropped | iterators]
     return RepairPlan(
         books.source,
@@ -206,7 +205,7 @@ def _foreign(
     located: Located, leaves: Mapping[str, StoredLeaf], known: Collection[str], trusted: FileChecksums
 ) -> frozenset[str]:
     """The files that belong to nothing. Of an array that no list has, whatever lies in its directory is its own."""
-    unlisted = {leaf.array.location for leaf in leaves.values() if not is_listed(leaf, trusted)}
+    unlisted = {leaf.array.location for leaf in leaves.values() if not trusted.has_array(leaf.array)}
     others = {name for name in files_of(located) if name not in known and not is_own(name)}
     return frozenset(others - below(others, unlisted))
 

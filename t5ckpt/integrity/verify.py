@@ -1,13 +1,12 @@
 """Is a checkpoint whole? ``verify`` compares what lies there with what should.
 
-A checkpoint of ours lists its files with sizes and checksums (``format/file_checksums.py``). Quick: the manifest and the
-lists are read and hashed, of everything else presence and size are looked at, with one listing a directory. Full: every
-byte is read.
+A checkpoint of ours has file checksums (``format/file_checksums.py``). Quick: the manifest and the file checksums are read
+and hashed; of every other file, presence and size are compared, with one listing a directory. Full: every byte is read.
 
 Of a checkpoint that others wrote, every chunk that the metadata implies must be there, and with ``full`` it must decode.
 
-What is damaged is reported, never raised. Nothing is written, no device and no JAX is needed. What the files claim is
-not believed: the number of chunks that are looked for is bounded by the files that are there.
+Damage is reported, never raised. Nothing is written; no device and no JAX is needed. The number of chunks that are looked
+for is bounded by the number of files.
 """
 
 from __future__ import annotations
@@ -30,22 +29,21 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsafeSpecError,
 )
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.chunk_grid import ChunkIndex
-from t5ckpt.format.file_checksums import FileChecksums, decode_ledger, ledger_entries
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
     SIDECAR,
     TRAIN_DS_PREFIX,
-    is_integrity_file,
+    is_file_checksums,
     parse_step_dir,
     step_dir,
 )
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
-from t5ckpt.integrity.implied_files import ArrayFiles, Implied, is_listed, placed
+from t5ckpt.integrity.implied_files import ArrayFiles, Implied, placed
 from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.contents import Contents, Identity, RawFiles, leaves_of, read_contents
 from t5ckpt.reading.file_hasher import Scanner, in_threads
@@ -93,7 +91,7 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
     started = time.monotonic()
     check = _Check(located, Scanner(located.storage, located.directory, follow_links=located.follow_links))
     identity = Identity.now(located)
-    check.books()
+    check.file_checksums()
     check.arrays(located.follow_links)
     check.presence()
     if full:
@@ -104,7 +102,7 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
         path=located.url,
         step=located.step,
         full=full,
-        has_checksums=bool(check.ledger) or check.is_listed,
+        has_checksums=bool(check.checksums) or check.is_listed,
         damages=tuple(sorted(check.damages, key=lambda damage: (damage.file, damage.chunk or ()))),
         notes=tuple(check.notes),
         leaves=len(check.leaves),
@@ -136,9 +134,9 @@ class _Check:
 
     Attributes:
       damages, notes: so far.
-      ledger: every file that the checkpoint lists.
+      checksums: the file checksums of all processes.
       leaves: stored leaves by the directory of their array.
-      implied: the files of arrays that no ledger lists.
+      implied: the files of arrays without file checksums.
       sizes: of the files that were looked at and are there.
       read: files whose bytes have been compared already.
       dirs: directories beside the manifest.
@@ -149,7 +147,7 @@ class _Check:
     scanner: Scanner
     damages: list[Damage] = dataclasses.field(default_factory=list[Damage])
     notes: list[str] = dataclasses.field(default_factory=list[str])
-    ledger: FileChecksums = dataclasses.field(default_factory=dict[str, tuple[int, str]])
+    checksums: FileChecksums = dataclasses.field(default_factory=FileChecksums)
     leaves: dict[str, tuple[str, StoredLeaf]] = dataclasses.field(default_factory=dict[str, tuple[str, StoredLeaf]])
     implied: list[ArrayFiles] = dataclasses.field(default_factory=list[ArrayFiles])
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
@@ -158,38 +156,38 @@ class _Check:
     dirs: set[str] = dataclasses.field(default_factory=set[str])
     is_listed: bool = False
 
-    # --- the manifest, and what lists the other files -----------------------------------------------------------------
+    # --- the manifest and the file checksums --------------------------------------------------------------------------
 
-    def books(self) -> None:
-        """Reads the manifest and the lists of files, and compares each with what lists it."""
+    def file_checksums(self) -> None:
+        """Reads the manifest and the file checksums, and compares them with what the sidecar records."""
         everything = {entry.name: entry for entry in self._entries('')}
         self.dirs = {name for name, entry in everything.items() if entry.is_dir}
         top = {name: entry for name, entry in everything.items() if not entry.is_dir}
         sidecar = self._sidecar(top)
-        known: FileChecksums = {}
+        recorded = FileChecksums()
         if sidecar is not None:
             try:
-                known = ledger_entries(sidecar.extra.get('digests', {}), SIDECAR)
+                recorded = FileChecksums.recorded_by(sidecar, SIDECAR)
             except CorruptCheckpointError as error:
                 self._add('undecodable', SIDECAR, str(error))
             self._compare_step(sidecar)
-        lists = {name for name in (*known, *top) if is_integrity_file(name)}
+        lists = {name for name in (*recorded, *top) if is_file_checksums(name)}
         if sidecar is None and lists:
-            self._add('missing', SIDECAR, 'the file that lists the others is not there or not readable')
+            self._add('missing', SIDECAR, 'it records the checksums of the others, and is missing or not readable')
         for name in sorted(lists):
-            if sidecar is None or name in known:
-                self._ledger_of(name, known.get(name), name in top)
+            if sidecar is None or name in recorded:
+                self._read_list(name, recorded, name in top)
             else:
-                self._add('contradiction', name, f'{SIDECAR} knows of no such list: it is not of this checkpoint')
+                self._add('contradiction', name, f'{SIDECAR} does not record it: it belongs to another checkpoint')
         if self.located.manifest:
-            self.is_listed = self.located.manifest in known
-            data = self._known_file(self.located.manifest, known.get(self.located.manifest))
+            self.is_listed = self.located.manifest in recorded
+            data = self._read(self.located.manifest, recorded)
             self.raw = RawFiles(data, self.raw.sidecar)
 
     def _sidecar(self, top: Mapping[str, Entry]) -> Sidecar | None:
         if SIDECAR not in top or not self.located.manifest:
             return None
-        data = self._known_file(SIDECAR, None)
+        data = self._read(SIDECAR, FileChecksums())
         try:
             sidecar = None if data is None else decode_sidecar(data, SIDECAR)
         except CorruptCheckpointError as error:
@@ -203,21 +201,21 @@ class _Check:
         if self.located.step is not None and written != self.located.step:
             self._add('contradiction', SIDECAR, f'is of step {written!r:.40}, the directory says {self.located.step}')
 
-    def _ledger_of(self, name: str, recorded: tuple[int, str] | None, is_there: bool) -> None:
-        data = self._known_file(name, recorded) if is_there or recorded is not None else None
+    def _read_list(self, name: str, recorded: FileChecksums, is_there: bool) -> None:
+        data = self._read(name, recorded) if is_there or name in recorded else None
         if data is None:
             return
         try:
-            found = decode_ledger(data, name)
+            found = FileChecksums.decode(data, name)
         except CorruptCheckpointError as error:
             self._add('undecodable', name, str(error))
             return
-        twice = [file for file in found.keys() & self.ledger.keys() if found[file] != self.ledger[file]]
+        twice = [file for file, entry in found.items() if not self.checksums.matches(file, entry)]
         if twice:
-            self._add('contradiction', name, f'says something else of {min(twice)} than another list')
-        self.ledger |= found
+            self._add('contradiction', name, f'records another checksum of {min(twice)} than the other file checksums')
+        self.checksums = self.checksums.merged(found)
 
-    def _known_file(self, name: str, recorded: tuple[int, str] | None) -> bytes | None:
+    def _read(self, name: str, recorded: FileChecksums) -> bytes | None:
         """A small file's bytes, compared with what is recorded of it; None and a damage where it cannot be read."""
         try:
             data = self.scanner.read(name)
@@ -226,14 +224,14 @@ class _Check:
             return None
         self.sizes[name] = len(data)
         self.read.add(name)
-        if recorded is not None and (len(data), digest(data)) != recorded:
-            self._differs(name, recorded, (len(data), digest(data)))
+        if name in recorded and not recorded.matches(name, found := entry_of(data)):
+            self._differs(name, recorded[name], found)
         return data
 
     # --- arrays -------------------------------------------------------------------------------------------------------
 
     def arrays(self, follow_links: bool) -> None:
-        """Finds the stored leaves, and the files of those that no ledger lists."""
+        """Finds the stored leaves, and the files of those without file checksums."""
         if self.located.manifest and self.raw.manifest is None:
             return
         try:
@@ -245,7 +243,9 @@ class _Check:
         for path, leaf in table.items():
             if isinstance(leaf, StoredLeaf):
                 self.leaves.setdefault(leaf.array.location, (leaf_name(path), leaf))
-        unlisted = {location: item for location, item in self.leaves.items() if not is_listed(item[1], self.ledger)}
+        unlisted = {
+            location: item for location, item in self.leaves.items() if not self.checksums.has_array(item[1].array)
+        }
         implied = Implied(self.located.storage, self.located.directory, follow_links=follow_links)
         for location, found in in_threads(unlisted, lambda location: implied.files(*unlisted[location])):
             name, _ = self.leaves[location]
@@ -267,7 +267,7 @@ class _Check:
 
     def presence(self) -> None:
         """Looks for every file, with one listing for each directory."""
-        expected = set(self.ledger) - self.read
+        expected = set(self.checksums) - self.read
         parents = {name.rpartition('/')[0] for name in expected}
         found: dict[str, int] = {}
         for parent, entries in in_threads(parents, self._entries):
@@ -275,11 +275,11 @@ class _Check:
                 name = join(parent, entry.name)
                 if not entry.is_dir:
                     # Where a listing says no sizes, who reads the bytes will see.
-                    recorded = self.ledger.get(name, (0,))[0]
+                    recorded = self.checksums.get(name, (0,))[0]
                     found[name] = recorded if entry.size is None else entry.size
         removed = {name for name in expected if self._is_removed(name, found)}
         for name in sorted(expected - removed):
-            size = self.ledger[name][0]
+            size = self.checksums[name][0]
             if name not in found:
                 self._add('missing', name, f'{size:,} bytes are recorded')
             else:
@@ -295,9 +295,9 @@ class _Check:
             self.sizes |= array.sizes
             self.damages += array.damages
         known = {*expected, *self.sizes, *_OWN}
-        used = {name.partition('/')[0] for name in (*self.ledger, *self.leaves)}
+        used = {name.partition('/')[0] for name in (*self.checksums, *self.leaves)}
         unknown = [*(name for name in found if name not in known), *(f'{name}/' for name in self.dirs - used)]
-        if unknown and self.ledger:
+        if unknown and self.checksums:
             self.notes.append(
                 f'{counted(len(unknown), "file belongs", "files belong")} to nothing: {some_of(sorted(unknown), 5)}'
             )
@@ -321,7 +321,7 @@ class _Check:
     def contents(self, progress: Progress | None) -> None:
         """Reads everything that is there in the right size."""
         wrong = {damage.file for damage in self.damages}
-        listed = [name for name in self.ledger if name in self.sizes and name not in wrong and name not in self.read]
+        listed = [name for name in self.checksums if name in self.sizes and name not in wrong and name not in self.read]
         listed.sort(key=lambda name: -self.sizes[name])
         chunks = [(array, chunk_index) for array in self.implied for chunk_index in array.chunks]
         total = sum(self.sizes[name] for name in listed) + sum(array.chunk_bytes for array, _ in chunks)
@@ -329,8 +329,8 @@ class _Check:
         for name, result in in_threads(listed, self.scanner.digest):
             if isinstance(result, T5CkptError):
                 self._failed(name, result)
-            elif result != self.ledger[name]:
-                self._differs(name, self.ledger[name], result)
+            elif not self.checksums.matches(name, result):
+                self._differs(name, self.checksums[name], result)
             done += self.sizes[name]
             if progress is not None:
                 progress(done, total)
@@ -343,12 +343,12 @@ class _Check:
 
     # --- damages ------------------------------------------------------------------------------------------------------
 
-    def _differs(self, name: str, recorded: tuple[int, str], found: tuple[int, str]) -> None:
+    def _differs(self, name: str, recorded: FileEntry, found: FileEntry) -> None:
         if found[0] != recorded[0]:
             self._size_differs(name, found[0], recorded[0])
             return
         text = f'xxh3-64 is {found[1]}, recorded is {recorded[1]}'
-        other = next((file for file, entry in self.ledger.items() if entry == found and file != name), None)
+        other = next((file for file, entry in self.checksums.items() if entry == found and file != name), None)
         offsets = (0, found[0])
         if other is not None:
             text += f'; these are the bytes of {other}'

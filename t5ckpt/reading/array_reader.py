@@ -57,7 +57,7 @@ class ArrayReader:
         located: Located,
         mmap: bool = False,
         *,
-        ledger: FileChecksums | None = None,
+        checksums: FileChecksums | None = None,
         in_passing: bool = False,
         identity: Identity | None = None,
     ):
@@ -66,7 +66,7 @@ class ArrayReader:
         Args:
           located: the checkpoint.
           mmap: its arrays are mapped where that is possible, see ``reading/local/mmap_reader.py``.
-          ledger: what the checkpoint lists; every file that is read is compared with it.
+          checksums: the checkpoint's file checksums; every file that is read is compared with them.
           in_passing: but no chunk that is not wanted whole anyway.
           identity: each :meth:`read` looks whether the checkpoint is still this one; None where the caller does, for
             many reads together.
@@ -77,7 +77,7 @@ class ArrayReader:
         follow_links = located.follow_links
         root = storage.local_path(directory)
         self._scanner = Scanner(storage, directory, follow_links=follow_links)
-        self.checks = None if ledger is None else ChecksumVerifier(ledger, self._scanner, in_passing=in_passing)
+        self.checks = None if checksums is None else ChecksumVerifier(checksums, self._scanner, in_passing=in_passing)
         self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
         self.direct = None if root is None else DirectReader(root, checks=self.checks, follow_links=follow_links)
         self._ranges = RangeReader(storage, directory)

@@ -21,10 +21,9 @@ import tensorstore as ts
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex, ceil_div
 from t5ckpt.format.dtypes import from_stored
-from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.array_reader import ArrayReader, aligned_empty, basic_index
 from t5ckpt.reading.contents import Contents
@@ -45,14 +44,14 @@ class CachedReader(ArrayReader):
 
     def __init__(self, contents: Contents, storage: BucketStorage, *, checks: bool):
         """Takes a checkpoint in this storage; with ``checks`` nothing but what it lists is accepted."""
-        super().__init__(contents.located, ledger=contents.ledger if checks else None, identity=contents.identity)
+        super().__init__(contents.located, checksums=contents.checksums if checks else None, identity=contents.identity)
         self._bucket = storage
         self._base = contents.located.directory
-        self._ledger: FileChecksums = contents.ledger or {}
+        self._checksums = contents.checksums or FileChecksums()
         self._memory = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
 
     def _compares_all(self) -> bool:
-        return bool(self._ledger)
+        return bool(self._checksums)
 
     def _read(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:
         basic = basic_index(index, leaf.shape)
@@ -97,15 +96,13 @@ class CachedReader(ArrayReader):
 
     def _file(self, name: str) -> bytes:
         """A file's bytes, from the cache if what is there is still the file."""
-        recorded = self._ledger.get(name)
+        is_listed = name in self._checksums
+        key = join(self._base, name)
         data = self._bucket.read_cached(
-            join(self._base, name), None if recorded is None else lambda data: (len(data), digest(data)) == recorded
+            key, (lambda data: self._checksums.matches(name, entry_of(data))) if is_listed else None
         )
-        if recorded is not None and (len(data), digest(data)) != recorded:
-            raise CorruptCheckpointError(
-                f'{self._bucket.url(join(self._base, name))} is damaged: {len(data):,} bytes with xxh3-64 {digest(data)}, '
-                f'recorded are {recorded[0]:,} bytes with {recorded[1]}. Restore an older step, or copy the checkpoint again.'
-            )
+        if is_listed:
+            self._checksums.check(name, entry_of(data), self._bucket.url(key))
         return data
 
 

@@ -8,12 +8,12 @@ and not again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
-from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry
 from t5ckpt.reading.file_hasher import Scanner
 
 __all__ = ['ChecksumVerifier']
@@ -27,36 +27,31 @@ _CURE = (
 class ChecksumVerifier:
     """The checksums of one checkpoint's files. Safe from any thread."""
 
-    def __init__(self, ledger: FileChecksums, scanner: Scanner, *, in_passing: bool = False):
-        """Takes what the checkpoint lists, and what reads it.
+    def __init__(self, checksums: FileChecksums, scanner: Scanner, *, in_passing: bool = False):
+        """Takes the checkpoint's file checksums, and what reads its files.
 
         With ``in_passing`` no plain chunk is read for the sake of its checksum: one of which only a part is wanted, or parts
         by several, is not compared. A chunk with a codec has to be read whole anyway.
         """
         self.in_passing = in_passing
-        self._ledger: Mapping[str, tuple[int, str]] = ledger
+        self._checksums = checksums
         self._scanner = scanner
         self._guard = threading.Lock()
         self._good: set[str] = set()
 
     def listed(self, prefix: str) -> list[str]:
-        """The files that the checkpoint lists whose names begin so."""
-        return [file for file in self._ledger if file.startswith(prefix)]
+        """The files with a checksum whose names begin with ``prefix``."""
+        return self._checksums.below(prefix)
 
-    def compare(self, file: str, leaf: str, found: tuple[int, str]) -> None:
-        """Holds a file's length and checksum against what is recorded.
+    def compare(self, file: str, leaf: str, found: FileEntry) -> None:
+        """Compares a file's length and checksum with what is recorded.
 
         Raises:
-          CorruptCheckpointError: they differ, or the file is not listed.
+          CorruptCheckpointError: they differ, or the file has none.
         """
-        recorded = self._ledger.get(file)
-        if recorded is None:
-            raise CorruptCheckpointError(f'{leaf}: {file} is in no list of this checkpoint. {_CURE}')
-        if found != recorded:
-            raise CorruptCheckpointError(
-                f'{leaf}: {file} is damaged: {found[0]:,} bytes with xxh3-64 {found[1]}, recorded are {recorded[0]:,} bytes '
-                f'with {recorded[1]}. {_CURE}'
-            )
+        if file not in self._checksums:
+            raise CorruptCheckpointError(f'{leaf}: {file} has no checksum in this checkpoint. {_CURE}')
+        self._checksums.check(file, found, f'{leaf}: {file}', _CURE)
         with self._guard:
             self._good.add(file)
 

@@ -22,10 +22,9 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import is_spec, typed_by_zarray, untyped_specs
-from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import FileChecksums, decode_ledger, ledger_entries
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
-from t5ckpt.format.names import MANIFEST, SIDECAR, is_integrity_file, parse_step_dir
+from t5ckpt.format.names import MANIFEST, SIDECAR, is_file_checksums, parse_step_dir
 from t5ckpt.format.safetensors import is_safetensors
 from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.format.stored_leaf import checkpoint_leaves, with_facts
@@ -48,6 +47,10 @@ __all__ = [
 ]
 
 _log = logging.getLogger('t5ckpt')
+_CURE = (
+    'Restore an older step, or copy the checkpoint again. If it was edited on purpose, remove t5ckpt.json and '
+    'integrity.*.json.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +60,13 @@ class RawFiles:
     Attributes:
       manifest: the file ``checkpoint``.
       sidecar: ``t5ckpt.json``, if there is one.
-      ledgers: the lists of files by name, if checksums are to be compared.
+      checksum_lists: the files with the file checksums by name, if checksums are to be compared.
       versions: of the manifest and of the sidecar, by name, see ``Storage.version``.
     """
 
     manifest: bytes | None = None
     sidecar: bytes | None = None
-    ledgers: Mapping[str, bytes] | None = None
+    checksum_lists: Mapping[str, bytes] | None = None
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
@@ -179,14 +182,14 @@ class Contents:
     Attributes:
       located: where.
       manifest, sidecar: decoded.
-      ledger: the files with their checksums, if they are to be compared.
+      checksums: the file checksums, if they are to be compared.
       versions: see :class:`RawFiles`.
     """
 
     located: Located
     manifest: Manifest
     sidecar: Sidecar
-    ledger: FileChecksums | None = None
+    checksums: FileChecksums | None = None
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     @property
@@ -195,8 +198,8 @@ class Contents:
         return Identity(self.located, self.versions)
 
 
-def read_raw(located: Located, *, ledgers: bool = False) -> RawFiles:
-    """Reads a checkpoint's own files; with ``ledgers`` also those that list the others with their checksums.
+def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
+    """Reads a checkpoint's own files; with ``checksums`` also its file checksums.
 
     Raises:
       CheckpointNotFoundError: gone since it was located.
@@ -219,8 +222,11 @@ def read_raw(located: Located, *, ledgers: bool = False) -> RawFiles:
     except CheckpointNotFoundError:
         if storage.renames:
             raise
-    names = [entry.name for entry in storage.entries(directory) if is_integrity_file(entry.name)] if ledgers else []
-    return RawFiles(manifest, sidecar, {name: files.read(name) for name in names} if ledgers else None, versions)
+    lists = None
+    if checksums:
+        names = [entry.name for entry in storage.entries(directory) if is_file_checksums(entry.name)]
+        lists = {name: files.read(name) for name in names}
+    return RawFiles(manifest, sidecar, lists, versions)
 
 
 def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
@@ -247,15 +253,14 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
         return Contents(located, decode_tensors(raw.manifest), Sidecar(), None, raw.versions)
     where = storage.url(join(directory, SIDECAR))
     sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
-    known = ledger_entries(sidecar.extra.get('digests', {}), where)
-    if located.manifest in known:
-        _compare(raw.manifest, known[located.manifest], located.url)
+    recorded = FileChecksums.recorded_by(sidecar, where)
+    recorded.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
     manifest = _decoded_manifest(located, raw.manifest)
     if has_placeholders(manifest.state):
         resolved = resolve_placeholders(storage, directory, manifest.state, follow_links=located.follow_links)
         return Contents(located, dataclasses.replace(manifest, state=resolved), Sidecar(), None, raw.versions)
     _type_specs(located, manifest)
-    return Contents(located, manifest, sidecar, _ledger(raw, known, where), raw.versions)
+    return Contents(located, manifest, sidecar, _file_checksums(located, raw, recorded), raw.versions)
 
 
 def _decoded_manifest(located: Located, data: bytes) -> Manifest:
@@ -293,45 +298,34 @@ def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: byte
         leaves_of(_decoded(Located(storage, directory, MANIFEST, None), RawFiles(manifest, sidecar)), (), {})
 
 
-def _compare(data: bytes, recorded: tuple[int, str], where: str) -> None:
-    found = len(data), digest(data)
-    if found != recorded:
-        raise CorruptCheckpointError(
-            f'{where} is damaged: {found[0]:,} bytes with xxh3-64 {found[1]}, {SIDECAR} recorded {recorded[0]:,} bytes with '
-            f'{recorded[1]}. Restore an older step, or copy the checkpoint again. If it was edited on purpose, remove '
-            f'{SIDECAR} and the integrity files.'
-        )
-
-
-def _ledger(raw: RawFiles, known: FileChecksums, where: str) -> FileChecksums | None:
-    """What the checkpoint lists; None if nobody asked, or it lists nothing, as T5X's do not."""
-    if raw.ledgers is None or (raw.sidecar is None and not raw.ledgers):
+def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) -> FileChecksums | None:
+    """The checkpoint's file checksums; None if nobody asked, or it has none, as T5X's have none."""
+    lists = raw.checksum_lists
+    if lists is None or (raw.sidecar is None and not lists):
         return None
-    listed = {name: entry for name, entry in known.items() if is_integrity_file(name)}
-    missing = sorted(listed.keys() - raw.ledgers.keys())
-    if raw.sidecar is None or missing:
-        name = ', '.join(missing) or where
+
+    def where(name: str) -> str:
+        return located.storage.url(join(located.directory, name))
+
+    missing = [SIDECAR] if raw.sidecar is None else sorted(set(recorded.lists) - lists.keys())
+    if missing:
         raise CorruptCheckpointError(
-            f'{name} is missing, so no checksum can be compared. Restore an older step, copy the checkpoint '
-            "again, or pass verify='quick'."
+            f'{", ".join(map(where, missing))} is missing, so no checksum can be compared. Restore an older step, copy the '
+            "checkpoint again, or pass verify='quick'."
         )
-    ledger: FileChecksums = {}
-    for name, entry in listed.items():
-        _compare(raw.ledgers[name], entry, name)
-        ledger |= decode_ledger(raw.ledgers[name], name)
-    return ledger
+    return recorded.read_lists(lists, where)
 
 
 def file_checksums_of(located: Located) -> FileChecksums | None:
-    """What a checkpoint lists; None if it lists nothing.
+    """A checkpoint's file checksums; None if it has none.
 
     Raises:
-      CorruptCheckpointError: a list, or what lists the lists, is missing or damaged.
+      CorruptCheckpointError: the sidecar or one of the files that hold them is missing or damaged.
     """
-    raw = read_raw(located, ledgers=True)
+    raw = read_raw(located, checksums=True)
     where = located.storage.url(join(located.directory, SIDECAR))
     sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
-    return _ledger(raw, ledger_entries(sidecar.extra.get('digests', {}), where), where)
+    return _file_checksums(located, raw, FileChecksums.recorded_by(sidecar, where))
 
 
 def check_step(contents: Contents, *, strictly: bool) -> None:

@@ -41,7 +41,9 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
     if isinstance(located.storage, BucketStorage) and located.storage.cache is not None:
         return CachedReader(contents, located.storage, checks=reading.verify == 'full')
     in_passing = reading.verify == 'auto'
-    return ArrayReader(located, reading.mmap, ledger=contents.ledger, in_passing=in_passing, identity=contents.identity)
+    return ArrayReader(
+        located, reading.mmap, checksums=contents.checksums, in_passing=in_passing, identity=contents.identity
+    )
 
 
 VERIFY_LEVELS = ('auto', 'full', 'quick')

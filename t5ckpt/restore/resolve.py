@@ -41,12 +41,12 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
     """The checkpoint: process 0 looks for it and reads its files, once for all processes."""
     if request.round.is_single_process:
         located = _located(request)
-        return located, read_raw(located, ledgers=_checks_all(request, located))
+        return located, read_raw(located, checksums=_checks_all(request, located))
     if request.round.is_leader:
         try:
             located = _located(request)
-            raw = read_raw(located, ledgers=_checks_all(request, located))
-            files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.ledgers or {})}
+            raw = read_raw(located, checksums=_checks_all(request, located))
+            files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.checksum_lists or {})}
             held = [[name, len(data)] for name, data in files.items() if data is not None]
             place = [located.directory, located.manifest, located.step]
             head = {'url': located.url, 'place': place, 'held': held, 'asked': _asked(request)}
@@ -71,4 +71,4 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
     located = Located(request.storage, *head['place']) if request.path is None else _elsewhere(request, head['url'])
     located = dataclasses.replace(located, follow_links=request.reading.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
-    return located, dataclasses.replace(raw, ledgers=shared if _checks_all(request, located) else None)
+    return located, dataclasses.replace(raw, checksum_lists=shared if _checks_all(request, located) else None)

@@ -28,8 +28,8 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.private_memory import is_private
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import decode_ledger
-from t5ckpt.format.names import SIDECAR, integrity_file, step_dir
+from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_values import is_jax_array
@@ -99,8 +99,8 @@ def find_previous(storage: Storage) -> PreviousCheckpoint | None:
         return None
     for step in [each.step for each in listing(storage).steps if each.is_t5x][-1:]:
         try:
-            key = join(step_dir(step), integrity_file(0))
-            files = decode_ledger(storage.read(key), storage.url(key))
+            key = join(step_dir(step), file_checksums_name(0))
+            files = FileChecksums.decode(storage.read(key), storage.url(key))
             return PreviousCheckpoint(step_dir(step), files, digest(storage.read(join(step_dir(step), SIDECAR))))
         except T5CkptError:
             # Written by T5X, or damaged: there is nothing to take over, and nothing is lost by writing it all.

@@ -21,9 +21,9 @@ from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarnin
 from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import to_stored
-from t5ckpt.format.file_checksums import encode_ledger
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import encode_manifest
-from t5ckpt.format.names import MANIFEST, integrity_file, step_dir
+from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.planning.plan_fingerprint import difference
 from t5ckpt.policies import fields_of
@@ -156,10 +156,10 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         if parent:
             request.storage.make_dir(join(directory, parent))
         request.storage.write(join(directory, name), data)
-    files = report.digests | {name: (len(data), digest(data)) for name, data in job.dataset.items()}
-    integrity = encode_ledger(files)
-    request.storage.write(join(directory, integrity_file(job.round.processes.index)), integrity)
-    return report, (len(integrity), digest(integrity))
+    files = report.digests | {name: entry_of(data) for name, data in job.dataset.items()}
+    checksums = FileChecksums(files).encode()
+    request.storage.write(join(directory, file_checksums_name(job.round.processes.index)), checksums)
+    return report, entry_of(checksums)
 
 
 def _commit(
@@ -167,8 +167,8 @@ def _commit(
 ) -> dict[str, Any]:
     """Process 0's last step: everything is written, by all."""
     request, work = job.request, held[0]
-    files = {MANIFEST: (len(manifest), digest(manifest))}
-    files |= {integrity_file(index): tuple(vote['integrity']) for index, vote in enumerate(votes)}
+    files = {MANIFEST: entry_of(manifest)}
+    files |= {file_checksums_name(index): tuple(vote['integrity']) for index, vote in enumerate(votes)}
     arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
     expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
     if arrays['files'] != expected:

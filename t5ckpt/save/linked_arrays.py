@@ -18,7 +18,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes
-from t5ckpt.format.checksum import digest
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
@@ -37,29 +37,30 @@ __all__ = [
     'linked_leaves',
 ]
 
+_CURE = 'Take another copy of the checkpoint.'
 _PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceCheckpoint:
-    """A checkpoint whose arrays are taken over; ``digests`` is by file, empty where nobody wrote any."""
+    """A checkpoint whose arrays are taken over; ``checksums`` are empty where it has none."""
 
     storage: Storage
     directory: str
     reader: ArrayReader
     scanner: Scanner
-    digests: Mapping[str, tuple[int, str]]
+    checksums: FileChecksums
     identity: Identity
 
     @classmethod
     def open(cls, contents: Contents) -> SourceCheckpoint:
-        """Opens a checkpoint for what it lists."""
+        """Opens a checkpoint with its file checksums."""
         located = contents.located
-        ledger = file_checksums_of(located) if contents.ledger is None else contents.ledger
+        checksums = file_checksums_of(located) if contents.checksums is None else contents.checksums
         # What is read to be cast or averaged is compared, too.
-        reader = ArrayReader(located, ledger=ledger, identity=contents.identity)
+        reader = ArrayReader(located, checksums=checksums, identity=contents.identity)
         scanner = Scanner(located.storage, located.directory)
-        return cls(located.storage, located.directory, reader, scanner, ledger or {}, contents.identity)
+        return cls(located.storage, located.directory, reader, scanner, checksums or FileChecksums(), contents.identity)
 
 
 class LinkedArray(LazyThreadPoolArray):
@@ -141,10 +142,8 @@ def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
     return tuple(ChunkWrite(box, -1, box) for box in map(grid.box, grid))
 
 
-def link_or_copy_chunks(
-    leaf: LinkedArray, write: ArrayWrite, storage: Storage, directory: str
-) -> dict[str, tuple[int, str]]:
-    """Links or copies the files of an array into ``directory``; returns their sizes and digests.
+def link_or_copy_chunks(leaf: LinkedArray, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:
+    """Links or copies the files of an array into ``directory``; returns their entries.
 
     Raises:
       CheckpointNotFoundError: the checkpoint was deleted or saved anew meanwhile.
@@ -152,29 +151,24 @@ def link_or_copy_chunks(
       UnsafeSpecError: it is a symbolic link that leads out of the checkpoint.
     """
     lender, held = leaf.lender, leaf.leaf.array.location
-    entries: dict[str, tuple[int, str]] = {}
+    entries: dict[str, FileEntry] = {}
     # What is compared with a checksum needs no other look.
     identity = lender.identity
-    with identity.told() if lender.digests else identity.reading():
+    with identity.told() if lender.checksums else identity.reading():
         for name in write.files(with_metadata=True):
             old = join(held, name.rpartition('/')[2])
             source, target = join(lender.directory, old), join(directory, name)
+            where = f'{leaf_name(write.path)}: {lender.storage.url(source)}'
             try:
                 data = lender.scanner.read(old)
             except UnsafeSpecError:
                 raise
             except T5CkptError as error:
-                raise _damaged(leaf, write, old, 'cannot be read') from error
-            entry = len(data), digest(data)
-            if lender.digests.get(old, entry) != entry:
-                raise _damaged(leaf, write, old, 'is not what its checksum says')
+                raise CorruptCheckpointError(f'{where} cannot be read. {_CURE}') from error
+            entry = entry_of(data)
+            lender.checksums.check(old, entry, where, _CURE)
             if not storage.link_from(lender.storage, source, target):
                 storage.make_dir(join(directory, write.array.location))
                 storage.write(target, data)
             entries[name] = entry
     return entries
-
-
-def _damaged(leaf: LinkedArray, write: ArrayWrite, file: str, what: str) -> CorruptCheckpointError:
-    where = leaf.lender.storage.url(join(leaf.lender.directory, file))
-    return CorruptCheckpointError(f'{leaf_name(write.path)}: {where} {what}. Take another copy of the checkpoint.')

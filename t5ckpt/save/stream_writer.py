@@ -45,9 +45,9 @@ from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
-from t5ckpt.format.file_checksums import encode_ledger
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import encode_manifest
-from t5ckpt.format.names import MANIFEST, integrity_file, step_dir
+from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.planning.plan_fingerprint import plan_text
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
@@ -180,18 +180,18 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) ->
         digests=report.digests | taken.digests,
     )
     _write_files(request, work)
-    digests = report.digests | {name: (len(data), digest(data)) for name, data in request.files.items()}
-    integrity = encode_ledger(digests)
-    storage.write(join(directory, integrity_file(0)), integrity)
+    digests = report.digests | {name: entry_of(data) for name, data in request.files.items()}
+    checksums = FileChecksums(digests).encode()
+    storage.write(join(directory, file_checksums_name(0)), checksums)
     manifest = _manifest_bytes(staging, report, storage.driver)
-    files = {MANIFEST: (len(manifest), digest(manifest)), integrity_file(0): (len(integrity), digest(integrity))}
+    files = FileChecksums({MANIFEST: entry_of(manifest), file_checksums_name(0): entry_of(checksums)})
     extra = {
         'writer': writer_facts(__version__),
         'created_unix': round(request.clock(), 3),
         'step': request.step,
         'bytes': report.file_bytes,
         'files': len(report.digests),
-        'digests': {name: list(entry) for name, entry in files.items()},
+        'digests': files.to_json(),
         **({} if request.source is None else {'source': dict(request.source)}),
         **request.extra,
     }
@@ -251,7 +251,7 @@ def _files_here(work: Workspace, write: ArrayWrite) -> dict[str, tuple[int, str]
         return None
     if write.array.metadata['compressor'] is None and any(sizes[name] != write.chunk_bytes for name in names[1:]):
         return None
-    return {name: (len(data), digest(data)) for name in names for data in [storage.read(join(work.directory, name))]}
+    return {name: entry_of(data) for name in names for data in [storage.read(join(work.directory, name))]}
 
 
 def _with_codec(work: Workspace, write: ArrayWrite) -> ArrayWrite:

@@ -40,6 +40,7 @@ from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
+from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.codec_selection import choose_codec
@@ -290,7 +291,7 @@ class _Writer:
         data = zarray_bytes(array)
         key = join(array.location, '.zarray')
         self._in_flight.append(_InFlight(leaf, self._kvstore.write(key, data), 0))
-        self.digests[key] = (len(data), digest(data))
+        self.digests[key] = entry_of(data)
 
     def _open(self, array: StoredArray, leaf: str) -> Any:
         spec = {
@@ -369,7 +370,7 @@ class _Writer:
         for key in self._unread:
             with foreign_errors(self._storage.url(join(self._job.directory, key))):
                 data = bytes(self._storage.wait(self._kvstore.read(key)).value)
-            self.digests[key] = (len(data), digest(data))
+            self.digests[key] = entry_of(data)
 
     def stamps(self) -> dict[str, tuple[int, ...] | None]:
         """Of all files; one whose rename into place was lost without an error is found here."""

@@ -28,7 +28,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.storage import open_storage
 
-BOOKS = ('t5ckpt.json', 'integrity.0.json')
+OWN_FILES = ('t5ckpt.json', 'integrity.0.json')
 
 
 def harm(path, how, rng):
@@ -44,7 +44,7 @@ def harm(path, how, rng):
 
 @pytest.mark.parametrize('how', ['missing', 'empty', 'truncated', 'flipped'])
 @pytest.mark.parametrize(
-    'files', [('params.w/.zarray',), BOOKS[:1], BOOKS[1:], ('integrity.0.json', 'params.edge/.zarray')]
+    'files', [('params.w/.zarray',), OWN_FILES[:1], OWN_FILES[1:], ('integrity.0.json', 'params.edge/.zarray')]
 )
 def test_what_follows_from_the_rest_is_made_again(run_dir, tmp_path, how, files):
     step_dir = save(run_dir, compression='zstd')
@@ -62,7 +62,7 @@ def test_what_follows_from_the_rest_is_made_again(run_dir, tmp_path, how, files)
     assert report.files == len(files_of(mended))
     assert t5ckpt.verify(mended, full=True).ok
     assert t5ckpt.verify(mended).has_checksums
-    if BOOKS[0] in files:
+    if OWN_FILES[0] in files:
         assert any('sidecar is lost' in note for note in report.notes)
         # What was stored in another dtype is known to the sidecar alone.
         del expected['params/bits']
@@ -77,7 +77,7 @@ def test_what_follows_from_the_rest_is_made_again(run_dir, tmp_path, how, files)
 def test_without_any_books_it_is_a_checkpoint_of_t5x(run_dir, tmp_path):
     """Nothing says that there were some; what is left of them says only what is certain."""
     step_dir = save(run_dir)
-    for name in BOOKS:
+    for name in OWN_FILES:
         (step_dir / name).unlink()
     assert not t5ckpt.repair(step_dir, tmp_path / 'mended').changed
     (step_dir / 't5ckpt.json').write_bytes(b'')
@@ -208,7 +208,7 @@ def test_arrays_that_changed_places_keep_their_metadata(run_dir, tmp_path):
     with t5ckpt.Checkpointer(state, checkpoints_dir=run_dir, chunk_bytes=10**6, inline_bytes=100) as ck:
         ck.save(state, step=1)
     step_dir = run_dir / 'checkpoint_1'
-    for name in BOOKS:
+    for name in OWN_FILES:
         (step_dir / name).unlink()
     (step_dir / 'w').rename(step_dir / 'x')
     (step_dir / 't').rename(step_dir / 'w')
@@ -242,7 +242,7 @@ def test_what_can_be_mended_is_not_left_out(run_dir, tmp_path):
     report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=everything)
     assert (report.dropped, report.rebuilt) == ((), ('params.w/.zarray',))
     assert arrays_of(tmp_path / 'mended' / 'checkpoint_1') == expected
-    for name in BOOKS:
+    for name in OWN_FILES:
         (step_dir / name).unlink()
     # Without lists a lost chunk behind a lost .zarray comes to light only when that is there again.
     chunk = step_dir / 'params.w' / '0.0'
@@ -455,7 +455,7 @@ def test_a_checkpoint_of_t5x(golden, tmp_path, name):
     assert arrays_of(copy) == expected
     # It had no checksums, and nobody knows whether these are the values: it gets none unless that is asked for.
     assert not t5ckpt.verify(copy, full=True).has_checksums
-    assert not [path for path in copy.iterdir() if path.name in BOOKS]
+    assert not [path for path in copy.iterdir() if path.name in OWN_FILES]
     # A chunk that is cut off is no chunk.
     zarrays[0].unlink()
     chunk = next(path for path in sorted(zarrays[0].parent.iterdir()) if path.name != '.zarray')

@@ -13,7 +13,7 @@ import numpy as np
 import t5ckpt
 from support.states import leaf_print
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import decode_ledger, encode_ledger
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
 
 W = np.random.default_rng(1).standard_normal((128, 64), dtype=np.float32)
@@ -95,12 +95,12 @@ def arrays_of(step_dir):
 
 def of_two_processes(step_dir):
     """The list in two halves, as two processes write it; the sidecar is signed again."""
-    files = decode_ledger((step_dir / 'integrity.0.json').read_bytes(), '')
+    files = FileChecksums.decode((step_dir / 'integrity.0.json').read_bytes(), '')
     halves = [dict(list(files.items())[part::2]) for part in (0, 1)]
     sidecar = decode_sidecar((step_dir / 't5ckpt.json').read_bytes(), '')
     digests = dict(sidecar.extra['digests'])
     for number, half in enumerate(halves):
-        data = encode_ledger(half)
+        data = FileChecksums(half).encode()
         (step_dir / f'integrity.{number}.json').write_bytes(data)
         digests[f'integrity.{number}.json'] = [len(data), digest(data)]
     signed = dataclasses.replace(sidecar, extra={**sidecar.extra, 'digests': digests})

@@ -35,9 +35,9 @@ import numpy as np
 import xxhash
 
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.chunk_grid import Box, ChunkIndex
 from t5ckpt.format.dtypes import from_stored
+from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.local.blocks import Blocks, Limits
 from t5ckpt.reading.local.chunk_file import ChunkFile
@@ -116,7 +116,7 @@ class DirectReader:
             # TensorStore finds the words for what is wrong.
             return None
         if self.checks is not None:
-            self.checks.compare(f'{array.location}/.zarray', leaf, (len(text), digest(text)))
+            self.checks.compare(f'{array.location}/.zarray', leaf, entry_of(text))
         return plain_chunks_of(text, array)
 
     def tasks(self, request: ReadRequest, chunks: PlainChunks) -> list[Task] | None:

@@ -18,10 +18,10 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import decode_ledger, encode_ledger
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.storage import open_storage
 
-BOOKS = ('t5ckpt.json', 'integrity.0.json')
+OWN_FILES = ('t5ckpt.json', 'integrity.0.json')
 
 
 def entry_of(path):
@@ -34,16 +34,16 @@ def iterator_file(step_dir):
 
 def listed_apart(step_dir, belongs):
     """Splits the list as two processes might; that of the second is what ``belongs`` says of a name."""
-    files = decode_ledger((step_dir / 'integrity.0.json').read_bytes(), '')
+    files = FileChecksums.decode((step_dir / 'integrity.0.json').read_bytes(), '')
     for number in (0, 1):
         part = {name: entry for name, entry in files.items() if belongs(name) == bool(number)}
-        (step_dir / f'integrity.{number}.json').write_bytes(encode_ledger(part))
+        (step_dir / f'integrity.{number}.json').write_bytes(FileChecksums(part).encode())
 
 
 def without_checksums(run_dir, seed=0):
     """A checkpoint as T5X leaves it."""
     step_dir = save(run_dir, seed=seed)
-    for name in BOOKS:
+    for name in OWN_FILES:
         (step_dir / name).unlink()
     iterator_file(step_dir).unlink()
     return step_dir
@@ -57,14 +57,14 @@ def test_a_list_that_the_sidecar_does_not_know(run_dir, tmp_path):
     step_dir = save(run_dir)
     chunk = step_dir / 'params.w' / '0.0'
     flip(chunk, random.Random(1))
-    (step_dir / 'integrity.1.json').write_bytes(encode_ledger({'params.w/0.0': entry_of(chunk)}))
+    (step_dir / 'integrity.1.json').write_bytes(FileChecksums({'params.w/0.0': entry_of(chunk)}).encode())
     for full in (False, True):
         report = t5ckpt.verify(step_dir, full=full)
         assert [damage.kind for damage in report.damages if damage.file == 'integrity.1.json'] == ['contradiction']
         assert ('params.w/0.0' in {damage.file for damage in report.damages}) == full
     (step_dir / 'params.edge' / '.zarray').unlink()
     before = bytes_of(step_dir)
-    with pytest.raises(errors.CorruptCheckpointError, match='knows of no such list'):
+    with pytest.raises(errors.CorruptCheckpointError, match='does not record it'):
         t5ckpt.repair(step_dir, in_place=True)
     assert bytes_of(step_dir) == before
     with pytest.raises(errors.CorruptCheckpointError, match=r'params.w/0\.0'):
@@ -75,10 +75,10 @@ def test_a_list_that_the_sidecar_does_not_know(run_dir, tmp_path):
 def test_lists_that_contradict_each_other(run_dir, tmp_path):
     step_dir = save(run_dir)
     (step_dir / 't5ckpt.json').unlink()
-    (step_dir / 'integrity.1.json').write_bytes(encode_ledger({'params.w/0.0': (4096, '0' * 16)}))
+    (step_dir / 'integrity.1.json').write_bytes(FileChecksums({'params.w/0.0': (4096, '0' * 16)}).encode())
     report = t5ckpt.verify(step_dir)
     assert any(damage.kind == 'contradiction' and 'params.w/0.0' in damage.text for damage in report.damages)
-    with pytest.raises(errors.CorruptCheckpointError, match='another list'):
+    with pytest.raises(errors.CorruptCheckpointError, match='another checksum of'):
         t5ckpt.repair(step_dir, tmp_path / 'mended')
 
 
@@ -86,8 +86,9 @@ def test_a_damaged_sidecar_that_has_another_checksum_of_a_list(run_dir, tmp_path
     step_dir = save(run_dir)
     chunk = step_dir / 'params.w' / '0.0'
     flip(chunk, random.Random(1))
-    files = decode_ledger((step_dir / 'integrity.0.json').read_bytes(), '') | {'params.w/0.0': entry_of(chunk)}
-    (step_dir / 'integrity.0.json').write_bytes(encode_ledger(files))
+    files = FileChecksums.decode((step_dir / 'integrity.0.json').read_bytes(), '')
+    changed = files.merged({'params.w/0.0': entry_of(chunk)})
+    (step_dir / 'integrity.0.json').write_bytes(changed.encode())
     sidecar = step_dir / 't5ckpt.json'
     sidecar.write_text(sidecar.read_text().replace('"writer"', '"wriuer"'))
     with pytest.raises(errors.CorruptCheckpointError, match=r'another checksum of integrity\.0\.json'):
@@ -164,9 +165,9 @@ def test_leaves_without_a_list_are_left_out_by_name(run_dir, tmp_path):
 
 def test_what_is_trusted_is_named(run_dir, tmp_path):
     step_dir = save(run_dir)
-    for name in BOOKS:
+    for name in OWN_FILES:
         (step_dir / name).unlink()
-    (step_dir / 'integrity.1.json').write_bytes(encode_ledger({}))
+    (step_dir / 'integrity.1.json').write_bytes(FileChecksums({}).encode())
     with pytest.raises(errors.CorruptCheckpointError, match='none is left that vouches'):
         t5ckpt.repair(step_dir, tmp_path / 'mended')
     report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(trust_files=True))
@@ -212,7 +213,7 @@ def test_no_checksums_unless_they_are_asked_for(run_dir, tmp_path):
     assert not t5ckpt.verify(tmp_path / 'mended', full=True).has_checksums
     asked = t5ckpt.RepairOptions(add_checksums=True)
     report = t5ckpt.repair(step_dir, tmp_path / 'listed', options=asked)
-    assert set(BOOKS) <= set(report.rebuilt)
+    assert set(OWN_FILES) <= set(report.rebuilt)
     assert t5ckpt.verify(tmp_path / 'listed', full=True).has_checksums
 
 
@@ -253,7 +254,7 @@ def test_checksums_for_arrays_of_another_writer(run_dir, separator):
     np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir, verify='full')['params']['w'], values)
     report = t5ckpt.verify(step_dir, full=True)
     assert (report.ok, report.notes) == (True, ())
-    for name in BOOKS:
+    for name in OWN_FILES:
         (step_dir / name).unlink()
         assert t5ckpt.repair(step_dir, in_place=True).rebuilt == (name,)
         np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir, verify='full')['params']['w'], values)

@@ -1,0 +1,58 @@
+"""`FileChecksums`: from the sidecar over the processes' lists to one file."""
+
+import numpy as np
+import pytest
+
+from t5ckpt import errors
+from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.names import file_checksums_name
+from t5ckpt.format.sidecar import Sidecar
+
+
+def url(name):
+    return f'/run/checkpoint_1/{name}'
+
+
+def two_processes():
+    lists = {
+        file_checksums_name(index): FileChecksums(files).encode()
+        for index, files in enumerate([{'w/.zarray': (3, 'a' * 16)}, {'w/0.0': (9, 'b' * 16)}])
+    }
+    files = {'checkpoint': b'manifest'} | lists
+    recorded = FileChecksums({name: entry_of(data) for name, data in files.items()})
+    return FileChecksums.recorded_by(Sidecar(extra={'digests': recorded.to_json()}), url('t5ckpt.json')), lists
+
+
+def test_from_the_sidecar_to_each_file():
+    recorded, lists = two_processes()
+    assert recorded.lists == ['integrity.0.json', 'integrity.1.json']
+    files = recorded.read_lists(lists, url)
+    assert dict(files) == {'w/.zarray': (3, 'a' * 16), 'w/0.0': (9, 'b' * 16)}
+    assert files.below('w/0') == ['w/0.0']
+    assert files.encode() == FileChecksums(dict(sorted(files.items(), reverse=True))).encode()
+
+
+def test_a_damaged_list_and_a_damaged_file_have_one_message():
+    recorded, lists = two_processes()
+    damaged = {**lists, 'integrity.1.json': lists['integrity.1.json'] + b' '}
+    with pytest.raises(
+        errors.CorruptCheckpointError, match=r'checkpoint_1/integrity.1.json is damaged: 65 bytes.*are 64'
+    ):
+        recorded.read_lists(damaged, url)
+    files = recorded.read_lists(lists, url)
+    files.check('w/.zarray', (3, 'a' * 16), 'w')
+    files.check('unknown', (1, 'c' * 16), 'unknown')
+    with pytest.raises(errors.CorruptCheckpointError) as caught:
+        files.check('w/0.0', (8, 'c' * 16), 'w: w/0.0', 'Take another.')
+    assert str(caught.value) == (
+        f'w: w/0.0 is damaged: 8 bytes with xxh3-64 {"c" * 16}, recorded are 9 bytes with {"b" * 16}. Take another.'
+    )
+
+
+def test_an_array_is_listed_when_all_its_files_are():
+    array = StoredArray('w', (4, 4), np.dtype('float32'), metadata={'chunks': (4, 2), 'compressor': None})
+    files = FileChecksums({'w/.zarray': (3, 'a' * 16), 'w/0.0': (9, 'b' * 16)})
+    assert not files.has_array(array)
+    assert files.merged({'w/0.1': (9, 'b' * 16)}).has_array(array)
+    assert not FileChecksums().has_array(array)

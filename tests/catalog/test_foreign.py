@@ -124,7 +124,7 @@ def test_a_directory_that_torch_writes_is_named(tmp_path):
     run = tmp_path / 'run'
     run.mkdir()
     subprocess.run([sys.executable, '-c', code, str(run / 'step-10')], check=True, capture_output=True)
-    with pytest.raises(errors.CheckpointNotFoundError, match=r'with 1 step\(s\): 10'):
+    with pytest.raises(errors.CheckpointNotFoundError, match=r'with 1 step: 10'):
         t5ckpt.find_checkpoint(run)
     with pytest.raises(errors.CheckpointNotFoundError, match=r'torch\.distributed\.checkpoint \(DCP\) directory'):
         t5ckpt.find_checkpoint(run / 'step-10')

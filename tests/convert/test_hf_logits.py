@@ -26,7 +26,7 @@ from t5ckpt.convert.huggingface import export_hf, import_hf
 pytestmark = pytest.mark.slow
 
 HOME = pathlib.Path(os.environ.get('T5CKPT_TRANSFORMERS', sys.prefix))
-SCRIPT = pathlib.Path(__file__).parent / 'support/with_transformers.py'
+SCRIPT = pathlib.Path(__file__).parents[1] / 'support/with_transformers.py'
 VERSIONS = ('5', '4')
 LOCAL = {'model_type': 'longt5', 'encoder_attention_type': 'local'}
 

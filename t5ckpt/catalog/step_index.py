@@ -71,7 +71,7 @@ class Index:
       busy: being written or deleted.
       is_complete: every step that is not busy had a marker when the run was last walked.
       others: names of steps in other layouts.
-      holds: the read leases.
+      read_leases: the read leases, also expired ones.
       elsewhere: keys that say of other addresses that they are complete.
       is_fresh: nothing was asked of the store since it was listed.
     """
@@ -80,7 +80,7 @@ class Index:
     busy: frozenset[int]
     is_complete: bool
     others: frozenset[str] = frozenset()
-    holds: tuple[ReadLease, ...] = ()
+    read_leases: tuple[ReadLease, ...] = ()
     elsewhere: tuple[str, ...] = ()
     is_fresh: bool = True
 
@@ -95,9 +95,9 @@ def read_index(storage: Storage) -> Index:
             marked[parsed[0]].add(parsed[1])
     own = index_complete(storage.url())
     elsewhere = tuple(key for key in keys if is_index_complete(key) and key != own)
-    holds = tuple(hold for key in keys if (hold := parse_read_lease(key.removeprefix(f'{INDEX}/'))) is not None)
+    read_leases = tuple(lease for key in keys if (lease := parse_read_lease(key.removeprefix(f'{INDEX}/'))) is not None)
     others = frozenset(name for key in keys if (name := parse_other(key)) is not None)
-    return Index(frozenset(marked['steps']), frozenset(marked['busy']), own in keys, others, holds, elsewhere)
+    return Index(frozenset(marked['steps']), frozenset(marked['busy']), own in keys, others, read_leases, elsewhere)
 
 
 def indexed_steps(storage: Storage) -> list[ListedStep]:
@@ -172,7 +172,7 @@ def ensured_index(storage: Storage, *, again: bool = False) -> Index:
     for key in index.elsewhere:
         # From now on the run here may get steps that it says nothing of.
         storage.delete_file(key)
-    return Index(index.steps | steps, index.busy, True, index.others | others, index.holds, is_fresh=False)
+    return Index(index.steps | steps, index.busy, True, index.others | others, index.read_leases, is_fresh=False)
 
 
 def reindex_steps(

@@ -1,11 +1,11 @@
-"""Garbage collection: what dead writers, deleters and readers left is removed at the next save.
+"""Garbage collection: the next save removes the leftovers of dead writers, deleters and readers.
 
-A leftover of ours has a write lease, see ``commit/write_lease.py``: the boot, the process and its last heartbeat. It goes
-when its lock is free and its owner is dead: its process has ended, which can be seen on the same machine, or the
-heartbeat is older than an hour. Neither host names nor locks alone decide: hosts may have equal names, and locks may be
-those of one node. A directory that was being deleted or is empty goes when its lock is free. What has no such record (T5X
-takes no lock) goes when the second in its name is older than an hour. Read leases that have expired go ten minutes later,
-since clocks differ. Stores without rename have rules of their own (``commit/write_lease.py``).
+A leftover of t5ckpt has a write lease with the boot id, the process and its last heartbeat, see ``commit/write_lease.py``.
+It is removed when its lock is free and its owner is dead: the process has ended, which is visible on the same machine, or
+the heartbeat is older than an hour. Host names and locks alone do not decide: hosts may have equal names, and locks may
+be local to a node. A directory that was being deleted or is empty is removed when its lock is free. A directory without a
+lease (T5X takes no lock) is removed when the time in its name is older than an hour. Read leases are removed ten minutes
+after they expired, since clocks differ. Object stores have their own rules (``commit/write_lease.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from t5ckpt.catalog.step_index import Index, read_index
 from t5ckpt.commit.deletion import remove_checkpoint, renamed_for_deletion
-from t5ckpt.commit.in_place import sweep_in_place
+from t5ckpt.commit.in_place import collect_in_place
 from t5ckpt.commit.read_lease import leased_directory, list_read_leases
 from t5ckpt.commit.replacement import is_still_kept, put_back
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, has_ended, parse_owner
@@ -47,70 +47,72 @@ def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SEC
     """The same; also returns the index of an object store, which one listing shows together with the read leases."""
     index = None if storage.renames else read_index(storage)
     expired = clock() - TAKE_OVER_SECONDS
-    doomed = [hold for hold in (list_read_leases(storage) if index is None else index.holds) if hold.until < expired]
+    doomed = [
+        lease for lease in (list_read_leases(storage) if index is None else index.read_leases) if lease.until < expired
+    ]
     _remove_read_leases(storage, doomed)
     if index is not None:
-        return sweep_in_place(storage, dataclasses.replace(index, is_fresh=not doomed), clock, stale_after)
+        return collect_in_place(storage, dataclasses.replace(index, is_fresh=not doomed), clock, stale_after)
     removed: list[str] = []
     for entry in storage.entries():
         leftover = parse_leftover(entry.name) if entry.is_dir else None
         if leftover is None:
             continue
         try:
-            if _sweep_one(storage, leftover, clock(), stale_after):
+            if _collect_one(storage, leftover, clock(), stale_after):
                 removed.append(entry.name)
         except CheckpointNotFoundError:
-            # Another sweep has removed it.
+            # Another process has removed it.
             continue
         except T5CkptError as error:
-            _log.warning('t5ckpt: could not sweep %s: %s', storage.url(entry.name), error)
+            _log.warning('t5ckpt: could not collect %s: %s', storage.url(entry.name), error)
     if removed:
-        _log.info('t5ckpt: swept %s from %s', ', '.join(removed), storage.url())
+        _log.info('t5ckpt: removed the leftovers %s from %s', ', '.join(removed), storage.url())
     return removed, None
 
 
-def _remove_read_leases(storage: Storage, holds: Iterable[ReadLease]) -> None:
+def _remove_read_leases(storage: Storage, leases: Iterable[ReadLease]) -> None:
     """Removes the leases of readers that were killed."""
-    for key in (join(leased_directory(storage), hold.name) for hold in holds):
+    for key in (join(leased_directory(storage), lease.name) for lease in leases):
         try:
             storage.delete_file(key)
         except T5CkptError as error:
             _log.warning('t5ckpt: could not remove %s: %s', storage.url(key), error)
 
 
-def _sweep_one(storage: Storage, leftover: Leftover, now: float, stale_after: float) -> bool:
-    claim = storage.claim(leftover.name)
-    if claim is None:
+def _collect_one(storage: Storage, leftover: Leftover, now: float, stale_after: float) -> bool:
+    lock = storage.try_lock(leftover.name)
+    if lock is None:
         return False
-    with contextlib.closing(claim):
-        if leftover.state != 'tmp' and claim.is_held:
+    with contextlib.closing(lock):
+        if leftover.state != 'tmp' and lock.is_held:
             is_dead = True
         elif leftover.state != 'tmp':
             # Without a lock that works only the age says anything.
             is_dead = leftover.unix < now - stale_after
         else:
-            is_dead = is_abandoned(storage, leftover, now, stale_after, has_lock=claim.is_held)
+            is_dead = is_abandoned(storage, leftover, now, stale_after, has_lock=lock.is_held)
         is_replaced = is_dead and leftover.state == 'replaced'
         if is_replaced and (put_back(storage, leftover) or is_still_kept(storage, leftover, now)):
             return False
         if is_dead:
             name = leftover.name
             if leftover.state != 'deleted':
-                # A removal that is killed may have taken what the rest is known by.
+                # A removal that is killed may have removed the files by which the rest is recognised.
                 name = renamed_for_deletion(storage, name, leftover.step, lambda: leftover.unix)
             remove_checkpoint(storage, name, leftover.step, lambda: leftover.unix)
         return is_dead
 
 
 def is_abandoned(storage: Storage, leftover: Leftover, now: float, stale_after: float, *, has_lock: bool) -> bool:
-    """Whether nobody writes a temporary directory any more; for one who holds its claim.
+    """Returns whether no process writes a temporary directory anymore; the caller holds the lock of the directory.
 
     Args:
       storage: the run.
       leftover: the directory.
       now: unix seconds.
-      stale_after: the seconds after which an owner elsewhere that gave no sign is dead.
-      has_lock: whether the claim is a lock that works, at least on this machine.
+      stale_after: seconds after its last heartbeat when an owner on another machine counts as dead.
+      has_lock: whether locks work on this storage, at least on this machine.
     """
     name = leftover.name
     entries = [entry.name for entry in storage.entries(name)]

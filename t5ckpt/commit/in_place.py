@@ -1,6 +1,6 @@
-"""Deleting a step where nothing can be renamed, and ending what dead writers and deleters began.
+"""Deletion and garbage collection on object stores, where nothing can be renamed.
 
-``commit/write_lease.py`` says in which order the requests are sent, and under which lease.
+``commit/write_lease.py`` has the order of the requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.format.names import MANIFEST, busy_marker, step_dir, step_marker
 from t5ckpt.storage import Storage
 
-__all__ = ['Hidden', 'hide_in_place', 'remove_in_place', 'remove_step', 'sweep_in_place']
+__all__ = ['Hidden', 'collect_in_place', 'hide_in_place', 'remove_in_place', 'remove_step']
 
 _RIVAL_SECONDS, _RIVAL_POLL_SECONDS = 5.0, 0.1
 _log = logging.getLogger('t5ckpt')
@@ -41,7 +41,7 @@ class Hidden:
 
 
 def remove_step(storage: Storage, step: int) -> None:
-    """Removes all that T5X or t5ckpt wrote of a step that is held: first what makes it visible."""
+    """Removes the files of a step that T5X or t5ckpt wrote, the manifest first; the caller has the write lease."""
     directory = step_dir(step)
     _delete_manifest(storage, join(directory, MANIFEST))
     storage.delete_file(step_marker(step))
@@ -76,60 +76,60 @@ def hide_in_place(
       StorageError: it is being written by somebody, or the store refused, and it is there whole.
     """
     key = join(step_dir(step), MANIFEST)
-    hold = _taken_to_hide(storage, step, clock, index)
+    lease = _taken_to_hide(storage, step, clock, index)
     try:
         try:
             manifest = storage.read(key)
         except CheckpointNotFoundError:
             # Its deleter may have been killed over it, so it is removed here, too.
             remove_step(storage, step)
-            hold.release()
+            lease.release()
             raise
         _delete_manifest(storage, key)
         keys = keys_below(storage, step_dir(step))
         if not is_wanted(keys):
             storage.delete_file(step_marker(step))
             # The lease stays until all of it is gone.
-            return Hidden(step_dir(step), step, hold, keys)
-        _bring_back(storage, key, manifest, hold)
+            return Hidden(step_dir(step), step, lease, keys)
+        _bring_back(storage, key, manifest, lease)
     except BaseException:
-        hold.close()
+        lease.close()
         raise
-    hold.release()
+    lease.release()
     return None
 
 
-def _bring_back(storage: Storage, key: str, manifest: bytes, hold: WriteLease) -> None:
-    if not hold.is_ours():
+def _bring_back(storage: Storage, key: str, manifest: bytes, lease: WriteLease) -> None:
+    if not lease.is_ours():
         # Two deleters took it in the same moment, and the other one may be removing its arrays.
         raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it')
     storage.write(key, manifest)
 
 
-def remove_in_place(storage: Storage, hidden: Hidden, hold: WriteLease, clock: Clock) -> None:
+def remove_in_place(storage: Storage, hidden: Hidden, lease: WriteLease, clock: Clock) -> None:
     """Removes what ``hide_in_place`` made invisible, unless another process does, or has written a checkpoint there."""
     try:
         keys = hidden.keys
-        if not hold.is_ours():
-            hold.close()
+        if not lease.is_ours():
+            lease.close()
             try:
-                hold = acquire_lease(storage, hidden.step, clock)
+                lease = acquire_lease(storage, hidden.step, clock)
             except AlreadyCommittedError:
                 return
             if storage.is_file(join(hidden.directory, MANIFEST)):
-                hold.release()
+                lease.release()
                 return
             keys = keys_below(storage, hidden.directory)
         # Its marker went when it was hidden.
         remove_own_keys(storage, hidden.directory, keys)
     except BaseException:
-        hold.close()
+        lease.close()
         raise
-    hold.release()
+    lease.release()
 
 
 def _taken_to_hide(storage: Storage, step: int, clock: Clock, index: Index | None) -> WriteLease:
-    """The step, taken. Another deleter that has it is waited for, since it needs few requests to hide it."""
+    """Acquires the lease of a step to hide it. Waits for another deleter, which needs few requests to hide it."""
     key = join(step_dir(step), MANIFEST)
     deadline = time.monotonic() + _RIVAL_SECONDS
     while True:
@@ -144,8 +144,8 @@ def _taken_to_hide(storage: Storage, step: int, clock: Clock, index: Index | Non
             time.sleep(_RIVAL_POLL_SECONDS)
 
 
-def sweep_in_place(storage: Storage, index: Index, clock: Clock, stale_after: float) -> tuple[list[str], Index]:
-    """Ends what dead writers and deleters began, and writes the markers of steps that have none.
+def collect_in_place(storage: Storage, index: Index, clock: Clock, stale_after: float) -> tuple[list[str], Index]:
+    """Finishes or removes the leftovers of dead writers and deleters, and writes missing steps markers.
 
     Returns:
       The directories that were removed, and the index.
@@ -153,20 +153,20 @@ def sweep_in_place(storage: Storage, index: Index, clock: Clock, stale_after: fl
     removed: list[str] = []
     for step in sorted(index.busy):
         try:
-            if _sweep_one(storage, step, clock(), stale_after):
+            if _collect_one(storage, step, clock(), stale_after):
                 removed.append(step_dir(step))
         except T5CkptError as error:
-            _log.warning('t5ckpt: could not sweep %s: %s', storage.url(step_dir(step)), error)
+            _log.warning('t5ckpt: could not collect %s: %s', storage.url(step_dir(step)), error)
     if not index.is_complete:
         index = ensured_index(storage)
     return removed, index if not index.busy else dataclasses.replace(index, is_fresh=False)
 
 
-def _sweep_one(storage: Storage, step: int, now: float, stale_after: float) -> bool:
-    claim = storage.claim(step_dir(step))
-    if claim is None:
+def _collect_one(storage: Storage, step: int, now: float, stale_after: float) -> bool:
+    lock = storage.try_lock(step_dir(step))
+    if lock is None:
         return False
-    with contextlib.closing(claim):
+    with contextlib.closing(lock):
         owner = read_owner(storage, busy_marker(step))
         if owner is None or not owner.is_dead(now, stale_after):
             return False

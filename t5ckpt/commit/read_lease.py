@@ -1,8 +1,8 @@
-"""A reader's hold on a step: a file beside the steps whose name says which and until when, see ``format/names.py``.
+"""Read leases: a file beside the steps whose name has the step and the expiry, see ``format/names.py``.
 
-Who takes hold looks afterwards whether the step is still there; who deletes looks for holds after making it invisible.
-Whichever comes second sees the other, so a held step is not deleted under its reader. A hold that was left by a crash
-ends by itself.
+A reader checks that the step still exists after it wrote its lease. A deleter lists the leases after it made the step
+invisible. The later of the two sees the other, so no step is deleted while a reader has a lease on it. A lease that a crash
+left expires.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ['leased_directory', 'leased_steps', 'list_read_leases', 'live_steps',
 
 @contextlib.contextmanager
 def read_lease(storage: Storage, step: int, seconds: float, clock: Clock) -> Generator[bool]:
-    """Holds a step for so many seconds at most; gives False where it is gone already."""
+    """Leases a step for at most ``seconds``; yields False where the step was deleted before."""
     name = join(leased_directory(storage), read_lease_file(step, int(clock() + seconds) + 1, secrets.token_hex(8)))
     storage.write(name, b'')
     try:
@@ -32,21 +32,21 @@ def read_lease(storage: Storage, step: int, seconds: float, clock: Clock) -> Gen
 
 
 def leased_steps(storage: Storage, clock: Clock) -> set[int]:
-    """The steps that readers ask not to be deleted now."""
+    """Returns the steps with a read lease that has not expired."""
     return live_steps(list_read_leases(storage), clock())
 
 
-def live_steps(holds: Iterable[ReadLease], now: float) -> set[int]:
-    """The steps of the leases that have not expired."""
-    return {hold.step for hold in holds if hold.until >= now}
+def live_steps(leases: Iterable[ReadLease], now: float) -> set[int]:
+    """Returns the steps of those leases that have not expired."""
+    return {lease.step for lease in leases if lease.until >= now}
 
 
 def list_read_leases(storage: Storage) -> list[ReadLease]:
-    """All of them, also expired ones."""
+    """Lists all read leases, also expired ones."""
     found = storage.names(leased_directory(storage), READ_LEASE_PREFIX)
-    return [hold for name in found if (hold := parse_read_lease(name)) is not None]
+    return [lease for name in found if (lease := parse_read_lease(name)) is not None]
 
 
 def leased_directory(storage: Storage) -> str:
-    """The directory of the leases."""
+    """Returns the directory of the leases."""
     return '' if storage.renames else INDEX

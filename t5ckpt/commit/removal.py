@@ -28,16 +28,16 @@ def hide_checkpoint(
     has_looked: bool = False,
     index: Index | None = None,
 ) -> Hidden | None:
-    """Makes a step invisible, in one atomic operation. With ``has_looked`` the caller has just found no reader that holds it.
+    """Makes a step invisible, in one atomic operation. With ``has_looked`` the caller has just found no read lease on it.
 
     With ``index``, the markers of an object store as they were just listed, one request less is needed.
 
-    A reader that takes hold of the step meanwhile has looked, after it wrote its hold, whether the step is still there:
-    so one whose hold is found now may have begun to read, and the step comes back. So does one that was pinned meanwhile,
-    unless it goes ``even_pinned``.
+    A reader that leases the step in the meantime checks, after it wrote its lease, that the step still exists. If its lease
+    is found now, it may have begun to read, and the step is made visible again. So is a step that was pinned in the meantime,
+    unless ``even_pinned`` is given.
 
     Returns:
-      What :func:`remove_hidden` is to remove; None when a reader holds the step, or it is pinned.
+      What :func:`remove_hidden` is to remove; None where the step has a read lease or is pinned.
 
     Raises:
       CheckpointNotFoundError: it is gone; another process has deleted it.
@@ -60,14 +60,14 @@ def hide_checkpoint(
 
 
 def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
-    """Removes what :func:`hide_checkpoint` left, unless a sweep has taken it up; a crash leaves it to the next sweep."""
+    """Removes what :func:`hide_checkpoint` left, unless garbage collection does; after a crash, the next one does."""
     if hidden.lease is not None:
         remove_in_place(storage, hidden, hidden.lease, clock)
         return
-    claim = storage.claim(hidden.directory)
-    if claim is None:
+    lock = storage.try_lock(hidden.directory)
+    if lock is None:
         return
     try:
         remove_checkpoint(storage, hidden.directory, hidden.step, clock)
     finally:
-        claim.close()
+        lock.close()

@@ -57,10 +57,10 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
 
     check(final)
     with contextlib.ExitStack() as stack:
-        claim = storage.claim(final)
-        if claim is not None:
+        lock = storage.try_lock(final)
+        if lock is not None:
             # Garbage collection leaves it alone meanwhile.
-            stack.callback(claim.close)
+            stack.callback(lock.close)
         if storage.exchange(directory, final):
             try:
                 check(directory)
@@ -89,7 +89,7 @@ def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptEr
 
 
 def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
-    """Gives the old checkpoint, whose place is taken, a name that every sweep removes, however little is left of it."""
+    """Gives the old checkpoint, a name that garbage collection removes, even when the directory is half deleted."""
     try:
         return renamed_for_deletion(storage, name, step, clock)
     except T5CkptError:
@@ -97,10 +97,10 @@ def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
 
 
 def is_still_kept(storage: Storage, leftover: Leftover, now: float) -> bool:
-    """Whether a replaced checkpoint must not be removed; for one who holds its claim.
+    """Returns whether a replaced checkpoint must not be removed; the caller holds the lock of its directory.
 
     A pinned one lies there where the new one was to give its place back, and could not. It gets its place now, and the new one
-    its name. While a reader holds the step nothing is changed.
+    its name. Nothing changes while the step has a read lease.
     """
     final = step_dir(leftover.step)
     if is_pinned(storage, leftover.name) and not is_pinned(storage, final):
@@ -113,7 +113,7 @@ def is_still_kept(storage: Storage, leftover: Leftover, now: float) -> bool:
 
 
 def put_back(storage: Storage, leftover: Leftover) -> bool:
-    """Brings back a checkpoint whose place nothing has taken; for one who holds its claim."""
+    """Renames a replaced checkpoint back if its step has none; the caller holds the lock of its directory."""
     final, manifest = step_dir(leftover.step), join(leftover.name, MANIFEST)
     if storage.kind(final) is not None or not storage.is_file(manifest):
         return False

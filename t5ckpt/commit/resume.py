@@ -27,15 +27,15 @@ def unfinished(storage: Storage, step: int, clock: Clock, facts: Mapping[str, An
         leftover = parse_leftover(entry.name)
         if leftover is None or leftover.state != 'tmp' or leftover.step != step:
             continue
-        claim = storage.claim(entry.name)
-        if claim is None:
+        lock = storage.try_lock(entry.name)
+        if lock is None:
             continue
-        is_same = claim.is_held and resume_text(storage, entry.name) == facts['resume']
+        is_same = lock.is_held and resume_text(storage, entry.name) == facts['resume']
         if is_same and is_abandoned(storage, leftover, clock(), TAKE_OVER_SECONDS, has_lock=True):
-            work = Workspace(storage, step, entry.name, claim)
+            work = Workspace(storage, step, entry.name, lock)
             take_lease(work, clock, facts)
             return work
-        claim.close()
+        lock.close()
     return None
 
 

@@ -124,7 +124,7 @@ class Retention:
         ]
 
     def _steps_and_held(self) -> tuple[list[int], set[int]]:
-        """The steps that may go, and those that readers hold. On object stores one listing has both."""
+        """The steps that may go, and those that readers lease. On object stores one listing has both."""
         if self._storage.renames:
             found = listing(self._storage)
             for name, error in found.unreadable.items():
@@ -133,7 +133,7 @@ class Retention:
                     _log.warning('t5ckpt: %s stays, because it cannot be read: %s', self._storage.url(name), error)
             return self._prunable(found.steps), leased_steps(self._storage, self._clock)
         index = read_index(self._storage)
-        return self._prunable(steps_of(self._storage, index)), live_steps(index.holds, self._clock())
+        return self._prunable(steps_of(self._storage, index)), live_steps(index.read_leases, self._clock())
 
     def _assumed_plan(self, just_saved: int | None) -> tuple[list[StepInfo], list[Decision]]:
         """The plan on an object store, where the manifests of steps that go are not asked for: who hides them reads them.
@@ -146,7 +146,9 @@ class Retention:
         own = set[int]() if just_saved is None else {just_saved}
         index = dataclasses.replace(index, steps=index.steps | own)
         steps = self._prunable(steps_of(self._storage, index, assumed | own))
-        infos = self._facts_of(steps, live_steps(index.holds, self._clock()), self.policy.metric_names, just_saved)
+        infos = self._facts_of(
+            steps, live_steps(index.read_leases, self._clock()), self.policy.metric_names, just_saved
+        )
         assumed -= own
         while True:
             plan = retention_plan(self.policy, infos, just_saved)
@@ -259,7 +261,7 @@ class Retention:
         if self._storage.renames:
             return hide_checkpoint(self._storage, step, self._clock)
         index = read_index(self._storage)
-        if step in live_steps(index.holds, self._clock()):
+        if step in live_steps(index.read_leases, self._clock()):
             return None
         return hide_checkpoint(self._storage, step, self._clock, has_looked=True, index=index)
 

@@ -88,19 +88,19 @@ class CommittedCheckpoint:
 
 @dataclasses.dataclass
 class Workspace:
-    """A directory that is being written, and the lock that says so: a claim, or a hold where it is written in place.
+    """A directory that is being written, and the lock that says so: a lock, or a hold where it is written in place.
 
-    ``replaces`` a complete checkpoint of the step. ``is_left`` where it must not be removed any more: it is somebody else's,
+    ``replaces`` a complete checkpoint of the step. ``keep_files`` where it must not be removed any more: it is somebody else's,
     or it may be committed after all.
     """
 
     storage: Storage
     step: int
     directory: str
-    claim: Any = None
+    dir_lock: Any = None
     replaces: bool = False
-    hold: WriteLease | None = None
-    is_left: bool = False
+    lease: WriteLease | None = None
+    keep_files: bool = False
 
 
 def writer_facts(version: str) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def writer_facts(version: str) -> dict[str, Any]:
 def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None:
     """Writes the owner's record into the directory and keeps it fresh, until the claim is closed."""
     key = join(work.directory, SIDECAR)
-    work.claim = WriteLease(work.storage, key, clock, work.claim, sidecar_record(writer, work.step))
-    work.claim.start()
+    work.dir_lock = WriteLease(work.storage, key, clock, work.dir_lock, sidecar_record(writer, work.step))
+    work.dir_lock.start()
 
 
 def begin(
@@ -133,9 +133,9 @@ def begin(
     while True:
         directory = tmp_dir(step, unix)
         if storage.make_dir(directory, exclusive=True):
-            claim = storage.claim(directory)
-            if claim is not None:
-                work = Workspace(storage, step, directory, claim)
+            lock = storage.try_lock(directory)
+            if lock is not None:
+                work = Workspace(storage, step, directory, lock)
                 if _has_lease(work, clock, writer):
                     return work
         unix += 1
@@ -155,21 +155,21 @@ def _has_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> bool
 
 
 def _begin_in_place(storage: Storage, step: int, clock: Clock, index: Index | None) -> Workspace:
-    hold = acquire_lease(storage, step, clock, index)
-    work = Workspace(storage, step, step_dir(step), hold=hold)
+    lease = acquire_lease(storage, step, clock, index)
+    work = Workspace(storage, step, step_dir(step), lease=lease)
     try:
         has_leftovers = bool(storage.names(step_dir(step), ''))
         if has_leftovers:
             _check_replaceable(work)
     except BaseException:
         # Nothing was touched, and the next garbage collection must not remove what is somebody else's.
-        hold.release()
+        lease.release()
         raise
     if has_leftovers:
         try:
             remove_step(storage, step)
         except BaseException:
-            hold.close()
+            lease.close()
             raise
     return work
 
@@ -202,8 +202,8 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories:
         storage.delete_file(join(work.directory, SIDECAR))
     else:
         storage.write(join(work.directory, SIDECAR), sidecar)
-    if work.hold is not None:
-        _commit_in_place(work, work.hold, manifest)
+    if work.lease is not None:
+        _commit_in_place(work, work.lease, manifest)
         return final
     storage.write(join(work.directory, MANIFEST), manifest)
     storage.sync_tree(work.directory, directories)
@@ -211,14 +211,14 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories:
     work.directory = final
     if old is not None:
         _remove_leftover(work, old, clock)
-    work.claim.close()
+    work.dir_lock.close()
     return final
 
 
-def _commit_in_place(work: Workspace, hold: WriteLease, manifest: bytes) -> None:
+def _commit_in_place(work: Workspace, lease: WriteLease, manifest: bytes) -> None:
     storage = work.storage
-    if not hold.is_ours():
-        work.is_left = True
+    if not lease.is_ours():
+        work.keep_files = True
         raise AlreadyCommittedError(
             f'{storage.url(work.directory)} was taken over by another writer: this one was silent for too long'
         )
@@ -228,16 +228,16 @@ def _commit_in_place(work: Workspace, hold: WriteLease, manifest: bytes) -> None
         raise
     except StorageError:
         # It may arrive yet, and must then find its arrays.
-        work.is_left = True
+        work.keep_files = True
         raise
     try:
         mark_step(storage, work.step)
     except T5CkptError as error:
         # Seen all the same, since the hold's marker stays.
         _log.warning('t5ckpt: the marker of step %d is left to the next save: %s', work.step, error)
-        hold.close()
+        lease.close()
     else:
-        hold.release()
+        lease.release()
 
 
 def _publish(work: Workspace, final: str, clock: Clock) -> str | None:
@@ -253,7 +253,7 @@ def _publish(work: Workspace, final: str, clock: Clock) -> str | None:
         try:
             return put_in_place(storage, work.step, work.directory, clock, is_whole=work.replaces)
         except NotPutBackError:
-            work.is_left = True
+            work.keep_files = True
             raise
     try:
         storage.publish(work.directory, final)
@@ -288,21 +288,21 @@ def _remove_leftover(work: Workspace, name: str, clock: Clock) -> None:
 
 def release(work: Workspace) -> None:
     """Lets go of what is written so far and keeps it, for who goes on with it, or for a later sweep."""
-    if work.hold is not None:
-        work.hold.close()
-    if work.claim is not None:
-        work.claim.close()
+    if work.lease is not None:
+        work.lease.close()
+    if work.dir_lock is not None:
+        work.dir_lock.close()
 
 
 def rollback(work: Workspace) -> None:
     """Removes what a failed save wrote; what it cannot remove is left to the next sweep and logged."""
     storage = work.storage
     try:
-        if work.is_left:
+        if work.keep_files:
             return
-        if work.hold is not None:
+        if work.lease is not None:
             remove_step(storage, work.step)
-            work.hold.release()
+            work.lease.release()
         else:
             leftover = _out_of_the_way(work)
             remove_checkpoint(storage, leftover, work.step, time.time)

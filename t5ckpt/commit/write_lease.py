@@ -1,22 +1,23 @@
-"""Writing and deleting a step where nothing can be renamed: in place, under a marker that says whose it is.
+"""Write leases: the record of the process that writes or deletes a step, with its heartbeat.
 
-Whoever writes or deletes ``checkpoint_<step>`` holds ``.t5ckpt/busy/<step>``: who, on which machine, and the time of the
-last heartbeat, which a thread renews every minute. The marker is written before anything else and goes last, so that
-every leftover of a crash has one, and nothing without one is ever swept.
+On object stores, where a step is written in place, the lease of ``checkpoint_<step>`` is the object ``.t5ckpt/busy/<step>``.
+It names the process, its machine and the time of the last heartbeat; a thread renews it every minute. The lease is written
+before anything else and removed last. Every leftover of a crash has a lease, and garbage collection removes nothing without
+one.
 
-    save     busy, arrays, sidecar, [is the marker still ours?], manifest, steps marker, -busy
-    delete   busy, -manifest, [no pin?], [no read lease?], -steps marker, [is the marker still ours?], -everything, -busy
+    save     busy, arrays, sidecar, [is the lease still ours?], manifest, steps marker, -busy
+    delete   busy, -manifest, [no pin?], [no read lease?], -steps marker, [is the lease still ours?], -everything, -busy
 
-A marker is dead when its process has ended, which can be seen on the same machine, or when it has not been renewed for a
-time: ten minutes for who wants to write this very step, an hour for who sweeps. What a dead one left is committed if the
-manifest is there (then only its marker is made good), else removed.
+A lease ends with its process, which is visible on the same machine. Otherwise it expires without a heartbeat: after ten
+minutes for another writer of the same step, and after an hour for garbage collection. If the manifest exists then, the step
+is committed and gets its steps marker; otherwise its files are removed.
 
-A manifest whose PUT failed may still arrive, so its arrays stay where they are and the marker with them: either it
-arrives, and the checkpoint is whole, or the next sweep removes both.
+A manifest whose PUT failed may still arrive, so its arrays and the lease stay. If it arrives, the checkpoint is complete. If
+not, garbage collection removes the arrays and the lease.
 
-Notes: two writers of one step are told apart by reading the marker again after writing it. Between that and the other's
-look at it lies a window of one request, in which both may go on; the one whose marker was written over drops its save
-before its manifest. Clocks of machines that share a run may differ by less than these ten minutes.
+Notes: two writers of one step detect each other by reading the lease again after writing it. In a window of one request
+both may go on; the writer whose lease was overwritten drops its save before its manifest. The clocks of machines that share
+a run must differ by less than ten minutes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _log = logging.getLogger('t5ckpt')
 
 
 class AlreadyCommittedError(Exception):
-    """Another writer has this step, committed or under way."""
+    """Another writer has committed this step, or is writing it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +79,18 @@ class Owner:
     beat: float
 
     def is_dead(self, now: float, stale_after: float) -> bool:
-        """Whether nobody is at work under this marker; for one who holds the directory's claim in this process."""
+        """Returns whether the lease has expired. The caller holds the lock of the directory in this process."""
         if self.place and self.place == _boot_id():
             return self.pid == os.getpid() or _process_start_time(self.pid) != self.born
         return now - self.beat > stale_after
 
 
-# Half a marker cannot be, so one that is none of ours is somebody else's.
+# An object is never half written, so a record that does not parse is of another program.
 _UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
 
 
 def _boot_id() -> str:
-    """Names this boot of this machine and its process ids; '' where that cannot be told."""
+    """Returns the boot id of this machine and the pid namespace; '' where /proc has none."""
     try:
         with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as file:
             return f'{file.read().strip()}/{os.readlink("/proc/self/ns/pid")}'
@@ -98,7 +99,7 @@ def _boot_id() -> str:
 
 
 def _process_start_time(pid: int) -> str:
-    """When a process began, in ticks since the boot; '' if there is none."""
+    """Returns the start time of a process in clock ticks since boot; '' if there is no such process."""
     try:
         with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
             return file.read().rpartition(')')[2].split()[19]
@@ -107,12 +108,12 @@ def _process_start_time(pid: int) -> str:
 
 
 def process_facts() -> dict[str, Any]:
-    """What tells this process from all others, for :func:`has_ended`."""
+    """Returns the facts that identify this process, for :func:`has_ended`."""
     return {'place': _boot_id(), 'born': _process_start_time(os.getpid())}
 
 
 def has_ended(writer: Any) -> bool:
-    """Whether a writer, by its facts in a finished sidecar, was a process of this machine that has ended."""
+    """Returns whether the writer that a finished sidecar names was a process of this machine that has ended."""
     if not isinstance(writer, Mapping) or not isinstance(writer.get('pid'), int) or not writer.get('place'):
         return False
     return writer['place'] == _boot_id() and (
@@ -121,7 +122,7 @@ def has_ended(writer: Any) -> bool:
 
 
 def parse_owner(data: Any) -> Owner | None:
-    """The owner that a decoded record names; None where it has not all of the facts."""
+    """Returns the owner of a decoded record; None where a field is missing."""
     names = {field.name for field in dataclasses.fields(Owner)}
     if not isinstance(data, Mapping) or not names <= data.keys():
         return None
@@ -129,7 +130,7 @@ def parse_owner(data: Any) -> Owner | None:
 
 
 def read_owner(storage: Storage, key: str) -> Owner | None:
-    """The owner in a lease; None where there is none. One that cannot be parsed never dies."""
+    """Returns the owner in a lease; None where there is no lease. A lease that cannot be parsed never expires."""
     try:
         data = storage.read(key)
     except CheckpointNotFoundError:
@@ -142,7 +143,7 @@ def read_owner(storage: Storage, key: str) -> Owner | None:
 
 
 def _owner_part(record: Any) -> Any:
-    """In a marker the whole record; in the sidecar of an unfinished directory its entry ``writer``."""
+    """The owner in a record: all of it in a lease object, the entry ``writer`` in the sidecar of an unfinished directory."""
     return record['writer'] if isinstance(record, Mapping) and 'writer' in record else record
 
 
@@ -151,24 +152,24 @@ def _encode_marker(owner: Mapping[str, Any]) -> bytes:
 
 
 def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[str, Any]], bytes]:
-    """Makes the record of an owner that lies in the sidecar of an unfinished directory, with what ``writer`` adds."""
+    """Returns a function that encodes an owner, merged with ``writer``, as the sidecar of an unfinished directory."""
     return lambda owner: encode_sidecar(Sidecar(extra={'writer': {**writer, **owner}, 'step': step}))
 
 
 class WriteLease:
-    """A step or a directory that this process writes: the record of its owner, the heartbeat and the claim.
+    """The write lease of this process on a step or a directory: the record, the heartbeat and the directory lock.
 
     The record is written anew each minute until the lease is closed or taken over.
     """
 
     def __init__(
-        self, storage: Storage, key: str, clock: Clock, claim: Any, encode: Callable[[Mapping[str, Any]], bytes]
+        self, storage: Storage, key: str, clock: Clock, dir_lock: Any, encode: Callable[[Mapping[str, Any]], bytes]
     ):
         """Writes the record, which ``encode`` makes of the owner's facts."""
         self._storage = storage
         self._key = key
         self._clock = clock
-        self._claim = claim
+        self._dir_lock = dir_lock
         self._encode = encode
         self.nonce = secrets.token_hex(8)
         self._ended = threading.Event()
@@ -197,30 +198,30 @@ class WriteLease:
                 _log.warning('t5ckpt: could not renew %s: %s', self._storage.url(self._key), error)
 
     def is_ours(self) -> bool:
-        """Whether the record is the one that was written here."""
+        """Returns whether the record on storage is the one that this lease wrote."""
         return self.rival() is None
 
     def rival(self) -> Owner | None:
-        """The owner who has written over the record; one without a name where it is gone, None where it is ours."""
+        """Returns the owner that overwrote the record: None where it is ours, an owner without a name where it was deleted."""
         owner = read_owner(self._storage, self._key)
         return None if owner is not None and owner.nonce == self.nonce else owner or _UNKNOWN
 
     def stop(self) -> None:
-        """Ends the heartbeat, and leaves the record and the claim."""
+        """Ends the heartbeat, and keeps the record and the lock."""
         self._ended.set()
         with self._lock:
-            # No heartbeat is under way any more.
+            # Wait for a heartbeat that is being written.
             pass
 
     def close(self) -> None:
-        """Lets go and leaves the record, for the next garbage collection."""
+        """Releases the lock and keeps the record, for garbage collection."""
         self.stop()
-        self._claim.close()
+        self._dir_lock.close()
 
     def release(self) -> None:
-        """Lets go and removes the record."""
+        """Removes the record and releases the lock."""
         self.stop()
-        with contextlib.closing(self._claim):
+        with contextlib.closing(self._dir_lock):
             try:
                 self._storage.delete_file(self._key)
             except T5CkptError as error:
@@ -228,38 +229,44 @@ class WriteLease:
 
 
 def acquire_lease(storage: Storage, step: int, clock: Clock, index: Index | None = None) -> WriteLease:
-    """Takes a step for writing or deleting. With the markers as they were just listed one request less is needed.
+    """Acquires the write lease of a step, for writing or deleting it.
+
+    Args:
+      storage: the run.
+      step: the step.
+      clock: unix seconds.
+      index: the markers, if they were just listed; this saves one request.
 
     Raises:
-      AlreadyCommittedError: somebody else is at it.
+      AlreadyCommittedError: another process has a lease that has not expired.
     """
-    claim = storage.claim(step_dir(step))
-    if claim is None:
+    lock = storage.try_lock(step_dir(step))
+    if lock is None:
         raise AlreadyCommittedError(f'{storage.url(step_dir(step))} is being written by another save of this process')
     try:
-        hold = _acquire(storage, step, clock, claim, index)
+        lease = _acquire(storage, step, clock, lock, index)
     except BaseException:
-        claim.close()
+        lock.close()
         raise
-    hold.start()
-    return hold
+    lease.start()
+    return lease
 
 
-def _acquire(storage: Storage, step: int, clock: Clock, claim: Any, index: Index | None) -> WriteLease:
+def _acquire(storage: Storage, step: int, clock: Clock, dir_lock: Any, index: Index | None) -> WriteLease:
     is_known_free = index is not None and index.is_fresh and step not in index.busy
     owner = None if is_known_free else read_owner(storage, busy_marker(step))
     if owner is not None and not owner.is_dead(clock(), TAKE_OVER_SECONDS):
         raise AlreadyCommittedError(_owned_by_other(storage, step, owner))
-    hold = WriteLease(storage, busy_marker(step), clock, claim, _encode_marker)
-    rival = hold.rival()
+    lease = WriteLease(storage, busy_marker(step), clock, dir_lock, _encode_marker)
+    rival = lease.rival()
     if rival is not None:
         raise AlreadyCommittedError(_owned_by_other(storage, step, rival))
-    return hold
+    return lease
 
 
 def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:
     who = 'another writer' if owner is _UNKNOWN else f'process {owner.pid} on {owner.host}'
     return (
-        f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that one is dead, '
-        f'{TAKE_OVER_SECONDS / 60:g} minutes after its end it no longer counts'
+        f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that process is dead, '
+        f'its write lease expires {TAKE_OVER_SECONDS / 60:g} minutes after its last heartbeat'
     )

@@ -172,7 +172,7 @@ def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) 
     found = listed_elsewhere(storage, step, ensured_index(storage).others)
     if found is not None:
         raise AlreadyCommittedError(storage.url(found.name))
-    work = Workspace(storage, step, step_dir(step), hold=acquire_lease(storage, step, clock))
+    work = Workspace(storage, step, step_dir(step), lease=acquire_lease(storage, step, clock))
     try:
         if resume_text(storage, work.directory) != facts['resume']:
             check_room(storage, step)

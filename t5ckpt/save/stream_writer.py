@@ -139,7 +139,7 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
         rollback(work)
         raise
     except BaseException:
-        # Stopped by the user. What is whole is kept for the next attempt, or for the sweep of the next save.
+        # Stopped by the user. What is whole is kept for the next attempt, or for the garbage collection of the next save.
         if request.source is None:
             rollback(work)
         else:
@@ -157,7 +157,7 @@ def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
         header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
         facts['resume'] = digest(plan_text(plan, header).encode())
         again = unfinished(storage, request.step, request.clock, facts)
-    # The lock of the unfinished one is held by now, so it is not swept.
+    # The lock of the unfinished one is held by now, so garbage collection leaves it.
     _, index = collect(storage, request.clock)
     work = begin(storage, request.step, request.clock, facts, index) if again is None else again
     work.replaces = request.overwrite

@@ -58,7 +58,7 @@ class AbsentStorage(Storage):
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
         self.refuse()
 
-    def claim(self, key: str) -> Any:
+    def try_lock(self, key: str) -> Any:
         self.refuse()
 
     def sync_tree(self, key: str, below: Sequence[str]) -> None:

@@ -151,11 +151,11 @@ class Storage(ABC):
         """Makes a directory and its parents. With ``exclusive`` says False when it is there already."""
 
     @abstractmethod
-    def claim(self, key: str) -> Any:
-        """Takes the owner's lock of a directory, or None when another live process holds it.
+    def try_lock(self, key: str) -> Any:
+        """Locks a directory for its writer without waiting; returns None if another live process has the lock.
 
         Returns:
-          An object with ``close()``, which lets go, and ``is_held``: False where locks do not work.
+          An object with ``close()``, which releases the lock, and ``is_held``: False where locks do not work.
         """
 
     @abstractmethod

@@ -39,11 +39,11 @@ _NOTHING = slice(0, 0)
 _PROBE = '.t5ckpt/probe'
 _FIRST_PROBE_SECONDS = 1.0
 
-_claims: set[str] = set()
+_locked_urls: set[str] = set()
 _guard = threading.Lock()
 
 
-class _Claim:
+class _DirectoryLock:
     """A name in the set of directories that are being written in this process."""
 
     is_held = True
@@ -53,7 +53,7 @@ class _Claim:
 
     def close(self) -> None:
         with _guard:
-            _claims.discard(self._url)
+            _locked_urls.discard(self._url)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,12 +344,12 @@ class BucketStorage(Storage):
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
         return not (exclusive and self._keys(key))
 
-    def claim(self, key: str) -> Any:
+    def try_lock(self, key: str) -> Any:
         with _guard:
-            if self.url(key) in _claims:
+            if self.url(key) in _locked_urls:
                 return None
-            _claims.add(self.url(key))
-        return _Claim(self.url(key))
+            _locked_urls.add(self.url(key))
+        return _DirectoryLock(self.url(key))
 
     def sync_tree(self, key: str, below: Sequence[str]) -> None:
         del key, below

@@ -39,7 +39,7 @@ _RIVAL_ATTEMPTS = 1000
 _VISIBLE = 'the rename is visible, but may be gone after a power cut'
 
 
-class _Claim:
+class _DirectoryLock:
     """An open directory, and whether its flock is held; ``close`` releases it."""
 
     def __init__(self, fd: int, is_held: bool):
@@ -229,7 +229,7 @@ class FileStorage(Storage):
                     raise NotADirectoryError(errno.ENOTDIR, 'a file stands where a directory should be') from None
         return True
 
-    def claim(self, key: str) -> Any:
+    def try_lock(self, key: str) -> Any:
         with foreign_errors(self.url(key)):
             try:
                 fd = os.open(self._path(key), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -237,18 +237,18 @@ class FileStorage(Storage):
                 return None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_swept = not leads_to(self._path(key), os.fstat(fd))
+                is_removed = not leads_to(self._path(key), os.fstat(fd))
             except BlockingIOError:
                 os.close(fd)
                 return None
             except OSError:
-                # A file system without locks: the age in the directory's name is all there is to go by.
-                return _Claim(fd, False)
-        if is_swept:
+                # A file system without locks: garbage collection goes by the time in the name of the directory.
+                return _DirectoryLock(fd, False)
+        if is_removed:
             # By another process, between our open and our lock.
             os.close(fd)
             return None
-        return _Claim(fd, True)
+        return _DirectoryLock(fd, True)
 
     @staticmethod
     def _sync_dir(path: str) -> None:

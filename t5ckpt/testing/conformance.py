@@ -90,17 +90,17 @@ class StorageConformance:
         storage.delete_file('ta')
         _check(self.raw(storage, 'ta') is None and self.raw(storage, 't2/a') == b'x', 'delete_file took the wrong key')
 
-    def test_claims_exclude_each_other(self, tmp_path: pathlib.Path) -> None:
+    def test_locks_exclude_each_other(self, tmp_path: pathlib.Path) -> None:
         """One owner at a time."""
         storage = self.make(tmp_path)
         storage.make_dir('c')
-        first: Any = storage.claim('c')
-        if first is None or storage.claim('c') is not None:
-            raise AssertionError('a second claim was given, or none at all')
+        first: Any = storage.try_lock('c')
+        if first is None or storage.try_lock('c') is not None:
+            raise AssertionError('the directory was locked twice, or not at all')
         first.close()
-        again: Any = storage.claim('c')
+        again: Any = storage.try_lock('c')
         if again is None:
-            raise AssertionError('a claim was not let go')
+            raise AssertionError('a lock was not released')
         again.close()
 
     def test_publish(self, tmp_path: pathlib.Path) -> None:

@@ -117,9 +117,9 @@ class FaultyStorage(Storage):
         self._count('make_dir', key)
         return self._inner.make_dir(key, exclusive)
 
-    def claim(self, key: str) -> Any:
-        self._count('claim', key)
-        return self._inner.claim(key)
+    def try_lock(self, key: str) -> Any:
+        self._count('try_lock', key)
+        return self._inner.try_lock(key)
 
     def sync_tree(self, key: str, below: Sequence[str]) -> None:
         self._count('sync_tree', key)

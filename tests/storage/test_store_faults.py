@@ -182,7 +182,7 @@ def test_a_manifest_that_arrives_late_makes_a_whole_checkpoint(bucket):
 
 
 def test_a_step_that_another_machine_is_writing_is_left_alone(bucket):
-    """Its heartbeat counts; when that has stopped long enough, the step is free and what is left is swept."""
+    """Its heartbeat counts; when that has stopped long enough, the step is free and garbage collection removes its leftovers."""
     url, clock = bucket.url(), FakeClock()
     storage = open_storage(url)
     owner = {'nonce': 'n', 'host': 'other', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock()}

@@ -127,7 +127,7 @@ from t5ckpt.commit.transaction import begin, writer_facts
 from t5ckpt.storage import open_storage
 work = begin(open_storage(sys.argv[1]), 1, time.time, writer_facts('1'))
 # What another machine sees of the lock of this one, where locks are those of a node.
-work.claim._claim.close()
+work.dir_lock._dir_lock.close()
 print(work.directory, flush=True)
 time.sleep(60)
 """

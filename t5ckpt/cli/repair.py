@@ -1,4 +1,4 @@
-"""``t5ckpt repair``: what can be made again, is."""
+"""``t5ckpt repair``: rebuilds what it can prove."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ['command']
 @step_option
 @click.option('--in-place', is_flag=True, help='Replace the checkpoint instead of writing OUTPUT.')
 @click.option('--drop', multiple=True, metavar='REGEX', help='Leave out damaged leaves of this name; repeatable.')
-@click.option('--trust-files', is_flag=True, help='Take as it is what no checksum vouches for any more.')
+@click.option('--trust-files', is_flag=True, help='Take files as they are whose checksums are lost.')
 @click.option('--add-checksums', is_flag=True, help="Give a checkpoint checksums that has none, such as T5X's.")
 @click.option('--dry-run', is_flag=True, help='Only say what would be done.')
 @click.option('--yes', is_flag=True, help='Do not ask.')
@@ -30,9 +30,9 @@ __all__ = ['command']
 def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: bool, **how: Any) -> None:
     """Writes the damaged checkpoint at PATH, repaired, into the run at OUTPUT; the original stays as it is.
 
-    Rebuilt are .zarray files, from the manifest, and the sidecars with their checksums, from the files. Lost values are
-    not made up: --drop leaves out the leaves that it names, for instance a part of an optimizer's state, and a restore then
-    needs fallback_state for them. With --in-place the checkpoint itself is replaced, all at once.
+    Rebuilds .zarray files, from the manifest, and file checksums, if those of the files match the checksum in t5ckpt.json.
+    Lost values are not made up: --drop leaves out the damaged leaves that it names, for instance a part of an optimizer's
+    state, and a restore then needs fallback_state for them. With --in-place the checkpoint itself is replaced, all at once.
 
     \b
     Examples:

@@ -1,8 +1,8 @@
-"""Mending a damaged checkpoint as far as what is there says what was there (``integrity/repair_plan.py``).
+"""Repairs a damaged checkpoint as far as ``integrity/repair_plan.py`` finds that it can be.
 
-What is whole is hard-linked, or copied where links do not work, into a temporary directory; what is rebuilt is written
-there; arrays that no list vouches for are decoded; and the result is committed as a save is. So a repair that is killed
-leaves the checkpoint as it was, and ``in_place`` is the same with one exchange of directories at its end.
+Intact files are hard-linked into a temporary directory, or copied where links do not work. Rebuilt files are written
+there, arrays without file checksums are decoded, and the result is committed as a save is. A repair that is killed leaves
+the checkpoint as it was; ``in_place`` ends with one exchange of directories.
 
 Notes: reads every byte twice, and decodes what it has no checksums of. No jax is needed.
 """
@@ -90,7 +90,7 @@ def repair(
 
     Raises:
       CheckpointNotFoundError: there is no checkpoint.
-      CorruptCheckpointError: something is lost that nothing else says, and ``drop`` does not name it. Nothing was written.
+      CorruptCheckpointError: something is lost that cannot be rebuilt, and no option takes it. Nothing was written.
       CheckpointExistsError: the output has this step already.
       UnsupportedFormatError: no checkpoint in T5X's format, or ``in_place`` on a storage that cannot rename.
     """
@@ -101,8 +101,8 @@ def repair(
     located = locate_or_broken(path, step, options.source_options)
     number = _step_of(located)
     report = verify_located(located, full=True, progress=progress)
-    cure = plan_repair(located, options, report)
-    wanted = bool(cure.rebuilt or cure.dropped)
+    plan = plan_repair(located, options, report)
+    wanted = bool(plan.rebuilt or plan.dropped)
     where, files = located.storage.url(located.directory), 0
     if wanted:
         target = located.storage if output is None else open_run_storage(output, options.target_options)
@@ -113,15 +113,9 @@ def repair(
             _check_output(target, output, number)
         refuse_within(target if output is not None else None, located)
         if not options.dry_run:
-            try:
-                files = _RepairWriter(located, cure, target, number, options.clock).run(in_place)
-            except _StillDamagedError as error:
-                # The new metadata has shown more, and it may be what is to be left out.
-                again = plan_repair(located, options, report, error.damages)
-                cure = dataclasses.replace(again, source=cure.source)
-                files = _RepairWriter(located, cure, target, number, options.clock).run(in_place)
+            files = _RepairWriter(located, plan, target, number, options.clock).run(in_place)
     seconds = time.monotonic() - started
-    return RepairReport(where, number, cure.rebuilt, cure.dropped, cure.notes, wanted, files, seconds)
+    return RepairReport(where, number, plan.rebuilt, plan.dropped, plan.notes, wanted, files, seconds)
 
 
 def _step_of(located: Located) -> int:
@@ -161,23 +155,15 @@ def _check_output(target: Storage, output: str | os.PathLike[str], step: int) ->
     check_room(target, step)
 
 
-class _StillDamagedError(CorruptCheckpointError):
-    """What no list vouched for does not decode."""
-
-    def __init__(self, damages: Sequence[Damage]):
-        super().__init__(str(unrecoverable_error(damages)))
-        self.damages = damages
-
-
 # --- the copy ---------------------------------------------------------------------------------------------------------
 
 
 class _RepairWriter:
     """One repaired copy under way."""
 
-    def __init__(self, located: Located, cure: RepairPlan, target: Storage, step: int, clock: Clock):
+    def __init__(self, located: Located, plan: RepairPlan, target: Storage, step: int, clock: Clock):
         self._located = located
-        self._cure = cure
+        self._plan = plan
         self._target = target
         self._step = step
         self._clock = clock
@@ -204,7 +190,7 @@ class _RepairWriter:
         except BaseException:
             rollback(work)
             raise
-        return len(files) + len(self._cure.foreign) + (3 if self._cure.has_books else 1)
+        return len(files) + len(self._plan.foreign) + (3 if self._plan.has_checksums else 1)
 
     def _check_source(self) -> None:
         """Somebody may have deleted the step meanwhile, or saved it anew: neither is to be undone.
@@ -213,26 +199,26 @@ class _RepairWriter:
           CheckpointNotFoundError: deleted.
           CorruptCheckpointError: overwritten.
         """
-        if source_of(self._located) != self._cure.source:
+        if source_of(self._located) != self._plan.source:
             raise CorruptCheckpointError(f'{self._located.url} has changed since it was verified. Try again.')
 
     def _fill(self, work: Workspace) -> FileChecksums:
         """Everything but the manifest and the sidecar; returns it with checksums."""
         there = files_of(self._located)
         # A directory that stands where a file is made again goes, too.
-        gone = below(there, {*self._cure.left_out, *self._cure.zarrays})
+        gone = below(there, {*self._plan.left_out, *self._plan.zarrays})
         names = [name for name in there if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
-        for parent in sorted({name.rpartition('/')[0] for name in (*names, *self._cure.zarrays)} - {''}):
+        for parent in sorted({name.rpartition('/')[0] for name in (*names, *self._plan.zarrays)} - {''}):
             self._target.make_dir(join(work.directory, parent))
         files: dict[str, FileEntry] = {}
         for name, entry in in_threads(names, lambda name: self._take(work, name)):
             if isinstance(entry, T5CkptError):
                 raise entry
             files[name] = entry
-        for name, data in self._cure.zarrays.items():
+        for name, data in self._plan.zarrays.items():
             self._target.write(join(work.directory, name), data)
             files[name] = entry_of(data)
-        own = {name: entry for name, entry in files.items() if not is_own(name) and name not in self._cure.foreign}
+        own = {name: entry for name, entry in files.items() if not is_own(name) and name not in self._plan.foreign}
         return FileChecksums(own)
 
     def _take(self, work: Workspace, name: str) -> FileEntry:
@@ -243,22 +229,22 @@ class _RepairWriter:
             data = self._scanner.read(name)
             self._target.write(target, data)
             entry = entry_of(data)
-        if self._cure.trusted.get(name, entry) != entry:
+        if not self._plan.checksums.matches(name, entry):
             raise CorruptCheckpointError(
                 f'{self._located.storage.url(source)} has changed since it was verified. Try again.'
             )
         return entry
 
     def _commit(self, work: Workspace, files: FileChecksums) -> None:
-        storage, cure = self._target, self._cure
-        directories = sorted({name.rpartition('/')[0] for name in (*files, *cure.foreign)} - {''})
-        if not cure.has_books:
+        storage, plan = self._target, self._plan
+        directories = sorted({name.rpartition('/')[0] for name in (*files, *plan.foreign)} - {''})
+        if not plan.has_checksums:
             self._commit_as(work, None, directories)
             return
-        integrity = files.encode()
-        storage.write(join(work.directory, file_checksums_name(0)), integrity)
-        recorded = FileChecksums({MANIFEST: entry_of(cure.manifest), file_checksums_name(0): entry_of(integrity)})
-        known = cure.sidecar.extra or {'facts': 'unknown'}
+        checksums = files.encode()
+        storage.write(join(work.directory, file_checksums_name(0)), checksums)
+        recorded = FileChecksums({MANIFEST: entry_of(plan.manifest), file_checksums_name(0): entry_of(checksums)})
+        known = plan.sidecar.extra or {'facts': 'unknown'}
         extra = {
             **known,
             'writer': writer_facts(__version__),
@@ -269,16 +255,16 @@ class _RepairWriter:
             'digests': recorded.to_json(),
             'repaired': {
                 'unix': round(self._clock(), 3),
-                'rebuilt': list(cure.rebuilt),
-                'dropped': list(cure.dropped),
+                'rebuilt': list(plan.rebuilt),
+                'dropped': list(plan.dropped),
             },
         }
-        sidecar = encode_sidecar(dataclasses.replace(cure.sidecar, extra=extra))
+        sidecar = encode_sidecar(dataclasses.replace(plan.sidecar, extra=extra))
         self._commit_as(work, sidecar, directories)
 
     def _commit_as(self, work: Workspace, sidecar: bytes | None, directories: Sequence[str]) -> None:
         try:
-            commit(work, self._cure.manifest, sidecar, directories, self._clock)
+            commit(work, self._plan.manifest, sidecar, directories, self._clock)
         except AlreadyCommittedError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
 
@@ -289,7 +275,7 @@ class _RepairWriter:
         return round(found or self._clock(), 3)
 
     def _check(self, work: Workspace) -> None:
-        """Decodes the arrays that no list vouched for, as they lie now.
+        """Decodes the arrays without file checksums, as they are in the copy.
 
         Raises:
           CorruptCheckpointError: one is damaged all the same.
@@ -297,8 +283,8 @@ class _RepairWriter:
         implied = Implied(work.storage, work.directory)
         damages: list[Damage] = []
         chunks: list[tuple[ArrayFiles, ChunkIndex]] = []
-        for name, leaf in self._cure.leaves.items():
-            if not self._cure.trusted.has_array(leaf.array):
+        for name, leaf in self._plan.leaves.items():
+            if not self._plan.checksums.has_array(leaf.array):
                 found = implied.files(name, leaf)
                 damages += found.damages
                 chunks += [(found, chunk_index) for chunk_index in found.chunks]
@@ -306,4 +292,4 @@ class _RepairWriter:
             if isinstance(error, T5CkptError):
                 damages.append(Damage('undecodable', array.file(chunk_index), str(error), array.leaf, chunk_index))
         if damages:
-            raise _StillDamagedError(damages)
+            raise unrecoverable_error(damages)

@@ -1,9 +1,9 @@
 """What a repair can do about the damages of a checkpoint: a decision, without a byte written.
 
-Three things can be made again: a ``.zarray``, which follows from the manifest; the lists of files and the sidecar, from
-the files; and a checkpoint without the leaves that are lost, where the caller names them. Values are never made up: a
-chunk that is gone or differs from its checksum is gone, and so is a damaged manifest. What is believed of the rest, and
-why, is in ``integrity/recovery_records.py``.
+Three things can be rebuilt: a ``.zarray``, from the manifest; one process's file checksums, from the files, if they match the
+checksum in the sidecar; and a checkpoint without the damaged leaves that the caller names. ``trust_files`` takes files as
+they are where their checksums are lost. Values are never made up: a chunk that is missing or differs from its checksum is
+lost, and so is a damaged manifest.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class RepairOptions:
 
     Attributes:
       drop: patterns; damaged leaves, and damaged files of data iterators, whose whole name one of them matches are left out.
-      trust_files: take files as they are that no checksum vouches for any more, although there was one once. Values may be
-        wrong then, and nobody can tell.
-      add_checksums: give a checkpoint its lists of files that has none, such as one of T5X.
+      trust_files: take files as they are whose checksums are lost. Their values may be wrong then.
+      add_checksums: write file checksums for a checkpoint that has none, such as one of T5X.
       dry_run: say what would be done, and do nothing.
       source_options, target_options: of the storages of the checkpoint and of the copy, see docs/storage.md.
       clock: unix seconds.
@@ -77,13 +76,13 @@ class RepairPlan:
       manifest: its bytes, without the leaves that are dropped.
       sidecar: what is known of the tree, likewise.
       zarrays: bytes by file.
-      rebuilt: files that are made again: these, and lists of files.
+      rebuilt: files that are rebuilt: these, the sidecar and file checksums.
       dropped: names of leaves and of iterator files.
       left_out: directories and files that the copy does not have.
-      foreign: files that come along and are none of the checkpoint's: no list is to have them.
-      has_books: whether the copy gets lists of its files.
+      foreign: files that are copied and do not belong to the checkpoint: they get no checksums.
+      has_checksums: whether the copy gets file checksums.
       notes: for people.
-      trusted: files with the checksums that they have to have.
+      checksums: those that files have to match.
       leaves: the stored leaves that stay.
     """
 
@@ -95,127 +94,106 @@ class RepairPlan:
     dropped: tuple[str, ...]
     left_out: frozenset[str]
     foreign: frozenset[str]
-    has_books: bool
+    has_checksums: bool
     notes: tuple[str, ...]
-    trusted: FileChecksums
+    checksums: FileChecksums
     leaves: dict[str, StoredLeaf]
 
 
-def plan_repair(
-    located: Located, options: RepairOptions, report: VerifyReport, more: Sequence[Damage] = ()
-) -> RepairPlan:
+def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) -> RepairPlan:
     """From what a verification found to what can be done about it.
 
     Args:
       located: the checkpoint.
       options: what may be done.
       report: of all its bytes.
-      more: damages that came to light since.
 
     Raises:
-      CorruptCheckpointError: it cannot be mended, with each damage and what could be dropped.
+      CorruptCheckpointError: it cannot be repaired, with each damage and the option that may help.
     """
-    books = RecoveryRecords(located, report)
-    contents = Contents(located, books.manifest, books.sidecar or Sidecar())
+    records = RecoveryRecords(located, report)
+    contents = Contents(located, records.manifest, records.sidecar or Sidecar())
     table = {leaf_name(path): leaf for path, leaf in leaves_of(contents, (), {})[0].items()}
     leaves = {name: leaf for name, leaf in table.items() if isinstance(leaf, StoredLeaf)}
-    damages = [damage for damage in (*report.damages, *more) if damage.file not in books.rebuilt]
-    beyond_repair = {damage.leaf for damage in more}
-    mendable = {name: leaf for name, leaf in leaves.items() if name not in beyond_repair}
-    zarrays = books.zarrays(mendable, damages)
-    # Which .zarray were damaged is what the proof says, if there is one. Others than ours may be spelled otherwise.
-    proven = books.proven(zarrays)
-    if proven is None:
-        guess = zarrays | books.differing(mendable)
-        proven = books.proven(guess)
-        zarrays = zarrays if proven is None else guess
-    # Once all files are proven whole, what a damaged list says of others is nothing.
-    lost = [damage for damage in damages if damage.file in books.ledger or proven is None]
-    lost = [damage for damage in lost if not _is_cured(damage, leaves, zarrays)]
-    if proven is None and books.void and not options.trust_files:
-        raise _unproven(lost, books.void)
-    trusted = books.ledger.merged(proven or {})
-    books.check_guesses(zarrays, leaves, trusted)
-    loose, loose_files = books.loose(leaves, trusted)
-    if not options.trust_files:
-        books.check_claims(leaves.values())
-        if books.had_checksums:
-            lost += _unvouched({**{name: leaves[name].array.location for name in loose}, **_same(loose_files)}, options)
-    dropped, iterators = _droppable(lost, {_named(damage) for damage in (*damages, *lost)}, options.drop)
+    damages = [damage for damage in report.damages if damage.file not in records.rebuilt]
+    zarrays = records.zarrays(leaves, damages)
+    usable = records.checksums
+    is_verified = records.reconstruct(zarrays)
+    lost = [damage for damage in damages if not _is_repaired(damage, leaves, zarrays, records.checksums, options.drop)]
+    if is_verified and records.unusable_lists:
+        # The files that the damaged list names are verified: what it says of them is no damage.
+        lost = [damage for damage in lost if damage.file in usable]
+    unverified = records.unverified(leaves, is_verified)
+    if records.had_checksums and not options.trust_files and (unverified or not is_verified):
+        raise _unverified_error(lost, sorted(records.rebuilt) or unverified)
+    records.check_rebuilt_metadata(zarrays, leaves)
+    dropped, iterators = _droppable(lost, {_named(damage) for damage in damages}, options.drop)
     left_out = {*(leaves[name].array.location for name in dropped if name in leaves), *iterators}
     zarrays = {name: data for name, data in zarrays.items() if name.removesuffix(f'/{ZARRAY}') not in left_out}
-    manifest, facts = books.source[0], contents.sidecar.facts
+    manifest, facts = records.source[0], contents.sidecar.facts
     if dropped:
-        manifest, facts = _without(located, books.manifest, facts, dropped)
+        manifest, facts = _without(located, records.manifest, facts, dropped)
     kept = {name: leaf for name, leaf in leaves.items() if name not in dropped}
-    has_books = books.had_checksums or options.add_checksums
-    new_books = {SIDECAR, file_checksums_name(0)} if has_books and not books.had_checksums else set[str]()
-    taken = [name for name in (*loose, *loose_files) if name not in dropped | iterators]
+    has_checksums = records.had_checksums or options.add_checksums
+    added = {SIDECAR, file_checksums_name(0)} if has_checksums and not records.had_checksums else set[str]()
+    taken = [name for name in unverified if name not in dropped | iterators]
+    known = {*records.checksums, *zarrays, *taken}
     return RepairPlan(
-        books.source,
+        records.source,
         manifest,
         dataclasses.replace(contents.sidecar, facts=facts),
         zarrays,
-        tuple(sorted({*zarrays, *books.rebuilt, *new_books})),
+        tuple(sorted({*zarrays, *records.rebuilt, *added})),
         tuple(sorted({*dropped, *iterators})),
         frozenset(left_out),
-        _foreign(located, kept, {*trusted, *zarrays, *taken}, trusted) - below(files_of(located), left_out),
-        has_books,
-        (*(() if books.void else report.notes), *books.notes(proven is None, taken, zarrays)),
-        trusted,
+        _foreign(located, kept, known, records.checksums) - below(files_of(located), left_out),
+        has_checksums,
+        (*(() if records.unusable_lists else report.notes), *records.notes(taken, zarrays)),
+        records.checksums,
         kept,
     )
 
 
-def _same(names: Sequence[str]) -> dict[str, str]:
-    return {name: name for name in names}
-
-
-def _unproven(lost: Sequence[Damage], void: Collection[str]) -> CorruptCheckpointError:
+def _unverified_error(lost: Sequence[Damage], names: Sequence[str]) -> CorruptCheckpointError:
+    more = f' and {len(names) - 5} more' if len(names) > 5 else ''
     return CorruptCheckpointError(
         lines(
             unrecoverable_text(lost),
-            f'{", ".join(sorted(void))}: damaged or gone, and the files that are there do not give what '
-            't5ckpt.json recorded: one or more of them have changed, or are missing (also on purpose, for '
-            'keep_dataset_checkpoints), or were added, and nothing says which. Restore an older '
-            'step, or copy the checkpoint again. To take all of it as it is, right or wrong: trust_files, --trust-files. '
-            'Nothing was written.',
+            f'{", ".join(names[:5])}{more}: lost, or no longer verified by a checksum. The other files do not prove what was '
+            'there: one or more of them may have changed, be missing (also on purpose, for keep_dataset_checkpoints) or have '
+            'been added. Restore an older step, or copy the checkpoint again. To take all files as they are, right or wrong: '
+            'trust_files, --trust-files. Nothing was written.',
         )
     )
 
 
-def _unvouched(files: Mapping[str, str], options: RepairOptions) -> list[Damage]:
-    """What no checksum vouches for, by name, as damages that may be left out.
-
-    Raises:
-      CorruptCheckpointError: the caller does not name all of it.
-    """
-    names = [name for name in files if not _is_named(name, options.drop)]
-    if names:
-        raise CorruptCheckpointError(
-            f't5ckpt wrote checksums of {", ".join(names[:5])} once, and none is left that vouches for them: values may have '
-            'changed, and nothing would tell. Restore an older step, or copy the checkpoint again. To take them as they '
-            'are, right or wrong: trust_files, --trust-files. Nothing was written.'
-        )
-    text = 'no checksum is left that vouches for it'
-    return [Damage('checksum', file, text, '' if file == name else name) for name, file in files.items()]
-
-
 def _foreign(
-    located: Located, leaves: Mapping[str, StoredLeaf], known: Collection[str], trusted: FileChecksums
+    located: Located, leaves: Mapping[str, StoredLeaf], known: Collection[str], checksums: FileChecksums
 ) -> frozenset[str]:
-    """The files that belong to nothing. Of an array that no list has, whatever lies in its directory is its own."""
-    unlisted = {leaf.array.location for leaf in leaves.values() if not trusted.has_array(leaf.array)}
+    """The files that belong to nothing. In the directory of an array without file checksums every file belongs to it."""
+    unlisted = {leaf.array.location for leaf in leaves.values() if not checksums.has_array(leaf.array)}
     others = {name for name in files_of(located) if name not in known and not is_own(name)}
     return frozenset(others - below(others, unlisted))
 
 
-def _is_cured(damage: Damage, leaves: Mapping[str, StoredLeaf], zarrays: Mapping[str, bytes]) -> bool:
-    """Whether a new ``.zarray`` is all that it takes."""
+def _is_repaired(
+    damage: Damage,
+    leaves: Mapping[str, StoredLeaf],
+    zarrays: Mapping[str, bytes],
+    checksums: FileChecksums,
+    drop: Sequence[str],
+) -> bool:
+    """Whether a rebuilt ``.zarray`` repairs it.
+
+    Without a checksum of it, the chunks behind an unreadable ``.zarray`` have not been verified: they may be lost as well, so
+    that ``drop`` leaves out a leaf that it names.
+    """
     if damage.leaf not in leaves:
         return False
     location = leaves[damage.leaf].array.location
-    return damage.file in {location, f'{location}/{ZARRAY}'} and f'{location}/{ZARRAY}' in zarrays
+    zarray = f'{location}/{ZARRAY}'
+    is_named = damage.kind != 'missing' and zarray not in checksums and _is_named(damage.leaf, drop)
+    return damage.file in {location, zarray} and zarray in zarrays and not is_named
 
 
 def _named(damage: Damage) -> str:

@@ -31,6 +31,7 @@ from t5ckpt.storage.error_mapping import bucket_errors, map_bucket_error
 from t5ckpt.storage.file_cache import CachedFile, FileCache
 from t5ckpt.storage.forked import use_tensorstore
 from t5ckpt.storage.options import retries_within, stall_environment
+from t5ckpt.storage.process_locks import ProcessLock
 
 __all__ = ['BucketStorage']
 
@@ -39,21 +40,8 @@ _NOTHING = slice(0, 0)
 _PROBE = '.t5ckpt/probe'
 _FIRST_PROBE_SECONDS = 1.0
 
-_locked_urls: set[str] = set()
-_guard = threading.Lock()
-
-
-class _DirectoryLock:
-    """A name in the set of directories that are being written in this process."""
-
-    is_held = True
-
-    def __init__(self, url: str):
-        self._url = url
-
-    def close(self) -> None:
-        with _guard:
-            _locked_urls.discard(self._url)
+# What TensorStore says of a range of bytes that the file ends before.
+_BEYOND_THE_END = 'OUT_OF_RANGE'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +215,14 @@ class BucketStorage(Storage):
         return bytes(found.value), found.stamp.generation
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
-        return bytes(self._found(key, byte_range=slice(start, stop)).value)
+        # To the end of the file where it ends before; a range that begins behind it is refused as well.
+        for last in (stop, None):
+            try:
+                return bytes(self._found(key, byte_range=slice(start, last)).value)
+            except StorageError as error:
+                if _BEYOND_THE_END not in str(error):
+                    raise
+        return b''
 
     def _found(self, key: str, **options: Any) -> Any:
         with bucket_errors(self.url(key)):
@@ -345,11 +340,7 @@ class BucketStorage(Storage):
         return not (exclusive and self._keys(key))
 
     def try_lock(self, key: str) -> Any:
-        with _guard:
-            if self.url(key) in _locked_urls:
-                return None
-            _locked_urls.add(self.url(key))
-        return _DirectoryLock(self.url(key))
+        return ProcessLock.take(self.url(key))
 
     def sync_tree(self, key: str, below: Sequence[str]) -> None:
         del key, below

@@ -45,6 +45,31 @@ class StorageConformance:
             _check(storage.read('a/x') == data == self.raw(storage, 'a/x'), f'{len(data)} bytes did not come back')
             _check(storage.size('a/x') == len(data), 'size is wrong')
 
+    def test_read_range(self, tmp_path: pathlib.Path) -> None:
+        """A range of bytes comes back, without what lies behind the end; of no file an error names the key."""
+        storage = self.make(tmp_path)
+        storage.make_dir('a')
+        data = bytes(range(256)) * 40
+        storage.write('a/x', data)
+        end = len(data)
+        for start, stop in (
+            (0, end),
+            (0, 8),
+            (255, 4099),
+            (8, 8),
+            (end - 3, end),
+            (end - 3, 2 * end),
+            (end + 1, 2 * end),
+        ):
+            found = storage.read_range('a/x', start, stop)
+            _check(found == data[start:stop], f'bytes {start} to {stop} are {len(found)} others')
+        try:
+            storage.read_range('a/none', 0, 8)
+        except CheckpointNotFoundError as error:
+            _check('a/none' in str(error), f'the error does not name the key: {error}')
+        else:
+            raise AssertionError('reading a range of nothing did not fail')
+
     def test_nothing_there(self, tmp_path: pathlib.Path) -> None:
         """An empty root lists as empty, and reading says what is missing."""
         storage = self.make(tmp_path)

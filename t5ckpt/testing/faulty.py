@@ -65,6 +65,10 @@ class FaultyStorage(Storage):
         self._count('read', key)
         return self._inner.read(key)
 
+    def read_range(self, key: str, start: int, stop: int) -> bytes:
+        self._count('read_range', key)
+        return self._inner.read_range(key, start, stop)
+
     def write(self, key: str, data: bytes) -> None:
         self._count('write', key)
         self._inner.write(key, data)

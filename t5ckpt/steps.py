@@ -51,8 +51,8 @@ def get_checkpoint_dir(
     Args:
       checkpoints_dir: the run's directory.
       step: its number.
-      step_format_fixed_length: pads the number with zeros to so many digits, as in T5X. Neither writes such a directory, and
-        none is listed.
+      step_format_fixed_length: pads the number with zeros to so many digits, as in T5X. Neither writes such a directory;
+        both list it.
     """
     return f'{os.fspath(checkpoints_dir).rstrip("/")}/{step_dir(step, step_format_fixed_length or 0)}'
 
@@ -138,11 +138,11 @@ def pin_checkpoint(
     found = inspect_name(open_storage(parent, storage_options), name) if name else None
     layout = found.layout if found is not None and not found.is_t5x else ORBAX if is_orbax(storage, '') else None
     if layout is not None:
-        rest = (
-            'into which t5ckpt writes nothing. Its keep policies leave such a step alone, pinned or not. To pin the values, '
+        cure = (
+            'Its keep policies leave such a step alone, pinned or not. To pin the values, '
             f"write them in T5X's format (t5ckpt.convert.convert_checkpoint({layout!r}, path, directory)) and pin that step."
         )
-        raise other_layout(storage.url(), layout, rest)
+        raise other_layout(storage.url().rstrip('/'), layout, 'into which t5ckpt writes nothing', cure)
     pin_at(storage, txt)
 
 

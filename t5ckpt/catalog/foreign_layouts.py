@@ -14,14 +14,15 @@ from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.manifest import is_whole
 from t5ckpt.format.names import MANIFEST, parse_step_dir
+from t5ckpt.format.safetensors import WHOLE_NAMES
 from t5ckpt.storage import Storage, open_storage, split_path
 
 __all__ = [
     'CheckpointTypes',
-    'contents_text',
     'detect_checkpoint_type',
     'foreign_file',
     'foreign_layout',
+    'no_checkpoint',
     'not_a_run',
     'unread_contents',
 ]
@@ -104,8 +105,14 @@ def foreign_layout(storage: Storage) -> str | None:
     return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
 
 
-def contents_text(storage: Storage) -> str:
-    """What a directory without a checkpoint holds, for the end of a sentence."""
+def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
+    """The error of a directory without a checkpoint: what it holds, and which of its files can be read."""
+    model = next((name for name in WHOLE_NAMES if storage.is_file(name)), None)
+    cure = 'Check the path.' if model is None else f'Give the path of the file: {storage.url(model)}'
+    return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {_contents_text(storage)}. {cure}')
+
+
+def _contents_text(storage: Storage) -> str:
     if storage.kind('') != 'dir':
         return 'there is no such directory'
     names = [entry.name for entry in storage.entries()]

@@ -4,8 +4,9 @@
     orbax   ``checkpoint_<step>`` as T5X writes it through Orbax, or ``<step>`` of an Orbax CheckpointManager,
             with its ``step_prefix`` and its padding; on Google's storage with ``commit_success.txt``
     flax    ``checkpoint_<step>`` is a file, as ``flax.training.checkpoints`` writes it
+    t5x-padded  as the first, with zeros before the number in the name; T5X lists it and writes none
 
-All three are listed and restored. Only steps of the first are written, replaced, pruned or repaired.
+All are listed and restored. Only steps of the first are written, replaced, pruned or repaired.
 
 Notes: a directory costs one read of its manifest and, where there is none, a look for five names. Loads no TensorStore.
 """
@@ -26,12 +27,20 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.manifest import is_whole
-from t5ckpt.format.names import MANIFEST, parse_prefixed_step, parse_step_dir, parse_step_name, step_dir
+from t5ckpt.format.names import (
+    MANIFEST,
+    parse_padded_step,
+    parse_prefixed_step,
+    parse_step_dir,
+    parse_step_name,
+    step_dir,
+)
 from t5ckpt.storage import Storage, open_storage
 
 __all__ = [
     'FLAX',
     'ORBAX',
+    'PADDED',
     'T5X',
     'ListedStep',
     'Listing',
@@ -47,7 +56,7 @@ __all__ = [
     'step_around',
 ]
 
-T5X, ORBAX, FLAX = 't5x', 'orbax', 'flax'
+T5X, ORBAX, FLAX, PADDED = 't5x', 'orbax', 'flax', 't5x-padded'
 # Larger manifests are taken to be whole: a listing must not read gigabytes.
 _WALKED_BYTES = 64 * 2**20
 # Orbax's older layout is Flax msgpack in which each array is this text.
@@ -66,7 +75,7 @@ class ListedStep:
     Attributes:
       step: its number.
       name: of its directory, or of its file in Flax's layout, below the run.
-      layout: ``'t5x'``, ``'orbax'`` or ``'flax'``.
+      layout: ``'t5x'``, ``'orbax'``, ``'flax'`` or ``'t5x-padded'``.
       manifest: the file to decode, in :attr:`directory`; '' where there is none, in Orbax's newer layout.
     """
 
@@ -123,9 +132,19 @@ class Listing:
         return last
 
 
-def other_layout(where: str, layout: str, rest: str) -> UnsupportedFormatError:
-    """The error of what t5ckpt does only with steps in T5X's layout; ``rest`` says what that is, and what to do instead."""
-    return UnsupportedFormatError(f'{where} is in the layout of {layout}, {rest}')
+def other_layout(where: str, layout: str, refused: str, cure: str) -> UnsupportedFormatError:
+    """The error of what t5ckpt does only with steps in T5X's layout.
+
+    Args:
+      where: the step.
+      layout: its layout.
+      refused: what is not done with it, beginning with 'which' or the like, without a full stop.
+      cure: what to do instead; of a step with zeros in its name another one is given.
+    """
+    padded = parse_padded_step(where.rpartition('/')[2])
+    if layout == PADDED and padded is not None:
+        cure = f'Rename it to {step_dir(padded)} first.'
+    return UnsupportedFormatError(f'{where} is in the layout of {layout}, {refused}. {cure}')
 
 
 def orbax_marks(directory: str) -> list[str]:
@@ -152,10 +171,7 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     """
     step = parse_step_name(name)
     if step is None:
-        number = parse_prefixed_step(name)
-        return (
-            ListedStep(number, name, ORBAX, manifest='') if number is not None and _is_prefixed(storage, name) else None
-        )
+        return _inspect_prefixed(storage, name)
     key = join(name, MANIFEST)
     manifest = _map_file(storage, key)
     if manifest is not None:
@@ -168,6 +184,16 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     if parse_step_dir(name) is not None and _is_flax_file(storage, name):
         return ListedStep(step, name, FLAX, manifest=name)
     return None
+
+
+def _inspect_prefixed(storage: Storage, name: str) -> ListedStep | None:
+    number = parse_prefixed_step(name)
+    if number is None:
+        return None
+    manifest = None if parse_padded_step(name) is None else _map_file(storage, join(name, MANIFEST))
+    if manifest is not None and not has_placeholder(manifest):
+        return ListedStep(number, name, PADDED)
+    return ListedStep(number, name, ORBAX, manifest='') if _is_prefixed(storage, name) else None
 
 
 def _is_prefixed(storage: Storage, name: str) -> bool:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.foreign_layouts import contents_text, foreign_file, not_a_run
+from t5ckpt.catalog.foreign_layouts import foreign_file, no_checkpoint, not_a_run
 from t5ckpt.catalog.layouts import (
     ListedStep,
     Listing,
@@ -20,9 +20,11 @@ from t5ckpt.catalog.step_index import indexed_steps, newest_indexed_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, UnsupportedFormatError
+from t5ckpt.format.manifest import is_tensorflow_state
 from t5ckpt.format.names import (
     MANIFEST,
     TRAIN_DS_PREFIX,
+    parse_padded_step,
     parse_prefixed_step,
     parse_step_dir,
     parse_step_name,
@@ -138,8 +140,18 @@ def dataset_steps_in(storage: Storage) -> list[int]:
         names = [entry.name for entry in storage.entries() if entry.is_dir]
     else:
         names = [each.directory for each in indexed_steps(storage) if each.directory]
-    steps = {name: step for name in names if (step := parse_step_name(name)) is not None}
+    steps = {
+        name: step
+        for name in names
+        if (step := _step_of(name)) is not None or (step := parse_step_name(name)) is not None
+    }
     return sorted({step for name, step in steps.items() if storage.names(name, f'{TRAIN_DS_PREFIX}-')})
+
+
+def _step_of(name: str) -> int | None:
+    """The step of a directory in T5X's layout, with or without zeros before its number."""
+    step = parse_step_dir(name)
+    return parse_padded_step(name) if step is None else step
 
 
 def locate(
@@ -159,9 +171,9 @@ def locate(
             raise UnsupportedFormatError(f'{path} is {foreign}.')
         # The bare file: its directory is the checkpoint's.
         grand, directory = split_path(parent)
-        if step is not None and step != parse_step_dir(directory):
+        if step is not None and step != _step_of(directory):
             raise CheckpointNotFoundError(f'{path}: is one checkpoint, not a run: step {step} cannot be taken from it.')
-        number = parse_step_dir(directory)
+        number = _step_of(directory)
         if number is None:
             # A file of Flax says it itself.
             number = parse_step_dir(name)
@@ -179,11 +191,24 @@ def locate(
 
 
 def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None) -> Located:
-    if step is None and storage.is_file(MANIFEST):
-        return Located(outer, name, MANIFEST, parse_step_dir(name))
+    if step is None and storage.is_file(MANIFEST) and not _is_run_beside_file(storage, name):
+        return Located(outer, name, MANIFEST, _step_of(name))
     if step is None and is_orbax(storage, ''):
         return Located(outer, name, '', parse_prefixed_step(name))
     return locate_step(storage, step)
+
+
+def _is_run_beside_file(storage: Storage, name: str) -> bool:
+    """Whether a directory with a file ``checkpoint`` is a run all the same, as where T5X goes on from a TensorFlow checkpoint.
+
+    T5X takes its latest step. On an object store only the state file of TensorFlow is looked behind: to list the steps there
+    costs requests, which most of those who give the directory of a checkpoint would pay for nothing.
+    """
+    if _step_of(name) is not None:
+        return False
+    if not storage.renames and not is_tensorflow_state(storage.read_range(MANIFEST, 0, 64)):
+        return False
+    return newest(storage) is not None
 
 
 def locate_step(storage: Storage, step: int | None) -> Located:
@@ -205,14 +230,17 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         damaged = max(_damaged_steps(storage), default=None)
         if damaged is not None:
             return Located(storage, step_dir(damaged), MANIFEST, damaged)
-        raise CheckpointNotFoundError(
-            f'{storage.url()}: no complete checkpoint there; {contents_text(storage)}. Check the path.'
-        )
+        raise no_checkpoint(storage)
     if storage.is_file(MANIFEST):
         raise CheckpointNotFoundError(
             f'{storage.url()} is one checkpoint, not a run: step {step} cannot be taken from it.'
         )
-    shown = ', '.join(str(each.step) for each in listing(storage).steps[-10:]) or 'none'
+    steps = listing(storage).steps
+    found = next((each for each in steps if each.step == step), None)
+    if found is not None:
+        # On an object store, under a name that only a listing shows.
+        return Located(storage, found.directory, found.manifest, found.step)
+    shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
     raise CheckpointNotFoundError(
         f'{storage.url(step_dir(step))}: step {step} is not there, complete steps are: {shown}. Pass one of them, or none to '
         'take the latest.'

@@ -39,8 +39,8 @@ from t5ckpt.format.names import (
     other_marker,
     parse_index,
     parse_other,
+    parse_prefixed_step,
     parse_read_lease,
-    parse_step_name,
     step_dir,
     step_marker,
 )
@@ -142,7 +142,7 @@ def _unmarked(storage: Storage, index: Index) -> list[str]:
     beginnings = (STEP_PREFIX,) if index.is_complete else _STEP_PREFIXES
     names = storage.names('', beginnings, known)
     # A file is not left out with the directories.
-    unmarked = [name for name in names if name not in known and parse_step_name(name) is not None]
+    unmarked = [name for name in names if name not in known and parse_prefixed_step(name) is not None]
     if unmarked and not index.is_complete:
         _log.info(
             't5ckpt: %s has no markers of its steps, so all its keys were listed; the next save writes them.',
@@ -191,5 +191,5 @@ def reindex_steps(
     if storage.renames:
         return []
     before, after = read_index(storage), ensured_index(storage, again=True)
-    others = [step for name in after.others - before.others if (step := parse_step_name(name)) is not None]
+    others = [step for name in after.others - before.others if (step := parse_prefixed_step(name)) is not None]
     return sorted({*(after.steps - before.steps), *others})

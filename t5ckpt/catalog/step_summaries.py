@@ -49,7 +49,7 @@ class StepSummary:
       writer: who wrote it, such as ``'t5ckpt 0.1.0'``; empty where it is not known.
       kept: why it stays, in words, as far as that is known without a policy.
       policy: the keep policy that it was saved under, see ``policies.policy_of``; None where nobody says.
-      layout: ``'t5x'``, ``'orbax'`` or ``'flax'``, see ``catalog/layouts.py``.
+      layout: ``'t5x'``, ``'orbax'``, ``'flax'`` or ``'t5x-padded'``, see ``catalog/layouts.py``.
       reason: why it is unreadable.
     """
 

@@ -16,7 +16,7 @@ from t5ckpt.commit.deletion import few, foreign_files
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.manifest import decode_manifest, is_of_others, is_whole
-from t5ckpt.format.names import MANIFEST, PINNED, parse_step_name, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, parse_prefixed_step, step_dir
 from t5ckpt.storage import Storage
 
 __all__ = ['Occupancy', 'check_room', 'listed_elsewhere', 'occupancy']
@@ -115,7 +115,7 @@ def listed_elsewhere(storage: Storage, step: int, others: Collection[str]) -> Li
       others: the names of steps in other layouts, from the index.
     """
     for name in sorted(others):
-        found = inspect_name(storage, name) if parse_step_name(name) == step else None
+        found = inspect_name(storage, name) if parse_prefixed_step(name) == step else None
         if found is not None:
             return found
     return None

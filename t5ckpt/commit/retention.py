@@ -189,8 +189,9 @@ class Retention:
             return infos[wanted].metrics
         if wanted in found:
             shown = ', '.join(map(str, list(infos)[-10:])) or 'none'
-            rest = f'and t5ckpt does not read its metrics. Steps whose metrics are read: {shown}.'
-            raise other_layout(self._storage.url(found[wanted].name), found[wanted].layout, rest)
+            refused = 'and t5ckpt does not read its metrics'
+            cure = f'Steps whose metrics are read: {shown}.'
+            raise other_layout(self._storage.url(found[wanted].name), found[wanted].layout, refused, cure)
         shown = ', '.join(map(str, list(found)[-10:])) or 'none'
         asked = 'a step' if wanted is None else f'step {wanted}'
         raise CheckpointNotFoundError(f'{self._storage.url()}: there is no {asked}; complete steps are: {shown}.')
@@ -323,8 +324,8 @@ def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = F
         steps = [found] if found is not None else listing(storage).steps
         for each in steps:
             if each.step == step and not each.is_t5x:
-                rest = 'which t5ckpt does not delete. Remove it with the program that wrote it.'
-                raise other_layout(storage.url(each.name), each.layout, rest)
+                cure = 'Remove it with the program that wrote it.'
+                raise other_layout(storage.url(each.name), each.layout, 'which t5ckpt does not delete', cure)
         shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
         raise CheckpointNotFoundError(
             f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'

@@ -35,6 +35,7 @@ __all__ = [
     'decode_manifest',
     'encode_manifest',
     'is_of_others',
+    'is_tensorflow_state',
     'is_whole',
     'manifest_of',
 ]
@@ -83,7 +84,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
       UnsupportedFormatError: a TensorFlow state file, a newer version, or msgpack of something else.
       CorruptCheckpointError: truncated or not msgpack.
     """
-    if data.startswith(_TENSORFLOW):
+    if is_tensorflow_state(data):
         raise UnsupportedFormatError(
             f'{where} is the state file of a TensorFlow checkpoint, not a T5X manifest. '
             'Convert it with T5X (Checkpointer.convert_from_tf_checkpoint) first.'
@@ -116,12 +117,17 @@ def is_whole(data: bytes) -> bool:
         return False
 
 
+def is_tensorflow_state(data: bytes) -> bool:
+    """Whether a file called ``checkpoint`` that begins so is the state file of a TensorFlow checkpoint."""
+    return data.startswith(_TENSORFLOW)
+
+
 def is_of_others(data: bytes) -> bool:
     """Whether a file called ``checkpoint`` is whole for another program: TensorFlow's state file, msgpack of something else.
 
     One or two bytes are nothing that a program would write.
     """
-    if data.startswith(_TENSORFLOW):
+    if is_tensorflow_state(data):
         return True
     if len(data) <= 2 or 0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF):
         return False

@@ -48,6 +48,7 @@ __all__ = [
     'parse_index',
     'parse_leftover',
     'parse_other',
+    'parse_padded_step',
     'parse_prefixed_step',
     'parse_read_lease',
     'parse_step_dir',
@@ -72,6 +73,7 @@ _COMPLETE = '.t5ckpt/complete.'
 
 _FILE_CHECKSUMS = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
+_PADDED = re.compile(r'checkpoint_(0[0-9]{1,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)-([0-9]{1,12})')
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
 _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
@@ -124,7 +126,7 @@ class ReadLease:
 
 
 def step_dir(step: int, digits: int = 0) -> str:
-    """The directory's name of a complete checkpoint; with ``digits`` as T5X pads it, which no listing finds."""
+    """The directory's name of a complete checkpoint; with ``digits`` as T5X pads it, which neither writes."""
     return f'checkpoint_{step:0{digits}d}'
 
 
@@ -222,6 +224,12 @@ def parse_step_dir(name: str) -> int | None:
 def parse_step_name(name: str) -> int | None:
     """The step in ``checkpoint_<step>`` or in ``<step>``, as an Orbax CheckpointManager names it; else None."""
     return int(name) if _NUMBER.fullmatch(name) else parse_step_dir(name)
+
+
+def parse_padded_step(name: str) -> int | None:
+    """The step in ``checkpoint_<step>`` with zeros before the number, which T5X's listings take for the step; else None."""
+    match = _PADDED.fullmatch(name)
+    return None if match is None else int(match.group(1))
 
 
 def parse_prefixed_step(name: str) -> int | None:

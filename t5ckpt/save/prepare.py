@@ -111,8 +111,8 @@ def is_free(request: SaveRequest) -> bool:
         return True
     where = request.storage.url(found.name)
     if request.call.overwrite and not found.is_t5x:
-        rest = 'which t5ckpt does not replace. Remove it with the program that wrote it, or save as another step.'
-        raise other_layout(where, found.layout, rest)
+        cure = 'Remove it with the program that wrote it, or save as another step.'
+        raise other_layout(where, found.layout, 'which t5ckpt does not replace', cure)
     written = '' if found.is_t5x else f', in the layout of {found.layout.capitalize()}'
     _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', request.step, where, written)
     return False

@@ -68,6 +68,14 @@ def placeholders(run, step):
     (path / 'checkpoint').write_bytes(msgpack.packb({name: f'PLACEHOLDER://{name}' for name in STATE}))
 
 
+def zero_padded(run, step):
+    """checkpoint_0000<step> in T5X's format, as its get_checkpoint_dir names it."""
+    with open_ck(run.with_name('elsewhere')) as ck:
+        written = ck.save(state(step), step=step).path
+    shutil.copytree(written, t5ckpt.get_checkpoint_dir(run, step, 8))
+    shutil.rmtree(run.with_name('elsewhere'))
+
+
 def named(**options):
     """A maker of the directory that an Orbax CheckpointManager with these options names."""
 
@@ -83,7 +91,11 @@ PREFIXED = named(step_prefix='ckpt')
 PADDED = named(step_format_fixed_length=8)
 BOTH = named(step_prefix='checkpoint', step_format_fixed_length=8)
 
-MAKERS = [(t5x_orbax, 'orbax'), (manager, 'orbax'), (flax_file, 'flax'), (flax_orbax, 'orbax'), (placeholders, 'orbax')]
+MAKERS = [
+    *((make, 'orbax') for make in (t5x_orbax, manager, flax_orbax, placeholders)),
+    (flax_file, 'flax'),
+    (zero_padded, 't5x-padded'),
+]
 NAMED = [PREFIXED, PADDED, BOTH]
 
 
@@ -131,8 +143,12 @@ def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplo
     ) as refused:
         t5ckpt.pin_checkpoint(run_dir / theirs)
     # The cure that it names.
-    assert f"convert_checkpoint('{layout}', path, directory)" in str(refused.value)
-    convert_checkpoint(layout, run_dir / theirs, tmp_path / 'pinned', ConvertOptions(step=7))
+    if layout == 't5x-padded':
+        assert 'Rename it to checkpoint_7 first.' in str(refused.value)
+        shutil.copytree(run_dir / theirs, tmp_path / 'pinned' / 'checkpoint_7')
+    else:
+        assert f"convert_checkpoint('{layout}', path, directory)" in str(refused.value)
+        convert_checkpoint(layout, run_dir / theirs, tmp_path / 'pinned', ConvertOptions(step=7))
     t5ckpt.pin_checkpoint(tmp_path / 'pinned' / 'checkpoint_7')
     assert t5ckpt.is_pinned_checkpoint(tmp_path / 'pinned' / 'checkpoint_7')
     assert {key: data for key, data in tree(run_dir).items() if not key.startswith('checkpoint_9')} == before
@@ -180,16 +196,18 @@ def test_t5xs_own_orbax_run_goes_on(golden, tmp_path):
 
 
 def test_a_bucket_knows_steps_of_others_by_markers(bucket, tmp_path):
-    for make, step in ((placeholders, 4), (t5x_orbax, 5), (flax_file, 6), (manager, 7)):
-        make(tmp_path, step)
+    run = tmp_path / 'run'
+    run.mkdir()
+    for make, step in ((zero_padded, 3), (placeholders, 4), (t5x_orbax, 5), (flax_file, 6), (manager, 7)):
+        make(run, step)
     url = bucket.url()
-    for key, data in tree(tmp_path).items():
+    for key, data in tree(run).items():
         bucket.put(f'{url}/{key}', data)
     if bucket.scheme == 'gs':
         bucket.put(f'{url}/checkpoint_4/commit_success.txt', b'')
-    assert t5ckpt.all_steps(url) == [4, 5, 6, 7]
+    assert t5ckpt.all_steps(url) == [3, 4, 5, 6, 7]
     with open_ck(url, keep=1) as ck:
-        assert [ck.save(state(step), step=step) for step in (4, 5, 6, 7)] == [None] * 4
+        assert [ck.save(state(step), step=step) for step in (3, 4, 5, 6, 7)] == [None] * 5
         for refused in (ck.delete, lambda step: ck.save(state(step), step=step, overwrite=True)):
             with pytest.raises(errors.UnsupportedFormatError, match='checkpoint_4 is in the layout of orbax'):
                 refused(4)
@@ -198,11 +216,11 @@ def test_a_bucket_knows_steps_of_others_by_markers(bucket, tmp_path):
         # Until what retention has hidden is gone.
         ck.close()
         bucket.proxy.clear()
-        assert ck.all_steps() == [4, 5, 6, 7, 9]
+        assert ck.all_steps() == [3, 4, 5, 6, 7, 9]
         kinds = [request.kind for request in bucket.proxy.clear()]
         assert kinds.count('list') <= (1 if bucket.scheme == 's3' else 12)
         assert len(kinds) < 40
-        assert [float(ck.restore(step=step)['w'][0]) for step in (4, 5, 6, 7, 9)] == [4, 5, 6, 7, 9]
+        assert [float(ck.restore(step=step)['w'][0]) for step in (3, 4, 5, 6, 7, 9)] == [3, 4, 5, 6, 7, 9]
 
 
 @pytest.mark.parametrize(('make', 'step'), [(t5x_orbax, 'checkpoint_5'), (manager, '5')])
@@ -297,6 +315,18 @@ def test_a_run_that_holds_an_export_is_still_the_run(run_dir):
     (run_dir / 'checkpoint_2' / 'checkpoint').write_bytes(b'\x82')
     with pytest.raises(errors.CorruptCheckpointError, match='checkpoint_2'):
         t5ckpt.open_checkpoint(run_dir)
+
+
+@pytest.mark.parametrize('on_bucket', [False, True])
+def test_a_run_that_goes_on_from_a_tensorflow_checkpoint_is_a_run(run_dir, on_bucket):
+    """T5X's find_checkpoint takes the latest step, whatever the directory's own file holds."""
+    run = f'memory://{run_dir.name}/{on_bucket}' if on_bucket else run_dir
+    with open_ck(run) as ck:
+        ck.save(state(2))
+        open_storage(run).write('checkpoint', b'model_checkpoint_path: "model.ckpt-1"\n')
+        assert ck.restore(path=run)['w'][0] == ck.restore()['w'][0] == 2
+    assert t5ckpt.open_checkpoint(run)['w'][0] == t5ckpt.load_t5x_checkpoint(run)['w'][0] == 2
+    assert t5ckpt.find_checkpoint(run) == t5ckpt.find_checkpoint(run, 2)
 
 
 def test_a_file_where_a_run_is_expected_is_named(tmp_path):

@@ -210,10 +210,17 @@ def test_from_a_bucket(s3, one_file, shards):
     np.testing.assert_array_equal(restored, TENSORS['model.layers.0.weight'][:16])
     assert received(s3) < 16 * 2048 + 8192
     s3.put(f'{url}/short.safetensors', one_file.read_bytes()[:-9])
-    with pytest.raises((CorruptCheckpointError, t5ckpt.errors.StorageError), match=r'short\.safetensors'):
+    with pytest.raises(CorruptCheckpointError, match=r'short\.safetensors ends before byte'):
         restore(f'{url}/short.safetensors')
     with pytest.raises(CheckpointNotFoundError):
         restore(f'{url}/none.safetensors')
+    s3.put(f'{url}/hub/model.safetensors', one_file.read_bytes())
+    for read in (restore, t5ckpt.open_checkpoint):
+        with pytest.raises(
+            CheckpointNotFoundError, match=r'Give the path of the file: .*/hub/model\.safetensors$'
+        ) as said:
+            read(f'{url}/hub')
+    check(restore(str(said.value).rpartition(' ')[2])['params'])
 
 
 def received(bucket) -> int:

@@ -1,7 +1,7 @@
 """Removing the data-iterator files of older steps (T5X's ``keep_dataset_checkpoints``); their arrays stay.
 
-On an object store this is done under the write lease of the step: a deleter of the step waits meanwhile, so that nothing is
-written into what it removes, and what a crash leaves has a marker.
+On an object store this is done under the write lease of the step. A deleter of the step waits, so nothing is written into
+the files that it removes, and the leftovers of a crash have a lease.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def remove_old_datasets(
         if step == just_saved or is_pinned(storage, step_dir(step)):
             continue
         try:
-            with _taken(storage, step, clock) as is_there:
+            with _leased(storage, step, clock) as is_there:
                 if is_there:
                     _remove(storage, step, files[step])
         except (AlreadyCommittedError, CheckpointNotFoundError):
@@ -52,8 +52,8 @@ def remove_old_datasets(
 
 
 @contextlib.contextmanager
-def _taken(storage: Storage, step: int, clock: Clock) -> Generator[bool]:
-    """Holds the step's write lease on an object store; gives whether the step is there."""
+def _leased(storage: Storage, step: int, clock: Clock) -> Generator[bool]:
+    """Takes the step's write lease on an object store; yields whether the step exists."""
     if storage.renames:
         yield True
         return

@@ -1,4 +1,4 @@
-"""Temporary directories of an earlier run that a copy or a conversion goes on with."""
+"""Resuming a copy or a conversion in the temporary directory of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ['resume_text', 'unfinished']
 
 
 def unfinished(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) -> Workspace | None:
-    """The directory of a killed write of the same, which ``facts['resume']`` names, taken over."""
+    """Takes over the directory of a killed write of the same contents, which ``facts['resume']`` identifies."""
     for entry in storage.entries() if storage.renames else ():
         leftover = parse_leftover(entry.name)
         if leftover is None or leftover.state != 'tmp' or leftover.step != step:
@@ -40,7 +40,7 @@ def unfinished(storage: Storage, step: int, clock: Clock, facts: Mapping[str, An
 
 
 def resume_text(storage: Storage, directory: str) -> Any:
-    """What an unfinished directory is to become, as its owner wrote it down."""
+    """Returns the text that identifies what an unfinished directory was to become; None where its lease has none."""
     key = join(directory, SIDECAR)
     if storage.kind(key) != 'file':
         return None

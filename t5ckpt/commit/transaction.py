@@ -1,9 +1,9 @@
-"""The commit: from a temporary directory to a checkpoint that is there or is not.
+"""The commit: makes a temporary directory a visible checkpoint, in one atomic step.
 
 File systems: ``begin`` makes ``checkpoint_<step>.tmp-<unix s>``, takes its owner's lock and writes the owner's
 sidecar; the arrays are written; ``commit`` writes the sidecar and, last, the manifest, fsyncs every directory, renames,
-and fsyncs the parent. A crash before the rename leaves a directory that no listing shows and that the next start
-sweeps; a crash after it leaves the checkpoint.
+and fsyncs the parent. A crash before the rename leaves a directory that no listing shows and that garbage collection
+removes; a crash after it leaves the checkpoint.
 
 Stores without rename: the same, in ``checkpoint_<step>`` itself; the manifest's write is the commit, see
 ``commit/write_lease.py``.
@@ -88,10 +88,16 @@ class CommittedCheckpoint:
 
 @dataclasses.dataclass
 class Workspace:
-    """A directory that is being written, and the lock that says so: a lock, or a hold where it is written in place.
+    """A directory that is being written, and its lock or lease.
 
-    ``replaces`` a complete checkpoint of the step. ``keep_files`` where it must not be removed any more: it is somebody else's,
-    or it may be committed after all.
+    Attributes:
+      storage: the run.
+      step: of the checkpoint.
+      directory: temporary, or that of the step on an object store.
+      dir_lock: the lock of a temporary directory, and its write lease once there is one.
+      replaces: whether the commit may replace a complete checkpoint of the step.
+      lease: the write lease of a step on an object store.
+      keep_files: whether a rollback must leave the files: another process has the step, or the commit may still arrive.
     """
 
     storage: Storage
@@ -104,12 +110,12 @@ class Workspace:
 
 
 def writer_facts(version: str) -> dict[str, Any]:
-    """Who writes: for the sidecar, and for the sweep of another process."""
+    """Returns the facts of this writer, for the sidecar and for the garbage collection of other processes."""
     return {'name': 't5ckpt', 'version': version, 'host': socket.gethostname(), 'pid': os.getpid(), **process_facts()}
 
 
 def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None:
-    """Writes the owner's record into the directory and keeps it fresh, until the claim is closed."""
+    """Writes the write lease into the directory and renews it until it is closed."""
     key = join(work.directory, SIDECAR)
     work.dir_lock = WriteLease(work.storage, key, clock, work.dir_lock, sidecar_record(writer, work.step))
     work.dir_lock.start()
@@ -120,8 +126,8 @@ def begin(
 ) -> Workspace:
     """Makes the directory that a save writes into, and locks it.
 
-    Garbage collection comes first: on stores without rename it also writes the markers of steps that have none, which
-    nobody looks for once the marker of this one is there. ``index`` is what it found.
+    The caller collects garbage before, which returns ``index``. On object stores that also writes missing steps markers, which
+    no listing looks for after the marker of this step exists.
     """
     storage.make_dir('')
     if not storage.renames:
@@ -142,7 +148,7 @@ def begin(
 
 
 def _has_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> bool:
-    """Takes the write lease; False where another host, which sees no lock, has removed the directory while it was empty."""
+    """Takes the write lease. Returns False where another host, which does not see the lock, removed the empty directory."""
     try:
         take_lease(work, clock, writer)
     except CheckpointNotFoundError:
@@ -162,7 +168,7 @@ def _begin_in_place(storage: Storage, step: int, clock: Clock, index: Index | No
         if has_leftovers:
             _check_replaceable(work)
     except BaseException:
-        # Nothing was touched, and the next garbage collection must not remove what is somebody else's.
+        # Nothing was written, and garbage collection must not remove the files of others.
         lease.release()
         raise
     if has_leftovers:
@@ -188,7 +194,7 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories:
       The directory's name.
 
     Raises:
-      SaveFailedError: a reader would refuse it; nothing became visible.
+      SaveFailedError: a reader would reject the manifest or the sidecar; nothing became visible.
       StorageError: nothing became visible; call :func:`rollback`.
     """
     storage, final = work.storage, step_dir(work.step)
@@ -220,20 +226,20 @@ def _commit_in_place(work: Workspace, lease: WriteLease, manifest: bytes) -> Non
     if not lease.is_ours():
         work.keep_files = True
         raise AlreadyCommittedError(
-            f'{storage.url(work.directory)} was taken over by another writer: this one was silent for too long'
+            f'{storage.url(work.directory)} was taken over by another writer, since the write lease of this one expired'
         )
     try:
         storage.write(join(work.directory, MANIFEST), manifest)
     except AccessDeniedError:
         raise
     except StorageError:
-        # It may arrive yet, and must then find its arrays.
+        # The manifest may still arrive, and needs its arrays then.
         work.keep_files = True
         raise
     try:
         mark_step(storage, work.step)
     except T5CkptError as error:
-        # Seen all the same, since the hold's marker stays.
+        # The step is listed all the same, since its write lease stays.
         _log.warning('t5ckpt: the marker of step %d is left to the next save: %s', work.step, error)
         lease.close()
     else:
@@ -241,7 +247,7 @@ def _commit_in_place(work: Workspace, lease: WriteLease, manifest: bytes) -> Non
 
 
 def _publish(work: Workspace, final: str, clock: Clock) -> str | None:
-    """Renames the directory to its final name; where what stood there is now, or None."""
+    """Renames the directory to its final name. Returns the new name of a directory that stood there, or None."""
     storage = work.storage
     standing = storage.kind(final)
     if standing is not None:
@@ -279,7 +285,7 @@ def _check_replaceable(work: Workspace) -> bool:
 
 
 def _remove_leftover(work: Workspace, name: str, clock: Clock) -> None:
-    """Removes what no listing shows any more; the checkpoint is committed, so a failure is only logged."""
+    """Removes a directory that no listing shows. The checkpoint is committed, so a failure is only logged."""
     try:
         remove_checkpoint(work.storage, name, work.step, clock)
     except T5CkptError as error:
@@ -287,7 +293,7 @@ def _remove_leftover(work: Workspace, name: str, clock: Clock) -> None:
 
 
 def release(work: Workspace) -> None:
-    """Lets go of what is written so far and keeps it, for who goes on with it, or for a later sweep."""
+    """Releases the lock and the lease and keeps the files, for a resumed write or for garbage collection."""
     if work.lease is not None:
         work.lease.close()
     if work.dir_lock is not None:
@@ -295,7 +301,7 @@ def release(work: Workspace) -> None:
 
 
 def rollback(work: Workspace) -> None:
-    """Removes what a failed save wrote; what it cannot remove is left to the next sweep and logged."""
+    """Removes the files of a failed save. A failure is logged, and garbage collection removes them later."""
     storage = work.storage
     try:
         if work.keep_files:
@@ -313,7 +319,7 @@ def rollback(work: Workspace) -> None:
 
 
 def _out_of_the_way(work: Workspace) -> str:
-    """The directory under a name that every sweep removes, however little is left of it when this process is killed."""
+    """Gives the directory a name that garbage collection removes, even when the directory is half deleted. Returns the name."""
     leftover = parse_leftover(work.directory)
     if leftover is not None:
         try:

@@ -6,7 +6,7 @@ manifest comes last, by the same commit as a save's, so that a copy is there who
 A copy that was stopped or that failed leaves what it has written. The next one of the same checkpoint to the same place
 goes on from there: a file that is there came whole, since none is visible before that. Its owner's sidecar says what it is
 a copy of: the manifest, the checksums, and of files without a checksum size, time and inode, where the source is local; from
-a bucket these are copied again. Anything else that is unfinished there is not touched, or swept by the next save.
+a bucket these are copied again. Other unfinished directories are left to the garbage collection of the next save.
 
 Notes: memory is that of the files in flight, 256 MiB or one file. Nothing is decoded but the file checksums.
 """

@@ -10,6 +10,7 @@ again. A run that has checkpoints of which none can be read is an error, never a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from typing import Any
 from t5ckpt.catalog.foreign_layouts import unread_contents
 from t5ckpt.catalog.locate import listing
 from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.commit.deletion import renamed
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
@@ -246,9 +248,8 @@ def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
         ):
             _log.warning('t5ckpt: %s stays, and so this run cannot save that step again', storage.url(directory))
             continue
-        aside = damaged_dir(step, int(time.time()))
         try:
-            storage.publish(directory, aside)
+            aside = renamed(storage, directory, functools.partial(damaged_dir, step), time.time)
         except T5CkptError as error:
             _log.warning('t5ckpt: could not put %s aside: %s', storage.url(directory), error)
         else:

@@ -12,6 +12,8 @@ listing of what is to be removed anyway.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError, StorageError
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import is_of_others
 from t5ckpt.format.names import (
@@ -46,6 +48,7 @@ __all__ = [
     'move_aside',
     'remove_checkpoint',
     'remove_own_keys',
+    'renamed',
     'renamed_for_deletion',
     'renamed_for_replacement',
 ]
@@ -131,8 +134,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> N
 
 def move_aside(storage: Storage, name: str, step: int, clock: Clock, foreign: Sequence[str]) -> str:
     """Gives what holds files of others a name that nothing looks for, and says so; returns the name."""
-    aside = _free_name(storage, lambda unix: foreign_dir(step, unix), clock)
-    storage.publish(name, aside)
+    aside = renamed(storage, name, functools.partial(foreign_dir, step), clock)
     _log.warning(
         't5ckpt: %s holds what neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
         storage.url(name),
@@ -150,16 +152,12 @@ def few(names: Sequence[str]) -> str:
 
 def renamed_for_deletion(storage: Storage, name: str, step: int, clock: Clock) -> str:
     """Renames a directory to one that every garbage collection removes; returns the name."""
-    doomed = _free_name(storage, lambda unix: deleted_dir(step, unix), clock)
-    storage.publish(name, doomed)
-    return doomed
+    return renamed(storage, name, functools.partial(deleted_dir, step), clock)
 
 
 def renamed_for_replacement(storage: Storage, name: str, step: int, clock: Clock) -> str:
     """Renames a checkpoint, the old or the new, to a name from which it is brought back where the place is empty."""
-    old = _free_name(storage, lambda unix: replaced_dir(step, unix), clock)
-    storage.publish(name, old)
-    return old
+    return renamed(storage, name, functools.partial(replaced_dir, step), clock)
 
 
 def is_pinned(storage: Storage, directory: str) -> bool:
@@ -189,11 +187,29 @@ def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKep
     return StepKeptError(f'{storage.url(step_dir(step))} is {reason}, so it was not {action}. {cure}')
 
 
-def _free_name(storage: Storage, name_at: Callable[[int], str], clock: Clock) -> str:
+def renamed(storage: Storage, name: str, name_at: Callable[[int], str], clock: Clock) -> str:
+    """Renames a directory to the first free name, and returns that.
+
+    Another process may take a name between the look and the rename.
+
+    Args:
+      storage: the run.
+      name: the directory.
+      name_at: makes a name of unix seconds; those of ``clock`` come first.
+      clock: unix seconds.
+    """
     unix = int(clock())
-    while storage.kind(name_at(unix)) is not None:
+    while True:
+        target = name_at(unix)
+        if storage.kind(target) is None:
+            try:
+                storage.publish(name, target)
+            except StorageError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or storage.kind(target) is None:
+                    raise
+            else:
+                return target
         unix += 1
-    return name_at(unix)
 
 
 def remove_own_keys(storage: Storage, directory: str, keys: Sequence[str]) -> None:

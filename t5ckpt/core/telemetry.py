@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from t5ckpt.core.loaded import loaded
 
 __all__ = ['READ_EVENT', 'WRITE_EVENT', 'record_duration']
 
@@ -16,6 +16,6 @@ READ_EVENT = '/jax/checkpoint/read/durations_sec'
 
 def record_duration(event: str, seconds: float) -> None:
     """Tells jax.monitoring how long a save or restore took, where JAX is in use."""
-    jax = sys.modules.get('jax')
+    jax = loaded('jax')
     if jax is not None:
         jax.monitoring.record_event_duration_secs(event, seconds)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import inspect
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from t5ckpt.core.loaded import loaded
 from t5ckpt.core.protocols import DatasetIterator
 from t5ckpt.datasets.state_file import decode_state, encode_state
 from t5ckpt.errors import DatasetStateError, UnsupportedLeafError
@@ -106,7 +106,7 @@ def as_dataset_iterator(iterator: Any) -> DatasetIterator:
     Raises:
       UnsupportedLeafError: it has no way to say or to take a position; the message says what would.
     """
-    tf = sys.modules.get('tensorflow')
+    tf = loaded('tensorflow')
     if tf is not None and isinstance(iterator, tf.data.Dataset):
         # It has `save` and `load`, which write and read every element of it.
         raise UnsupportedLeafError(

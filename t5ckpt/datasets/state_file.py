@@ -9,13 +9,13 @@ arrays, and torch tensors. There is no pickle: what unpickling runs is the choic
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import msgpack
 import numpy as np
 
+from t5ckpt.core.loaded import loaded
 from t5ckpt.errors import CorruptCheckpointError, DatasetStateError, MissingDependencyError
 from t5ckpt.format.checksum import digest
 
@@ -102,7 +102,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _tensor_values(value: Any, where: str) -> np.ndarray:
-    torch = sys.modules.get('torch')
+    torch = loaded('torch')
     if torch is None or not isinstance(value, torch.Tensor):
         raise DatasetStateError(
             f'dataset_iterator: {where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written '

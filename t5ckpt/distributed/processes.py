@@ -14,12 +14,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from t5ckpt.core.loaded import loaded
 from t5ckpt.errors import T5CkptError
 
 __all__ = ['DEFAULT_TIMEOUT_SECONDS', 'Processes', 'ServiceError', 'Status', 'jax_processes', 'parse_status']
@@ -186,7 +186,7 @@ _registry = _Registry()
 
 def jax_processes() -> Processes:
     """Returns the processes of this job. Never imports JAX: a program that has not imported it is one process."""
-    jax = sys.modules.get('jax')
+    jax = loaded('jax')
     if jax is None or jax.process_count() == 1:
         return _One()
     from jax._src import distributed

@@ -403,6 +403,38 @@ def test_a_pin_that_comes_while_a_step_is_deleted(tmp_path):
         assert t5ckpt.is_pinned_checkpoint(tmp_path / 'checkpoint_1')
 
 
+class Contended(FaultyStorage):
+    """Before a directory is set aside for the first time, another process takes that very name."""
+
+    taken: str | None = None
+
+    def publish(self, source, target):
+        if self.taken is None and any(word in target for word in ('.replaced-', '.deleted-', '.damaged-')):
+            self.taken = target
+            self.make_dir(target)
+            self.write(f'{target}/file', b'')
+        super().publish(source, target)
+
+
+@pytest.mark.parametrize('action', ['replace', 'delete', 'put aside'])
+def test_a_name_that_another_process_takes_in_the_same_second(tmp_path, action):
+    storage = Contended(open_storage(tmp_path))
+    with Checkpointer(state(), checkpoints_dir=storage, inline_bytes=0) as ck:
+        ck.save(state(1), step=0)
+        ck.save(state(1), step=1)
+        if action == 'replace':
+            assert ck.save(state(2), step=1, overwrite=True).step == 1
+            assert value_of(tmp_path, 1) == 2
+        elif action == 'delete':
+            ck.delete(1)
+            assert ck.all_steps() == [0]
+        else:
+            (tmp_path / 'checkpoint_1' / 'params.w' / '.zarray').write_bytes(b'damaged')
+            t5ckpt.restore_or_init(ck, state)
+            assert len([name for name in os.listdir(tmp_path) if name.startswith('checkpoint_1.damaged-')]) == 2
+    assert storage.taken is not None
+
+
 @pytest.mark.parametrize(('exchanges', 'sticky'), [(True, False), (False, True)])
 def test_a_fault_at_every_operation_of_a_replacement(tmp_path, exchanges, sticky):
     """The old step or the new one is there, whole, after the next save at the latest: also where names cannot be swapped."""

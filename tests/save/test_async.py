@@ -541,6 +541,23 @@ def test_a_save_while_the_interpreter_ends(tmp_path, last):
     assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2]
 
 
+def test_a_save_while_another_thread_imports_jax(tmp_path):
+    """Until the import is done, ``sys.modules`` has a module that lacks most of its names."""
+    done = run_python(
+        """
+        import importlib, sys, threading
+        import numpy as np, t5ckpt
+        state = {'x': np.arange(9)}
+        threading.Thread(target=importlib.import_module, args=('jax',)).start()
+        while 'jax' not in sys.modules:
+            pass
+        t5ckpt.Checkpointer(state, checkpoints_dir='run').save(state, step=1)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_save_where_no_thread_starts(tmp_path):
     """The caller saves, deletes and restores, as in ``atexit`` on Python 3.12."""
     state = {'x': np.arange(100_000), 'y': jnp.arange(100_000)}

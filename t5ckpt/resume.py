@@ -199,7 +199,7 @@ def restore_or_init(
     if initial_checkpoint is None:
         return init_fn()
     given = (
-        [initial_checkpoint] if isinstance(initial_checkpoint, (str, os.PathLike, WarmStart)) else initial_checkpoint
+        [initial_checkpoint] if isinstance(initial_checkpoint, (str, os.PathLike, WarmStart)) else [*initial_checkpoint]
     )
     if not given:
         raise ValueError('initial_checkpoint is empty: pass a path or a WarmStart in it, or None.')
@@ -324,7 +324,7 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, model: LeafTable, before
     """Which leaves a source gives, after those before it.
 
     Raises:
-      ValueError: a pattern names nothing, or the sources before this one leave nothing for it.
+      ValueError: a pattern names nothing, or the source gives nothing of what the sources before it have left.
     """
     held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.place)))
     found = warm.transform(_names(held), unflatten({path: _value(leaf) for path, leaf in model.items()}))
@@ -337,10 +337,11 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, model: LeafTable, before
         names = some_of([leaf_name(path) for path in lacking], 5)
         _log.info("t5ckpt: %s lacks %s, which missing='init' leaves to other sources and init_fn", warm.place, names)
         lacking = []
-    if before and not share:
+    if not share and (before or not lacking):
+        cure = 'Narrow take= of those' if before else 'Correct take=, leave= and rename='
+        left = ' that the sources before it have left' if before else ''
         raise ValueError(
-            f'initial_checkpoint: {warm.place} gives no leaf of the model that the sources before it have left. Narrow take= of '
-            'those, or leave this one out.'
+            f'initial_checkpoint: {warm.place} gives no leaf of the model{left}. {cure}, or leave this source out.'
         )
     return _Share(warm, share, frozenset(lacking), before)
 

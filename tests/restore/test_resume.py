@@ -221,6 +221,30 @@ def test_a_rename_that_leads_to_nothing(tmp_path):
     assert [float(state['params'][name]['kernel'][0, 0]) for name in ('dense', 'head')] == [5, 1]
 
 
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'take': r'params/head/.*', 'rename': [(r'params/head/(.*)', r'params/top/\1')], 'missing': 'init'},
+        {'take': r'ema/.*'},
+        {'take': r'params/dense/.*', 'leave': r'params/.*'},
+    ],
+)
+def test_a_source_that_gives_nothing_is_an_error(tmp_path, options):
+    """The run would start from new weights, and only the log would say so."""
+    old = {'params': {'dense': {'kernel': jnp.full((64, 128), 5.0)}}, 'ema': {'kernel': jnp.ones(3)}}
+    with Checkpointer(old, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(old, step=1)
+    with pytest.raises(ValueError, match=r'gives no leaf of the model\. Correct take='):
+        start_from(tmp_path / 'run', WarmStart(tmp_path / 'old', **options), {'params': params(0.0)})
+
+
+def test_a_generator_of_sources(tmp_path):
+    run_with(tmp_path / 'old', [5])
+    assert value_of(start_from(tmp_path / 'run', (path for path in [tmp_path / 'old']))) == 5
+    with pytest.raises(ValueError, match='initial_checkpoint is empty'):
+        start_from(tmp_path / 'run', iter([]))
+
+
 def test_what_is_missing_or_too_much_is_named(tmp_path):
     old = {'params': {'dens': {'kernel': jnp.full((64, 128), 5.0)}, 'head': {'kernel': jnp.zeros((128, 8))}}}
     with Checkpointer(old, checkpoints_dir=tmp_path / 'pretrained') as ck:

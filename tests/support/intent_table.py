@@ -219,7 +219,7 @@ follow_links | warning | not on a local file system
     'restore_or_init': """
 checkpointer init_fn | hint | called where something is new
 fallback | error | unknown word
-initial_checkpoint | hint | the run has a step of its own (documented); several: one that gives no leaf is an error
+initial_checkpoint | hint | the run has a step of its own (documented); one that gives no leaf is an error
 strict | hint | the run has no step of its own
 donate | warning | the template holds no jax.Array
 """,

@@ -190,8 +190,8 @@ def test_t5xs_own_orbax_run_goes_on(golden, tmp_path):
     os.symlink(source / 'checkpoint_12', run / 'checkpoint_12')
     assert t5ckpt.all_steps(run) == [12]
     with open_ck(run) as ck:
-        assert ck.save(STATE, step=12) is None
-        ck.save(STATE, step=13)
+        assert ck.save(state(12)) is None
+        ck.save(state(13))
     assert t5ckpt.all_steps(run) == [12, 13]
 
 
@@ -253,22 +253,22 @@ def test_a_temporary_directory_of_orbax_is_not_a_step(run_dir, make):
     assert t5ckpt.all_steps(run_dir) == []
     assert t5ckpt.open_run(run_dir).summaries() == []
     with open_ck(run_dir) as ck:
-        ck.save(STATE, step=7)
+        ck.save(state(7))
     assert t5ckpt.all_steps(run_dir) == [7]
 
 
 def test_directories_named_like_steps_of_a_prefix_are_no_steps(run_dir):
     with open_ck(run_dir) as ck:
-        ck.save(STATE, step=1)
+        ck.save(state(1))
     for name in ('logs_7', 'model_8'):
         (run_dir / name).mkdir()
         (run_dir / name / 'checkpoint').write_bytes(b'\x80')
     os.symlink('ckpt_9', run_dir / 'ckpt_9')
     assert t5ckpt.all_steps(run_dir) == [1]
     with open_ck(run_dir) as ck:
-        ck.save(STATE, step=9)
+        ck.save(state(9))
     assert t5ckpt.all_steps(run_dir) == [1, 9]
-    open_ck(run_dir / 'model_8').save(STATE, step=2)
+    open_ck(run_dir / 'model_8').save(state(2))
     assert t5ckpt.all_steps(run_dir / 'model_8') == [2]
 
 
@@ -331,7 +331,7 @@ def test_a_run_that_goes_on_from_a_tensorflow_checkpoint_is_a_run(run_dir, on_bu
 
 def test_a_file_where_a_run_is_expected_is_named(tmp_path):
     tensors, text = tmp_path / 'w.safetensors', tmp_path / 't9.py'
-    open_ck(tmp_path / 'run').save(STATE, step=1)
+    open_ck(tmp_path / 'run').save(state(1))
     t5ckpt.export_safetensors(tmp_path / 'run', tensors)
     text.write_text('import numpy as np\n')
     wanted = {
@@ -376,11 +376,11 @@ def test_a_save_moves_files_of_others_aside(run_dir, name, caplog):
     put(run_dir / 'checkpoint_500' / name)
     put(run_dir / 'checkpoint_500' / 'w' / '0')
     with open_ck(run_dir) as ck:
-        assert ck.save(STATE, step=500).step == 500
+        assert ck.save(state(500)).step == 500
         assert name in caplog.text
         (aside,) = run_dir.glob('checkpoint_500.foreign-*')
         assert (aside / name).read_bytes() == (aside / 'w' / '0').read_bytes() == b'somebody else'
-        ck.save(STATE, step=501)
+        ck.save(state(501))
     assert (aside / name).is_file()
     assert t5ckpt.all_steps(run_dir) == [500, 501]
 
@@ -389,7 +389,7 @@ def test_a_save_moves_files_of_others_aside(run_dir, name, caplog):
 def test_copies_and_imports_refuse_files_of_others(tmp_path, name):
     for run in ('source', 'target'):
         put(tmp_path / 'target' / 'checkpoint_500' / name) if run == 'target' else open_ck(tmp_path / run).save(
-            STATE, step=500
+            state(500)
         )
     before = tree(tmp_path / 'target')
     with pytest.raises(errors.CheckpointExistsError, match=name):
@@ -402,10 +402,10 @@ def test_copies_and_imports_refuse_files_of_others(tmp_path, name):
 
 def test_retention_and_overwrites_leave_what_others_put_into_a_step(run_dir):
     with open_ck(run_dir, keep=1) as ck:
-        ck.save(STATE, step=1)
+        ck.save(state(1))
         put(run_dir / 'checkpoint_1' / 'eval' / 'scores.json')
-        ck.save(STATE, step=2)
-        ck.save(STATE, step=3)
+        ck.save(state(2))
+        ck.save(state(3))
     (aside,) = run_dir.glob('checkpoint_1.foreign-*')
     assert list(tree(aside)) == ['eval/scores.json']
     put(run_dir / 'checkpoint_3' / 'eval.json')
@@ -419,7 +419,7 @@ def test_retention_and_overwrites_leave_what_others_put_into_a_step(run_dir):
 def test_garbage_collection_leaves_files_of_others(run_dir):
     put(run_dir / 'checkpoint_5.tmp-1000' / 'w' / '0')
     put(run_dir / 'checkpoint_6.tmp-1000' / 'model.pt')
-    open_ck(run_dir).save(STATE, step=9)
+    open_ck(run_dir).save(state(9))
     names = sorted(path.name for path in run_dir.iterdir())
     assert names == ['checkpoint_6.foreign-1000', 'checkpoint_9']
 
@@ -429,10 +429,10 @@ def test_on_a_bucket_files_of_others_are_refused_and_stay(bucket):
     bucket.put(f'{url}/checkpoint_500/model.safetensors', b'somebody else')
     with open_ck(url, keep=1) as ck:
         with pytest.raises(errors.UnsupportedFormatError, match=r'model\.safetensors'):
-            ck.save(STATE, step=500)
-        ck.save(STATE, step=501)
+            ck.save(state(500))
+        ck.save(state(501))
         bucket.put(f'{url}/checkpoint_501/scores.json', b'somebody else')
-        ck.save(STATE, step=502)
+        ck.save(state(502))
     assert bucket.raw(f'{url}/checkpoint_500/model.safetensors') == b'somebody else'
     assert [key for key, _ in open_storage(url).walk('checkpoint_501')] == ['checkpoint_501/scores.json']
 
@@ -443,15 +443,15 @@ def test_one_or_two_bytes_of_rubbish_are_replaced(run_dir, data):
     (run_dir / 'checkpoint_3' / 'checkpoint').write_bytes(data)
     with open_ck(run_dir) as ck:
         assert ck.all_steps() == []
-        assert ck.save(STATE, step=3).step == 3
-        assert ck.restore()['w'][1] == 1
+        assert ck.save(state(3)).step == 3
+        assert ck.restore()['w'][1] == 4
     assert [path.name for path in run_dir.iterdir()] == ['checkpoint_3']
 
 
 def test_what_is_whole_for_another_program_is_moved_aside(run_dir):
     (run_dir / 'checkpoint_3').mkdir(parents=True)
     (run_dir / 'checkpoint_3' / 'checkpoint').write_bytes(b'model_checkpoint_path: "model.ckpt-3"\n')
-    open_ck(run_dir).save(STATE, step=3)
+    open_ck(run_dir).save(state(3))
     (aside,) = run_dir.glob('checkpoint_3.foreign-*')
     assert (aside / 'checkpoint').read_bytes().startswith(b'model_checkpoint_path')
 
@@ -477,7 +477,7 @@ def manifest_loops(step):
 def test_one_unreadable_step_does_not_hide_the_others(run_dir, spoil):
     with open_ck(run_dir) as ck:
         for step in (1, 2, 3):
-            ck.save(STATE, step=step)
+            ck.save(state(step))
     spoil(run_dir / 'checkpoint_2')
     found = t5ckpt.open_run(run_dir).summaries()
     assert [each.step for each in found] == [1, 2, 3]
@@ -494,7 +494,7 @@ def test_one_unreadable_step_does_not_hide_the_others(run_dir, spoil):
     assert 'unreadable' in CliRunner().invoke(app, ['ls', str(run_dir)]).output
     assert t5ckpt.latest_step(run_dir) == 3
     with open_ck(run_dir, keep=1) as ck:
-        ck.save(STATE, step=4)
+        ck.save(state(4))
     assert not (run_dir / 'checkpoint_1').exists()
 
 
@@ -503,7 +503,7 @@ def test_one_unreadable_step_does_not_hide_the_others(run_dir, spoil):
 def test_ls_names_a_step_that_may_not_be_read(run_dir):
     with open_ck(run_dir) as ck:
         for step in (1, 2):
-            ck.save(STATE, step=step)
+            ck.save(state(step))
     denied, others = run_dir / 'checkpoint_2', run_dir / 'logs_7'
     others.mkdir()
     denied.chmod(0)
@@ -559,7 +559,7 @@ except t5ckpt.errors.CheckpointNotFoundError as error:
 
 @pytest.mark.parametrize('below', ['', 'eval', 'eval/deep/run', 'w'])
 def test_a_run_below_a_step_is_refused(run_dir, below):
-    open_ck(run_dir).save(STATE, step=5)
+    open_ck(run_dir).save(state(5))
     inner = run_dir / 'checkpoint_5' / below
     for use in (open_ck, t5ckpt.open_run, lambda path: t5ckpt.copy_checkpoint(run_dir, path)):
         with pytest.raises((errors.CheckpointNotFoundError, ValueError), match='checkpoint_5'):

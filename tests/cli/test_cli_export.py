@@ -20,7 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     state = {'target': t5.init(t5.Config(gated=True, tied=False)), 'state': {'step': np.int32(0)}, 'note': 'x'}
     with t5ckpt.Checkpointer(state, checkpoints_dir=root) as checkpointer:
         for step in (0, 100):
-            checkpointer.save(state, step=step)
+            checkpointer.save(state | {'state': {'step': np.int32(step)}})
     return root
 
 

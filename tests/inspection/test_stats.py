@@ -212,7 +212,7 @@ def test_an_orbax_directory_against_the_same_state_in_our_format(tmp_path, golde
     orbax = t5ckpt.open_checkpoint(golden / 'case10_orbax')
     state = t5ckpt.load_t5x_checkpoint(golden / 'case10_orbax')
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
-        checkpointer.save(state, step=1)
+        checkpointer.save(state)
     found = t5ckpt.diff(orbax, tmp_path)
     assert [leaf for leaf in found.leaves if leaf.what not in ('added', 'kind')] == []
     assert found.same == len(orbax)

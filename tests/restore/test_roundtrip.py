@@ -464,6 +464,7 @@ def test_a_dtype_of_the_same_kind_stays_the_checkpoints(run_dir):
     states.assert_same_tree(cast, {'params': jax.tree.map(lambda x: x.astype(bf16), tree['params']), 'n': np.int32(3)})
 
 
+@pytest.mark.filterwarnings('ignore::t5ckpt.StepMismatchWarning')
 def test_where_the_step_comes_from(run_dir):
     """The word of the caller, the state's attribute, a leaf: an array, a lazy array or a number."""
     leaf = np.asarray(4, np.int32)

@@ -114,8 +114,8 @@ def test_a_second_save_waits_for_the_first(tmp_path):
         progress=lambda done, total: order.append((done, total)),
         reuse_unchanged=False,
     )
-    first = ck.save_async(big_state(), step=1)
-    second = ck.save_async(big_state(), step=2)
+    first = ck.save_async(big_state() | {'step': jnp.int32(1)})
+    second = ck.save_async(big_state() | {'step': jnp.int32(2)})
     assert first.done()
     second.result()
     halves = order[: len(order) // 2], order[len(order) // 2 :]

@@ -50,6 +50,11 @@ def state(seed=0, size=(256, 512)):
     return {'w': rows(values), 'bias': np.arange(300, dtype=np.float32) + seed, 'step': np.int32(seed)}
 
 
+def at(step):
+    """The same weights at another step."""
+    return state() | {'step': np.int32(step)}
+
+
 def checkpointer(url, tree=None, **options):
     options = {'chunk_bytes': CHUNK, 'inline_bytes': 256} | options
     return t5ckpt.Checkpointer(state() if tree is None else tree, checkpoints_dir=url, **options)
@@ -94,7 +99,7 @@ def test_save_restore_and_slices(bucket):
 def test_every_kind_of_leaf(bucket, compression):
     url = bucket.url()
     with t5ckpt.Checkpointer(mixed_state(), checkpoints_dir=url, compression=compression, inline_bytes=16) as ck:
-        ck.save(mixed_state(3), step=0)
+        ck.save(mixed_state(3))
         back = ck.restore()
     assert back['list'][1] == ()
     assert back['note'] == 'text'
@@ -105,13 +110,13 @@ def test_every_kind_of_leaf(bucket, compression):
 def test_a_bucket_itself_is_a_run(bucket):
     url = bucket.url()
     root = url.removesuffix('/run')
-    checkpointer(root).save(state(), step=0)
+    checkpointer(root).save(at(0))
     assert t5ckpt.all_steps(root) == [0]
 
 
 def test_verify_finds_damage(bucket):
     url = bucket.url()
-    checkpointer(url).save(state(), step=1)
+    checkpointer(url).save(at(1))
     assert t5ckpt.verify(f'{url}/checkpoint_1', full=True).ok
     storage = open_storage(url)
     chunk = bytearray(storage.read('checkpoint_1/w/0.0'))
@@ -181,7 +186,7 @@ def test_a_data_iterator(bucket):
     with checkpointer(url, dataset_iterator=data, keep_dataset_checkpoints=1) as ck:
         for step in (1, 2):
             data.position = step
-            ck.save(state(), step=step)
+            ck.save(at(step))
         data.position = 0
         ck.restore(step=2)
         assert data.position == 2
@@ -214,7 +219,7 @@ def test_a_save_writes_each_byte_once(bucket):
     with checkpointer(url) as ck:
         ck.save(tree, step=0)
         bucket.proxy.clear()
-        ck.save(tree, step=1)
+        ck.save(at(1))
     passed = bucket.proxy.clear()
     written = [request for request in passed if request.kind == 'write' and 'checkpoint_1/' in request.key]
     assert len(written) == len({request.key for request in written})
@@ -246,13 +251,13 @@ def test_a_run_without_markers_is_listed_and_the_next_save_marks_it(bucket, capl
     caplog.set_level('INFO', 't5ckpt')
     url = bucket.url()
     with checkpointer(url) as ck:
-        ck.save(state(), step=1)
-        ck.save(state(), step=2)
+        ck.save(at(1))
+        ck.save(at(2))
     storage = open_storage(url)
     storage.delete_tree('.t5ckpt')
     assert t5ckpt.all_steps(url) == [1, 2]
     assert 'no markers' in caplog.text
-    checkpointer(url).save(state(), step=3)
+    checkpointer(url).save(at(3))
     assert [key for key, _ in storage.walk('.t5ckpt')] == [
         index_complete(url),
         *(f'.t5ckpt/steps/{step}' for step in (1, 2, 3)),
@@ -262,8 +267,8 @@ def test_a_run_without_markers_is_listed_and_the_next_save_marks_it(bucket, capl
 
 def test_markers_that_came_along_with_a_copy_are_not_believed(bucket):
     first, second = open_storage(bucket.url()), open_storage(bucket.url())
-    checkpointer(first.url()).save(state(), step=1)
-    checkpointer(second.url()).save(state(), step=2)
+    checkpointer(first.url()).save(at(1))
+    checkpointer(second.url()).save(at(2))
     for key, _ in second.walk(''):
         if not key.startswith('.t5ckpt'):
             first.write(key, second.read(key))
@@ -277,7 +282,7 @@ def test_steps_that_others_add_and_take_away(bucket):
     url = bucket.url()
     with checkpointer(url) as ck:
         for step in (1, 2, 30):
-            ck.save(state(), step=step)
+            ck.save(at(step))
     storage = open_storage(url)
     storage.delete_tree('checkpoint_2')
     for key, _ in storage.walk('checkpoint_1'):
@@ -307,14 +312,14 @@ def test_options_are_checked(bucket, tmp_path):
 def test_a_file_system_without_posix_locks(tmp_path):
     options = {'locking': 'lockfile'}
     with checkpointer(tmp_path, storage_options=options) as ck:
-        ck.save(state(), step=1)
+        ck.save(at(1))
     assert not list(tmp_path.rglob('*lock*'))
     assert np.array_equal(checkpointer(tmp_path).restore()['w'], state()['w'])
 
 
 def test_s3_options_instead_of_the_environment(s3, monkeypatch):
     url = s3.url()
-    checkpointer(url).save(state(), step=1)
+    checkpointer(url).save(at(1))
     for name in ('AWS_ENDPOINT_URL_S3', 'AWS_REGION', 'AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
         monkeypatch.delenv(name)
     s3.proxy.clear()
@@ -333,7 +338,7 @@ def test_s3_options_instead_of_the_environment(s3, monkeypatch):
 
 def test_google_without_credentials_and_with_a_project_that_pays(gs, monkeypatch):
     url = gs.url()
-    checkpointer(url).save(state(), step=1)
+    checkpointer(url).save(at(1))
     gs.proxy.clear()
     assert np.array_equal(t5ckpt.open_checkpoint(url, storage_options={'anonymous': True})['w'][0], state()['w'][0])
     assert not any('authorization' in request.headers for request in gs.proxy.clear())
@@ -345,12 +350,12 @@ def test_google_without_credentials_and_with_a_project_that_pays(gs, monkeypatch
 
 def test_a_refused_request_names_bucket_key_and_status(bucket):
     url = bucket.url()
-    checkpointer(url).save(state(), step=1)
+    checkpointer(url).save(at(1))
     bucket.proxy.choose = lambda kind, key: '403'
     for attempt in (
         lambda: t5ckpt.all_steps(url),
         lambda: t5ckpt.open_checkpoint(url),
-        lambda: checkpointer(url).save(state(), step=2),
+        lambda: checkpointer(url).save(at(2)),
         lambda: checkpointer(url).restore(step=1),
     ):
         with pytest.raises(errors.AccessDeniedError, match=f'{url}.*403'):
@@ -359,13 +364,13 @@ def test_a_refused_request_names_bucket_key_and_status(bucket):
     with pytest.raises(errors.AccessDeniedError, match=r'w .*/checkpoint_1/w.*403'):
         checkpointer(url).restore(step=1)
     with pytest.raises(errors.AccessDeniedError, match=r'w in .*/checkpoint_2.*403'):
-        checkpointer(url).save(state(), step=2)
+        checkpointer(url).save(at(2))
     assert t5ckpt.all_steps(url) == [1]
 
 
 def test_a_server_that_fails_ends_the_wait_in_time(bucket):
     url = bucket.url()
-    checkpointer(url).save(state(), step=1)
+    checkpointer(url).save(at(1))
     bucket.proxy.choose = lambda kind, key: '503'
     options = {'retry_seconds': 3}
     with pytest.raises(errors.StorageError, match=f'{url}.*503'):
@@ -374,7 +379,7 @@ def test_a_server_that_fails_ends_the_wait_in_time(bucket):
 
 def test_damage_is_an_error(bucket):
     url = bucket.url()
-    checkpointer(url).save(state(), step=1)
+    checkpointer(url).save(at(1))
     open_storage(url).delete_file('checkpoint_1/w/0.0')
     with pytest.raises(errors.CorruptCheckpointError, match='checkpoint_1/w'):
         checkpointer(url).restore()
@@ -404,7 +409,7 @@ def test_the_requests_of_a_save_and_a_restore(bucket):
         with checkpointer(url, tree, chunk_bytes=2**17, keep=keep) as ck:
             for step in (1, 2, 3):
                 bucket.proxy.clear()
-                ck.save({**tree, 'w': tree['w'] + step}, step=step)
+                ck.save({**tree, 'w': tree['w'] + step, 'step': np.int32(step)})
         # The end of the block waits for the removal.
         found.append(counts(bucket))
     bucket.proxy.clear()
@@ -425,8 +430,8 @@ def test_a_checkpoint_of_others_survives_a_save_of_its_step(bucket):
     """The save is skipped, and leaves no marker under which the step would be collected."""
     url = bucket.url()
     bucket.put(f'{url}/checkpoint_1/_METADATA', b'{}')
-    assert checkpointer(url).save(state(), step=1) is None
-    checkpointer(url).save(state(), step=2)
+    assert checkpointer(url).save(at(1)) is None
+    checkpointer(url).save(at(2))
     assert bucket.raw(f'{url}/checkpoint_1/_METADATA') == b'{}'
 
 
@@ -434,10 +439,10 @@ def test_retention_asks_whether_the_steps_that_stay_are_there(bucket):
     """Their markers stay when another tool removes a checkpoint, also while the next save is under way."""
     url = bucket.url()
     with checkpointer(url, keep=2) as ck:
-        ck.save(state(), step=1)
-        ck.save(state(), step=2)
+        ck.save(at(1))
+        ck.save(at(2))
         open_storage(url).delete_tree('checkpoint_2')
-        ck.save(state(), step=3)
+        ck.save(at(3))
         assert ck.all_steps() == [1, 3]
-        ck.save(state(), step=4)
+        ck.save(at(4))
         assert ck.all_steps() == [3, 4]

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable
 from t5ckpt.catalog.locate import has_step
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import AccessDeniedError
 from t5ckpt.format.names import INDEX, READ_LEASE_PREFIX, ReadLease, parse_read_lease, read_lease_file
 from t5ckpt.storage import Storage
 
@@ -22,9 +23,20 @@ __all__ = ['leased_directory', 'leased_steps', 'list_read_leases', 'live_steps',
 
 @contextlib.contextmanager
 def read_lease(storage: Storage, step: int, seconds: float, clock: Clock) -> Generator[bool]:
-    """Leases a step for at most ``seconds``; yields False where the step was deleted before."""
+    """Leases a step for at most ``seconds``; yields False where the step was deleted before.
+
+    Raises:
+      AccessDeniedError: the run may be read and not be written.
+    """
     name = join(leased_directory(storage), read_lease_file(step, int(clock() + seconds) + 1, secrets.token_hex(8)))
-    storage.write(name, b'')
+    try:
+        storage.write(name, b'')
+    except AccessDeniedError as error:
+        raise AccessDeniedError(
+            error.errno,
+            f'{storage.url(name)}: step {step} cannot be kept from deletion: {error} Where the run may only be read, leave '
+            'hold_seconds out; a keep policy may then delete the step while it is read.',
+        ) from error
     try:
         yield has_step(storage, step)
     finally:

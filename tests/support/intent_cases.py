@@ -6,6 +6,7 @@ text that the call returns. A case of the command line returns the words instead
 """
 
 import dataclasses
+import errno
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from t5ckpt.convert import seqax
 from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.datasets import as_dataset_iterator
 from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
 from t5ckpt.training import MetricWriter, ProfilerWindow, Watchdog, write_hlo
 
 from . import partitioner, t5
@@ -127,6 +129,14 @@ def broken(scene: Scene, victim: str = 'checkpoint_1/model.dense.kernel/0.0') ->
     path = scene.out / victim
     path.write_bytes(b'\xff' * path.stat().st_size)
     return scene.out / 'checkpoint_1'
+
+
+def noted(scene: Scene) -> pathlib.Path:
+    """A run with a leaf of text."""
+    state = STATE | {'note': 'text'}
+    with Checkpointer(state, checkpoints_dir=scene.out) as checkpointer:
+        checkpointer.save(state)
+    return scene.out
 
 
 def started(scene: Scene, warm: WarmStart) -> Any:
@@ -280,8 +290,35 @@ def lazily(scene: Scene, name: str) -> Any:
         return checkpointer.restore(lazy_parameters=True)
 
 
-def iterated(scene: Scene, name: str) -> Any:
-    return scene.reader(dataset_iterator=iter([1, 2])).restore()
+class Position:
+    """A data iterator that says where it stands."""
+
+    def get_state(self) -> dict[str, int]:
+        return {'position': 0}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        raise AssertionError(state)
+
+
+def on_two_devices(scene: Scene) -> None:
+    """A state that lies on two devices, with a template that does not say so."""
+    sharding = jax.sharding.NamedSharding(
+        jax.make_mesh((2,), ('x',), devices=jax.devices()[:2]), jax.sharding.PartitionSpec('x')
+    )
+    state = {'w': jax.device_put(KERNEL, sharding)}
+    with Checkpointer(
+        {'w': jax.ShapeDtypeStruct(KERNEL.shape, KERNEL.dtype)}, checkpoints_dir=scene.out
+    ) as checkpointer:
+        checkpointer.save(state, step=1)
+
+
+def without_rights(scene: Scene) -> Any:
+    """A run that may be listed and not be written."""
+    looks = FaultyStorage(open_storage(scene.run))
+    next(t5ckpt.checkpoints_iterator(looks))
+    denied = errors.AccessDeniedError(errno.EACCES, 'a read-only mount')
+    storage = FaultyStorage(open_storage(scene.run), len(looks.operations), error=denied)
+    return next(t5ckpt.checkpoints_iterator(storage, hold_seconds=60))
 
 
 DTYPE = dict.fromkeys(('dtype', 'save_dtype', 'restore_dtype'), 'bfloat16')
@@ -311,7 +348,27 @@ def imported(scene: Scene, **options: Any) -> Any:
 
 
 CHECKPOINTER: list[Case] = [
-    ('Checkpointer', 'dataset_iterator', TypeError, 'iterator', iterated),
+    (
+        'Checkpointer',
+        'train_state',
+        errors.UnshardedTemplateWarning,
+        '^w: step 1 is saved from several devices, and the template',
+        lambda s, _: on_two_devices(s),
+    ),
+    (
+        'Checkpointer',
+        'dataset_iterator',
+        TypeError,
+        'iterator',
+        lambda s, _: s.restored({'dataset_iterator': iter([1])}),
+    ),
+    (
+        'Checkpointer',
+        'dataset_iterator',
+        LOG,
+        'holds no data-iterator state',
+        lambda s, _: s.restored({'dataset_iterator': Position()}),
+    ),
     (
         'Checkpointer',
         'keep',
@@ -448,6 +505,22 @@ CHECKPOINTER: list[Case] = [
     ),
     ('Checkpointer.restore', 'lazy_parameters', ValueError, 'lazy_parameters', lazily),
     ('Checkpointer.restore', 'strict', ValueError, 'strict', lambda s, _: s.restored(strict='vey')),
+    (
+        'Checkpointer.restore',
+        'strict',
+        LOG,
+        'leaves that the model does not have were left out: optimizer/',
+        lambda s, _: s.reader({'model': STATE['model']}).restore(strict='contains'),
+    ),
+    (
+        'Checkpointer.restore',
+        'resize',
+        LOG,
+        r'padded with zeros or truncated: model/dense/kernel: \(6, 8\) to \(2, 8\)',
+        lambda s, _: s.reader(STATE | {'model': {'dense': {'kernel': KERNEL[:2]}, 'ids': np.arange(3)}}).restore(
+            resize='.*/kernel'
+        ),
+    ),
     ('Checkpointer.restore', 'donate', NoEffectWarning, '^donate has no effect', lambda s, _: s.restored(donate=True)),
     ('Checkpointer.restore', 'resize', ValueError, "resize='emb' names no leaf", lambda s, _: s.restored(resize='emb')),
     (
@@ -768,6 +841,13 @@ FUNCTIONS: list[Case] = [
         '0',
         lambda s, _: t5ckpt.checkpoints_iterator(s.run, hold_seconds=0),
     ),
+    (
+        'checkpoints_iterator',
+        'hold_seconds',
+        errors.AccessDeniedError,
+        'a read-only mount.*hold_seconds',
+        lambda s, _: without_rights(s),
+    ),
     ('convert_checkpoint', 'kind', ValueError, 'flux', lambda s, _: t5ckpt.convert_checkpoint('flux', s.run, s.out)),
     (
         'convert_checkpoint',
@@ -947,8 +1027,28 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('OPTIONS', '--as-step', 2, '--step', 'convert to-orbax {run} {out} --as-step 1'),
     ('OPTIONS', '--json', 2, '--npy and --json', 'cat {run} model/ids --json --npy'),
     ('OPTIONS', '--save-dtype', 1, 'model/, optimizer/', 'cp {run} {out} --save-dtype bfloat16'),
-    ('OPTIONS', '--save-dtype', 1, 'model/, optimizer/', 'export npz {run} {out} --save-dtype bfloat16'),
-    ('OPTIONS', '--cast-leaves', 2, 'has no effect without', 'export npz {run} {out} --cast-leaves model/.*'),
+    *(
+        ('OPTIONS', '--save-dtype', 1, 'model/, optimizer/', f'{words} {{out}} --save-dtype bfloat16')
+        for words in (
+            'export npz {run}',
+            'export safetensors {run}',
+            'convert flax {root}/x.flax --as-step 1',
+            'convert to-orbax {run}',
+            'import npz {root}/x.npz',
+            'import safetensors {root}/x.safetensors',
+        )
+    ),
+    *(
+        ('OPTIONS', '--cast-leaves', 2, 'has no effect without', f'{words} {{out}} --cast-leaves model/.*')
+        for words in ('export npz {run}', 'convert flax {root}/x.flax', 'import npz {root}/x.npz')
+    ),
+    (
+        'OPTIONS',
+        '--cast-leaves',
+        1,
+        "cast_leaves='modell",
+        'cp {run} {out} --save-dtype bfloat16 --cast-leaves modell/.*',
+    ),
     ('OPTIONS', '--cast-leaves', 2, 'has no effect without', 'cp {run} {out} --cast-leaves model/.*'),
     ('OPTIONS', '--no-optimizer', 0, 'optimizer=False', 'cp {run} {out} --no-optimizer'),
     ('OPTIONS', '--compression', 2, 'no effect', 'convert to-orbax {run} {out} --compression zstd'),
@@ -957,6 +1057,7 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('best', '--mode', 2, '--mode', 'best {run} loss'),
     ('cat', 'leaf', 3, 'nowhere', 'cat {run} nowhere'),
     ('cat', '--npy', 2, '--npy and --json', 'cat {run} model/ids --json --npy'),
+    ('cat', '--npy', 2, 'not an array', 'cat {noted} note --npy'),
     ('convert', 'kind', 2, 'flux', 'convert flux {run} {out}'),
     ('convert', '--rules', 2, '--rules', 'convert flax {root}/x.flax {out} --rules rules.py'),
     ('cp', '--workers', 2, '--workers', 'cp {run} {out} --drop step --workers 2'),

@@ -1,7 +1,7 @@
 """What is said where a parameter or an option has no effect: a row for each that is public.
 
 A row is ``names | answer | when it has no effect, and what is said``. ``intent_cases.py`` has a case for each name whose
-answer is not ``hint``, and test_intent_table.py provokes it. The answers:
+answer is not ``hint``, and test_intent_table.py provokes it. A name that is answered in two ways has two rows. The answers:
 
     error    it is refused
     warning  a T5CkptWarning, once for its cause
@@ -36,8 +36,10 @@ parameters | error | nothing is averaged or replaced, or it matches nothing
     'CheckpointView.select': 'pattern | error | it matches nothing',
     'CheckpointView.stats': 'bins | hint | leaves without a number have no histogram',
     'Checkpointer': """
+train_state | warning | it names no sharding for leaves of several devices: UnshardedTemplateWarning
 partitioner | hint | one process and one device place everything alike
-dataset_iterator | error | the checkpoint has no position: DatasetStateError at restore
+dataset_iterator | error | it cannot say where it stands
+dataset_iterator | report | the checkpoint has no position: logged at restore
 keep | error | with keep_policy
 keep_policy | report | a pin, a reader or another layout keeps a step; a metric that does not come: MissingMetricWarning
 save_dtype restore_dtype | error | no floating leaf is meant
@@ -77,10 +79,12 @@ step path | error | both, or not there
 state_transformation_fns | error | what they return does not fit
 fallback_state | warning | a leaf that the template lacks
 lazy_parameters | error | with a partitioner that puts parameters on devices
-strict | error | unknown word; leaves left out are logged
+strict | error | unknown word
+strict | report | leaves that it leaves out are logged
 donate | warning | the template holds no jax.Array
 restore_iterator | hint | False without an iterator
-resize | error | a pattern matches nothing; each leaf that is resized is logged
+resize | error | a pattern matches nothing
+resize | report | each leaf that is resized is logged
 """,
     'Checkpointer.restore_from_tf_checkpoint': """
 strict | error | what it lacks
@@ -121,7 +125,8 @@ scanned split_heads | error | with another format
 """,
     'KeepAny': 'policies | error | none, or something else',
     'KeepBest': """
-count metric mode period | error | out of range; a metric that does not come: MissingMetricWarning
+count metric mode period | error | out of range
+metric | warning | it does not come: MissingMetricWarning
 keep_without_metric | hint | every step has it
 """,
     'KeepEvery': 'steps | error | below 1; a period that no step meets keeps the latest',
@@ -138,7 +143,7 @@ keep_without_metric | hint | every step has it
     'PendingSave.add_done_callback': 'callback | hint | called at once when the save has ended',
     'PendingSave.result': 'timeout | hint | the save has ended',
     'PendingSave.wait': 'timeout | hint | the save has ended',
-    'PreemptionNotice': 'signals | error | none; a notice that is asked and was never entered: NoEffectWarning',
+    'PreemptionNotice': 'signals | error | none\nsignals | warning | a notice that is asked and was never entered',
     'ProgressReporter': 'label stream every clock | hint | how the line looks; at least the last one is written',
     'RepairOptions': """
 drop | error | names nothing that is damaged
@@ -246,7 +251,7 @@ profile | error | with anonymous=True
 """,
     'training.MetricWriter': 'directory | error | not a local file system\nresume_at | hint | nothing was written beyond it',
     'training.MetricWriter.write': 'metrics | error | a value that is no number',
-    'training.ProfilerWindow': 'start count | report | none of the steps came; count below 1 is an error',
+    'training.ProfilerWindow': 'start count | report | none of the steps came\ncount | error | below 1',
     'training.ProfilerWindow.before': 'step wait_for | hint | outside the window',
     'training.Watchdog': 'seconds first_seconds | error | not above 0\nfile kill | hint | no step is late',
     'training.peak_flops': 'device | hint | None where it is not known',
@@ -268,7 +273,8 @@ VERBS = {
     'cat': 'leaf | error | no such leaf\n--npy | error | with --json, or no array',
     'convert': 'kind | error | unknown\n--rules | error | not for tf',
     'cp': """
---workers --follow-links | error | with changes; on an object store NoEffectWarning
+--workers --follow-links | error | with changes
+--follow-links | warning | not on a local file system
 --drop --rename --ema --average --parameters | error | matches nothing; nothing is averaged
 """,
     'diff': '--top | error | with --no-values\n--no-values | hint | no values to compare',
@@ -292,7 +298,7 @@ output --in-place | error | both or neither
     'rm': 'numbers | error | no such step\n--pinned | hint | none is pinned',
     'show': """
 --depth | error | with --sort or --json
---grep | report | matches no name: unmatched, exit 1
+--grep | error | matches no name: exit 1, and unmatched in --json
 --sort | hint | how it looks
 """,
     'stats': 'leaves | error | matches nothing\n--fail-on-nan | hint | there is none: exit 0',

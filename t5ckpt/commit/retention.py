@@ -2,7 +2,7 @@
 
 The plan is pure (``policies.retention_plan``); here its facts are gathered, and it is carried out: each step that goes is
 made invisible in one atomic operation, and then removed in the background. A crash in between leaves a directory that no
-listing shows and that the next save sweeps. One deletion that fails is logged and does not stop the others.
+listing shows and that garbage collection removes. One deletion that fails is logged and does not stop the others.
 
 Only steps in T5X's layout are looked at. A step of Orbax or Flax stays, and takes no place among the latest or the best; who
 wants it gone removes its directory. A step that cannot be looked at stays, too, and is logged.

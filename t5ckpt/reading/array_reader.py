@@ -39,7 +39,7 @@ from t5ckpt.reading.local.direct_reader import DirectReader, ReadRequest
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
 from t5ckpt.reading.local.uncompressed import chunk_of_file
 from t5ckpt.reading.size_limits import check_chunk, check_count, check_memory
-from t5ckpt.storage import foreign_errors
+from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
 
 __all__ = ['ArrayReader', 'aligned_empty', 'basic_index', 'start_read']
 
@@ -115,7 +115,7 @@ class ArrayReader:
         """
         try:
             store = self.wait(future)
-        except ValueError as error:
+        except TENSORSTORE_ERRORS as error:
             if 'NOT_FOUND' not in str(error) or array.container != 'dir' or 'chunks' not in array.metadata:
                 with foreign_errors(f'{leaf} ({self.url(array)})'):
                     raise

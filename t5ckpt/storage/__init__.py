@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from t5ckpt.storage.absent import AbsentStorage, require_directory
 from t5ckpt.storage.base import Entry, Storage
-from t5ckpt.storage.error_mapping import foreign_errors
+from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, foreign_errors
 from t5ckpt.storage.open import is_same_kind, open_storage, split_path
 
 __all__ = [
+    'TENSORSTORE_ERRORS',
     'AbsentStorage',
     'Entry',
     'Storage',

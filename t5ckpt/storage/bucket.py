@@ -11,7 +11,6 @@ single key is there costs one HEAD.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import threading
@@ -27,10 +26,11 @@ from t5ckpt.core.text import counted
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage._key_ranges import after, gaps
 from t5ckpt.storage.base import Entry, Storage
-from t5ckpt.storage.error_mapping import bucket_errors, map_bucket_error
+from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, bucket_errors, map_bucket_error
 from t5ckpt.storage.file_cache import CachedFile, FileCache
 from t5ckpt.storage.forked import use_tensorstore
-from t5ckpt.storage.options import retries_within, stall_environment
+from t5ckpt.storage.options import Retries, retries_within, stall_environment
+from t5ckpt.storage.outage import PROBE_RETRIES, Outage, probe
 from t5ckpt.storage.process_locks import ProcessLock
 
 __all__ = ['BucketStorage']
@@ -38,25 +38,9 @@ __all__ = ['BucketStorage']
 _NOTHING = slice(0, 0)
 # A key that is never written: asking for it shows whether the server answers, and whether it lets us in.
 _PROBE = '.t5ckpt/probe'
-_FIRST_PROBE_SECONDS = 1.0
 
 # What TensorStore says of a range of bytes that the file ends before.
 _BEYOND_THE_END = 'OUT_OF_RANGE'
-
-
-@dataclasses.dataclass(frozen=True)
-class _Outage:
-    """A server that does not answer: ``since`` when (monotonic), and for how many ``seconds`` the next question waits."""
-
-    since: float
-    seconds: float
-
-    @classmethod
-    def after(cls, before: _Outage | None, since: float, patience: float) -> _Outage:
-        """The outage when one more question had no answer."""
-        if before is None:
-            return cls(since, min(_FIRST_PROBE_SECONDS, patience / 2))
-        return cls(min(before.since, since), min(2 * before.seconds, patience / 2))
 
 
 class BucketStorage(Storage):
@@ -76,7 +60,7 @@ class BucketStorage(Storage):
         self._context: ts.Context | None = None
         self._kv: Any = None
         self._probe_kv: Any = None
-        self._outage: _Outage | None = None
+        self._outage: Outage | None = None
         # Whether the bucket is known to be there.
         self._is_found = False
 
@@ -85,15 +69,17 @@ class BucketStorage(Storage):
         """The kvstore spec of the bucket's root."""
 
     @abstractmethod
-    def _resources(self) -> dict[str, Any]:
-        """TensorStore's context resources for it: concurrency, retries, credentials."""
+    def _resources(self, retries: Retries | None) -> dict[str, Any]:
+        """TensorStore's context resources for it: concurrency, retries, credentials; None takes the driver's retries."""
 
-    def _new_context(self) -> ts.Context:
+    def _new_context(self, retries: Retries | None = None) -> ts.Context:
         if self._patience is not None:
-            for name, value in stall_environment(retries_within(self._patience)).items():
+            usual = retries_within(self._patience)
+            for name, value in stall_environment(usual).items():
                 # TensorStore's HTTP client has no other place for it, and reads it before its first request.
                 os.environ.setdefault(name, value)
-        return ts.Context({'cache_pool': {'total_bytes_limit': 0}, **self._resources()})
+            retries = retries or usual
+        return ts.Context({'cache_pool': {'total_bytes_limit': 0}, **self._resources(retries)})
 
     def _size_of(self, key: str) -> int | None:
         """The size that an entry of a listing gets."""
@@ -128,9 +114,9 @@ class BucketStorage(Storage):
         try:
             futures = [self._kvstore().list(keys) for keys in ranges]
             found = [name for future in futures for name in self.wait(future)]
-        except ValueError:
+        except TENSORSTORE_ERRORS:
             # S3's driver parses an answer that is no listing, and does not say why the server refused.
-            self._explain()
+            self._explain(AccessDeniedError)
             raise
         if found:
             self._is_found = True
@@ -138,12 +124,12 @@ class BucketStorage(Storage):
             self._check_nothing()
         return found
 
-    def _explain(self) -> None:
-        """Asks for a key that is not there, which needs the same permission as a listing, and says the reason."""
+    def _explain(self, kind: type[T5CkptError] = T5CkptError) -> None:
+        """Asks for a key that is not there, which needs the same permission as a listing; raises a refusal of this kind."""
         try:
             self.wait(self._kvstore().read(self._key(_PROBE), byte_range=_NOTHING))
-        except ValueError as error:
-            if isinstance(map_bucket_error(error, self.url()), AccessDeniedError):
+        except TENSORSTORE_ERRORS as error:
+            if isinstance(map_bucket_error(error, self.url()), kind):
                 raise
 
     def _check_nothing(self) -> None:
@@ -158,10 +144,11 @@ class BucketStorage(Storage):
         one that queues behind such. So when nothing came for half of the patience, the server is asked for something
         small, beside the queue: if it answers in the other half, the wait goes on. Once it was silent, every wait begins
         with that question, with a short time for the answer that grows from one failure to the next: nothing is refused
-        without a request, and the many requests of one operation do not each wait for all of the patience.
+        without a request, and the many requests of one operation do not each wait for all of the patience. An answer
+        after which TensorStore tries again, such as a 503, does not end the outage, and its error repeats it.
 
         Raises:
-          StorageError: the server is silent; the future is left alone.
+          StorageError: the server is silent, or fails each request; the future is left alone.
         """
         if self._patience is None:
             return future.result()
@@ -180,30 +167,24 @@ class BucketStorage(Storage):
         """Asks the server for something small; ``since`` is when it was last waited for in vain."""
         with self._lock:
             if self._probe_kv is None:
-                self._probe_kv = ts.KvStore.open(self._base_spec(), context=self._new_context()).result()
-            probe = self._probe_kv
-        try:
-            probe.read(self._key(_PROBE), byte_range=_NOTHING).result(timeout=seconds)
-        except TimeoutError:
-            with self._lock:
-                self._outage = _Outage.after(self._outage, since, self._patience or 0)
-                # Requests that cannot connect keep their places in the queues for minutes: the next ones get new queues.
-                self._context = self._kv = self._probe_kv = None
-            return False
-        except ValueError:
-            # An answer, if not a friendly one.
-            pass
-        self._outage = None
-        return True
+                context = self._new_context(PROBE_RETRIES)
+                self._probe_kv = ts.KvStore.open(self._base_spec(), context=context).result()
+            kv = self._probe_kv
+        failure = probe(lambda: kv.read(self._key(_PROBE), byte_range=_NOTHING), seconds)
+        if failure is None:
+            self._outage = None
+            return True
+        with self._lock:
+            self._outage = Outage.after(self._outage, since, self._patience or 0, failure)
+            # Requests that cannot connect keep their places in the queues for minutes: the next ones get new queues.
+            self._context = self._kv = self._probe_kv = None
+        return False
 
     def _silence(self) -> StorageError:
         outage = self._outage
-        seconds = self._patience if outage is None else time.monotonic() - outage.since
-        return StorageError(
-            errno.ETIMEDOUT,
-            f'{self.url()}: the server has not answered for {seconds:.0f} s. Check the endpoint and the network; '
-            "storage_options={'retry_seconds': ...} sets the wait.",
-        )
+        if outage is None:
+            outage = Outage(time.monotonic() - (self._patience or 0), 0)
+        return StorageError(errno.ETIMEDOUT, f'{self.url()}: {outage.text(time.monotonic())}')
 
     # --- the interface ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,18 @@ from t5ckpt.errors import (
 
 _DAMAGED = {'DATA_LOSS', 'FAILED_PRECONDITION', 'INVALID_ARGUMENT', 'NOT_FOUND', 'OUT_OF_RANGE'}
 
-__all__ = ['bucket_errors', 'foreign_errors', 'map_bucket_error', 'map_os_error', 'map_tensorstore_error']
+__all__ = [
+    'TENSORSTORE_ERRORS',
+    'bucket_errors',
+    'foreign_errors',
+    'map_bucket_error',
+    'map_os_error',
+    'map_tensorstore_error',
+    'transient_answer',
+]
+
+# What a future of TensorStore raises: the second for UNIMPLEMENTED, such as an HTTP 501.
+TENSORSTORE_ERRORS = (ValueError, NotImplementedError)
 
 _OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
 _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
@@ -35,6 +46,10 @@ _REFUSALS = ('PERMISSION_DENIED', 'UNAUTHENTICATED')
 _DENIED = 'Check the permissions and the mount; nothing that was there was changed.'
 _NOT_HERE = 'Nothing can be created there: give a directory on a disk that is mounted and writable.'
 _RETRIED = 'retry attempts failed'
+_LAST_ATTEMPT = re.compile(rf'{_RETRIED}: (?:Unknown ?)?(.*)', re.DOTALL)
+# Answers of a server that say something of the key. All others say nothing of what is stored there.
+_OF_THE_KEY = {'404', '416'}
+_HTTP_CODE = re.compile(r" ?\[http_response_code='(\d+)'\]")
 _NO_BUCKET = "The server's answer is not that of a bucket: check the bucket's name, the endpoint and the network."
 _OTHER = 'The disk or the file system failed (see dmesg); try again, or use another directory.'
 
@@ -99,13 +114,20 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
         return AccessDeniedError(errno.EACCES, f'{where}: {text}. {cure}')
     if 'not a directory' in lowered or 'is a directory' in lowered:
         return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move the file that stands there away.')
-    # An invalid argument comes without a code; here it is always metadata that contradicts what was asked for.
-    code = re.match(r'([A-Z_]+): ', text)
-    if not writing and (code is None or code.group(1) in _DAMAGED):
+    if not writing and _tells_of_damage(text):
         return CorruptCheckpointError(
             f'{where}: {text}. A part of the checkpoint is missing or damaged; restore an older step, or copy it again.'
         )
     return StorageError(errno.EIO, f'{where}: {text}')
+
+
+def _tells_of_damage(text: str) -> bool:
+    status = _HTTP_CODE.search(text)
+    if status is not None and status[1] not in _OF_THE_KEY:
+        return False
+    # An invalid argument comes without a code; here it is always metadata that contradicts what was asked for.
+    code = re.match(r'([A-Z_]+): ', text)
+    return code is None or code.group(1) in _DAMAGED
 
 
 def map_bucket_error(error: Exception, where: str) -> T5CkptError:
@@ -119,6 +141,16 @@ def map_bucket_error(error: Exception, where: str) -> T5CkptError:
     return StorageError(errno.EIO, f'{mapped.strerror}. {_NO_BUCKET}')
 
 
+def transient_answer(error: Exception) -> str | None:
+    """How a server failed the last of the attempts at a request; None where another attempt would not help."""
+    text = _SPEC.sub('', f' {error}')
+    match = _LAST_ATTEMPT.search(text)
+    if match is None:
+        return None
+    code, said = _HTTP_CODE.search(text), _HTTP_CODE.sub('', match[1]).strip()
+    return ' '.join(part for part in (f'HTTP {code[1]}' if code else '', said.rstrip('.')) if part)
+
+
 @contextlib.contextmanager
 def bucket_errors(where: str) -> Generator[None]:
     """Maps what TensorStore raises inside the block for requests to a bucket."""
@@ -128,7 +160,7 @@ def bucket_errors(where: str) -> Generator[None]:
         raise
     except OSError as error:
         raise map_os_error(error, where, writing=True) from error
-    except ValueError as error:
+    except TENSORSTORE_ERRORS as error:
         raise map_bucket_error(error, where) from error
 
 
@@ -141,5 +173,5 @@ def foreign_errors(where: str, *, writing: bool = False) -> Generator[None]:
         raise
     except OSError as error:
         raise map_os_error(error, where, writing=writing) from error
-    except (ValueError, TimeoutError) as error:
+    except (*TENSORSTORE_ERRORS, TimeoutError) as error:
         raise map_tensorstore_error(error, where, writing=writing) from error

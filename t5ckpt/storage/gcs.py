@@ -13,7 +13,8 @@ from typing import Any
 import tensorstore as ts
 
 from t5ckpt.storage.bucket import BucketStorage
-from t5ckpt.storage.options import GcsOptions, S3Options, file_cache, retries_within, retry_context
+from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS
+from t5ckpt.storage.options import GcsOptions, Retries, S3Options, file_cache, retries_within, retry_context
 from t5ckpt.storage.s3 import S3Storage
 
 __all__ = ['AnonymousGcsStorage', 'GcsStorage', 'open_gcs']
@@ -59,14 +60,14 @@ class GcsStorage(BucketStorage):
         try:
             found = ts.KvStore.open(spec, context=ts.Context(resources)).result().read('')
             return self.wait(found).state == 'missing'
-        except ValueError:
+        except TENSORSTORE_ERRORS:
             return False
 
-    def _resources(self) -> dict[str, Any]:
+    def _resources(self, retries: Retries | None) -> dict[str, Any]:
         project = self._options.user_project
         return {
             'gcs_request_concurrency': {'limit': self._options.concurrency},
-            'gcs_request_retries': retry_context(retries_within(self._options.retry_seconds)),
+            'gcs_request_retries': retry_context(retries or retries_within(self._options.retry_seconds)),
             'gcs_user_project': {} if project is None else {'project_id': project},
         }
 

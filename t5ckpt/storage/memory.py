@@ -14,6 +14,7 @@ import tensorstore as ts
 
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.forked import use_tensorstore
+from t5ckpt.storage.options import Retries
 
 __all__ = ['MemoryStorage']
 
@@ -40,7 +41,8 @@ class MemoryStorage(BucketStorage):
     def _base_spec(self) -> dict[str, Any]:
         return {'driver': 'memory'}
 
-    def _resources(self) -> dict[str, Any]:
+    def _resources(self, retries: Retries | None) -> dict[str, Any]:
+        del retries
         return {}
 
     def context(self) -> ts.Context:

@@ -13,6 +13,7 @@ from typing import Any
 
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.options import (
+    Retries,
     S3Options,
     file_cache,
     retries_within,
@@ -51,9 +52,9 @@ class S3Storage(BucketStorage):
     def _base_spec(self) -> dict[str, Any]:
         return self._spec
 
-    def _resources(self) -> dict[str, Any]:
+    def _resources(self, retries: Retries | None) -> dict[str, Any]:
         return {
             'aws_credentials': self._credentials,
             's3_request_concurrency': {'limit': self._options.concurrency},
-            's3_request_retries': retry_context(retries_within(self._options.retry_seconds)),
+            's3_request_retries': retry_context(retries or retries_within(self._options.retry_seconds)),
         }

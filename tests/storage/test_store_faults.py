@@ -270,6 +270,35 @@ def test_the_first_save_after_an_outage_is_committed(bucket):
     check(url, must=(1, 3), may=(2,))
 
 
+@pytest.mark.slow
+def test_a_server_that_fails_each_request_is_not_called_silent(bucket):
+    """Each attempt takes so long that the requests are still being repeated when half of the wait is over."""
+    url = bucket.url()
+    bucket.proxy.choose = lambda kind, key: time.sleep(0.85) or '503'
+    storage = open_storage(url, {'retry_seconds': 4})
+    for _ in range(2):
+        with pytest.raises(errors.StorageError, match=r'failed each request for \d+ s.* HTTP 503'):
+            storage.entries()
+
+
+@pytest.mark.parametrize('status', ['400', '501'])
+def test_an_answer_that_says_nothing_of_a_key_is_the_storage_s_error(bucket, status):
+    """Neither a raw error nor a damaged checkpoint, whether a manifest, a chunk or a listing is asked for."""
+    url = bucket.url()
+    checkpointer(url, FakeClock()).save(state(1), step=1)
+    view = t5ckpt.open_checkpoint(url, storage_options={'retry_seconds': 1})
+    bucket.proxy.choose = lambda kind, key: status
+    for call in (
+        lambda: np.asarray(view['w']),
+        lambda: t5ckpt.load_t5x_checkpoint(url, 1),
+        lambda: t5ckpt.all_steps(url),
+        lambda: checkpointer(url, FakeClock()).save(state(2), step=2),
+    ):
+        with pytest.raises(errors.StorageError, match=status) as caught:
+            call()
+        assert type(caught.value) is errors.StorageError
+
+
 def every_way_in(url):
     """The calls with which a run is opened, by name."""
     ck = checkpointer(url, FakeClock(), storage_options={'retry_seconds': 2})

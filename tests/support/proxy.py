@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 # What can happen to a request. 'lost' is applied by the server, and its reply never comes.
-STATUSES = {'500': 500, '503': 503, '429': 429, '403': 403}
-FAULTS = (*STATUSES, 'dropped', 'lost', 'truncated', 'slow')
+STATUSES = {status: int(status) for status in ('400', '403', '429', '500', '501', '503')}
+FAULTS = ('500', '503', '429', '403', 'dropped', 'lost', 'truncated', 'slow')
 _SLOW_SECONDS = 0.2
 # As Google says it; nothing in it is a listing.
 _REPLY = b'{"error": {"message": "injected"}}'

@@ -1,0 +1,72 @@
+"""What is known of a server that does not do what it is asked, and the question that shows whether it does again."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, transient_answer
+from t5ckpt.storage.options import Retries
+
+__all__ = ['PROBE_RETRIES', 'Outage', 'probe']
+
+# A probe repeats its request itself, so that it sees each answer.
+PROBE_RETRIES = Retries(1, 1, 0.001, 0.001)
+_FIRST_PROBE_SECONDS = 1.0
+_REPEAT_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outage:
+    """A server that is silent or fails each request.
+
+    Attributes:
+      since: when it was first waited for in vain, in seconds of the monotonic clock.
+      seconds: the time that the next probe waits.
+      answer: its latest answer to a probe; empty where it was silent.
+    """
+
+    since: float
+    seconds: float
+    answer: str = ''
+
+    @classmethod
+    def after(cls, before: Outage | None, since: float, patience: float, answer: str) -> Outage:
+        """The outage after one more probe has failed."""
+        if before is None:
+            return cls(since, min(_FIRST_PROBE_SECONDS, patience / 2), answer)
+        return cls(min(before.since, since), min(2 * before.seconds, patience / 2), answer or before.answer)
+
+    def text(self, now: float) -> str:
+        """What happened, for how long, and the cure."""
+        wait = "storage_options={'retry_seconds': ...} sets the wait."
+        seconds = f'{now - self.since:.0f} s'
+        if not self.answer:
+            return f'the server has not answered for {seconds}. Check the endpoint and the network; {wait}'
+        return f'the server has failed each request for {seconds}, its latest answer: {self.answer}. Check the server; {wait}'
+
+
+def probe(ask: Callable[[], Any], seconds: float) -> str | None:
+    """Sends a small request until the server answers it, for some seconds at most.
+
+    Returns:
+      None where it answered, also where it refused. Else how it failed the last request; empty where it was silent.
+    """
+    deadline, last = time.monotonic() + seconds, ''
+    while True:
+        try:
+            ask().result(timeout=max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            return last
+        except TENSORSTORE_ERRORS as error:
+            answer = transient_answer(error)
+            if answer is None:
+                return None
+            last = answer
+        else:
+            return None
+        if time.monotonic() + _REPEAT_SECONDS > deadline:
+            return last
+        time.sleep(_REPEAT_SECONDS)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from t5ckpt.cli.output import Column, confirm, json_option, print_json, print_table, run_at, say, steps_option
-from t5ckpt.commit.retention import delete_step, deletion
+from t5ckpt.commit.removal import delete_step, deletion
 from t5ckpt.core.text import counted
 from t5ckpt.errors import StepKeptError
 from t5ckpt.format.names import parse_step_dir

@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError, StorageError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError, StorageError, UnsupportedFormatError
 from t5ckpt.format.file_checksums import FileChecksums
-from t5ckpt.format.manifest import is_of_others
+from t5ckpt.format.manifest import VERSION, is_of_others, version_of
 from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
@@ -35,11 +35,12 @@ from t5ckpt.format.names import (
     replaced_dir,
     step_dir,
 )
-from t5ckpt.format.sidecar import decode_sidecar
+from t5ckpt.format.sidecar import FORMAT, decode_sidecar, newer_format
 from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
 
 __all__ = [
+    'check_known',
     'foreign_files',
     'is_pinned',
     'kept_by',
@@ -53,7 +54,50 @@ __all__ = [
     'renamed_for_replacement',
 ]
 
+_HEAD_BYTES = 4096
 _log = logging.getLogger('t5ckpt')
+
+
+def check_known(
+    storage: Storage, directory: str, *, manifest: bytes | None = None, has_known_sidecar: bool = False
+) -> None:
+    """Refuses to remove a checkpoint whose manifest or sidecar has a version that this program does not know.
+
+    Args:
+      storage: the run.
+      directory: of the checkpoint.
+      manifest: its bytes, if they are at hand.
+      has_known_sidecar: whether the caller has read the sidecar.
+
+    Raises:
+      UnsupportedFormatError: a newer program wrote it.
+    """
+    version = _manifest_version(storage, join(directory, MANIFEST)) if manifest is None else version_of(manifest)
+    if version is not None and version > VERSION:
+        raise _newer(storage, directory, 'manifest', version, VERSION)
+    if has_known_sidecar:
+        return
+    with contextlib.suppress(CheckpointNotFoundError):
+        sidecar = newer_format(storage.read(join(directory, SIDECAR)))
+        if sidecar is not None:
+            raise _newer(storage, directory, 'sidecar', sidecar, FORMAT)
+
+
+def _manifest_version(storage: Storage, key: str) -> int | None:
+    try:
+        head = storage.read_range(key, 0, _HEAD_BYTES)
+        version = version_of(head)
+        # Whoever writes the version first, as T5X does, has it read without the rest.
+        return version if version is not None or len(head) < _HEAD_BYTES else version_of(storage.read(key))
+    except CheckpointNotFoundError:
+        return None
+
+
+def _newer(storage: Storage, directory: str, what: str, found: int, known: int) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f'{storage.url(directory)} has {what} version {found}, this program knows versions up to {known}, so it does not remove '
+        'the step. Update t5ckpt.'
+    )
 
 
 def foreign_files(storage: Storage, directory: str) -> list[str]:

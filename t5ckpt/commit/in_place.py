@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from t5ckpt.catalog.step_index import Index, ensured_index, mark_step
-from t5ckpt.commit.deletion import keys_below, remove_own_keys
+from t5ckpt.commit.deletion import check_known, keys_below, remove_own_keys
 from t5ckpt.commit.write_lease import AlreadyCommittedError, WriteLease, acquire_lease, read_owner
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import MANIFEST, busy_marker, step_dir, step_marker
 from t5ckpt.storage import Storage
 
@@ -73,6 +73,7 @@ def hide_in_place(
 
     Raises:
       CheckpointNotFoundError: it is gone; another process has deleted it.
+      UnsupportedFormatError: a newer program wrote it, see ``check_known``.
       StorageError: it is being written by somebody, or the store refused, and it is there whole.
     """
     key = join(step_dir(step), MANIFEST)
@@ -83,6 +84,11 @@ def hide_in_place(
         except CheckpointNotFoundError:
             # Its deleter may have been killed over it, so it is removed here, too.
             remove_step(storage, step)
+            lease.release()
+            raise
+        try:
+            check_known(storage, step_dir(step), manifest=manifest, has_known_sidecar=True)
+        except UnsupportedFormatError:
             lease.release()
             raise
         _delete_manifest(storage, key)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+
+from t5ckpt.catalog.layouts import inspect_name, other_layout
+from t5ckpt.catalog.locate import listing
 from t5ckpt.catalog.step_index import Index
 from t5ckpt.commit.deletion import (
+    check_known,
     is_pinned,
     kept_by,
+    kept_error,
     remove_checkpoint,
     renamed_for_deletion,
 )
 from t5ckpt.commit.in_place import Hidden, hide_in_place, remove_in_place
 from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.format.names import PINNED, step_dir
-from t5ckpt.policies import HELD
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.format.names import MANIFEST, PINNED, step_dir
+from t5ckpt.policies import HELD, Decision
 from t5ckpt.storage import Storage
 
-__all__ = ['hide_checkpoint', 'remove_hidden']
+__all__ = ['delete_step', 'deletion', 'hide_checkpoint', 'remove_hidden']
+
+_log = logging.getLogger('t5ckpt')
 
 
 def hide_checkpoint(
@@ -32,6 +42,9 @@ def hide_checkpoint(
 
     With ``index``, the markers of an object store as they were just listed, one request less is needed.
 
+    A step of a newer program is refused, see ``check_known``. On an object store only the manifest is read, and the caller
+    checks the sidecar.
+
     A reader that leases the step in the meantime checks, after it wrote its lease, that the step still exists. If its lease
     is found now, it may have begun to read, and the step is made visible again. So is a step that was pinned in the meantime,
     unless ``even_pinned`` is given.
@@ -41,6 +54,7 @@ def hide_checkpoint(
 
     Raises:
       CheckpointNotFoundError: it is gone; another process has deleted it.
+      UnsupportedFormatError: a newer program wrote it, and it is there whole.
       StorageError: it could not be made invisible, and is there whole.
     """
 
@@ -51,6 +65,7 @@ def hide_checkpoint(
     if not has_looked and step in leased_steps(storage, clock):
         return None
     if storage.renames:
+        check_known(storage, step_dir(step))
         doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
         if is_kept(is_pinned(storage, doomed)):
             storage.publish(doomed, step_dir(step))
@@ -71,3 +86,58 @@ def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
         remove_checkpoint(storage, hidden.directory, hidden.step, clock)
     finally:
         lock.close()
+
+
+def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Decision:
+    """Whether a step that somebody asks to delete goes, and why; nothing is changed.
+
+    Raises:
+      CheckpointNotFoundError: with the steps that are there.
+      UnsupportedFormatError: the step is in another layout, or of a newer program.
+    """
+    directory = step_dir(step)
+    found = inspect_name(storage, directory)
+    if not (found.is_t5x if found is not None else storage.is_file(join(directory, MANIFEST))):
+        steps = [found] if found is not None else listing(storage).steps
+        for each in steps:
+            if each.step == step and not each.is_t5x:
+                cure = 'Remove it with the program that wrote it.'
+                raise other_layout(storage.url(each.name), each.layout, 'which t5ckpt does not delete', cure)
+        shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
+        raise CheckpointNotFoundError(
+            f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'
+        )
+    check_known(storage, directory)
+    pin = join(directory, PINNED)
+    if not even_pinned and storage.is_file(pin):
+        text = storage.read(pin).decode(errors='replace').strip()
+        return Decision(step, True, 'pinned' if text in ('', '1') else f'pinned: {text}')
+    if step in leased_steps(storage, clock):
+        return Decision(step, True, HELD)
+    return Decision(step, False, 'asked for')
+
+
+def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> None:
+    """Deletes one step: it becomes invisible in one atomic operation, and is then removed.
+
+    A crash in between leaves what no listing shows and the next save removes.
+
+    Raises:
+      CheckpointNotFoundError: the step is not there, with those that are.
+      StepKeptError: it is pinned, or a reader holds it; nothing was changed.
+      StorageError: the storage refused; the step is there whole, or is not listed.
+    """
+    found = deletion(storage, step, clock, even_pinned=even_pinned)
+    hidden = None
+    if not found.keep:
+        hidden = hide_checkpoint(storage, step, clock, even_pinned=even_pinned, has_looked=True)
+    if hidden is None:
+        if not found.keep:
+            # Something has kept it since.
+            found = deletion(storage, step, clock, even_pinned=even_pinned)
+        raise kept_error(storage, step, found.reason if found.keep else HELD, 'deleted')
+    try:
+        remove_hidden(storage, hidden, clock)
+    except T5CkptError as error:
+        where = storage.url(hidden.directory)
+        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)

@@ -10,7 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error, renamed_for_deletion, renamed_for_replacement
+from t5ckpt.commit.deletion import (
+    check_known,
+    is_pinned,
+    kept_by,
+    kept_error,
+    renamed_for_deletion,
+    renamed_for_replacement,
+)
 from t5ckpt.commit.read_lease import list_read_leases, live_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -45,6 +52,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
 
     Raises:
       StepKeptError: it stays.
+      UnsupportedFormatError: so does one of a newer program.
       StorageError: nothing has changed.
     """
     final = step_dir(step)
@@ -56,6 +64,8 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
             raise kept_error(storage, step, reason, 'replaced')
 
     check(final)
+    if is_whole:
+        check_known(storage, final)
     with contextlib.ExitStack() as stack:
         lock = storage.try_lock(final)
         if lock is not None:

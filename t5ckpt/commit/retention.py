@@ -16,11 +16,11 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import ListedStep, inspect_name, other_layout
+from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.catalog.locate import listing, steps_in
 from t5ckpt.catalog.step_index import Index, read_index, steps_of
 from t5ckpt.commit.dataset_files import remove_old_datasets
-from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error
+from t5ckpt.commit.deletion import check_known, is_pinned, kept_by
 from t5ckpt.commit.in_place import Hidden
 from t5ckpt.commit.read_lease import leased_steps, live_steps
 from t5ckpt.commit.removal import hide_checkpoint, remove_hidden
@@ -32,13 +32,14 @@ from t5ckpt.errors import (
     FormatError,
     StorageError,
     T5CkptError,
+    UnsupportedFormatError,
 )
 from t5ckpt.format.names import MANIFEST, PINNED, SIDECAR, parse_prefixed_step, step_dir
-from t5ckpt.format.sidecar import decode_sidecar, metrics_of, time_of
+from t5ckpt.format.sidecar import decode_sidecar, metrics_of, newer_format, time_of
 from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, policy_of, retention_plan
 from t5ckpt.storage import Storage
 
-__all__ = ['Retention', 'delete_step', 'deletion', 'missing_from_all', 'saved_facts']
+__all__ = ['Retention', 'missing_from_all', 'saved_facts']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -62,6 +63,8 @@ class Retention:
         self._source = source
         # Of a complete checkpoint they never change.
         self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
+        # Steps whose sidecars are of a format that this program knows.
+        self._known: set[int] = set()
         self._remover: threading.Thread | None = None
         self._latest: int | None = None
         # What the save listed, of whose step retention comes next. On object stores.
@@ -105,9 +108,7 @@ class Retention:
     def _facts_of(
         self, steps: Sequence[int], held: Collection[int], names: Collection[str], just_saved: int | None
     ) -> list[StepInfo]:
-        self._facts = {
-            step: self._facts[step] if step in self._facts else saved_facts(self._storage, step) for step in steps
-        }
+        self._facts = {step: self._facts[step] if step in self._facts else self._read_facts(step) for step in steps}
         found = self._found_metrics(steps, names)
         older = [step for step in steps if step != just_saved]
         pins = self._storage.are_files([join(step_dir(step), PINNED) for step in older])
@@ -122,6 +123,12 @@ class Retention:
             )
             for step in steps
         ]
+
+    def _read_facts(self, step: int) -> tuple[float | None, Mapping[str, float]]:
+        extra = _extra(self._storage, step)
+        if extra:
+            self._known.add(step)
+        return _facts_in(self._storage, step, extra)
 
     def _steps_and_held(self) -> tuple[list[int], set[int]]:
         """The steps that may go, and those that readers lease. On object stores one listing has both."""
@@ -167,6 +174,7 @@ class Retention:
     def note_saved(self, step: int, extra: Mapping[str, Any]) -> None:
         """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
         self._facts[step] = time_of(extra), metrics_of(extra)
+        self._known.add(step)
         self._latest = step if self._latest is None else max(self._latest, step)
 
     def is_next(self, step: int) -> bool:
@@ -208,7 +216,15 @@ class Retention:
 
     def plan(self, just_saved: int | None = None) -> list[Decision]:
         """What stays and what goes."""
-        return retention_plan(self.policy, self.infos(), just_saved)
+        return [self._known_or_kept(each) for each in retention_plan(self.policy, self.infos(), just_saved)]
+
+    def _known_or_kept(self, decision: Decision) -> Decision:
+        try:
+            if not decision.keep:
+                check_known(self._storage, step_dir(decision.step), has_known_sidecar=decision.step in self._known)
+        except UnsupportedFormatError as error:
+            return Decision(decision.step, True, str(error), overruled=True)
+        return decision
 
     def carry_out(self, just_saved: int | None = None) -> list[Decision]:
         """Makes the steps that go invisible, and begins to remove them.
@@ -237,7 +253,7 @@ class Retention:
                 done.append(decision)
                 continue
             except T5CkptError as error:
-                _log.warning('t5ckpt: could not delete step %d: %s', decision.step, error)
+                self._tell_failure(decision.step, error)
                 continue
             if found is None:
                 pinned = is_pinned(self._storage, step_dir(decision.step))
@@ -264,6 +280,8 @@ class Retention:
         index = read_index(self._storage)
         if step in live_steps(index.read_leases, self._clock()):
             return None
+        if step not in self._known:
+            check_known(self._storage, step_dir(step), manifest=b'')
         return hide_checkpoint(self._storage, step, self._clock, has_looked=True, index=index)
 
     def _note_lacking(self, infos: Sequence[StepInfo], just_saved: int | None) -> None:
@@ -290,6 +308,13 @@ class Retention:
             return {name: next(iter(steps.items())) for name, steps in lacking.items() if len(steps) > 1}
         return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
 
+    def _tell_failure(self, step: int, error: T5CkptError) -> None:
+        """Logs that a step could not be deleted; of one that a newer program wrote once."""
+        if isinstance(error, UnsupportedFormatError):
+            self._tell(Decision(step, True, str(error), overruled=True))
+        else:
+            _log.warning('t5ckpt: could not delete step %d: %s', step, error)
+
     def _tell(self, decision: Decision) -> None:
         """Logs once that a pin or a reader keeps a step."""
         if decision.overruled and (decision.step, decision.reason) not in self._told:
@@ -311,61 +336,12 @@ class Retention:
                 _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
 
 
-def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Decision:
-    """Whether a step that somebody asks to delete goes, and why; nothing is changed.
-
-    Raises:
-      CheckpointNotFoundError: with the steps that are there.
-      UnsupportedFormatError: the step is in another layout.
-    """
-    directory = step_dir(step)
-    found = inspect_name(storage, directory)
-    if not (found.is_t5x if found is not None else storage.is_file(join(directory, MANIFEST))):
-        steps = [found] if found is not None else listing(storage).steps
-        for each in steps:
-            if each.step == step and not each.is_t5x:
-                cure = 'Remove it with the program that wrote it.'
-                raise other_layout(storage.url(each.name), each.layout, 'which t5ckpt does not delete', cure)
-        shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
-        raise CheckpointNotFoundError(
-            f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'
-        )
-    pin = join(directory, PINNED)
-    if not even_pinned and storage.is_file(pin):
-        text = storage.read(pin).decode(errors='replace').strip()
-        return Decision(step, True, 'pinned' if text in ('', '1') else f'pinned: {text}')
-    if step in leased_steps(storage, clock):
-        return Decision(step, True, HELD)
-    return Decision(step, False, 'asked for')
-
-
-def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> None:
-    """Deletes one step: it becomes invisible in one atomic operation, and is then removed.
-
-    A crash in between leaves what no listing shows and the next save removes.
-
-    Raises:
-      CheckpointNotFoundError: the step is not there, with those that are.
-      StepKeptError: it is pinned, or a reader holds it; nothing was changed.
-      StorageError: the storage refused; the step is there whole, or is not listed.
-    """
-    found = deletion(storage, step, clock, even_pinned=even_pinned)
-    hidden = None if found.keep else hide_checkpoint(storage, step, clock, even_pinned=even_pinned, has_looked=True)
-    if hidden is None:
-        if not found.keep:
-            # Something has kept it since.
-            found = deletion(storage, step, clock, even_pinned=even_pinned)
-        raise kept_error(storage, step, found.reason if found.keep else HELD, 'deleted')
-    try:
-        remove_hidden(storage, hidden, clock)
-    except T5CkptError as error:
-        where = storage.url(hidden.directory)
-        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
-
-
 def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
     """When a step was saved, as unix seconds or None, and the metrics it was saved with."""
-    extra = _extra(storage, step)
+    return _facts_in(storage, step, _extra(storage, step))
+
+
+def _facts_in(storage: Storage, step: int, extra: Mapping[str, Any]) -> tuple[float | None, Mapping[str, float]]:
     created = time_of(extra)
     if created is None and storage.renames:
         # T5X's: the manifest is written last.
@@ -376,10 +352,11 @@ def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str,
 
 
 def _extra(storage: Storage, step: int) -> Mapping[str, Any]:
-    """What a step's sidecar records; nothing where it cannot be read, which must not stop retention."""
+    """What a step's sidecar records; nothing where it cannot be read, or is newer, which must not stop retention."""
     key = join(step_dir(step), SIDECAR)
     try:
-        return decode_sidecar(storage.read(key), storage.url(key)).extra
+        data = storage.read(key)
+        return {} if newer_format(data) is not None else decode_sidecar(data, storage.url(key)).extra
     except (StorageError, FileNotFoundError, FormatError):
         return {}
 

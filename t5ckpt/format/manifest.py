@@ -38,6 +38,7 @@ __all__ = [
     'is_tensorflow_state',
     'is_whole',
     'manifest_of',
+    'version_of',
 ]
 
 VERSION = 3
@@ -138,6 +139,26 @@ def is_of_others(data: bytes) -> bool:
     except (ValueError, msgpack.UnpackException, RecursionError):
         return False
     return unpacker.tell() == len(data)
+
+
+def version_of(data: bytes) -> int | None:
+    """The version that a manifest names, also where only its first bytes are given; None where these do not say it."""
+    unpacker = msgpack.Unpacker(strict_map_key=False)
+    unpacker.feed(data)
+    found: dict[Any, Any] = {}
+    try:
+        for _ in range(unpacker.read_map_header()):
+            key = unpacker.unpack()
+            found[key] = None
+            if found.keys() >= {'version', 'optimizer'} and isinstance(found['version'], int):
+                return found['version']
+            if key == 'version':
+                found[key] = unpacker.unpack()
+            else:
+                unpacker.skip()
+    except (*_DAMAGED, CorruptCheckpointError):
+        return None
+    return found['version'] if found.keys() >= {'version', 'optimizer'} and isinstance(found['version'], int) else None
 
 
 def manifest_of(contents: Any, where: str) -> Manifest:

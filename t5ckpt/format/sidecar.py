@@ -33,7 +33,17 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.checksum import digest
 
-__all__ = ['FORMAT', 'Sidecar', 'TreeFacts', 'decode_sidecar', 'encode_sidecar', 'metrics_of', 'number_of', 'time_of']
+__all__ = [
+    'FORMAT',
+    'Sidecar',
+    'TreeFacts',
+    'decode_sidecar',
+    'encode_sidecar',
+    'metrics_of',
+    'newer_format',
+    'number_of',
+    'time_of',
+]
 
 FORMAT = 1
 _MAX_DEPTH = 250
@@ -98,6 +108,15 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
         raise CorruptCheckpointError(
             f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {_CURE}'
         ) from error
+
+
+def newer_format(data: bytes) -> int | None:
+    """The format that a sidecar names, if this program does not know it yet."""
+    try:
+        found = json.loads(data)['format']
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return found if isinstance(found, int) and found > FORMAT else None
 
 
 def _path(value: Any) -> Path:

@@ -21,6 +21,7 @@ from t5ckpt import (
     SaveOnImprovement,
     SaveWhenIdle,
 )
+from t5ckpt.cli.app import run
 from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -30,6 +31,7 @@ from t5ckpt.errors import (
     SaveFailedError,
     StepKeptError,
     StorageError,
+    UnsupportedFormatError,
 )
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
@@ -209,6 +211,43 @@ def test_delete(tmp_path):
         ck.delete(4)
         assert ck.maybe_save(4, state(5)).result().step == 4
         assert value_of(tmp_path, 4) == 5
+
+
+@pytest.mark.parametrize('what', ['manifest', 'sidecar'])
+def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog):
+    """Neither on a disk nor in a bucket, by whichever way; retention says so once."""
+    for url in (str(tmp_path / 'run'), bucket.url()):
+        caplog.clear()
+        clock = FakeClock()
+        storage = open_storage(url)
+        with Checkpointer(state(), checkpoints_dir=url, keep=2, clock=clock) as ck:
+            ck.save(state(1.0), step=1)
+        if what == 'manifest':
+            contents = serialization.msgpack_restore(storage.read('checkpoint_1/checkpoint'))
+            storage.write('checkpoint_1/checkpoint', serialization.msgpack_serialize({**contents, 'version': 9}))
+        else:
+            sidecar = decode_sidecar(storage.read('checkpoint_1/t5ckpt.json'), '')
+            newer = dataclasses.replace(sidecar, extra={**sidecar.extra, 'format': 9})
+            storage.write('checkpoint_1/t5ckpt.json', encode_sidecar(newer))
+        before = {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')}
+        caplog.set_level('INFO', 't5ckpt')
+        with Checkpointer(state(), checkpoints_dir=url, keep=1, clock=clock) as ck:
+            ck.save(state(2.0), step=2)
+            ck.save(state(3.0), step=3)
+            with pytest.raises(UnsupportedFormatError, match=f'{what} version 9.* Update t5ckpt'):
+                ck.delete(1)
+        assert [record.message for record in caplog.records if f'{what} version 9' in record.message] == [
+            record.message for record in caplog.records if 'step 1 stays' in record.message
+        ]
+        assert sum('step 1 stays' in record.message for record in caplog.records) == 1
+        for verb in (['rm', url, '1', '--yes'], ['prune', url, '--keep', '1', '--yes']):
+            with pytest.raises(SystemExit):
+                run(verb)
+        assert {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')} == before
+        assert not storage.is_file('.t5ckpt/busy/1')
+    with pytest.raises(UnsupportedFormatError, match=r'version'):
+        Checkpointer(state(), checkpoints_dir=str(tmp_path / 'run')).save(state(4.0), step=1, overwrite=True)
+    assert (tmp_path / 'run/checkpoint_1/t5ckpt.json').exists()
 
 
 def test_delete_spares_what_a_reader_holds(tmp_path):

@@ -22,6 +22,7 @@ from t5ckpt.catalog.foreign_layouts import unread_contents
 from t5ckpt.catalog.locate import listing
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import renamed
+from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
@@ -107,6 +108,8 @@ class WarmStart:
     def __post_init__(self) -> None:
         if self.missing not in ('error', 'init'):
             raise ValueError(f"missing is 'error' or 'init', got {self.missing!r:.40}.")
+        for field, pattern in (('take', self.take), ('leave', self.leave)):
+            check_patterns(() if pattern is None else (pattern,), f'WarmStart: {field}')
         rules: Any = self.rename
         is_list = isinstance(rules, Sequence) and not isinstance(rules, str)
         if not is_list or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
@@ -114,6 +117,7 @@ class WarmStart:
                 'WarmStart: rename is a list of (name in the model, name in the checkpoint), such as '
                 f"[('params/(.*)', r'ema/\\1')], got {rules!r:.80}."
             )
+        check_patterns((pattern for pattern, _ in rules), 'WarmStart: rename')
 
     @property
     def place(self) -> str:

@@ -154,8 +154,9 @@ def assigned(
     held, model = _flatten(ckpt_optimizer_state), _flatten(optimizer_state)
     source, unused = _apply_rules(held, model, assignment_map, wanted, may_lack)
     if unused and require_all_rules_match:
+        where = 'the assignment map' if wanted is None else 'WarmStart(rename=...)'
         raise TreeMismatchError(
-            f'the patterns {unused} of the assignment map match no leaf of the model, which has {_some(model)}. A rule is '
+            f'the patterns {unused} of {where} match no leaf of the model, which has {_some(model)}. A rule is '
             '(name in the model, name in the checkpoint): correct it or leave it out.'
         )
     moved = {old for new, old in source.items() if old is not None and old != new}

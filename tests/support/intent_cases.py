@@ -812,9 +812,23 @@ FUNCTIONS: list[Case] = [
     ),
     (
         'WarmStart',
+        'take leave',
+        ValueError,
+        'WarmStart: (take|leave): .* is not a regular expression',
+        lambda s, n: WarmStart(s.run, **{n: '('}),
+    ),
+    (
+        'WarmStart',
+        'rename',
+        ValueError,
+        'WarmStart: rename: .* is not a regular expression',
+        lambda s, _: WarmStart(s.run, rename=[('(', 'a')]),
+    ),
+    (
+        'WarmStart',
         'rename',
         errors.TreeMismatchError,
-        'modell',
+        r"\['modell'\] of WarmStart\(rename=...\)",
         lambda s, _: started(s, WarmStart(s.run, rename=[('modell', 'a')])),
     ),
     (

@@ -62,6 +62,9 @@ def all_steps(
 ) -> list[int]:
     """The steps of all complete checkpoints, ascending; empty when the directory is empty or absent.
 
+    On an object store with markers of its steps, one that another tool has added since may need :func:`reindex_steps` first,
+    see docs/storage.md.
+
     Args:
       checkpoints_dir: the run's directory.
       storage_options: see docs/storage.md.
@@ -73,6 +76,9 @@ def latest_step(
     checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> int | None:
     """The largest complete step, or None when there is none. Step 0 is a step.
+
+    On an object store with markers of its steps, one that another tool has added since may need :func:`reindex_steps` first,
+    see docs/storage.md.
 
     Args:
       checkpoints_dir: the run's directory.
@@ -98,6 +104,9 @@ def find_checkpoint(
     path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> str:
     """The path of a checkpoint's manifest file.
+
+    On an object store with markers of its steps, one that another tool has added since is taken as the latest only after
+    :func:`reindex_steps`, see docs/storage.md. One that is asked for by its number is always found.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file itself.

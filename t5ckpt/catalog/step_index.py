@@ -14,9 +14,10 @@ there, whatever the markers say, and each is asked for.
 Without ``complete.*`` (a run that T5X or a copy made) everything is walked, once: the next save marks what it finds. A copy
 of a run to another place carries the hash of another address, and is walked again.
 
-With it, steps that others add to the run are found where the store can list what lies between the known ones (Google's
-can: one request a step); S3, as TensorStore asks it, cannot: there ``reindex_steps`` looks for them. A step that is asked
-for by its number is always found.
+With it, steps ``checkpoint_<step>`` that others add to the run are found where the store can list what lies between the
+known ones (Google's can: one request a step); S3, as TensorStore asks it, cannot. Steps that Orbax adds or finishes under
+their numbers are not looked for on either, since that is a request for each digit. ``reindex_steps`` looks for all of
+these. A step that is asked for by its number is always found.
 """
 
 from __future__ import annotations

@@ -307,8 +307,11 @@ def rollback(work: Workspace) -> None:
         if work.keep_files:
             return
         if work.lease is not None:
-            remove_step(storage, work.step)
-            work.lease.release()
+            # A save writes its manifest last, so one that is there is another writer's; so is a step with another lease.
+            # Such a step stays listed by the lease's marker, until the next garbage collection gives it its own.
+            if work.lease.is_ours() and not storage.is_file(join(work.directory, MANIFEST)):
+                remove_step(storage, work.step)
+                work.lease.release()
         else:
             leftover = _out_of_the_way(work)
             remove_checkpoint(storage, leftover, work.step, time.time)

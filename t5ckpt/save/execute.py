@@ -114,7 +114,8 @@ def _begin(job: PreparedSave, votes: Sequence[Any], held: list[Workspace]) -> di
         _, index = collect(request.storage, request.clock)
         request.retention.note_index(index)
         held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__), index))
-        held[0].replaces = request.replaces()
+        # Where the storage cannot rename nothing is replaced, and ``begin`` has looked under the write lease.
+        held[0].replaces = request.storage.renames and request.replaces()
     except AlreadyCommittedError as error:
         return _dropped(request.step, error)
     return {'directory': held[0].directory, 'reuse': reuse, 'codecs': codecs}

@@ -1,5 +1,6 @@
 """Asking a checkpointer, deleting and replacing steps, metadata, callbacks, and a checkpointer that only reads."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -510,6 +511,32 @@ def test_a_bucket_cannot_swap(bucket):
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_a_manifest_that_appears_while_a_save_holds_the_step_stays(bucket, fails):
+    """Of a writer that took the step in the same moment, or that knows no leases: the save's failure removes nothing."""
+    url = bucket.url()
+    storage = Acting(open_storage(url))
+    with Checkpointer(state(), checkpoints_dir=url) as ck:
+        ck.save(state(1), step=1)
+    files = {key: storage.read(f'checkpoint_1/{key}') for key in ('checkpoint', 't5ckpt.json')}
+
+    def appear():
+        for key, data in files.items():
+            open_storage(url).write(f'checkpoint_2/{key}', data)
+        if fails:
+            raise StorageError(5, 'injected')
+
+    def begin():
+        storage.acts = {'is_file checkpoint_2/checkpoint': appear}
+
+    # After the look at the step under the lease: before anything else is asked, and when files are being written.
+    storage.acts = {'write integrity': appear} if fails else {'names checkpoint_2': begin}
+    with Checkpointer(state(), checkpoints_dir=storage) as ck, contextlib.suppress(StorageError):
+        ck.save(state(2), step=2, overwrite=True)
+    assert not fails or not storage.acts
+    assert t5ckpt.all_steps(url) == [1, 2]
 
 
 def test_custom_metadata(tmp_path):

@@ -40,6 +40,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.names import PINNED, damaged_dir, step_dir
+from t5ckpt.planning.leaves import check_new_state
 from t5ckpt.planning.resizing import Patterns
 from t5ckpt.steps import find_checkpoint
 from t5ckpt.translate import assigned
@@ -201,7 +202,7 @@ def restore_or_init(
         )
     _warn_of_unread(checkpointer)
     if initial_checkpoint is None:
-        return init_fn()
+        return _new_state(init_fn)
     given = (
         [initial_checkpoint] if isinstance(initial_checkpoint, (str, os.PathLike, WarmStart)) else [*initial_checkpoint]
     )
@@ -301,8 +302,9 @@ def _warm_start(
         )
     initial: LeafTable = {}
     if from_init:
-        fresh = flatten_state(init_fn()).table
-        initial = {path: _value(fresh[path]) for path in from_init if path in fresh}
+        fresh = flatten_state(_new_state(init_fn)).table
+        check_new_state(fresh, model, from_init)
+        initial = {path: _value(fresh[path]) for path in from_init}
     rest = values | initial
     state = checkpointer.restore(
         path=last.warm.place,
@@ -316,6 +318,14 @@ def _warm_start(
     for share in shares:
         _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.place, len(share.found), len(model))
     _log.info('t5ckpt: %d of %d leaves are new', len(initial), len(model))
+    return state
+
+
+def _new_state(init_fn: Callable[[], Any] | None) -> Any:
+    state = None if init_fn is None else init_fn()
+    if state is None:
+        what = 'init_fn is None' if init_fn is None else 'init_fn returned None'
+        raise ValueError(f'{what}, and a new state is needed. Pass a function that returns the state.')
     return state
 
 

@@ -214,8 +214,7 @@ def _apply_rules(
         unused.discard(match.re)
         if wanted is not None and not wanted(name):
             continue
-        source[name] = None if replacement is None else match.expand(replacement)
-        old = source[name]
+        source[name] = old = None if replacement is None else _expanded(match, replacement)
         if old is not None and old not in held and may_lack:
             source[name] = None
         elif old is not None and old not in held:
@@ -225,6 +224,16 @@ def _apply_rules(
                 + (f'Near: {", ".join(near)}.' if near else f'It has {_some(held)}.')
             )
     return source, [pattern.pattern for pattern, _ in compiled if pattern in unused]
+
+
+def _expanded(match: re.Match[str], replacement: str) -> str:
+    try:
+        return match.expand(replacement)
+    except (re.error, IndexError) as error:
+        raise ValueError(
+            f'the rule ({match.re.pattern!r}, {replacement!r}): the name in the checkpoint is no replacement of this pattern '
+            f'({error}). Give the pattern a group for each \\1 and \\g<name>.'
+        ) from error
 
 
 def _some(names: Mapping[str, Any]) -> str:

@@ -527,3 +527,41 @@ def test_each_source_is_held_to_its_own_strictness_for_what_is_taken_of_it(tmp_p
     first = WarmStart(tmp_path / 'one', take='params/dense/.*', strict='exact')
     state = start_from(tmp_path / 'new', [first, WarmStart(tmp_path / 'two')])
     assert (value_of(state), int(state.step)) == (1, 2)
+
+
+@pytest.mark.parametrize('init_fn', [None, lambda: None])
+def test_a_new_run_without_a_state_is_an_error(tmp_path, init_fn):
+    with (
+        Checkpointer(train_state(), checkpoints_dir=tmp_path / 'run') as ck,
+        pytest.raises(ValueError, match=r'init_fn (is|returned) None, and a new state is needed'),
+    ):
+        restore_or_init(ck, init_fn)
+
+
+def test_a_new_state_that_is_not_of_the_template_is_named(tmp_path):
+    """Leaves of it that the template lacks were dropped, and the others were called missing in the checkpoint."""
+    with Checkpointer({'dense': jnp.ones(3)}, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save({'dense': jnp.ones(3)}, step=1)
+    template = {'dense': jnp.ones(3), 'head': jnp.ones(4), 'new': jnp.ones(2)}
+    fresh = {'dense': jnp.ones(3), 'head': jnp.ones(5), 'other': jnp.ones(1)}
+    with (
+        Checkpointer(template, checkpoints_dir=tmp_path / 'run') as ck,
+        pytest.raises(ValueError, match='not one of the checkpointer') as caught,
+    ):
+        restore_or_init(ck, lambda: fresh, initial_checkpoint=WarmStart(tmp_path / 'old', missing='init'))
+    for problem in (
+        'new: in the template, not in the new state',
+        'other: in the new state, not in the template',
+        'head: shape (5,) in the new state, (4,) in the template',
+    ):
+        assert problem in str(caught.value)
+
+
+def test_a_replacement_without_its_group_names_the_rule(tmp_path):
+    run_with(tmp_path / 'old', [1])
+    warm = WarmStart(tmp_path / 'old', rename=[('params/.*', r'model/\1')])
+    with (
+        Checkpointer(train_state(), checkpoints_dir=tmp_path / 'new') as ck,
+        pytest.raises(ValueError, match='no replacement of this pattern'),
+    ):
+        restore_or_init(ck, train_state, initial_checkpoint=warm)

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, has_placeholder, inspect_name, inspect_others, orbax_marks
 from t5ckpt.commit.deletion import few, foreign_files
 from t5ckpt.core.keys import join
-from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.manifest import decode_manifest, is_of_others, is_whole
 from t5ckpt.format.names import MANIFEST, PINNED, parse_prefixed_step, step_dir
 from t5ckpt.storage import Storage
@@ -60,7 +60,7 @@ def _on_disk(storage: Storage, step: int) -> Occupancy:
 
 
 def _decodes(storage: Storage, found: ListedStep) -> bool:
-    """Whether a listed step is whole, also behind what a listing looks at.
+    """Whether a listed step is whole, also behind what a listing looks at, and still there: another process may delete it.
 
     Raises:
       UnsupportedFormatError: it is of a newer version.
@@ -70,7 +70,7 @@ def _decodes(storage: Storage, found: ListedStep) -> bool:
     key = join(found.name, MANIFEST)
     try:
         decode_manifest(storage.read(key), storage.url(key))
-    except CorruptCheckpointError:
+    except (CheckpointNotFoundError, CorruptCheckpointError):
         return False
     return True
 
@@ -78,7 +78,7 @@ def _decodes(storage: Storage, found: ListedStep) -> bool:
 def _in_place(storage: Storage, step: int) -> Occupancy:
     directory = step_dir(step)
     key = join(directory, MANIFEST)
-    data = storage.read(key) if storage.is_file(key) else None
+    data = _read_if_there(storage, key)
     found = ListedStep(step, directory, T5X if data is None or not has_placeholder(data) else ORBAX)
     if data is not None and is_whole(data) and _decodes(storage, found):
         return Occupancy(found)
@@ -93,6 +93,13 @@ def _in_place(storage: Storage, step: int) -> Occupancy:
     if foreign or (data is not None and is_of_others(data)):
         raise UnsupportedFormatError(_foreign_text(storage, directory, foreign))
     return Occupancy()
+
+
+def _read_if_there(storage: Storage, key: str) -> bytes | None:
+    try:
+        return storage.read(key) if storage.is_file(key) else None
+    except CheckpointNotFoundError:
+        return None
 
 
 def _pinned(storage: Storage, directory: str) -> UnsupportedFormatError:

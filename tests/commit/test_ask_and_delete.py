@@ -6,7 +6,9 @@ import math
 import os
 import pathlib
 import threading
+import uuid
 
+import jax
 import numpy as np
 import pytest
 from flax import serialization
@@ -645,3 +647,28 @@ def test_a_save_that_failed_is_told_once(slow):
     pending.add_done_callback(lambda done: done.failed())
     with pytest.raises(SaveFailedError):
         ck.close()
+
+
+@pytest.mark.parametrize('where', ['file', 'memory'])
+@pytest.mark.parametrize('reads', [0, 1, 2])
+def test_a_step_that_another_process_deletes_while_a_save_looks_at_it(tmp_path, where, reads):
+    """The save takes the place of the step, or is skipped as long as it finds it; it does not fail."""
+    url = tmp_path / 'run' if where == 'file' else f'memory://deleted_{uuid.uuid4().hex}'
+    inner = open_storage(url)
+    with Checkpointer(state(1), checkpoints_dir=inner) as ck:
+        ck.save(state(1), step=1)
+    storage = Acting(inner)
+    key = 'checkpoint_1/checkpoint'
+
+    def after(count):
+        if count:
+            storage.acts[f'read {key}'] = lambda: after(count - 1)
+        else:
+            inner.delete_tree('checkpoint_1') if where == 'file' else inner.delete_file(key)
+
+    storage.acts[f'read {key}'] = lambda: after(reads)
+    with Checkpointer(state(2), checkpoints_dir=storage) as ck:
+        saved = ck.save(state(2), step=1)
+    if saved is not None:
+        with Checkpointer(state(0), checkpoints_dir=inner) as ck:
+            jax.tree.map(np.testing.assert_array_equal, ck.restore(1), state(2))

@@ -1,4 +1,4 @@
-"""The checkpointer of a training loop: composition of the pipeline, no logic of its own.
+"""The checkpointer of a training loop, which composes the stages of saves and restores.
 
     save      state -> table -> [save transforms] -> plan -> stage -> write -> commit -> retention
     restore   path or step -> contents -> [restore transforms] -> plan -> read -> state
@@ -98,15 +98,15 @@ class Checkpointer(FromTensorFlow):
       keep_policy: decides instead of ``keep``, see ``policies.py``.
       metric_source: where a keep policy finds metrics that were not given to save, such as TensorBoardMetrics.
       save_policy: when ``maybe_save`` saves, see ``save_policies.py``.
-      preempted: whether this process was told to end, such as a PreemptionNotice; asked by ``maybe_save``.
+      preempted: returns whether this process is preempted, such as a PreemptionNotice; called by ``maybe_save``.
       compression: None, 'zstd', 'gzip', 'blosc', or 'auto' to compress the leaves for which it pays.
-      chunk_bytes: the wish for the largest chunk file; 64 MiB.
-      inline_bytes: leaves up to this many bytes (16 KiB) go into the manifest instead of an array of their own.
-      staging: how ``save_async`` makes the state safe: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
+      chunk_bytes: the desired largest size of a chunk file; 64 MiB by default.
+      inline_bytes: leaves up to this many bytes (16 KiB) go into the manifest instead of a stored array.
+      staging: how ``save_async`` stages the state: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
         the CPU, which waits until they are computed, or 'auto', which chooses among them.
       reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it, where the storage has links.
       mmap: ``restore`` maps chunk files instead of reading them, on the CPU backend; see docs/mapped-restore.md.
-      progress: called with (bytes done, bytes in all) during saves and restores, from their threads.
+      progress: called with (bytes done, bytes in total) during saves and restores, from their threads.
       clock: unix seconds.
       storage_options: of the run's storage: endpoint, credentials, retries, ...; see docs/storage.md.
       share_replicated: with several processes, ``restore`` reads what all hold whole once; see docs/many-hosts.md.
@@ -395,7 +395,7 @@ class Checkpointer(FromTensorFlow):
 
     @property
     def should_stop(self) -> bool:
-        """Whether a process of the job was told to end; all processes hear it at the same call of ``maybe_save``."""
+        """Whether a process of the job is preempted; set in all processes at the same call of ``maybe_save``."""
         return self._schedule.should_stop
 
     def _prepared(self, state: Any, call: SaveCall, *, is_async: bool) -> PendingSave:
@@ -427,7 +427,7 @@ class Checkpointer(FromTensorFlow):
             )
             if save_round.is_leader:
                 self._notices.missing_metrics(self._retention.missing_metrics(request.step, call.metrics))
-            if not call.fns:
+            if not call.transforms:
                 self._template_check.look(state, table, request.step, tells=save_round.is_leader)
             if self._partitioner is None and save_round.is_leader:
                 self._template_check.look_at_shardings(table, request.step)
@@ -501,19 +501,19 @@ class Checkpointer(FromTensorFlow):
         Args:
           step: which step of ``checkpoints_dir``; None takes the latest. Step 0 is a step.
           path: a checkpoint elsewhere: a run's directory, a step's directory or a manifest file, on any storage.
-          state_transformation_fns: called in order with (checkpoint's state dict, model's state dict).
-          fallback_state: values for leaves that the checkpoint lacks, nested like the model's state dict.
+          state_transformation_fns: called in order with (checkpoint's state dict, template's state dict).
+          fallback_state: values for leaves that the checkpoint lacks, nested like the template's state dict.
           lazy_parameters: arrays come as LazyArray, and as numpy in what an object's ``load_state_dict`` gets; not with a
             partitioner that puts parameters on devices.
-          strict: how alike checkpoint and model must be: 'exact', also in every dtype; 'up_to_dtype', where the
-            checkpoint's float32 may stand for the model's bfloat16 and the like; 'contains', where in addition the
-            checkpoint may hold more leaves than the model. None is 'contains' for a state with T5X's protocol and with a
-            partitioner, as in T5X, and 'up_to_dtype' for any other pytree. The log counts the leaves that are left out.
+          strict: how closely checkpoint and template must match: 'exact' includes every dtype; 'up_to_dtype' allows
+            float32 for bfloat16 and the like; 'contains' also allows a checkpoint with more leaves than the template.
+            None is 'contains' for a state with T5X's protocol and with a partitioner, as in T5X, and 'up_to_dtype' for any
+            other pytree. The log counts the leaves that are left out.
           donate: frees the arrays of the constructor's state before reading, so that memory need not hold two states.
             Only when the checkpoint fits, but an error while reading leaves them freed.
           restore_iterator: whether the data iterator, if there is one, takes its position from the checkpoint.
-          resize: patterns for whole names of leaves. Where the shape of such a leaf is not that of the model, the values keep
-            their indices: a larger dimension of the model is padded with zeros, a smaller one is truncated. The log names
+          resize: patterns for whole names of leaves. Where the shape of such a leaf is not that of the template, the values keep
+            their indices: a larger dimension of the template is padded with zeros, a smaller one is truncated. The log names
             each leaf.
 
         Returns:
@@ -521,7 +521,7 @@ class Checkpointer(FromTensorFlow):
 
         Raises:
           CheckpointNotFoundError: no such checkpoint.
-          TreeMismatchError: checkpoint and model differ; the error lists every difference.
+          TreeMismatchError: checkpoint and template differ; the error lists every difference.
           FormatError, StorageError: the checkpoint cannot be read.
         """
         _check_restored(step, path)
@@ -533,7 +533,7 @@ class Checkpointer(FromTensorFlow):
             path=None if path == '' else path,
             storage_options=self._storage_options,
             round=self._round('a restore'),
-            fns=state_transformation_fns,
+            transforms=state_transformation_fns,
             fallback=fallback_state,
             lazy=lazy_parameters,
             cast=self._restore_cast(),
@@ -580,7 +580,7 @@ class Checkpointer(FromTensorFlow):
             path=path,
             storage_options=self._storage_options,
             round=self._round('a restore'),
-            fns=state_transformation_fns,
+            transforms=state_transformation_fns,
             fallback=None,
             lazy=False,
             cast=self._restore_cast(),
@@ -595,7 +595,7 @@ class Checkpointer(FromTensorFlow):
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 
     def open_elsewhere(self, path: str | os.PathLike[str], step: int | None = None) -> CheckpointView:
-        """Opens a checkpoint of another run for looking, as :meth:`restore` with ``path`` opens it; for ``restore_or_init``."""
+        """Opens a checkpoint of another run as a view, as :meth:`restore` with ``path`` opens it; for ``restore_or_init``."""
         options = self._storage_options if is_same_kind(os.fspath(path), self._storage) else None
         return open_checkpoint(path, step, storage_options=options, follow_links=self._reading.follow_links)
 
@@ -619,7 +619,7 @@ class Checkpointer(FromTensorFlow):
         return self._schedule.would_save(integer('step', step), metrics)
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether a process of the job was told to end; the answer is the same at the same step in all of them.
+        """Whether a process of the job is preempted; the same at the same step in all processes.
 
         For loops that decide by themselves when to save; all processes call it, for the same steps. ``maybe_save`` with
         ``SaveOnPreemption`` and ``should_stop`` do the same.

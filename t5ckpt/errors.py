@@ -4,11 +4,11 @@
     ├── CheckpointNotFoundError   FileNotFoundError, ValueError   no such step, directory or run
     ├── InvalidPathError          ValueError                      a path or URL that names no place
     ├── CheckpointExistsError     FileExistsError                 a complete checkpoint stands where one is to be written
-    ├── FormatError               ValueError                      what lies there is not what a reader accepts
+    ├── FormatError               ValueError                      the files are not in a format that a reader accepts
     │   ├── CorruptCheckpointError                                it was a checkpoint once: truncated, chunk missing, ...
     │   ├── UnsupportedFormatError                                it is something else, or newer than this reader
     │   └── UnsafeSpecError                                       it points outside its own directory, or names other drivers
-    ├── TreeMismatchError         ValueError                      checkpoint and model differ; lists every difference
+    ├── TreeMismatchError         ValueError                      checkpoint and template differ; lists every difference
     │   ├── ShapeMismatch
     │   ├── DtypeMismatch
     │   ├── MissingLeaves
@@ -17,7 +17,7 @@
     │   └── UnmatchedPattern                                     a pattern or a cast that is meant for no leaf there is
     ├── UnsupportedLeafError      TypeError, ValueError           a leaf that no checkpoint can hold
     ├── DatasetStateError         RuntimeError                    a data iterator's position cannot be saved or taken back
-    ├── StorageError              OSError                         the backend said no
+    ├── StorageError              OSError                         the backend refused or failed
     │   ├── NoSpaceError
     │   ├── AccessDeniedError     PermissionError
     │   └── NotADirectoryStorageError  NotADirectoryError
@@ -295,13 +295,13 @@ class TemplateMismatchWarning(T5CkptWarning):
 
 @dataclasses.dataclass(frozen=True)
 class LeafProblem:
-    """One difference between a checkpoint and a model.
+    """One difference between a checkpoint and a template.
 
     Attributes:
       leaf: the leaf's name, ``'target/decoder/w'``.
       kind: ``'shape'``, ``'dtype'``, ``'missing'``, ``'unexpected'``, ``'sharding'`` or ``'mesh'``.
       checkpoint: what the checkpoint holds, as text; empty when it holds nothing.
-      model: what the model expects, as text; empty when it expects nothing.
+      model: what the template expects, as text; empty when it expects nothing.
       hint: what else helps.
       near: names on the other side that have no partner and are close, nearest first: the leaf may have been renamed.
     """
@@ -321,20 +321,20 @@ class LeafProblem:
         tail += f' Near: {", ".join(self.near)}.' if self.near else ''
         match self.kind:
             case 'missing':
-                return f'{self.leaf}: not in the checkpoint, model {self.model}.{tail}'
+                return f'{self.leaf}: not in the checkpoint, template {self.model}.{tail}'
             case 'unexpected':
-                return f'{self.leaf}: checkpoint {self.checkpoint}, not in the model.{tail}'
+                return f'{self.leaf}: checkpoint {self.checkpoint}, not in the template.{tail}'
             case 'sharding' | 'mesh':
                 return f'{self.leaf}: {self.model}.{tail}'
             case _:
                 held = (
                     self.checkpoint if self.checkpoint.startswith('fallback_state') else f'checkpoint {self.checkpoint}'
                 )
-                return f'{self.leaf}: {held}, model {self.model}.{tail}'
+                return f'{self.leaf}: {held}, template {self.model}.{tail}'
 
 
 class TreeMismatchError(T5CkptError, ValueError):
-    """The checkpoint's tree is not the model's; ``problems`` lists every difference."""
+    """The checkpoint's tree is not the template's; ``problems`` lists every difference."""
 
     def __init__(self, message: str, problems: Sequence[LeafProblem] = (), where: str = ''):
         super().__init__(message)
@@ -352,11 +352,11 @@ class DtypeMismatch(TreeMismatchError):  # noqa: N818
 
 
 class MissingLeaves(TreeMismatchError):  # noqa: N818
-    """The model has leaves that the checkpoint lacks, and nothing else differs."""
+    """The template has leaves that the checkpoint lacks, and nothing else differs."""
 
 
 class UnexpectedLeaves(TreeMismatchError):  # noqa: N818
-    """The checkpoint has leaves that the model lacks, and nothing else differs."""
+    """The checkpoint has leaves that the template lacks, and nothing else differs."""
 
 
 class ShardingMismatch(TreeMismatchError):  # noqa: N818
@@ -369,17 +369,17 @@ class UnmatchedPattern(TreeMismatchError):  # noqa: N818
 
 _CURES = {
     'rename': 'state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map=[{rule}])]',
-    'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the model.',
+    'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the template.',
     'mesh': 'jax.eval_shape inside jax.set_mesh gives such shardings. Name the devices: '
     'jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)) with a mesh of '
     'jax.make_mesh, or jax.eval_shape(jax.jit(init, out_shardings=...)).',
-    'missing': 'To start leaves that are new from values of yours: fallback_state=, nested dicts like the model.',
-    'shape': 'Change the model, or put an array of the right shape in the place of the leaf in a state_transformation_fn; to '
+    'missing': 'To start leaves that are new from values of yours: fallback_state=, nested dicts like the template.',
+    'shape': 'Change the template, or put an array of the right shape in the place of the leaf in a state_transformation_fn; to '
     'start it anew, leave it out there, and pass fallback_state=.',
     'sharding': 'Leave such a dimension whole, with None in its place in the PartitionSpec (by the rules of a partitioner), or '
     'use a mesh whose axis divides it.',
-    'unexpected': 'To leave out what the model has no place for: state_transformation_fns=[t5ckpt.intersect_state], or ... as '
-    'the leaf of the model.',
+    'unexpected': 'To leave out what the template has no place for: state_transformation_fns=[t5ckpt.intersect_state], or ... as '
+    'the leaf of the template.',
 }
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,
@@ -413,7 +413,7 @@ def mismatch_error(
     kinds = sorted({problem.kind for problem in problems})
     classes = {_CLASSES[kind] for kind in kinds}
     cls = classes.pop() if len(classes) == 1 else TreeMismatchError
-    shown = [f'{where} does not fit the model in {counted(len(problems), "place")}:']
+    shown = [f'{where} does not fit the template in {counted(len(problems), "place")}:']
     shown += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         shown.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
@@ -429,27 +429,28 @@ def _renaming(problems: Sequence[LeafProblem], cure: str) -> list[str]:
     first = next((problem for problem in problems if problem.near), None)
     if first is None:
         return []
-    model, held = (first.leaf, first.near[0]) if first.kind == 'missing' else (first.near[0], first.leaf)
+    template, held = (first.leaf, first.near[0]) if first.kind == 'missing' else (first.near[0], first.leaf)
     lacking, excess = ([each.leaf for each in problems if each.kind == kind] for kind in ('missing', 'unexpected'))
     rule = (
         value_rule(lacking, excess)
-        or _scope_rule(model, held, problems)
-        or (_literal(model), held.replace('\\', r'\\'))
+        or _scope_rule(template, held, problems)
+        or (_literal(template), held.replace('\\', r'\\'))
     )
-    text = 'Where only a name has changed, say so, the name in the model first'
+    text = 'Where only a name has changed, say so, the name in the template first'
     return [f'{text}: {cure.replace("{rule}", repr(rule))}']
 
 
-def _scope_rule(model: str, held: str, problems: Sequence[LeafProblem]) -> tuple[str, str] | None:
+def _scope_rule(template: str, held: str, problems: Sequence[LeafProblem]) -> tuple[str, str] | None:
     """A rule for the scope in which two names differ, if every name that it would change leads to a leaf without a partner."""
-    ours, theirs = model.split('/'), held.split('/')
+    ours, theirs = template.split('/'), held.split('/')
     differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
     if len(ours) != len(theirs) or len(differing) != 1 or not 0 < differing[0] < len(ours) - 1 or '\\' in held:
         return None
     rule = rf'(.*)/{_literal(ours[differing[0]])}/(.*)', rf'\1/{theirs[differing[0]]}/\2'
     free = {problem.leaf for problem in problems if problem.kind == 'unexpected'} | {held}
     renamed = [
-        re.fullmatch(rule[0], name, re.DOTALL) for name in [model, *(p.leaf for p in problems if p.kind == 'missing')]
+        re.fullmatch(rule[0], name, re.DOTALL)
+        for name in [template, *(p.leaf for p in problems if p.kind == 'missing')]
     ]
     return rule if all(match is None or match.expand(rule[1]) in free for match in renamed) else None
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint without a model: nested dicts of numpy arrays."""
+"""Loads a checkpoint without a template, as nested dicts of numpy arrays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_t5x_checkpoint(
     follow_links: bool = False,
     cast_leaves: str | re.Pattern[str] | None = None,
 ) -> dict[str, Any]:
-    """Loads a checkpoint as it lies on disk, for analysis. The signature is T5X's, plus ``mmap`` and what follows.
+    """Loads a checkpoint for analysis. The signature is T5X's, with the additional parameters from ``mmap`` on.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
@@ -82,8 +82,8 @@ def load_t5x_checkpoint(
     reading = ReadOptions(mmap, verify)
     checksums = reading.checks_all(located.storage, lazy=lazy_parameters)
     contents = read_contents(located, read_raw(located, checksums=checksums))
-    fns = state_transformation_fns if remap else ()
-    leaves, facts = leaves_of(contents, fns, {})
+    transforms = state_transformation_fns if remap else ()
+    leaves, facts = leaves_of(contents, transforms, {})
     reader = reader_of(contents, reading)
     check_cast(cast, {path: array_dtype(leaf) for path, leaf in leaves.items()})
     if lazy_parameters:

@@ -1,8 +1,8 @@
 """What to keep. Policies are pure: they look at facts about steps and decide, and never touch storage.
 
-A policy returns a decision for every step, with its reason in words. ``retention_plan`` lays the rules over it that no
-policy can break, and is what a trainer carries out and ``t5ckpt prune --dry-run`` prints. Policies are joined with ``|``:
-a step stays if any of them keeps it.
+A policy returns a decision with a reason for every step. ``retention_plan`` adds the rules that no policy can override. A
+trainer carries out this plan, and ``t5ckpt prune --dry-run`` prints it. Policies are joined with ``|``: a step stays if any of
+them keeps it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class KeepAll(KeepPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class KeepLatest(KeepPolicy):
-    """Keeps the ``count`` largest steps; pinned ones stay besides and take no slot."""
+    """Keeps the ``count`` largest steps; pinned steps stay in addition and take no slot."""
 
     count: int
 
@@ -118,7 +118,7 @@ class KeepLatest(KeepPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class KeepBest(KeepPolicy):
-    """Keeps the ``count`` best steps by a metric, and besides always the latest (T5X's SaveBestCheckpointer).
+    """Keeps the ``count`` best steps by a metric, and always the latest (T5X's SaveBestCheckpointer).
 
     Of equal values the newer is better; NaN is worse than anything.
 

@@ -1,10 +1,10 @@
-"""Coming back: from the run's own checkpoints, from those of another run, or from nothing.
+"""Restores a run from its own checkpoints, starts it from those of another run, or initializes it.
 
     restored = restore_or_init(checkpointer, init_fn, initial_checkpoint=WarmStart('pretrained', take=MODEL))
 
-A damaged checkpoint is reported, put aside, and the next older one is used. Put aside means renamed, to
-``checkpoint_<step>.damaged-<unix seconds>``: nothing is lost, but no listing shows it, so that the run can save that step
-again. A run that has checkpoints of which none can be read is an error, never a fresh start.
+A damaged checkpoint is reported and renamed to ``checkpoint_<step>.damaged-<unix seconds>``, and the next older one is used. The
+renamed directory keeps its files but is not listed, so the run can save that step again. If a run has checkpoints and none can
+be read, this is an error, never a fresh start.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ OPTIMIZER = r'(state/param_states|opt_state)/.*'
 
 # What to do about a difference, in options of WarmStart; restore_or_init does not take those of Checkpointer.restore.
 _WARM_CURES = {
-    'dtype': 'A cast between kinds is never made silently: name the leaf in WarmStart(leave=...), or change the model.',
+    'dtype': 'A cast between kinds is never made silently: name the leaf in WarmStart(leave=...), or change the template.',
     'missing': "WarmStart(missing='init') takes leaves that are new from init_fn.",
     'shape': 'WarmStart(resize=...) pads with zeros or truncates; WarmStart(leave=...) takes the leaf from init_fn.',
-    'unexpected': "WarmStart(strict='contains') leaves out what the model has no place for.",
+    'unexpected': "WarmStart(strict='contains') leaves out what the template has no place for.",
     'rename': 'WarmStart(rename=[{rule}])',
 }
 # The run goes on from its own checkpoint whole. A changed model is a new run.
@@ -80,14 +80,14 @@ _OWN_CURES = {
 class WarmStart:
     r"""What to take from another run's checkpoint; the rest of the state comes from ``init_fn``.
 
-    Patterns are matched with the whole name of a leaf of the model, ``'params/dense/kernel'``.
+    Patterns are matched with the whole name of a leaf of the template, ``'params/dense/kernel'``.
 
     Attributes:
       path: a run's directory, a step's directory or a manifest.
       step: which step, where ``path`` is a run's directory; None takes the latest.
       take: leaves that come from the checkpoint.
       leave: leaves that do not, although ``take`` names them.
-      rename: (pattern, replacement) in order, as in ``apply_assignment_map``: where a leaf of the model has another name
+      rename: (pattern, replacement) in order, as in ``apply_assignment_map``: where a leaf of the template has another name
         in the checkpoint. Averaged weights instead of the trained ones: ``((r'params/(.*)', r'ema/\1'),)``.
       missing: 'error', or 'init': a leaf that ``take`` names and the checkpoint lacks comes from ``init_fn``.
       strict: as in ``Checkpointer.restore``, for what is taken of this source; the other leaves are not compared. Of several
@@ -115,7 +115,7 @@ class WarmStart:
         is_list = isinstance(rules, Sequence) and not isinstance(rules, str)
         if not is_list or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
             raise ValueError(
-                'WarmStart: rename is a list of (name in the model, name in the checkpoint), such as '
+                'WarmStart: rename is a list of (name in the template, name in the checkpoint), such as '
                 f"[('params/(.*)', r'ema/\\1')], got {rules!r:.80}."
             )
         check_patterns((pattern for pattern, _ in rules), 'WarmStart: rename')
@@ -130,12 +130,12 @@ class WarmStart:
         return os.fspath(self.path) if self.step is None else find_checkpoint(self.path, self.step)
 
     def is_taken(self, name: str) -> bool:
-        """Whether a leaf of the model is to come from the checkpoint."""
+        """Whether a leaf of the template is to come from the checkpoint."""
         left = self.leave is not None and leaf_pattern(self.leave).fullmatch(name) is not None
         return leaf_pattern(self.take).fullmatch(name) is not None and not left
 
     def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
-        """The checkpoint's state with the model's names, and only what is taken; a restore transform."""
+        """The checkpoint's state with the template's names, and only what is taken; a restore transform."""
         if self.rename:
             may_lack = self.missing == 'init'
             state_dict = assigned(state_dict, target_state_dict, self.rename, wanted=self.is_taken, may_lack=may_lack)
@@ -152,7 +152,7 @@ def restore_or_init(
     strict: str | None = None,
     donate: bool = False,
 ) -> Any:
-    """The state to train on from: the run's latest, or that of another run, or a new one.
+    """Returns the state to continue from: the run's latest checkpoint, that of another run, or a new state.
 
     Every process of the job calls it. ``checkpointer.restored_step`` is then the step that was restored, or None where
     the run had none.
@@ -168,7 +168,7 @@ def restore_or_init(
 
     Raises:
       CorruptCheckpointError: the run has checkpoints and none of them can be read.
-      TreeMismatchError: the checkpoint is not of this model.
+      TreeMismatchError: the checkpoint is not of this template.
     """
     if init_fn is not None and not callable(init_fn):
         raise ValueError(
@@ -279,7 +279,7 @@ class _Share:
 def _warm_start(
     checkpointer: Checkpointer, init_fn: Callable[[], Any], sources: Sequence[WarmStart], donate: bool
 ) -> Any:
-    model = flatten_state(checkpointer.template).table
+    template = flatten_state(checkpointer.template).table
     places: list[str] = checkpointer.agree(
         'the sources of a warm start', None, lambda _: [_found(checkpointer, each) for each in sources]
     )
@@ -287,10 +287,10 @@ def _warm_start(
     shares: list[_Share] = []
     given: frozenset[Path] = frozenset()
     for warm in sources:
-        shares.append(_share(checkpointer, warm, model, given))
+        shares.append(_share(checkpointer, warm, template, given))
         given |= shares[-1].found
     asked = given.union(*(share.lacking for share in shares))
-    from_init = [path for path in model if path not in asked]
+    from_init = [path for path in template if path not in asked]
     # Another run's position in the data means nothing here, so no restore moves the iterator.
     values: LeafTable = {}
     *earlier, last = shares
@@ -303,7 +303,7 @@ def _warm_start(
     initial: LeafTable = {}
     if from_init:
         fresh = flatten_state(_new_state(init_fn)).table
-        check_new_state(fresh, model, from_init)
+        check_new_state(fresh, template, from_init)
         initial = {path: _value(fresh[path]) for path in from_init}
     rest = values | initial
     state = checkpointer.restore(
@@ -316,8 +316,8 @@ def _warm_start(
         resize=last.warm.resize,
     )
     for share in shares:
-        _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.place, len(share.found), len(model))
-    _log.info('t5ckpt: %d of %d leaves are new', len(initial), len(model))
+        _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.place, len(share.found), len(template))
+    _log.info('t5ckpt: %d of %d leaves are new', len(initial), len(template))
     return state
 
 
@@ -334,19 +334,19 @@ def _found(checkpointer: Checkpointer, warm: WarmStart) -> str:
     return os.fspath(warm.path) if warm.step is None else checkpointer.open_elsewhere(warm.path, warm.step).path
 
 
-def _share(checkpointer: Checkpointer, warm: WarmStart, model: LeafTable, before: frozenset[Path]) -> _Share:
+def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, before: frozenset[Path]) -> _Share:
     """Which leaves a source gives, after those before it.
 
     Raises:
       ValueError: a pattern names nothing, or the source gives nothing of what the sources before it have left.
     """
     held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.place)))
-    found = warm.transform(_names(held), unflatten({path: _value(leaf) for path, leaf in model.items()}))
-    _check_patterns(warm, [*map(leaf_name, model), *held])
+    found = warm.transform(_names(held), unflatten({path: _value(leaf) for path, leaf in template.items()}))
+    _check_patterns(warm, [*map(leaf_name, template), *held])
     have = set(flatten_nested(found, is_spec))
-    free = frozenset(path for path in model if path not in before)
+    free = frozenset(path for path in template if path not in before)
     share = frozenset(path for path in free if path in have)
-    lacking = [path for path in model if path in free - share and warm.is_taken(leaf_name(path))]
+    lacking = [path for path in template if path in free - share and warm.is_taken(leaf_name(path))]
     if lacking and warm.missing == 'init':
         names = some_of([leaf_name(path) for path in lacking], 5)
         _log.info("t5ckpt: %s lacks %s, which missing='init' leaves to other sources and init_fn", warm.place, names)
@@ -355,13 +355,13 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, model: LeafTable, before
         cure = 'Narrow take= of those' if before else 'Correct take=, leave= and rename='
         left = ' that the sources before it have left' if before else ''
         raise ValueError(
-            f'initial_checkpoint: {warm.place} gives no leaf of the model{left}. {cure}, or leave this source out.'
+            f'initial_checkpoint: {warm.place} gives no leaf of the template{left}. {cure}, or leave this source out.'
         )
     return _Share(warm, share, frozenset(lacking), before)
 
 
 def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
-    """Raises where a pattern means nothing here: the run would start from other weights than was meant, without a word."""
+    """Raises for a pattern that matches nothing, since the run would silently start from other weights than intended."""
     # Without an optimizer there is nothing of it to leave.
     leave = None if warm.leave == OPTIMIZER else warm.leave
     for field, pattern in (('take', warm.take), ('leave', leave)):
@@ -373,7 +373,7 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
                 else ''
             )
             raise ValueError(
-                f'WarmStart: {field}={pattern!r} names no leaf of the model or of {warm.place}, such as '
+                f'WarmStart: {field}={pattern!r} names no leaf of the template or of {warm.place}, such as '
                 f'{", ".join(names[:3])}. Patterns are matched with whole names{hint}.'
             )
 

@@ -5,8 +5,8 @@ They are joined with ``|`` (any of them) and ``&`` (all of them)::
     SaveEvery(1000) | SaveEverySeconds(600) | SaveOnPreemption()
     SaveEvery(100) & SaveOnImprovement('eval/loss', 'min')
 
-In a job of several processes each one asks its own copy about the same moment, see ``save/schedule.py``, so all come to the
-same answer without a word between them. A policy must therefore look at nothing but the moment.
+In a job of several processes, each asks its own copy about the same moment (``save/schedule.py``), so all get the same answer
+without communication. A policy must therefore depend only on the moment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Moment:
       previous_step: of the call before it; None at the first call.
       last_saved_step: the latest step that is saved or being saved; None when the run has none.
       seconds_since_save: seconds since that save was begun, or, before the first one, since the first call.
-      preempted: whether a process of the job has been told to end, and nothing has been saved since.
+      preempted: whether a process of the job is preempted, and nothing has been saved since.
       metrics: given in this call.
       best: by metric, the smallest and the largest value among the saved steps, NaN left out.
       blocked_seconds: how long the latest save stopped the loop; None before the first.
@@ -132,7 +132,7 @@ class SaveAt(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class SaveEverySeconds(SavePolicy):
-    """Saves when so many seconds have passed since the save before, by the clock of process 0; from ``min_step`` on."""
+    """Saves when ``seconds`` have passed since the previous save, by the clock of process 0; from ``min_step`` on."""
 
     seconds: float
     min_step: int = 0
@@ -191,7 +191,7 @@ class SaveWhenIdle(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class SaveOnPreemption(SavePolicy):
-    """Saves when a process of the job has been told to end, see ``PreemptionNotice``."""
+    """Saves when a process of the job is preempted, see ``PreemptionNotice``."""
 
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
@@ -238,7 +238,7 @@ class SaveOnImprovement(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class YoungDaly(SavePolicy):
-    """Saves so often that the time lost to saves and that lost to failures are least together.
+    """Saves at the interval that minimizes the time lost to saves and failures together.
 
     The interval is sqrt(2 * cost of a save * mean time between failures): J. W. Young, A first order approximation to the
     optimum checkpoint interval, CACM 17(9), 1974; J. T. Daly, A higher order estimate of the optimum checkpoint interval

@@ -115,13 +115,13 @@ def apply_assignment_map(
 ) -> Mapping[str, Any]:
     r"""Renames the leaves of a checkpoint's state to those of a model (T5X, state_utils.apply_assignment_map).
 
-    For every leaf name of the model the first rule whose pattern matches it whole decides: its replacement, with
-    ``\1`` for groups, names the leaf of the checkpoint, or None leaves the model's leaf out. A leaf of the checkpoint
-    may feed several leaves of the model. Leaves that no rule names keep their names.
+    For every leaf name of the template the first rule whose pattern matches it whole decides: its replacement, with
+    ``\1`` for groups, names the leaf of the checkpoint, or None leaves the template's leaf out. A leaf of the checkpoint
+    may feed several leaves of the template. Leaves that no rule names keep their names.
 
     Args:
       ckpt_optimizer_state: the checkpoint's state, nested dicts; spec dicts are leaves.
-      optimizer_state: the model's state.
+      optimizer_state: the template's state.
       assignment_map: (pattern, replacement or None), in order. A pattern is text or compiled.
       require_all_rules_match: whether a pattern that matches nothing is an error.
       is_resuming: True returns the state as it is, for the restart of a run that has been mapped before.
@@ -146,18 +146,18 @@ def assigned(
     wanted: Callable[[str], bool] | None = None,
     may_lack: bool = False,
 ) -> Mapping[str, Any]:
-    """As :func:`apply_assignment_map`, for those leaves of the model that are ``wanted``.
+    """As :func:`apply_assignment_map`, for those leaves of the template that are ``wanted``.
 
     Of the others nothing is said, and of the wanted ones only that a rule leads to nothing: the caller knows what to do with
-    leaves that are missing. With ``may_lack`` such a rule leaves out the model's leaf.
+    leaves that are missing. With ``may_lack`` such a rule leaves out the template's leaf.
     """
-    held, model = _flatten(ckpt_optimizer_state), _flatten(optimizer_state)
-    source, unused = _apply_rules(held, model, assignment_map, wanted, may_lack)
+    held, template = _flatten(ckpt_optimizer_state), _flatten(optimizer_state)
+    source, unused = _apply_rules(held, template, assignment_map, wanted, may_lack)
     if unused and require_all_rules_match:
         where = 'the assignment map' if wanted is None else 'WarmStart(rename=...)'
         raise TreeMismatchError(
-            f'the patterns {unused} of {where} match no leaf of the model, which has {_some(model)}. A rule is '
-            '(name in the model, name in the checkpoint): correct it or leave it out.'
+            f'the patterns {unused} of {where} match no leaf of the template, which has {_some(template)}. A rule is '
+            '(name in the template, name in the checkpoint): correct it or leave it out.'
         )
     moved = {old for new, old in source.items() if old is not None and old != new}
     kept = {name: name for name in held if name not in moved and name not in source}
@@ -166,24 +166,24 @@ def assigned(
 
 
 def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leaves out what the model has no place for (T5X, state_utils.intersect_state).
+    """Leaves out what the template has no place for (T5X, state_utils.intersect_state).
 
     Pass it in ``state_transformation_fns`` of a restore. A warning in the log names what was left out.
 
     Args:
       state_dict: the checkpoint's state, nested dicts; spec dicts are leaves.
-      intersect_state_dict: the model's state.
+      intersect_state_dict: the template's state.
 
     Returns:
-      The leaves of the checkpoint whose names the model has, too.
+      The leaves of the checkpoint whose names the template has, too.
     """
-    held, model = _flatten(state_dict), _flatten(intersect_state_dict)
+    held, template = _flatten(state_dict), _flatten(intersect_state_dict)
     # None and empty containers are not a place for an array, as everywhere in a restore.
-    places = {name for name, leaf in model.items() if not _is_nothing(leaf) or _is_nothing(held.get(name))}
+    places = {name for name, leaf in template.items() if not _is_nothing(leaf) or _is_nothing(held.get(name))}
     dropped = [name for name in held if name not in places]
     if dropped:
         more = f' and {len(dropped) - 20} more' if len(dropped) > 20 else ''
-        _log.warning('t5ckpt: not in the model, so left out: %s%s', ', '.join(dropped[:20]), more)
+        _log.warning('t5ckpt: not in the template, so left out: %s%s', ', '.join(dropped[:20]), more)
     return _nest({name: value for name, value in held.items() if name in places})
 
 
@@ -193,16 +193,16 @@ def _is_nothing(leaf: Any) -> bool:
 
 def _apply_rules(
     held: Mapping[str, Any],
-    model: Mapping[str, Any],
+    template: Mapping[str, Any],
     rules: Sequence[tuple[str | re.Pattern[str], str | None]],
     wanted: Callable[[str], bool] | None,
     may_lack: bool,
 ) -> tuple[dict[str, str | None], list[str]]:
-    """For each leaf of the model its source, None where a rule drops it; and the patterns that matched nothing."""
+    """For each leaf of the template its source, None where a rule drops it; and the patterns that matched nothing."""
     compiled = [(leaf_pattern(pattern), replacement) for pattern, replacement in rules]
     unused = {pattern for pattern, _ in compiled}
     source: dict[str, str | None] = {}
-    for name in model:
+    for name in template:
         rule = next(((match, repl) for pattern, repl in compiled if (match := pattern.fullmatch(name))), None)
         if rule is None:
             if name in held:
@@ -263,7 +263,7 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(node, dict) or last in node:
             raise MissingLeaves(
                 f'{name}: another leaf has this name, or one that it begins with, after the assignment map. Give each leaf of '
-                'the model a place of its own.'
+                'the template a place of its own.'
             )
         node[last] = value
     return root

@@ -1,1 +1,1 @@
-"""Primitives that know nothing of checkpoints: protocols, arguments, keys, byte budget, thread pool, text."""
+"""Primitives that are independent of checkpoints: protocols, arguments, keys, byte budget, thread pool, text."""

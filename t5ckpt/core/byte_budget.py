@@ -1,11 +1,9 @@
-"""One shared byte budget.
+"""Bounds the host memory that a save or a restore uses at once.
 
-A budget bounds the host memory that a save or a restore holds at once. A request larger than the whole budget is
-admitted alone, when nothing else is held: T5X's condition variable waits for ever there (its comparison is strict),
-which is the bug this class exists to avoid.
+A request larger than the whole budget is admitted alone, when no other bytes are held. T5X's condition variable waits forever in
+this case, because its comparison is strict.
 
-Notes: thread safe; first come, first served is not promised, but a waiting request is never starved for ever because
-every release wakes all waiters.
+Notes: thread-safe. Requests are not served in order, but every release wakes all waiters.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class ByteBudget:
             self._peak = max(self._peak, self._held)
 
     def release(self, size: int) -> None:
-        """Gives ``size`` bytes back."""
+        """Releases ``size`` bytes."""
         with self._changed:
             self._held -= size
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """The line of the user's program that called the package, which a warning points at.
 
-A stack level counts frames of one thread. A warning that arises in the thread of a save, or below a library that calls back
-into the package, would point at a line that the user has not written. So the line is taken in the caller's thread.
+The ``stacklevel`` of a warning counts frames of one thread. In the thread of a save, or in a callback from another library, it
+would point at a line outside the user's program. So the line is recorded in the caller's thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""No garbage collection while one large structure is built.
+"""Pauses Python's garbage collector while one large structure is built.
 
-Python's collector looks at every object there is whenever a quarter as many have been made anew, and JAX keeps half a
-million. The plan of 10,000 leaves is a hundred thousand objects, none of them garbage: looking for it took a third of that
-save (docs/performance.md).
+The collector traverses all objects whenever a quarter as many were created, and JAX keeps half a million alive. The plan of
+10,000 leaves creates a hundred thousand objects, none of them garbage; collections took a third of that save
+(docs/performance.md).
 """
 
 from __future__ import annotations

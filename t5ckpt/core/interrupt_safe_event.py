@@ -1,8 +1,8 @@
-"""A flag to wait for, which no interrupt leaves locked.
+"""An event that an interrupt cannot leave locked.
 
-``threading.Event``, ``Condition`` and ``Semaphore`` are written in Python around a lock. An interrupt (Ctrl-C, or whatever a
-handler of a signal raises) between taking that lock and the ``try`` behind it leaves it taken for ever (CPython issue 74174),
-and the thread that would set the flag waits for it. What is used here is one operation of C each.
+``threading.Event``, ``Condition`` and ``Semaphore`` are implemented in Python around a lock. An exception from a signal handler,
+such as Ctrl-C, between acquiring that lock and the following ``try`` leaves it locked forever (CPython issue 74174), and the
+thread that would set the event blocks. Each operation used here is a single one in C.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class SaveStateTransformationFn(Protocol):
 
 
 class RestoreStateTransformationFn(Protocol):
-    """Transforms the checkpoint's state dict before it is matched with the model's."""
+    """Transforms the checkpoint's state dict before it is matched with the template's."""
 
     def __call__(self, state_dict: Any, target_state_dict: Any) -> Any:
         """Returns the new state dict; stored arrays are spec dicts in it and may be moved or dropped."""

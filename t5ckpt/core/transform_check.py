@@ -9,17 +9,17 @@ from typing import Any
 __all__ = ['check_transforms']
 
 
-def check_transforms(fns: Any) -> None:
+def check_transforms(transforms: Any) -> None:
     """Raises ValueError unless the option is a list of functions."""
-    if callable(fns):
+    if callable(transforms):
         raise ValueError(  # noqa: TRY004 - as for all options
-            f'state_transformation_fns is a list of functions, got {fns!r:.80}. Put it into a list.'
+            f'state_transformation_fns is a list of functions, got {transforms!r:.80}. Put it into a list.'
         )
-    is_list = isinstance(fns, Sequence) and not isinstance(fns, str)
-    wrong = next((fn for fn in fns if not callable(fn)), None) if is_list else fns
+    is_list = isinstance(transforms, Sequence) and not isinstance(transforms, str)
+    wrong = next((fn for fn in transforms if not callable(fn)), None) if is_list else transforms
     if wrong is not None:
         raise ValueError(f'state_transformation_fns is a list of functions, got {wrong!r:.80}.')
-    for fn in fns:
+    for fn in transforms:
         _check_takes_two(fn)
 
 

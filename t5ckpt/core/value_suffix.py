@@ -10,18 +10,20 @@ __all__ = ['value_rule']
 _SUFFIX = '/value'
 
 
-def value_rule(model: Collection[str], held: Collection[str]) -> tuple[str, str] | None:
+def value_rule(template: Collection[str], held: Collection[str]) -> tuple[str, str] | None:
     """One rule of an assignment map for all leaves that differ in the suffix alone; None where there are none.
 
     Args:
-      model: names that the model has and the checkpoint lacks.
-      held: names that the checkpoint has and the model lacks.
+      template: names that the template has and the checkpoint lacks.
+      held: names that the checkpoint has and the template lacks.
     """
     there = set(held)
-    lack = [name for name in model if name + _SUFFIX in there]
+    lack = [name for name in template if name + _SUFFIX in there]
     if lack:
         return rf'({_scopes(lack)})', rf'\1{_SUFFIX}'
-    have = [name.removesuffix(_SUFFIX) for name in model if name.endswith(_SUFFIX) and name[: -len(_SUFFIX)] in there]
+    have = [
+        name.removesuffix(_SUFFIX) for name in template if name.endswith(_SUFFIX) and name[: -len(_SUFFIX)] in there
+    ]
     return (rf'({_scopes(have)}){_SUFFIX}', r'\1') if have else None
 
 

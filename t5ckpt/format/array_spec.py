@@ -1,7 +1,7 @@
-"""TensorStore specs: how the manifest refers to a stored array.
+"""Parses and writes the TensorStore specs with which a manifest refers to stored arrays.
 
-A spec is parsed field by field against an allow-list of what T5X ever wrote and is never handed to TensorStore, which
-would open whatever it names: other files, other hosts.
+A spec is parsed field by field against an allow-list of the fields that T5X writes. It is never passed to TensorStore, which
+would open any file or host that it names.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What to write and what to read, decided before a byte moves; pure."""
+"""Plans of saves and restores: pure functions that decide what to write and what to read."""

@@ -1,13 +1,13 @@
-"""Chunk shapes: the greedy chooser of T5X, made safe for awkward sizes.
+"""Chooses chunk shapes with T5X's greedy algorithm (``_choose_chunk_shape``).
 
-A chunk divides the shard that is written, so no two writers ever share a chunk file, and holds at most ``limit``
-bytes; the largest dimension is split first (T5X, ``_choose_chunk_shape``). Two things differ from T5X:
+A chunk divides the shard that is written, so two writers never share a chunk file. It holds at most ``limit`` bytes if
+possible; the largest dimension is split first. Two things differ from T5X:
 
-- Divisors come from a factorisation, not from trying every number below the size: a dimension of 10^9 takes
+- Divisors come from a factorization instead of a trial of every number below the size. A dimension of 10^9 takes
   milliseconds instead of a minute.
-- A dimension without a useful divisor (a vocabulary of 32,003, a prime) is not cut down to slices of 1, which would
-  make 32,003 files: the next largest dimension is split instead, and where none helps the chunk stays
-  larger than the limit. The limit is a wish, a million files are not.
+- A dimension without a useful divisor, such as a vocabulary of 32,003, which is prime, is not split into slices of 1, which
+  would make 32,003 files. The next largest dimension is split instead. If none helps, the chunk is larger than the limit,
+  since one large file is better than a million small ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def choose_chunks(shard_shape: Sequence[int], itemsize: int, limit: int = DEFAUL
     Args:
       shard_shape: the shape that one writer writes, every dimension at least 1.
       itemsize: bytes per element.
-      limit: the wish for the largest chunk, in bytes.
+      limit: the desired largest size of a chunk, in bytes.
 
     Returns:
       A shape of the same rank that divides ``shard_shape``.
@@ -50,7 +50,7 @@ def choose_chunks(shard_shape: Sequence[int], itemsize: int, limit: int = DEFAUL
 
 
 def _next_split(chunk: list[int], divisors: list[list[int]], total: int, target: int) -> tuple[int, int] | None:
-    """The largest dimension whose next smaller divisor does not overshoot the target by far."""
+    """The largest dimension whose next smaller divisor does not make chunks much smaller than the limit."""
     for axis in sorted(range(len(chunk)), key=lambda i: (-chunk[i], i)):
         smaller = divisors[axis]
         while smaller and smaller[-1] >= chunk[axis]:

@@ -1,4 +1,4 @@
-"""The parts of an array that this process's devices hold."""
+"""Computes the parts of an array that this process's devices hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def boxes_wanted(target: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:
 
 
 def is_on_cpu(target: LeafTemplate) -> bool:
-    """Whether a buffer of this process can be the target's own: numpy, or the CPU backend's default memory."""
+    """Whether the result can use a host buffer in place: a numpy array, or default memory of the CPU backend."""
     if not target.device:
         return True
     import jax

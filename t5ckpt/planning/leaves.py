@@ -1,4 +1,4 @@
-"""Leaves of a checkpoint and of a template, compared and described for messages."""
+"""Compares leaves of a checkpoint with those of a template, and describes both for messages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ['as_leaf', 'both_python_ints', 'check_new_state', 'describe', 'first_
 
 
 def as_leaf(path: Path, found: Any) -> Any:
-    """A leaf of the checkpoint; a number that a transform put there as numpy.
+    """A leaf of the checkpoint; a number that a transform returned is converted to numpy.
 
     Raises:
-      UnsupportedLeafError: a transform put something else there.
+      UnsupportedLeafError: a transform returned something that cannot be a leaf.
     """
     if found is None or isinstance(found, (Empty, str)) or (hasattr(found, 'shape') and hasattr(found, 'dtype')):
         return found
@@ -36,13 +36,13 @@ def as_leaf(path: Path, found: Any) -> Any:
 
 
 def both_python_ints(dtype: np.dtype, target: LeafTemplate) -> bool:
-    """A Python int from 2^63 on is stored as uint64, and is a Python int again."""
+    """Whether both are Python ints: one of 2^63 or more is stored as uint64 and restored as a Python int."""
     is_int = target.kind == 'scalar' and target.python is not None and base_number(target.python) is int
     return is_int and kind(dtype) in ('int', 'uint')
 
 
 def held(found: Any) -> str:
-    """What the checkpoint holds at a leaf, for a message."""
+    """Describes a leaf of the checkpoint, for a message."""
     if found is None or isinstance(found, Empty):
         return 'None' if found is None else 'an empty container'
     return (
@@ -55,7 +55,7 @@ def held(found: Any) -> str:
 
 
 def describe(target: LeafTemplate) -> str:
-    """What the template has at a leaf, for a message."""
+    """Describes a leaf of the template, for a message."""
     if target.kind == 'scalar' and target.python is not None:
         return f'Python {target.python.__name__}'
     return f'{"" if target.dtype is None else target.dtype.name} {target.shape}'.strip()
@@ -67,20 +67,20 @@ def is_empty(leaf: Any) -> bool:
 
 
 def first_in(path: Path, places: Collection[Path]) -> Path | None:
-    """The path itself or the nearest to the root of what is above it, if it is one of these."""
+    """The path, or its ancestor nearest to the root, that is one of these; None if there is none."""
     return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in places), None)
 
 
 def restricted(targets: Mapping[Path, LeafTemplate], only: AbstractSet[Path]) -> dict[Path, LeafTemplate]:
-    """The targets of a model with all but some leaves left out.
+    """The template with all leaves skipped except some.
 
     Raises:
-      UnmatchedPattern: the model lacks one of these leaves.
+      UnmatchedPattern: the template lacks one of these leaves.
     """
     unknown = sorted(leaf_name(path) for path in only - targets.keys())
     if unknown:
         raise UnmatchedPattern(
-            f'leaves: the model has no {some_of(unknown, 5, ", ")}. A leaf is named by its path, such as '
+            f'leaves: the template has no {some_of(unknown, 5, ", ")}. A leaf is named by its path, such as '
             f'{next(iter(targets), ())!r}.'
         )
     return {path: target if path in only else target.left_out() for path, target in targets.items()}

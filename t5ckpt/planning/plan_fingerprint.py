@@ -1,4 +1,4 @@
-"""A save plan as text: what all processes must have in common before a byte is written, and how two of them differ."""
+"""Formats a save plan as text, which all processes must have in common, and describes how two plans differ."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MAX_DIFF_LINES = 40
 
 
 def plan_text(plan: SavePlan, header: Sequence[str]) -> str:
-    """One line for each leaf, after the header; which chunks this process writes is left out.
+    """One line per leaf, after the header. Excludes the chunks of this process.
 
-    Python numbers and host arrays may have other values in each process; process 0's are taken.
+    Python numbers and host arrays may differ between processes; those of process 0 are saved.
     """
     shardings: dict[int, str] = {}
     leaves = [f'{leaf_name(write.path)}: {_leaf_text(write, shardings)}' for write in (*plan.writes, *plan.inline)]
@@ -35,7 +35,7 @@ def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> st
     if sharding is None:
         place = 'host'
     else:
-        # Few shardings serve many leaves, and their text takes long.
+        # Many leaves share few shardings, and formatting one is slow.
         if id(sharding) not in shardings:
             shardings[id(sharding)] = f'{sharding} on {_devices_text(sharding)}'
         place = shardings[id(sharding)]
@@ -46,7 +46,7 @@ def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> st
 
 
 def _devices_text(sharding: Any) -> str:
-    """Which devices, in which order: a mesh's text says only how many."""
+    """The devices in their order; the text of a mesh has only their number."""
     mesh = getattr(sharding, 'mesh', None)
     devices = sharding.device_set if mesh is None else mesh.devices.flat
     ids = [device.id for device in devices]
@@ -54,7 +54,7 @@ def _devices_text(sharding: Any) -> str:
 
 
 def difference(first: str, other: str, process: int) -> DisagreementError:
-    """The error for a process whose plan is not process 0's."""
+    """The error for a process whose plan differs from that of process 0."""
     changes = difflib.unified_diff(
         first.splitlines(), other.splitlines(), 'process 0', f'process {process}', '', '', 0, ''
     )

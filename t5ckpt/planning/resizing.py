@@ -1,7 +1,7 @@
-"""Leaves that are padded with zeros or truncated to the shape of the template, because the caller asked for it.
+"""Pads leaves with zeros or truncates them to the shape of the template, for ``resize=``.
 
-As in JAX and Orbax, the values keep their indices: what both shapes have in common is copied, the rest of a larger template is
-zero, and the rest of a larger checkpoint is not read.
+As in JAX and Orbax, the values keep their indices: the part common to both shapes is copied, the rest of a larger template
+is zero, and the rest of a larger checkpoint is not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Resize:
         """
         given: Any = patterns
         if given is None or not isinstance(given, Collection) or isinstance(given, (str, bytes)):
-            # Also what is no pattern at all, which the check names.
+            # Includes values that are not patterns, which the check reports.
             given = () if given is None else (given,)
         self.patterns: tuple[str | re.Pattern[str], ...] = tuple(given)
         check_patterns(self.patterns, 'resize')
@@ -56,13 +56,13 @@ class Resize:
         for pattern in self.patterns:
             if not any(leaf_pattern(pattern).fullmatch(name) for name in names):
                 raise ValueError(
-                    f'resize={pattern!r} names no leaf of the model, which has {", ".join(names[:3])}, ... Patterns are matched '
-                    'with whole names.'
+                    f'resize={pattern!r} names no leaf of the template, which has {", ".join(names[:3])}, ... Patterns are '
+                    'matched with whole names.'
                 )
 
 
 def clipped(box: Box, shape: Sequence[int]) -> Box | None:
-    """The part of a box that lies inside an array of this shape; None where nothing does."""
+    """The part of a box that lies inside an array of this shape; None if that is empty."""
     part = box.intersect(Box.whole(shape))
     return None if part.is_empty and part != box else part
 

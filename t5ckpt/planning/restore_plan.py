@@ -1,15 +1,16 @@
-"""Everything that is decided about a restore, before a byte moves.
+"""Plans a restore: matches the leaves of a checkpoint with those of a template, before anything is read.
 
-``checkpoint_leaves`` turns a manifest into typed leaves; ``plan_restore`` matches them with what the model wants and
-either returns a plan or raises one error with every difference in it.
+``checkpoint_leaves`` parses a manifest into typed leaves. ``plan_restore`` matches them with the template and either returns
+a plan or raises one error that lists all differences.
 
-Rules, where T5X is silent or surprising:
-- The result has the checkpoint's dtype, as in T5X, unless ``restore_dtype`` casts it; a difference within a kind
-  (float32 against bfloat16) is logged, a difference of kind is an error.
-- Inline leaves are checked like stored ones (T5X takes any shape there).
-- None, an empty container and no leaf at all are the same: the model has no place there. What the checkpoint holds there
-  or below is a leaf too many.
-- ``...`` as a leaf of the model leaves out what the checkpoint holds there or below: nothing of it is read.
+Rules that T5X leaves open, or that differ from T5X:
+
+- The result has the checkpoint's dtype, as in T5X, unless ``restore_dtype`` casts it. A difference within a dtype class
+  (float32 and bfloat16) is logged; a difference of class is an error.
+- Inline leaves are checked like stored ones, while T5X accepts any shape there.
+- None, an empty container and an absent leaf are equivalent in the template. An array that the checkpoint holds there or
+  below is an unexpected leaf.
+- ``...`` as a leaf of the template skips the leaves of the checkpoint there or below; they are not read.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from t5ckpt.tree.template import LeafTemplate, canonical_dtype
 
 __all__ = ['STRICTNESS', 'InlineRead', 'RestoreOptions', 'RestorePlan', 'StoredRead', 'plan_restore']
 
-# How alike the two must be: 'exact' also in every dtype, 'up_to_dtype' but for float32 against bfloat16 and the like,
-# 'contains' may hold more than the model.
+# How closely the two must match: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
+# 'contains' also allows a checkpoint with more leaves than the template.
 STRICTNESS = ('exact', 'up_to_dtype', 'contains')
-# What a model has where it has no leaf.
+# What stands for the absence of a leaf in a template.
 _LEFT_OUT = ('skip', 'unread')
 _NO_PLACE = ('none', 'empty', *_LEFT_OUT)
-# Close names are looked for this many times: it takes milliseconds each, and nobody reads more of them.
+# Number of leaves for which close names are searched, which takes milliseconds each.
 _HINTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredRead:
-    """One array to read: ``dtype`` after the cast. The target's shape is another than the leaf's where it is resized."""
+    """One array to read, with its ``dtype`` after the cast. The template's shape differs from the leaf's if it is resized."""
 
     path: Path
     leaf: StoredLeaf
@@ -60,9 +61,9 @@ class StoredRead:
 
 @dataclasses.dataclass(frozen=True)
 class InlineRead:
-    """One leaf that the manifest holds, or any array that a restore transform put there.
+    """One leaf that the manifest holds, or an array that a restore transform returned.
 
-    ``resizes`` allows a value of another shape than the target's.
+    ``resizes`` allows a value whose shape differs from the template's.
     """
 
     path: Path
@@ -78,13 +79,13 @@ class RestoreOptions:
 
     Attributes:
       cast: of floating leaves; None casts nothing.
-      fallback: values for leaves that the checkpoint lacks; without one a missing leaf is an error.
-      keys: the implementation of typed PRNG keys, by path, from the sidecar; None for checkpoints of others, where
-        any uint32 array may be keys.
-      lenient_keys: an array that is not in ``keys`` may be keys too, because a transform may have made it.
+      fallback: values for leaves that the checkpoint lacks; a missing leaf without one is an error.
+      keys: the implementation of typed PRNG keys, by path, from the sidecar; None for checkpoints of other programs, in
+        which any uint32 array may be keys.
+      lenient_keys: accept an array that is not in ``keys`` as keys, because a transform may have made it.
       strict: one of STRICTNESS.
       resize: leaves that may be padded or truncated to the template's shape.
-      places: whether leaves go to devices; a lazy restore leaves them where they are, so no sharding matters.
+      places: whether leaves are put on devices; a lazy restore does not, and ignores shardings.
     """
 
     cast: Cast | None = None
@@ -98,16 +99,16 @@ class RestoreOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RestorePlan:
-    """What to read.
+    """The leaves to restore, and where each comes from.
 
     Attributes:
       stored: arrays to read from storage.
-      inline: leaves whose values are at hand.
-      kept: leaves that come from the model itself: None, ``...``, empty containers, text.
+      inline: leaves whose values are in the manifest.
+      kept: leaves that are taken from the template: None, ``...``, empty containers, text.
       fallback: paths that are taken from ``fallback_state``.
-      ignored: leaves of the checkpoint that the model has no use for.
-      skipped: leaves of the checkpoint where the model has ``...``, or below.
-      notes: differences of dtype within a kind, for the log.
+      ignored: leaves of the checkpoint that the template lacks.
+      skipped: leaves of the checkpoint where the template has ``...``, or below.
+      notes: differences of dtype within a dtype class, for the log.
       resized: leaves that are padded or truncated, with both shapes, for the log.
     """
 
@@ -127,18 +128,18 @@ def plan_restore(
     options: RestoreOptions,
     where: str,
 ) -> RestorePlan:
-    """Matches a checkpoint with a model.
+    """Matches a checkpoint with a template.
 
     Args:
       leaves: from :func:`checkpoint_leaves`.
-      targets: what the model wants at each of its leaves.
-      options: fallback values, casts, and the facts to hold against.
+      targets: the template of each leaf.
+      options: fallback values, casts, and facts of the sidecar.
       where: the checkpoint, for messages.
 
     Raises:
-      TreeMismatchError: or the subclass of the only kind of difference there is.
-      UnsupportedLeafError: a transform put something there that is no leaf.
-      UnmatchedPattern: the cast is meant for no leaf of the model.
+      TreeMismatchError: with all differences; a subclass if they are all of one kind.
+      UnsupportedLeafError: a transform returned something that cannot be a leaf.
+      UnmatchedPattern: the cast selects no leaf of the template.
     """
     check_cast(options.cast, {path: target.dtype for path, target in targets.items()})
     options.resize.check(targets)
@@ -161,7 +162,7 @@ def plan_restore(
 
 
 class _Matcher:
-    """Collects the plan and the problems, leaf by leaf."""
+    """Collects the plan and the differences, leaf by leaf."""
 
     def __init__(self, leaves: LeafTable, targets: Mapping[Path, LeafTemplate], options: RestoreOptions):
         self._leaves = leaves
@@ -203,7 +204,7 @@ class _Matcher:
                 self.inline.append(InlineRead(path, found, target, dtype, tuple(found.shape) != target.shape))
 
     def _casts_from(self, source: str) -> bool:
-        """Whether leaves of a source are cast: those of ``fallback_state`` only to the template's dtypes."""
+        """Whether leaves of a source are cast; those of ``fallback_state`` only to the template's dtypes."""
         return self._cast is not None and (source == '' or self._cast.dtype is None)
 
     def _resizes(self, name: str, shape: tuple[int, ...], target: LeafTemplate) -> bool:
@@ -214,16 +215,16 @@ class _Matcher:
         return True
 
     def _keep(self, path: Path, target: LeafTemplate, found: Any) -> None:
-        """An empty container or text of the model, which holds no array."""
+        """Adds an empty container or a text of the template."""
         if hasattr(found, 'dtype') and target.kind == 'text':
             self.problems.append(LeafProblem(leaf_name(path), 'unexpected', held(found), 'text'))
         elif target.kind == 'text' and not isinstance(found, str):
-            self.notes.append(f"{leaf_name(path)}: no text in the checkpoint, the model's stays")
+            self.notes.append(f"{leaf_name(path)}: no text in the checkpoint, the template's stays")
         is_text = isinstance(found, str) and target.kind == 'text'
         self.kept[path] = as_instance(type(target.example), found) if is_text else target.example
 
     def _fall_back(self, path: Path, target: LeafTemplate, value: Any) -> bool:
-        """Takes a leaf from ``fallback_state``, held to the same rules as the checkpoint's."""
+        """Takes a leaf from ``fallback_state``, with the same checks as for a leaf of the checkpoint."""
         if value is None or isinstance(value, (Empty, str)):
             return False
         if target.kind != 'key' or isinstance(getattr(value, 'dtype', None), np.dtype):
@@ -245,10 +246,10 @@ class _Matcher:
         self.problems.append(LeafProblem(name, 'missing', '', describe(target), near=near))
 
     def _near(self, name: str, there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
-        """Names there that are close and have no partner here; one that has is no leaf that was renamed."""
+        """Close names on the other side that match no leaf on this side, and so may be the renamed leaf."""
         if len(self.problems) >= _HINTED:
             return ()
-        # An empty container is no leaf that could have another name.
+        # An empty container is not a leaf that could have been renamed.
         names = (leaf_name(path) for path, other in there.items() if path not in here and not is_empty(other))
         return tuple(near_names(name, names))
 
@@ -259,8 +260,8 @@ class _Matcher:
         written_impl = (self._keys or {}).get(path, None if self._lenient_keys else '') if known else None
         if written_impl is not None and written_impl != target.impl:
             held = f'PRNG keys of {written_impl}' if written_impl else dtype.name
-            model = f'PRNG keys of {target.impl}' if target.impl else wanted.name
-            self.problems.append(LeafProblem(name, 'dtype', held, model))
+            template = f'PRNG keys of {target.impl}' if target.impl else wanted.name
+            self.problems.append(LeafProblem(name, 'dtype', held, template))
             return False
         if shape != target.shape and (source or not self._resizes(name, shape, target)):
             self.problems.append(LeafProblem(name, 'shape', f'{source}{shape}', str(target.shape)))
@@ -274,11 +275,11 @@ class _Matcher:
             self.problems.append(LeafProblem(name, 'dtype', f'{source}{came.name}', wanted.name, hint))
             return False
         if came != wanted and target.kind == 'array' and not (target.device and canonical_dtype(came) == wanted):
-            self.notes.append(f'{name}: checkpoint {dtype.name}, model {wanted.name}')
+            self.notes.append(f'{name}: checkpoint {dtype.name}, template {wanted.name}')
         return True
 
     def leftovers(self) -> None:
-        """Leaves of the checkpoint that the model has no place for."""
+        """Adds the leaves of the checkpoint that the template lacks."""
         places = {path: target.kind for path, target in self._targets.items() if target.kind in _NO_PLACE}
         skips = {path for path, kind in places.items() if kind in _LEFT_OUT}
         used = set[Path]()
@@ -290,13 +291,13 @@ class _Matcher:
                 used.add(above)
                 self.skipped.append(path)
             elif isinstance(found, str):
-                self.notes.append(f'{leaf_name(path)}: text in the checkpoint, not in the model')
+                self.notes.append(f'{leaf_name(path)}: text in the checkpoint, not in the template')
             elif self._strict == 'contains':
                 self.ignored.append(path)
             else:
                 self._excess(path, found, places)
         self.notes += [
-            f'{leaf_name(path)}: ... in the model, and nothing in the checkpoint'
+            f'{leaf_name(path)}: ... in the template, and nothing in the checkpoint'
             for path in skips - used
             if places[path] == 'skip'
         ]
@@ -306,5 +307,5 @@ class _Matcher:
         near = self._near(name, self._targets, self._leaves)
         what = '' if above is None else 'None' if places[above] == 'none' else 'an empty container'
         where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
-        hint = f'The model has {what} {where}.' if what else ''
+        hint = f'The template has {what} {where}.' if what else ''
         self.problems.append(LeafProblem(name, 'unexpected', held(found), what, hint, near))

@@ -1,15 +1,15 @@
-"""Everything that is decided about a save, before a byte moves.
+"""Plans a save: which leaves go into the manifest, and which chunks of the others this process writes.
 
-``plan_save`` takes the leaf table and says which leaf goes inline into the manifest and which is written as a zarr
-array, with which chunks, by which shards of this process. It reads no device and touches no file.
+``plan_save`` decides for each leaf of the table whether it is written inline into the manifest or stored as a zarr array,
+with which chunks, from which shards of this process. It reads no device and no file.
 
-Inline or stored: an inline leaf costs 13 us and no file, a zarr array 750 us and two files (10,000 leaves of 1 KB:
-0.13 s against 7.5 s), so small leaves that this process holds whole go inline, smallest first, up to a total. T5X
-reads inline leaves everywhere it reads stored ones.
+Inline or stored: an inline leaf takes 13 us and no file, a zarr array 750 us and two files (10,000 leaves of 1 KB: 0.13 s
+compared with 7.5 s). So small leaves that this process holds whole go inline, smallest first, up to a total size. T5X reads
+inline leaves everywhere it reads stored ones.
 
-The reverse does not hold: T5X inlines a leaf whose mesh axes are None, whatever its size, and cannot restore one that is
-stored. Where a partitioner says which leaves these are, ``rule`` follows it. Without one, the vectors of the optimizer
-state (``state/param_states``: Adafactor's v_row and v_col are what T5X gives no axes) go inline up to ``vector_bytes``.
+The reverse is not true: T5X inlines a leaf whose mesh axes are None, whatever its size, and cannot restore such a leaf when
+it is stored. With a partitioner, ``rule`` names these leaves. Without one, the vectors of the optimizer state
+(``state/param_states``, such as Adafactor's v_row and v_col, to which T5X gives no axes) go inline up to ``vector_bytes``.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class SaveOptions:
     Attributes:
       cast: of floating leaves; None casts nothing.
       codec: a key of ``CODECS``.
-      chunk_bytes: the wish for the largest chunk.
+      chunk_bytes: the desired largest size of a chunk.
       inline_bytes: leaves up to this many bytes go into the manifest.
-      inline_total_bytes: as long as the manifest's arrays stay below this together.
-      vector_bytes: the limit for vectors of an optimizer's state, where no partitioner says what T5X does with them. It is
-        that of 64 stacked layers of T5-11B (64 x 65,536 float32).
+      inline_total_bytes: the limit for the sum of the manifest's arrays.
+      vector_bytes: the limit for vectors of an optimizer's state if there is no partitioner; by default 64 stacked layers
+        of T5-11B (64 x 65,536 float32).
     """
 
     cast: Cast | None = None
@@ -120,7 +120,7 @@ class ArrayWrite:
 
 @dataclasses.dataclass(frozen=True)
 class InlineWrite:
-    """One leaf of the manifest; ``dtype`` is the leaf's after the cast, None where the leaf is None."""
+    """One leaf of the manifest; ``dtype`` is the leaf's after the cast, or None for a leaf that is None."""
 
     path: Path
     leaf: Any
@@ -129,7 +129,7 @@ class InlineWrite:
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """What to write. ``facts`` is what goes to the sidecar's ``tree``."""
+    """What to write; ``facts`` becomes the sidecar's ``tree``."""
 
     writes: tuple[ArrayWrite, ...]
     inline: tuple[InlineWrite, ...]
@@ -137,9 +137,9 @@ class SavePlan:
 
 
 class _Leaf(NamedTuple):
-    """A leaf with what the planner needs to know of it; ``dtype`` is None where there is no array.
+    """A leaf with the facts that the planner needs; ``dtype`` is None if it is not an array.
 
-    A tuple, since one is made for each leaf, and a frozen dataclass of eight fields takes three times as long to make.
+    A named tuple, since one is made per leaf, and a frozen dataclass of eight fields takes three times as long to make.
     """
 
     path: Path
@@ -155,33 +155,35 @@ def plan_save(
     table: LeafTable,
     infos: Mapping[Path, ParameterInfo],
     options: SaveOptions,
-    owners: WriteAssignment | None = None,
+    assignment: WriteAssignment | None = None,
     rule: Mapping[Path, bool] | None = None,
 ) -> SavePlan:
     """Plans a save.
 
     Args:
       table: the leaves, after save transforms.
-      infos: for each leaf, if the caller has one.
+      infos: by path, for leaves that have one.
       options: see :class:`SaveOptions`.
-      owners: which process of how many this is, in a job of several.
-      rule: whether T5X writes a leaf into the manifest, of those of which it is known.
+      assignment: assigns the chunks of shards that several processes hold.
+      rule: by path, whether T5X writes the leaf into the manifest, where that is known.
 
     Raises:
       UnsupportedLeafError: naming every leaf that cannot be written.
-      UnmatchedPattern: the cast is meant for no leaf.
+      UnmatchedPattern: the cast selects no leaf.
     """
-    owners = WriteAssignment() if owners is None else owners
+    assignment = WriteAssignment() if assignment is None else assignment
     leaves = _examine_all(table, infos, options)
     if options.cast is not None:
         check_cast(options.cast, {leaf.path: leaf.target.dtype for leaf in leaves})
-    if owners.count > 1:
-        _refuse_local(leaves, owners.count)
-        # Chunks are dealt out leaf after leaf, so the order must be the same everywhere; that of a dict need not be.
+    if assignment.count > 1:
+        _refuse_local(leaves, assignment.count)
+        # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
         leaves.sort(key=lambda leaf: leaf.path)
-    stored = _stored_paths(leaves, options, owners, {} if rule is None else rule)
+    stored = _stored_paths(leaves, options, assignment, {} if rule is None else rule)
     directories = _directories([leaf for leaf in leaves if leaf.path in stored])
-    writes = tuple(_plan_array(leaf, directories[leaf.path], options, owners) for leaf in leaves if leaf.path in stored)
+    writes = tuple(
+        _plan_array(leaf, directories[leaf.path], options, assignment) for leaf in leaves if leaf.path in stored
+    )
     inline = tuple(
         InlineWrite(leaf.path, leaf.value, leaf.dtype)
         for leaf in leaves
@@ -250,13 +252,13 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
 
 
 def _check_path(path: Path, name: str, target: LeafTemplate) -> None:
-    """Refuses what could be written and never read again."""
+    """Rejects leaves that could be written and never read again."""
     if len(path) > _MAX_DEPTH or len(target.shape) > _MAX_RANK:
         raise UnsupportedLeafError(
             f'{name[:200]}: nested {len(path)} deep with {len(target.shape)} dimensions, the format holds '
             f'{_MAX_DEPTH} and {_MAX_RANK}. Flatten the state.'
         )
-    # Most are ASCII, which costs nothing to see.
+    # Most names are ASCII, which is a fast check.
     if not name.isascii():
         _check_unicode(name)
     if '__msgpack_chunked_array__' in path:
@@ -267,7 +269,9 @@ def _check_unicode(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise UnsupportedLeafError(f'{name!r}: the key is no Unicode text ({error.reason}). Rename it.') from error
+        raise UnsupportedLeafError(
+            f'{name!r}: the key is not valid Unicode text ({error.reason}). Rename it.'
+        ) from error
 
 
 def _key_data(keys: Any) -> Any:
@@ -277,19 +281,19 @@ def _key_data(keys: Any) -> Any:
 
 
 def _stored_paths(
-    leaves: Sequence[_Leaf], options: SaveOptions, owners: WriteAssignment, rule: Mapping[Path, bool]
+    leaves: Sequence[_Leaf], options: SaveOptions, assignment: WriteAssignment, rule: Mapping[Path, bool]
 ) -> set[Path]:
-    """The leaves that get an array of their own: all that are too large, or that process 0 does not hold whole.
+    """The leaves that are stored as arrays: those that are too large, or that process 0 does not hold whole.
 
-    Empty arrays and scalars always go inline: zarr has no chunk of size 0, and a scalar no chunk to split. So does, whatever
-    its size, what T5X inlines by ``rule``.
+    Empty arrays and scalars always go inline, since zarr has no chunk of size 0 and a scalar cannot be split. Leaves that T5X
+    inlines by ``rule`` go inline whatever their size.
     """
     stored: set[Path] = set()
     total = 0
     for leaf in sorted(leaves, key=lambda leaf: (leaf.nbytes, leaf.path)):
         if leaf.dtype is None:
             continue
-        at_hand = not is_jax_array(leaf.value) or owners.on_leader(leaf.value)
+        at_hand = not is_jax_array(leaf.value) or assignment.on_leader(leaf.value)
         t5x_inlines = rule.get(leaf.path)
         must_inline = leaf.nbytes == 0 or (
             at_hand and (leaf.target.shape == () or (t5x_inlines is True and leaf.whole))
@@ -306,13 +310,13 @@ def _stored_paths(
 
 
 def _is_optimizer_vector(leaf: _Leaf) -> bool:
-    """Whether T5X's own partitioners are likely to give a leaf no axes: a factor of Adafactor's second moments, say."""
+    """Whether T5X's partitioners probably give a leaf no axes, as for the factors of Adafactor's second moments."""
     is_vector = len(leaf.target.shape) <= 1 or not _FACTORS.isdisjoint(leaf.path)
     return is_vector and leaf.path[:2] == _OPTIMIZER_STATE
 
 
 def _directories(leaves: Sequence[_Leaf]) -> dict[Path, str]:
-    """A directory for each stored leaf; a name that a transform gave to two leaves serves the first."""
+    """The directory of each stored leaf. If a transform gives two leaves one name, the first gets it."""
     names: dict[Path, str] = {}
     taken: set[str] = set()
     for leaf in leaves:
@@ -328,7 +332,7 @@ def _directories(leaves: Sequence[_Leaf]) -> dict[Path, str]:
 
 
 def _refuse_local(leaves: Sequence[_Leaf], count: int) -> None:
-    """In a job of several processes each has its own values of a host-local array, and a checkpoint has room for one."""
+    """Rejects host-local arrays in a job of several processes, since each process has different values of them."""
     local = [leaf for leaf in leaves if is_jax_array(leaf.value) and leaf.value.is_fully_addressable]
     if local:
         names = [f'{leaf_name(leaf.path)} {leaf.target.shape} on {leaf.value.sharding}' for leaf in local[:20]]
@@ -342,15 +346,15 @@ def _refuse_local(leaves: Sequence[_Leaf], count: int) -> None:
         raise UnsupportedLeafError(lines(lines(head, *names, between='\n  '), cure))
 
 
-def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, owners: WriteAssignment) -> ArrayWrite:
+def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
     dtype = np.dtype(np.void) if leaf.dtype is None else leaf.dtype
     on_disk = stored_dtype(dtype)
     shape, value = leaf.target.shape, leaf.value
     if is_jax_array(value):
-        chunk_shape = owners.chunk_shape(value, on_disk.itemsize, options.chunk_bytes)
-        shards = owners.held(value)
+        chunk_shape = assignment.chunk_shape(value, on_disk.itemsize, options.chunk_bytes)
+        shards = assignment.shards_of(value)
     else:
-        # Host arrays are process 0's.
+        # Host arrays are written by process 0.
         chunk_shape = chunk_shape_for(shape, shape, on_disk.itemsize, options.chunk_bytes, 1)
         shards = [HeldShard(-1, Box.whole(shape), (0,))]
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
@@ -358,8 +362,8 @@ def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, owners: Write
     grid = array.grid
     chunks: list[ChunkWrite] = []
     for shard in shards:
-        boxes = owners.mine(shard, grid, on_disk.itemsize)
-        # Of a shard at the array's origin both boxes are one object, which takes half the memory and time.
+        boxes = assignment.chunks_of_this_process(shard, grid, on_disk.itemsize)
+        # For a shard at the array's origin both boxes are one object, which halves memory and time.
         is_shifted = any(shard.box.start)
         chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
     return ArrayWrite(leaf.path, leaf.value, dtype, array, tuple(chunks))

@@ -1,6 +1,6 @@
-"""Template shardings that the shapes of their leaves do not allow, or that name no devices.
+"""Finds template shardings that do not fit the shapes of their leaves, or that name no devices.
 
-JAX raises ``IndivisibleError`` or ``ValueError`` for the first such array, without its name. A restore collects all of them
+JAX raises ``IndivisibleError`` or ``ValueError`` for the first such array, without its name. A restore reports all of them
 before it reads.
 """
 
@@ -15,14 +15,14 @@ __all__ = ['ShardingCheck']
 
 
 class ShardingCheck:
-    """Whether arrays of a shape can be sharded as a target asks; each pair of shape and sharding is checked once."""
+    """Checks whether arrays of a shape can be sharded as the template asks; once per pair of shape and sharding."""
 
     def __init__(self) -> None:
-        # A sharding is as long there as the target that holds it.
+        # A sharding lives as long as the template that holds it.
         self._known: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
 
     def problem(self, target: LeafTemplate) -> tuple[str, str]:
-        """The kind of the problem and why they cannot, for a message; both empty where they can."""
+        """The kind and the description of the problem; both are empty if there is none."""
         key = (id(target.sharding), target.shape)
         found = self._known.get(key)
         if found is None:

@@ -1,13 +1,12 @@
-"""Who writes what: which process writes which chunk of a shard that several processes hold.
+"""Assigns each chunk of a replicated shard to one of the processes that hold it.
 
-A shard that one process holds is written by it. A shard that is replicated over processes is cut into chunks and dealt
-out among its holders, each chunk to the one that has least so far, so that each writes about its share of the bytes.
-All holders of a shard come to the same result without a word, because they see the same shards of the same leaves in the
-same order; nobody has to know of shards that it does not hold, so the work grows with a process's own shards and not
-with the job.
+A shard that a single process holds is written by that process. A shard that is replicated over processes is cut into chunks.
+Each chunk is assigned to the holder with the fewest bytes so far, so that all holders write about the same number of bytes.
+The holders of a shard compute the same assignment without communication, because they see the same shards of the same leaves
+in the same order. A process needs to know only the shards that it holds, so the work does not grow with the job.
 
-The chunk grid is the same for the whole array and a function of what all processes know: its shape, the shape of its
-shards and the number of replicas. No chunk ever reaches into two shards that different processes may write.
+The chunk grid is the same for the whole array. It is a function of the array's shape, the shape of its shards and the number
+of replicas, which all processes know. No chunk overlaps two shards that different processes may write.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from t5ckpt.planning.chunk_shape import choose_chunks
 
 __all__ = ['HeldShard', 'MeshLayout', 'WriteAssignment', 'chunk_shape_for']
 
-# Below it a file of its own costs more than the bytes that somebody else could have written (0.3 to 0.8 ms a file).
+# Smaller chunks are not worth distributing: a file takes 0.3 to 0.8 ms.
 _MIN_SPLIT_BYTES = 2**20
 
 
@@ -45,7 +44,7 @@ class HeldShard:
 
 
 class MeshLayout:
-    """The process of each device of a mesh, and who shares what.
+    """The process of each device of a mesh.
 
     Attributes:
       processes: integers of the mesh's shape.
@@ -70,13 +69,13 @@ class MeshLayout:
 
 
 class WriteAssignment:
-    """Deals out chunks; one for each plan, since what was dealt out before decides who comes next.
+    """Assigns chunks to processes; one per plan, since each assignment depends on the previous ones.
 
-    Most leaves of a model have the shape and the sharding of many others, so what follows from these two is kept.
+    Most leaves of a model share their shape and sharding with others, so results are cached by these two.
     """
 
     def __init__(self, index: int = 0, count: int = 1):
-        """Takes this process's index and the number of all."""
+        """Takes the index of this process and the number of processes."""
         self.index = index
         self.count = count
         self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -86,7 +85,7 @@ class WriteAssignment:
         self._chunks: dict[Any, list[Box]] = {}
         self._chunk_shapes: dict[Any, tuple[int, ...]] = {}
 
-    def mine(self, shard: HeldShard, grid: ChunkGrid, itemsize: int) -> list[Box]:
+    def chunks_of_this_process(self, shard: HeldShard, grid: ChunkGrid, itemsize: int) -> list[Box]:
         """The chunks of a shard that this process writes; to be called for each shard that it holds, in order."""
         key = shard.box, grid.chunk_shape
         if key not in self._chunks:
@@ -104,7 +103,7 @@ class WriteAssignment:
                 mine.append(chunk)
         return mine
 
-    def held(self, array: Any) -> list[HeldShard]:
+    def shards_of(self, array: Any) -> list[HeldShard]:
         """The distinct shards of a jax.Array that this process holds, by box."""
         key = array.sharding, array.shape
         if key not in self._held:
@@ -118,13 +117,13 @@ class WriteAssignment:
             shape = tuple(array.shape)
             part = tuple(array.sharding.shard_shape(shape))
             shards = ChunkGrid(shape, part).num_chunks
-            # By how many processes each shard may be held, as far as all of them can tell.
+            # An upper bound on the holders of a shard that all processes compute alike.
             replicas = min(self.count, max(1, array.sharding.num_devices // shards))
             self._chunk_shapes[key] = chunk_shape_for(shape, part, itemsize, limit, replicas)
         return self._chunk_shapes[key]
 
     def on_leader(self, array: Any) -> bool:
-        """Whether process 0 holds anything of a jax.Array."""
+        """Whether process 0 holds any shard of a jax.Array."""
         if self.count == 1:
             return True
         if array.sharding not in self._at_first:
@@ -132,7 +131,7 @@ class WriteAssignment:
         return self._at_first[array.sharding]
 
     def layout(self, mesh: Any) -> tuple[MeshLayout, dict[Any, tuple[int, ...]]]:
-        """A mesh's layout, and the positions of this process's devices in it."""
+        """The layout of a mesh, and the positions of this process's devices in it."""
         if mesh not in self._meshes:
             devices = mesh.devices
             processes = np.array([device.process_index for device in devices.flat]).reshape(devices.shape)
@@ -141,26 +140,26 @@ class WriteAssignment:
         return self._meshes[mesh]
 
 
-def _held_shards(array: Any, owners: WriteAssignment) -> list[HeldShard]:
+def _held_shards(array: Any, assignment: WriteAssignment) -> list[HeldShard]:
     sharding, shape = array.sharding, array.shape
     found: dict[Box, HeldShard] = {}
     for index, shard in enumerate(array.addressable_shards):
         box = Box.from_slices(shard.index, shape)
         if box not in found:
-            holders = (owners.index,) if owners.count == 1 else _holders(sharding, shape, shard, owners)
+            holders = (assignment.index,) if assignment.count == 1 else _holders(sharding, shape, shard, assignment)
             found[box] = HeldShard(index, box, holders)
     return [found[box] for box in sorted(found)]
 
 
-def _holders(sharding: Any, shape: tuple[int, ...], shard: Any, owners: WriteAssignment) -> tuple[int, ...]:
+def _holders(sharding: Any, shape: tuple[int, ...], shard: Any, assignment: WriteAssignment) -> tuple[int, ...]:
     mesh, spec = getattr(sharding, 'mesh', None), getattr(sharding, 'spec', None)
     if mesh is not None and spec is not None:
-        layout, own = owners.layout(mesh)
+        layout, own = assignment.layout(mesh)
         names = [
             name for entry in spec if entry is not None for name in (entry if isinstance(entry, tuple) else (entry,))
         ]
         return layout.holders(own[shard.device], frozenset(names))
-    # Any other sharding: the whole map, of the size of the job.
+    # Any other sharding: computes the device map of the whole job.
     indices = sharding.devices_indices_map(shape)
     return tuple(sorted({device.process_index for device, index in indices.items() if index == shard.index}))
 
@@ -170,8 +169,8 @@ def chunk_shape_for(
 ) -> tuple[int, ...]:
     """The chunk shape of an array whose shards are held by up to ``replicas`` processes each.
 
-    With replicas, a shard is cut so that each of them gets about as much, but not into less than 1 MiB. Where no
-    divisor gives enough chunks, an axis that is not sharded is cut unevenly: its last chunk reaches over the array's end.
+    With replicas, a shard is cut so that each holder writes about the same number of bytes, but not into chunks below 1 MiB.
+    If no divisor gives enough chunks, an axis that is not sharded is cut unevenly; its last chunk exceeds the array.
     """
     nbytes = math.prod(shard_shape) * itemsize
     parts = min(replicas, max(1, nbytes // _MIN_SPLIT_BYTES))

@@ -1,1 +1,1 @@
-"""From a located checkpoint to its arrays, verified, by index."""
+"""Reads a located checkpoint: its contents, and its arrays by index, with checksums verified."""

@@ -1,12 +1,11 @@
-"""Reading stored arrays by index: whole, or the chunks that a slice touches.
+"""Reads stored arrays by index: whole, or the chunks that a slice overlaps.
 
-There are three ways, and each array takes the first that it allows: mapped (``reading/local/mmap_reader.py``, with
-``mmap``), from its files straight into the buffers (``reading/local/direct_reader.py``, when many are restored), and
-through TensorStore, which reads everything.
+Each array is read in the first of three ways that it supports: memory-mapped (``reading/local/mmap_reader.py``, with
+``mmap``), directly from its files into the buffers (``reading/local/direct_reader.py``, in a restore), or through
+TensorStore, which reads every array.
 
-The stored driver, bucket and place are ignored: every array is opened in the storage that the checkpoint was found in.
-A missing chunk is an error (``fill_missing_data_reads`` is off); a missing ``.zarray`` is made up for by the
-manifest's metadata.
+The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found.
+A missing chunk is an error (``fill_missing_data_reads`` is off). A missing ``.zarray`` is replaced by the manifest's metadata.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
 
 __all__ = ['ArrayReader', 'aligned_empty', 'basic_index', 'start_read']
 
-# Of a database's compressed index; far more than any packs into one.
+# Of a database's compressed index; far above any real one.
 _CHUNKS_PER_BYTE = 64
-# The size of a file that its storage does not tell; nothing is concluded from it.
+# The size of a file if its storage does not report sizes; no check uses it.
 _UNKNOWN = 2**62
 
 
@@ -58,7 +57,7 @@ class ArrayReader:
         mmap: bool = False,
         *,
         checksums: FileChecksums | None = None,
-        in_passing: bool = False,
+        only_whole_chunks: bool = False,
         identity: Identity | None = None,
     ):
         """Makes a reader.
@@ -67,7 +66,7 @@ class ArrayReader:
           located: the checkpoint.
           mmap: its arrays are mapped where that is possible, see ``reading/local/mmap_reader.py``.
           checksums: the checkpoint's file checksums; every file that is read is compared with them.
-          in_passing: but no chunk that is not wanted whole anyway.
+          only_whole_chunks: but no chunk that is not wanted whole anyway.
           identity: each :meth:`read` looks whether the checkpoint is still this one; None where the caller does, for
             many reads together.
         """
@@ -77,7 +76,11 @@ class ArrayReader:
         follow_links = located.follow_links
         root = storage.local_path(directory)
         self._scanner = Scanner(storage, directory, follow_links=follow_links)
-        self.checks = None if checksums is None else ChecksumVerifier(checksums, self._scanner, in_passing=in_passing)
+        self.checks = (
+            None
+            if checksums is None
+            else ChecksumVerifier(checksums, self._scanner, only_whole_chunks=only_whole_chunks)
+        )
         self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
         self.direct = None if root is None else DirectReader(root, checks=self.checks, follow_links=follow_links)
         self._ranges = RangeReader(storage, directory)
@@ -87,7 +90,7 @@ class ArrayReader:
         return self._storage.url(join(self._directory, array.location))
 
     def range_tasks(self, array: StoredArray, buffers: dict[Box, np.ndarray]) -> list[Callable[[], None]]:
-        """What fills the buffers with boxes of an array in a ``'file'`` of a store without local files."""
+        """The tasks that fill buffers with boxes of an array in a ``'file'`` of a storage without local files."""
         return self._ranges.tasks(array, buffers)
 
     def wait(self, future: Any) -> Any:
@@ -95,10 +98,10 @@ class ArrayReader:
         return self._storage.wait(future)
 
     def start_open(self, array: StoredArray) -> Any:
-        """Begins to open an array; the future goes to :meth:`finish_open`.
+        """Starts to open an array; pass the future to :meth:`finish_open`.
 
         Raises:
-          FormatError: a file of it leads outside the checkpoint.
+          FormatError: a file of the array is a link out of the checkpoint.
         """
         # TensorStore follows every link and waits for every FIFO.
         inside = array.location.partition('//')[0] if array.container == 'ocdbt' else array.location
@@ -110,7 +113,7 @@ class ArrayReader:
         """The opened array.
 
         Raises:
-          CorruptCheckpointError: no array there, its metadata contradicts the manifest, or claims what cannot be.
+          CorruptCheckpointError: there is no array, or its metadata contradicts the manifest or the size of its files.
           NotEnoughMemoryError: a chunk is larger than this machine's memory.
         """
         try:
@@ -124,7 +127,7 @@ class ArrayReader:
         return store
 
     def _check_claims(self, array: StoredArray, store: Any, where: str) -> None:
-        """Before TensorStore takes memory for a chunk, or makes a list of all chunks."""
+        """Checks sizes, before TensorStore allocates memory for a chunk or a list of all chunks."""
         chunk = store.chunk_layout.read_chunk.shape or ()
         # The chunks of an empty array are empty, too.
         chunks = ChunkGrid(array.shape, tuple(size or 1 for size in chunk)).num_chunks
@@ -178,25 +181,25 @@ class ArrayReader:
           index: integers, slices with any step, Ellipsis and None, in a tuple or alone.
 
         Returns:
-          An array of the leaf's dtype: a new one, or, for the index ``...`` of a mapped leaf, one on a private map.
+          An array of the leaf's dtype: a new one or, for the index ``...`` of a mapped leaf, one on a private map.
 
         Raises:
-          CheckpointNotFoundError: the checkpoint was deleted or saved anew since it was opened.
-          FormatError: it is damaged.
-          StorageError: it cannot be read.
+          CheckpointNotFoundError: the checkpoint was deleted or overwritten since it was opened.
+          FormatError: the array is damaged.
+          StorageError: a file cannot be read.
         """
         if self._identity is None:
             return self._read(leaf, name, index)
-        # What is compared with a checksum needs no other look.
+        # A read that verifies checksums needs no check of the checkpoint's identity.
         file = leaf.array.location if leaf.array.container == 'file' else None
         with self._identity.told() if self._compares_all() else self._identity.reading(file=file):
             return self._read(leaf, name, index)
 
     def _compares_all(self) -> bool:
-        return self.checks is not None and not self.checks.in_passing
+        return self.checks is not None and not self.checks.only_whole_chunks
 
     def in_one(self) -> Self:
-        """This reader for many reads, after which the caller looks at the checkpoint's identity, once for all."""
+        """This reader for many reads, after which the caller checks the checkpoint's identity once."""
         reader = copy.copy(self)
         reader._identity = None  # noqa: SLF001 - a copy of itself
         return reader
@@ -235,14 +238,14 @@ class ArrayReader:
         return out[_steps(slices)]
 
     def check_tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
-        """What is to be done before boxes are read by somebody who does not look at checksums."""
+        """The checks to run before boxes are read by a reader that does not verify checksums."""
         return [] if self.checks is None else self.checks.tasks(array, name, boxes)
 
     def check_beside(self, prefix: str) -> None:
-        """Looks at the files beside the arrays whose names begin so, before somebody else opens them.
+        """Verifies the files with a prefix that are not arrays, before another library opens them.
 
         Raises:
-          FormatError: one is damaged, missing, or leads outside the checkpoint.
+          FormatError: a file is damaged, missing, or a link out of the checkpoint.
         """
         names = [entry.name for entry in self._storage.entries(self._directory) if entry.name.startswith(prefix)]
         for name in names:
@@ -261,11 +264,11 @@ class ArrayReader:
             return None
         if whole:
             return views[box]
-        # A copy of the slice alone: as a view it would keep the whole map.
+        # A copy of the slice, since a view would keep the whole map alive.
         return views[box][_steps(slices)].copy()
 
     def map_leaf(self, read: StoredRead) -> dict[Box, np.ndarray] | None:
-        """The buffers of a leaf that needs no copy at all: mapped, in the right dtype, and usable where they are."""
+        """The mapped buffers of a leaf, if they have the right dtype and can be used without a copy."""
         array = read.leaf.array
         stored = array.dtype if array.bits_of is None else array.bits_of
         same_bits = read.dtype == read.leaf.dtype == stored
@@ -279,14 +282,14 @@ class ArrayReader:
 
 
 def start_read(view: Any, out: np.ndarray) -> Any:
-    """Begins to read a TensorStore array into a numpy array of its shape and dtype."""
+    """Starts to read a TensorStore array into a numpy array of its shape and dtype."""
     if view.rank:
         view = view[ts.d[:].translate_to[0]]
     return ts.array(out).write(view)
 
 
 def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
-    """A numpy basic index in two parts: forward slices to read, one per dimension, and what numpy does with the rest.
+    """Splits a numpy basic index into forward slices to read, one per dimension, and an index for numpy on the result.
 
     Returns:
       None for an advanced index (arrays, lists), which numpy applies to the whole array.
@@ -319,7 +322,7 @@ def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tu
 
 
 def _steps(slices: Sequence[slice]) -> tuple[slice, ...]:
-    """What is left of forward slices inside the box that they span."""
+    """The forward slices relative to the box that they span."""
     return tuple(slice(None, None, part.step) for part in slices)
 
 
@@ -351,8 +354,8 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         raw = np.empty(size + _ALIGNMENT, np.uint8)
     except (MemoryError, ValueError) as error:
         raise CorruptCheckpointError(
-            f'an array of shape {tuple(shape)} and dtype {dtype.name} needs {size} bytes, more than memory has. Read a slice '
-            'of it, or, if no array of yours is so large, the manifest is damaged.'
+            f'an array of shape {tuple(shape)} and dtype {dtype.name} needs {size} bytes, which cannot be allocated. Read a '
+            'slice of it; if you saved no array of this size, the manifest is damaged.'
         ) from error
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)

@@ -1,10 +1,10 @@
-"""Arrays that are a range of bytes of a file, read from a store without local files.
+"""Reads arrays that are a range of bytes of a file, from a storage without local files.
 
-A read becomes requests for ranges of bytes. Boxes that make up half of the region around them are read as that region, each
-byte once; others each by themselves. Within a region, rows are read together where few bytes lie between them: a request
-takes as long as the transfer of some hundred kilobytes.
+A read becomes requests for ranges of bytes. Boxes that cover at least half of their bounding region are read as that region,
+each byte once; other boxes are read one by one. Within a region, rows with few bytes between them are read in one request,
+since a request takes as long as the transfer of a few hundred kilobytes.
 
-Notes: a thread holds one block of 16 MiB.
+Notes: each thread holds one block of 16 MiB.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from t5ckpt.storage import Storage
 __all__ = ['RangeReader', 'read_range']
 
 _BLOCK_BYTES = 16 * 2**20
-# What a store sends in a few milliseconds, the time to its first byte.
+# About the bytes that an object store transfers in the time to its first byte, a few milliseconds.
 _GAP_BYTES = 256 * 2**10
 
 
 def read_range(storage: Storage, key: str, start: int, stop: int) -> bytes:
-    """So many bytes of a file.
+    """Reads a range of bytes of a file.
 
     Raises:
-      CorruptCheckpointError: the file ends before.
+      CorruptCheckpointError: the file ends before the end of the range.
       CheckpointNotFoundError: there is no such file.
     """
     data = storage.read_range(key, start, stop)
@@ -50,7 +50,7 @@ class RangeReader:
         self._directory = directory
 
     def tasks(self, array: StoredArray, buffers: dict[Box, np.ndarray]) -> list[Callable[[], None]]:
-        """What threads are to do so that each box of the array is in its buffer."""
+        """The tasks for threads that fill the buffers with their boxes of the array."""
         boxes = [box for box in buffers if not box.is_empty]
         if not boxes:
             return []
@@ -80,7 +80,7 @@ def _strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def _blocks(shape: Sequence[int], region: Box, itemsize: int) -> Iterator[Box]:
-    """Cuts a region into boxes each of which is read with one request."""
+    """Cuts a region into boxes that are each read with one request."""
     axis = next((axis for axis, (start, stop) in enumerate(region) if stop - start > 1), None)
     if axis is None:
         yield region

@@ -1,10 +1,10 @@
-"""Reading arrays of a checkpoint in a store through a cache on this machine's disk (``storage_options={'cache_dir': ...}``).
+"""Reads arrays of an object store through a cache on the local disk (``storage_options={'cache_dir': ...}``).
 
-A file that is kept counts if it has the checksum that the checkpoint lists for it, which costs no request; where the
-checkpoint lists none (T5X), the store is asked whether its version is still the one that was fetched: one small request a
-chunk. A slice fetches whole chunks, since only those can be kept.
+A cached file is valid if it has the checksum that the checkpoint records, which needs no request. If the checkpoint records
+none (T5X), the version of the object is compared, with one small request per chunk. A slice fetches whole chunks, since only
+these can be cached.
 
-Chunks are fetched in threads, each is decoded by TensorStore from memory, and its part of the slice copied out of it.
+Chunks are fetched in threads. TensorStore decodes each chunk from memory, and its part of the slice is copied.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Part = tuple[int, slice, slice]
 
 
 class CachedReader(ArrayReader):
-    """An ArrayReader that keeps what it fetched. Safe from any thread."""
+    """An ArrayReader that caches the files that it fetches. Safe from any thread."""
 
     def __init__(self, contents: Contents, storage: BucketStorage, *, checks: bool):
         """Takes a checkpoint in this storage; with ``checks`` nothing but what it lists is accepted."""
@@ -95,7 +95,7 @@ class CachedReader(ArrayReader):
         return from_stored(out, leaf.dtype)[after]
 
     def _file(self, name: str) -> bytes:
-        """A file's bytes, from the cache if what is there is still the file."""
+        """The bytes of a file, from the cache if the cached copy is still valid."""
         is_listed = name in self._checksums
         key = join(self._base, name)
         data = self._bucket.read_cached(
@@ -107,10 +107,10 @@ class CachedReader(ArrayReader):
 
 
 class _InMemory:
-    """An array of which single chunks are decoded, each from its bytes."""
+    """An array whose chunks are decoded one by one from their bytes."""
 
     def __init__(self, array: StoredArray, zarray: bytes, context: ts.Context):
-        """Parses the metadata; what contradicts the manifest is TensorStore's ValueError."""
+        """Parses the metadata; TensorStore raises ValueError if it contradicts the manifest."""
         self._base = {'driver': 'memory', 'path': f'{uuid.uuid4().hex}/'}
         use_tensorstore()
         self._kvstore = ts.KvStore.open(self._base, context=context).result()
@@ -129,7 +129,7 @@ class _InMemory:
         self.chunk_bytes = math.prod(chunk_shape) * array.dtype.itemsize
 
     def decode(self, chunk_index: ChunkIndex, data: bytes) -> np.ndarray:
-        """The elements of a chunk that lie inside the array; each chunk by one thread at a time."""
+        """Decodes the elements of a chunk that are inside the array; one thread at a time may decode a chunk."""
         use_tensorstore()
         key, box = self.grid.key(chunk_index), self.grid.box(chunk_index)
         self._kvstore.write(key, data).result()
@@ -140,7 +140,7 @@ class _InMemory:
 
 
 def _parts(part: slice, chunk: int) -> Iterator[_Part]:
-    """For each chunk along an axis that a forward slice touches: its position, what to take of it, and where that goes."""
+    """For each chunk along an axis that a forward slice overlaps: its index, the slice in it, and the slice in the result."""
     step = part.step or 1
     chosen = range(part.start, part.stop, step)
     taken = 0

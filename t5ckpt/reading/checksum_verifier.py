@@ -1,8 +1,7 @@
-"""Checksums while a checkpoint is read: what comes out is what was written, or an error.
+"""Verifies checksums while a checkpoint is read.
 
-Bytes that are read straight into their buffers are hashed on the way (``reading/local/direct_reader.py``). A file that
-somebody else opens (TensorStore for an array with a codec, the kernel for a mapped one) is read once before it is used,
-and not again.
+Bytes that are read directly into buffers are hashed on the way (``reading/local/direct_reader.py``). A file that another reader
+opens (TensorStore for an array with a codec, the kernel for a mapped one) is read and hashed once before it is used.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _CURE = (
 class ChecksumVerifier:
     """The checksums of one checkpoint's files. Safe from any thread."""
 
-    def __init__(self, checksums: FileChecksums, scanner: Scanner, *, in_passing: bool = False):
+    def __init__(self, checksums: FileChecksums, scanner: Scanner, *, only_whole_chunks: bool = False):
         """Takes the checkpoint's file checksums, and what reads its files.
 
-        With ``in_passing`` no plain chunk is read for the sake of its checksum: one of which only a part is wanted, or parts
-        by several, is not compared. A chunk with a codec has to be read whole anyway.
+        With ``only_whole_chunks`` an uncompressed chunk is verified only if one request reads all of it. A compressed chunk
+        is always read whole, and so verified.
         """
-        self.in_passing = in_passing
+        self.only_whole_chunks = only_whole_chunks
         self._checksums = checksums
         self._scanner = scanner
         self._guard = threading.Lock()
@@ -56,11 +55,11 @@ class ChecksumVerifier:
             self._good.add(file)
 
     def check(self, file: str, leaf: str) -> None:
-        """Reads a file and compares it, once.
+        """Reads and verifies a file, once.
 
         Raises:
-          CorruptCheckpointError: as :meth:`compare`, or it is missing.
-          StorageError: it cannot be read.
+          CorruptCheckpointError: as for :meth:`compare`, or the file is missing.
+          StorageError: the file cannot be read.
         """
         with self._guard:
             if file in self._good:
@@ -72,7 +71,7 @@ class ChecksumVerifier:
         self.compare(file, leaf, found)
 
     def tasks(self, array: StoredArray, leaf: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
-        """One check for each chunk file that boxes of an array touch; of metadata that contradicts itself, none."""
+        """One check per chunk file that the boxes overlap; none if the metadata is inconsistent."""
         chunks = array.metadata.get('chunks', ())
         if len(chunks) != len(array.shape):
             return []
@@ -85,7 +84,7 @@ class ChecksumVerifier:
         ]
 
     def _check_metadata(self, file: str, leaf: str) -> None:
-        """A ``.zarray`` that is missing is made up for by the manifest, which says the same."""
+        """Verifies a ``.zarray``; a missing one is replaced by the manifest, which has the same metadata."""
         try:
             found = self._scanner.digest(file)
         except CheckpointNotFoundError:

@@ -1,9 +1,8 @@
-"""Opening the files of a checkpoint so that nothing outside its directory is read.
+"""Opens files of a checkpoint such that nothing outside its directory is read.
 
-Names from a manifest are checked when they are parsed; what is left are symbolic links, and files that are none. Each
-component is opened with ``O_NOFOLLOW``. A link inside the checkpoint is followed to where it leads if that is inside,
-too; one that leads out is refused, unless the caller asked to follow links. A FIFO or a device in the place of a file
-would block the reader, or never end: only regular files are read.
+Names from a manifest are checked when they are parsed. Symbolic links and special files are checked here: each component is
+opened with ``O_NOFOLLOW``. A link whose target is inside the checkpoint is followed; a link out of it is refused, unless the
+caller asks to follow links. Only regular files are read, since a FIFO would block the reader and a device might never end.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _MAX_DEPTH = 64
 
 
 def open_source(path: str) -> BinaryIO:
-    """Opens a file that a user named, or that another program's checkpoint consists of; links are followed.
+    """Opens a file that the user named, or a file of another program's checkpoint; follows links.
 
     Raises:
       UnsupportedFormatError: it is not a regular file. A FIFO would block the reader, a device may never end.
       OSError: it cannot be opened.
     """
-    # Not blocking: to open a FIFO is to wait for its writer.
+    # Non-blocking, since opening a FIFO waits for its writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -42,10 +41,10 @@ def open_source(path: str) -> BinaryIO:
 
 
 def read_source(path: str, limit: int) -> bytes:
-    """All bytes of such a file, which describes others and is small.
+    """Reads a small file whole, such as an index.
 
     Raises:
-      CorruptCheckpointError: it has more than ``limit`` bytes; nothing was read.
+      CorruptCheckpointError: the file has more than ``limit`` bytes; nothing was read.
       UnsupportedFormatError, OSError: as for :func:`open_source`.
     """
     with open_source(path) as file:
@@ -54,13 +53,13 @@ def read_source(path: str, limit: int) -> bytes:
 
 
 def check_size(size: int, limit: int, where: str) -> None:
-    """Refuses a file that would fill the memory, and cannot be what its name says."""
+    """Rejects a file that is too large for its kind."""
     if size > limit:
         raise CorruptCheckpointError(f'{where} has {size:,} bytes, expected at most {limit:,}. Copy it again.')
 
 
 class Fence:
-    """The directory of one checkpoint, and what may be read of it. Safe from any thread."""
+    """Opens the files of one checkpoint's directory. Safe from any thread."""
 
     def __init__(self, root: str, *, follow_links: bool = False):
         """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
@@ -89,7 +88,7 @@ class Fence:
           leaf: for messages.
 
         Raises:
-          CorruptCheckpointError: it is no regular file.
+          CorruptCheckpointError: it is not a regular file.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
           OSError: it cannot be opened.
         """
@@ -103,17 +102,17 @@ class Fence:
             return fd, info.st_size
         os.close(fd)
         raise CorruptCheckpointError(
-            f'{leaf}: {self._path(directory[1], name)} is no regular file. Restore an older step, or copy the checkpoint '
+            f'{leaf}: {self._path(directory[1], name)} is not a regular file. Restore an older step, or copy the checkpoint '
             'again.'
         )
 
     def check(self, name: str, leaf: str) -> None:
-        """Looks for links that lead out, at a name and at everything below it, before another library opens it.
+        """Checks a name and everything below it for links out of the checkpoint, before another library opens it.
 
         Raises:
-          CorruptCheckpointError: something is neither a file nor a directory.
+          CorruptCheckpointError: an entry is neither a file nor a directory.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
-          OSError: a directory cannot be read; one that is missing is nothing to worry about.
+          OSError: a directory cannot be read; a missing one is not an error.
         """
         parts = name.split('/') if name else []
         for length in range(1, len(parts)):
@@ -122,14 +121,14 @@ class Fence:
             mode = self._check_link(each, leaf)
             if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise CorruptCheckpointError(
-                    f'{leaf}: {self._path(each)} is no regular file. Restore an older step, or copy the checkpoint again.'
+                    f'{leaf}: {self._path(each)} is not a regular file. Restore an older step, or copy the checkpoint again.'
                 )
 
     def _tree(self, name: str, depth: int = 0) -> Iterator[str]:
         yield name
         try:
             with os.scandir(self._path(name)) as scan:
-                # An ordinary file needs no second look, and most entries are.
+                # A fast path for regular files, which most entries are.
                 found = [(item.name, item.is_dir(follow_symlinks=False)) for item in scan if not _is_plain(item)]
         except (FileNotFoundError, NotADirectoryError):
             return
@@ -141,7 +140,7 @@ class Fence:
                 yield below
 
     def _check_link(self, name: str, leaf: str) -> int | None:
-        """The mode of what a name stands for; None if there is nothing."""
+        """The mode of the file with a name; None if there is none."""
         path = self._path(name)
         try:
             if stat.S_ISLNK(os.lstat(path).st_mode):
@@ -171,7 +170,7 @@ class Fence:
                 os.close(each)
 
     def _resolved(self, name: str, leaf: str) -> str:
-        """The path behind a link, if it is one of the checkpoint's own or links may lead out."""
+        """The target of a link, if it is inside the checkpoint or links may be followed."""
         root = os.path.realpath(self._root)
         path = os.path.join(root, name)
         real = os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""From a located checkpoint to its decoded contents; no array is read."""
+"""Decodes the manifest and the sidecar of a located checkpoint, without reading arrays."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _CURE = (
 
 @dataclasses.dataclass(frozen=True)
 class RawFiles:
-    """A checkpoint's own files as they lie there; of an Orbax directory nothing.
+    """The undecoded manifest, sidecar and file checksums; all empty for an Orbax directory.
 
     Attributes:
       manifest: the file ``checkpoint``.
@@ -71,15 +71,15 @@ class RawFiles:
 
 
 class ChangedMeanwhileError(CheckpointNotFoundError):
-    """The checkpoint that was opened is not there anymore; a caller catches it as CheckpointNotFoundError."""
+    """The opened checkpoint was deleted or overwritten; callers catch it as CheckpointNotFoundError."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Which checkpoint was opened.
+    """Identifies the checkpoint that was opened.
 
-    A step may be deleted by retention, or saved anew, while a reader has it open. Its chunk files are then missing, or
-    those of other values: neither is damage. Everything that reads an opened checkpoint reads in :meth:`reading`.
+    A step may be deleted by retention, or overwritten, while a reader has it open. Its chunk files are then missing, or hold
+    other values, which must not be reported as damage. So every read of an opened checkpoint runs in :meth:`reading`.
 
     Attributes:
       located: where the checkpoint was found.
@@ -92,20 +92,20 @@ class Identity:
 
     @classmethod
     def now(cls, located: Located) -> Identity:
-        """The identity of what is there now, for who reads without ``read_contents``."""
+        """The identity of the current checkpoint, for readers that do not use ``read_contents``."""
         names = (located.manifest, SIDECAR) if located.manifest else ()
         found = {name: located.storage.version(join(located.directory, name)) for name in names}
         return cls(located, {name: version for name, version in found.items() if version is not None})
 
     @contextlib.contextmanager
     def told(self, doing: str = 'read') -> Generator[None]:
-        """Tells a deletion and an overwrite from damage. Costs nothing where nothing fails.
+        """Distinguishes a deletion or an overwrite from damage. Costs nothing unless a read fails.
 
         Args:
-          doing: what is done with the checkpoint, for the message.
+          doing: the operation on the checkpoint, for the message.
 
         Raises:
-          CheckpointNotFoundError: the checkpoint was deleted or saved anew meanwhile.
+          CheckpointNotFoundError: the checkpoint was deleted or overwritten in the meantime.
         """
         try:
             yield
@@ -119,20 +119,20 @@ class Identity:
 
     @contextlib.contextmanager
     def reading(self, doing: str = 'read', file: str | None = None) -> Generator[None]:
-        """The same, and an overwrite is an error also where nothing fails: the values may be of both checkpoints.
+        """As :meth:`told`, and raises for an overwrite even if no read fails: the values may mix both checkpoints.
 
         Args:
-          doing: what is done with the checkpoint, for the message.
-          file: the only file of safetensors that is read; None for all of them.
+          doing: the operation on the checkpoint, for the message.
+          file: the only safetensors file that is read; None for all of them.
 
-        Notes: costs a look at one file, of safetensors at each; on an object store, one small request.
+        Notes: costs one ``stat``, or one per safetensors file; on an object store, one small request.
         """
         with self.told(doing):
             yield
         storage = self.located.storage
         for name in self._witnesses() if file is None else (file,):
             version = storage.version(join(self.located.directory, name))
-            # Whatever was read of a directory that is gone was read before it was, and is whole.
+            # Values that were read from a directory that is deleted by now were read before its deletion, and are correct.
             if version != self.versions[name] and not (version is None and storage.renames):
                 self.check(doing)
 
@@ -146,15 +146,15 @@ class Identity:
         return self.versions.keys() & {SIDECAR if is_bucket else self.located.manifest}
 
     def check(self, doing: str, cause: Exception | None = None) -> None:
-        """Looks whether the checkpoint is still the one that was opened.
+        """Checks that the checkpoint is still the one that was opened.
 
         Raises:
-          CheckpointNotFoundError: it is not, from ``cause``.
+          CheckpointNotFoundError: it is not; chained to ``cause``.
         """
         try:
             change = self._change()
         except T5CkptError:
-            # Nobody can tell; the first error says more.
+            # The check itself failed; the first error is more useful.
             return
         cure = 'Read another step, or pin one that is to stay' if change == 'deleted' else 'Open it again'
         if change == 'deleted' and is_safetensors(self.located.manifest):
@@ -166,7 +166,7 @@ class Identity:
 
     def _change(self) -> str | None:
         storage, directory, manifest = self.located.storage, self.located.directory, self.located.manifest
-        # Without a version the manifest was not there before, either: what is left to ask for is the directory.
+        # Without a version there was no manifest before either, so only the directory can be checked.
         found = {name: storage.version(join(directory, name)) for name in self.versions}
         if is_safetensors(manifest) and None in found.values():
             return 'deleted'
@@ -194,7 +194,7 @@ class Contents:
 
     @property
     def identity(self) -> Identity:
-        """Which checkpoint it is."""
+        """The identity of the checkpoint."""
         return Identity(self.located, self.versions)
 
 
@@ -202,8 +202,8 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
     """Reads a checkpoint's own files; with ``checksums`` also its file checksums.
 
     Raises:
-      CheckpointNotFoundError: gone since it was located.
-      UnsafeSpecError: one of them is a symbolic link that leads out of the checkpoint.
+      CheckpointNotFoundError: the checkpoint was deleted since it was located.
+      UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
     """
     storage, directory = located.storage, located.directory
     if not located.manifest:
@@ -216,7 +216,7 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
     manifest, versions[located.manifest] = files.read_with_version(located.manifest)
     sidecar = None
     try:
-        # In a bucket the read itself says that there is none.
+        # In a bucket the read itself reports a missing file.
         if not storage.renames or storage.is_file(join(directory, SIDECAR)):
             sidecar, versions[SIDECAR] = files.read_with_version(SIDECAR)
     except CheckpointNotFoundError:
@@ -230,15 +230,15 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
 
 
 def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
-    """Decodes the manifest, of whichever layout, and the sidecar where there is one.
+    """Decodes the manifest, of any layout, and the sidecar if there is one.
 
     Args:
       located: the checkpoint.
-      raw: its files, if somebody has read them already.
+      raw: its files, if they have been read already.
 
     Raises:
-      FormatError: the manifest or the sidecar does not decode, or is of something else.
-      CheckpointNotFoundError: gone since it was located.
+      FormatError: the manifest or the sidecar does not decode, or is in another format.
+      CheckpointNotFoundError: the checkpoint was deleted since it was located.
     """
     raw = read_raw(located) if raw is None else raw
     with Identity(located, raw.versions).told():
@@ -269,12 +269,12 @@ def _decoded_manifest(located: Located, data: bytes) -> Manifest:
     except CorruptCheckpointError as error:
         if located.manifest == MANIFEST or parse_step_dir(located.manifest) is not None:
             raise
-        # Only its path says that a file of this name is a checkpoint, so the path is more likely to be wrong than the file.
+        # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
         raise UnsupportedFormatError(f'{located.url} is not a checkpoint. Check the path.') from error
 
 
 def _type_specs(located: Located, manifest: Manifest) -> None:
-    """Gives the specs that name no dtype that of their ``.zarray``; hardly any manifest has such specs."""
+    """Adds the dtype of the ``.zarray`` to specs without one, which are rare."""
     files: Scanner | None = None
     for path, spec in untyped_specs(manifest.state):
         files = files or Scanner(located.storage, located.directory, follow_links=located.follow_links)
@@ -283,16 +283,16 @@ def _type_specs(located: Located, manifest: Manifest) -> None:
 
 
 def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: bytes | None) -> None:
-    """Decodes what is about to be committed exactly as a reader will: specs, facts and the manifest's checksum.
+    """Decodes the files of a commit as a reader will: specs, facts and the manifest's checksum.
 
     Args:
       storage: of the run.
-      directory: where it lies so far; in a copy of an Orbax checkpoint the arrays are looked up there.
-      manifest: the file's bytes.
-      sidecar: likewise, if there is to be one.
+      directory: the temporary directory; for a copy of an Orbax checkpoint its arrays are opened.
+      manifest: the bytes of the manifest.
+      sidecar: the bytes of the sidecar, if there is one.
 
     Raises:
-      FormatError: it would not open.
+      FormatError: a reader could not open the checkpoint.
     """
     with paused():
         leaves_of(_decoded(Located(storage, directory, MANIFEST, None), RawFiles(manifest, sidecar)), (), {})
@@ -329,10 +329,10 @@ def file_checksums_of(located: Located) -> FileChecksums | None:
 
 
 def check_step(contents: Contents, *, strictly: bool) -> None:
-    """Looks whether the directory's name says the step that was saved: somebody may have renamed or copied it.
+    """Checks that the directory's name has the step that was saved; a renamed or copied directory may have another.
 
     Raises:
-      CorruptCheckpointError: it does not, and ``strictly`` is asked for; else the log says so.
+      CorruptCheckpointError: it has not, with ``strictly``; otherwise this is logged.
     """
     written, step = contents.sidecar.extra.get('step'), contents.located.step
     if written is None or step is None or written == step:
@@ -344,23 +344,23 @@ def check_step(contents: Contents, *, strictly: bool) -> None:
 
 
 def leaves_of(
-    contents: Contents, fns: Sequence[RestoreStateTransformationFn], target: Mapping[str, Any]
+    contents: Contents, transforms: Sequence[RestoreStateTransformationFn], target: Mapping[str, Any]
 ) -> tuple[LeafTable, TreeFacts]:
-    """A checkpoint's leaves after the restore transforms, and the sidecar's facts at their new places.
+    """A checkpoint's leaves after the restore transforms, and the sidecar's facts under their new paths.
 
-    The transforms see what the state was: empty containers and text are put back before the first. A fact about a leaf
-    (it was a Python number, it is PRNG keys) follows the object that stands for it, wherever a transform moves it.
+    Empty containers and text are added before the first transform. A fact about a leaf (it was a Python number, or is PRNG
+    keys) moves with the object that represents the leaf.
 
     Raises:
-      UnsupportedFormatError: a transform returned no state dict.
-      FormatError: a spec that is not accepted.
+      UnsupportedFormatError: a transform did not return a state dict.
+      FormatError: a spec is not accepted.
     """
     manifest, facts = contents.manifest, contents.sidecar.facts
-    if not fns:
+    if not transforms:
         return checkpoint_leaves(manifest.state, manifest.version, facts), facts
     before = with_facts(flatten_nested(manifest.state, is_spec), facts)
     state: Any = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in before.items()})
-    for fn in fns:
+    for fn in transforms:
         state = fn(state, target)
         if not isinstance(state, Mapping):
             raise UnsupportedFormatError(

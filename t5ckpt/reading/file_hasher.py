@@ -1,11 +1,11 @@
-"""Reading all bytes of many files, for their checksums.
+"""Reads many files whole and computes their checksums.
 
-On a local file system a thread reads a file in blocks that stay in the processor's cache and hashes each while it is
-there; elsewhere the file comes in one piece. Reading and hashing both let go of the interpreter's lock, so the threads
-are as fast as the disk or, for cached files, memory.
+On a local file system, a thread reads a file in blocks that fit the processor's cache and hashes each block there. On other
+storage, a file is read in one request. Reading and hashing both release the GIL, so the threads are as fast as the disk or,
+for cached files, as memory.
 
-Notes: 10.8 GB/s of cached files on two cores, where one core hashes 24 GB/s. Memory: 1 MiB a thread on a file system,
-elsewhere the largest file a thread.
+Notes: 10.8 GB/s of cached files on two cores, of which one hashes 24 GB/s. Each thread takes 1 MiB of memory on a file
+system, and the size of the largest file on other storage.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Scanner:
         self._local = threading.local()
 
     def check(self, name: str, leaf: str) -> None:
-        """Looks for links that lead out, and for what is no file, at a name and below, before another library reads it.
+        """Checks a name and everything below it for links out and special files, before another library reads it.
 
         Raises:
-          FormatError: there is one.
+          FormatError: there is such a link or file.
           StorageError: a directory cannot be read.
         """
         if self._fence is not None:
@@ -61,8 +61,8 @@ class Scanner:
         """All bytes of a small file.
 
         Raises:
-          CheckpointNotFoundError, StorageError, FormatError: as the storage and the fence say.
-          CorruptCheckpointError: it has more than ``limit`` bytes. In a bucket it is read before that is known.
+          CheckpointNotFoundError, StorageError, FormatError: from the storage or from ``reading/contained_open.py``.
+          CorruptCheckpointError: the file has more than ``limit`` bytes. In a bucket its size is known only after the read.
         """
         if limit is not None:
             key = join(self._directory, file)
@@ -71,7 +71,7 @@ class Scanner:
         return b''.join(bytes(block) for block in self._blocks(file))
 
     def read_with_version(self, file: str) -> tuple[bytes, Any]:
-        """The same, with what ``Storage.version`` says of the file."""
+        """All bytes of a small file, and its ``Storage.version``."""
         key = join(self._directory, file)
         if self._fence is None:
             return self._storage.read_with_version(key)
@@ -87,7 +87,7 @@ class Scanner:
         return size, state.hexdigest()
 
     def zeros(self, file: str) -> tuple[int, int] | None:
-        """From the first to the last page of zeros in a file, in bytes: what a hole in a file reads as."""
+        """The range in bytes from the first to the last page of zeros in a file, as a hole reads."""
         first = last = None
         offset = 0
         for block in self._blocks(file):
@@ -99,7 +99,7 @@ class Scanner:
         return None if first is None or last is None else (first, last)
 
     def _blocks(self, file: str) -> Iterator[memoryview]:
-        """A file's bytes; each block is overwritten by the next."""
+        """Yields the blocks of a file; each block is overwritten by the next."""
         key = join(self._directory, file)
         if self._fence is None:
             yield memoryview(self._storage.read(key))
@@ -126,10 +126,10 @@ class Scanner:
 
 
 def in_threads(items: Iterable[Any], work: Callable[[Any], Any], threads: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Does work for every item in threads, a few items ahead, since there may be millions.
+    """Maps a function over items in threads, a few items ahead, since there may be millions.
 
     Yields:
-      In the order of the items (item, result), or (item, error) for an error of ours.
+      (item, result) in the order of the items, or (item, error) for a T5CkptError.
     """
     count = threads or max(_MIN_THREADS, 2 * (os.cpu_count() or 1))
     with Pool(count, 't5ckpt-scan') as pool:

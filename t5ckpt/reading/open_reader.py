@@ -19,30 +19,34 @@ __all__ = ['VERIFY_LEVELS', 'ReadOptions', 'lazy_leaf', 'reader_of']
 
 
 def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:
-    """A lazy array of a checkpoint's leaf, stored or inline, cast to ``dtype`` when read."""
+    """A lazy array of a leaf, stored or inline, cast to ``dtype`` when it is read."""
     wanted = np.dtype(leaf.dtype) if dtype is None else dtype
     if not isinstance(leaf, StoredLeaf):
         value = np.asarray(leaf)
         return LazyThreadPoolArray(value.shape, wanted, value.copy, lambda index: value[index].copy())
-    # Read in the thread that asks: no pool and no event loop, which are gone when the interpreter is on its way out.
+    # Read in the calling thread, because pools and event loops do not work while the interpreter exits.
     return LazyThreadPoolArray(
         leaf.shape, wanted, lambda: reader.read(leaf, name), lambda index: reader.read(leaf, name, index)
     )
 
 
 def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
-    """A reader of an opened checkpoint's arrays, which compares checksums if the checkpoint was opened with them.
+    """A reader of an opened checkpoint's arrays, which verifies checksums if the checkpoint was opened with them.
 
     Raises:
-      CorruptCheckpointError: everything is to be verified, and the directory is of another step.
+      CorruptCheckpointError: with ``verify='full'``, the directory's name has another step than the checkpoint.
     """
     located = contents.located
     check_step(contents, strictly=reading.verify == 'full')
     if isinstance(located.storage, BucketStorage) and located.storage.cache is not None:
         return CachedReader(contents, located.storage, checks=reading.verify == 'full')
-    in_passing = reading.verify == 'auto'
+    only_whole_chunks = reading.verify == 'auto'
     return ArrayReader(
-        located, reading.mmap, checksums=contents.checksums, in_passing=in_passing, identity=contents.identity
+        located,
+        reading.mmap,
+        checksums=contents.checksums,
+        only_whole_chunks=only_whole_chunks,
+        identity=contents.identity,
     )
 
 
@@ -68,10 +72,10 @@ class ReadOptions:
             raise ValueError(f'verify is one of {list(VERIFY_LEVELS)}, got {self.verify!r:.40}.')
 
     def checks_all(self, storage: Storage, *, lazy: bool) -> bool:
-        """Whether checksums are compared: always, never, or of files that pass through our hands whole anyway.
+        """Whether checksums are verified: always, never, or with 'auto' only for files that are read whole.
 
-        From a store without files they would come twice: for us, and for TensorStore; but not what a cache keeps.
+        On storage without local files, verification would fetch each file twice, except through a cache.
         """
-        in_passing = storage.local_path('') is not None and not self.mmap and not lazy
+        reads_whole_chunks = storage.local_path('') is not None and not self.mmap and not lazy
         is_cached = getattr(storage, 'cache', None) is not None
-        return self.verify == 'full' or (self.verify == 'auto' and (in_passing or is_cached))
+        return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or is_cached))

@@ -1,4 +1,4 @@
-"""Reading the directories of Orbax, with TensorStore alone.
+"""Reads the directories of Orbax with TensorStore.
 
 Two layouts (orbax/checkpoint/_src/serialization/type_handlers.py, _src/metadata/tree.py; written by orbax 0.12.8 and
 by the orbax of 2023):
@@ -39,10 +39,10 @@ _NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
 
 
 def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) -> Manifest:
-    """Reads the tree of an Orbax directory; arrays stay where they are.
+    """Reads the tree of an Orbax directory, without reading arrays.
 
     Raises:
-      UnsupportedFormatError: the layout is not known, with what was found instead.
+      UnsupportedFormatError: the layout is unknown; the message describes it.
     """
     for item in _ITEMS:
         base = join(directory, item)
@@ -93,7 +93,7 @@ def _strings(files: Scanner, item: str, is_there: bool) -> Mapping[str, str]:
 
 
 def has_placeholders(state: Mapping[str, Any]) -> bool:
-    """Whether any leaf stands for an array of Orbax's older layout."""
+    """Whether any leaf is a placeholder for an array of Orbax's older layout."""
     return any(
         has_placeholders(value)
         if isinstance(value, dict)
@@ -105,7 +105,7 @@ def has_placeholders(state: Mapping[str, Any]) -> bool:
 def resolve_placeholders(
     storage: Storage, directory: str, state: Mapping[str, Any], *, follow_links: bool = False
 ) -> dict[str, Any]:
-    """Replaces each ``PLACEHOLDER://<name>`` by the array it stands for."""
+    """Replaces each ``PLACEHOLDER://<name>`` by the spec of its array."""
     names: dict[Path, str] = {}
     _collect_placeholders(state, (), names)
     files = Scanner(storage, directory, follow_links=follow_links)
@@ -139,7 +139,7 @@ def array_leaves(
     zarr3: bool,
     names: Mapping[Path, str] | None = None,
 ) -> dict[Path, SpecDict]:
-    """Opens the metadata of every array, all at once."""
+    """Opens the metadata of all arrays concurrently."""
     directory, item, files = place
     base = join(directory, item)
     ocdbt = storage.is_file(join(base, 'manifest.ocdbt'))

@@ -1,9 +1,9 @@
-"""Safetensors files read as a checkpoint: one file, or several with ``model.safetensors.index.json``.
+"""Reads the headers of safetensors files as a checkpoint: one file, or several with ``model.safetensors.index.json``.
 
-Only the headers are read here. Each tensor becomes a stored array that is a range of bytes of its file, which a restore reads as
-it reads the chunk of a checkpoint: each process the bytes that its devices need.
+Each tensor becomes a stored array that is a range of bytes of its file. A restore reads it as a chunk of a checkpoint: each
+process reads the bytes that its devices need.
 
-Process 0 reads the headers and shares them, as JSON, with the other processes.
+Process 0 reads the headers and broadcasts them as JSON.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _weight_map(text: bytes, where: str) -> dict[str, str]:
     try:
         by_tensor = {name: str(file) for name, file in json.loads(text)['weight_map'].items()}
         for file in by_tensor.values():
-            # JSON may have half a character, which no file name has.
+            # JSON may hold a lone surrogate, which is not valid in a file name.
             os.fsencode(file)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}). Copy it again.') from error
@@ -107,10 +107,10 @@ def _chosen(
 
 
 def _check_places(names: Sequence[str], where: str) -> None:
-    """Raises where a tensor has the path of another, or one below it: the tree could hold one of the two only.
+    """Checks that no tensor has the path of another or a path below it, since a tree could not hold both.
 
     Raises:
-      UnsupportedFormatError: with the names.
+      UnsupportedFormatError: naming two such tensors.
     """
     places: dict[Path, str] = {}
     for name in names:
@@ -177,7 +177,7 @@ class _Local:
 
 
 class _Bucket:
-    """The files below a prefix of an object store, which tells no sizes: a file is as long as its header says."""
+    """The files below a prefix of an object store, which reports no sizes: the size is taken from the header."""
 
     def __init__(self, storage: Storage, directory: str):
         self._storage = storage

@@ -1,9 +1,9 @@
-"""Sizes that a checkpoint claims, and what speaks for them.
+"""Limits the sizes that a checkpoint's metadata may claim, before memory is allocated.
 
-A manifest of a hundred bytes can say that an array has 2^60 elements, and ``.zarray`` that a chunk has. Memory is taken
-only for what the files can hold: a plain chunk is as long as its file, and no codec of zarr makes more than 2^17 bytes of
-one (zstd 2^15, gzip 2^10, blosc 2^8; bz2 could, for zeros in chunks far above the limit that needs no proof). What is
-left could still be more than the machine has, and is refused before the kernel kills the process for it.
+A manifest of a hundred bytes can claim an array or a chunk of 2^60 elements. Memory is allocated only for sizes that the files
+can hold. A plain chunk is as long as its file, and no codec of zarr expands one byte to more than 2^17 bytes (zstd 2^15, gzip
+2^10, blosc 2^8; bz2 can, but only for chunks of zeros far above the size that is checked). An array that needs more memory
+than the machine has is refused, before the kernel kills the process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _CGROUP = '/sys/fs/cgroup'
 
 
 def check_chunk(chunk_bytes: int, file_bytes: Callable[[], int], where: str) -> None:
-    """Checks that a chunk file can hold as much as its metadata says; it is looked at only if that is much.
+    """Checks that a chunk file can hold as many bytes as its metadata claims; small claims are accepted unchecked.
 
     Raises:
-      CorruptCheckpointError: no codec packs that much into so little.
-      NotEnoughMemoryError: this machine could not hold it.
+      CorruptCheckpointError: no codec compresses that many bytes to the size of the file.
+      NotEnoughMemoryError: the chunk does not fit in this machine's memory.
     """
     if chunk_bytes <= _NEEDS_NO_PROOF:
         return
@@ -42,7 +42,7 @@ def check_memory(nbytes: int, where: str) -> None:
     """Checks that this machine has the memory that an array needs.
 
     Raises:
-      NotEnoughMemoryError: it has not.
+      NotEnoughMemoryError: the array does not fit.
     """
     if nbytes <= _NEEDS_NO_PROOF:
         return
@@ -55,7 +55,7 @@ def check_memory(nbytes: int, where: str) -> None:
 
 
 def check_count(chunks: int, files: Callable[[], int], where: str) -> None:
-    """Checks that there are as many files as an array is said to have chunks; they are counted only if it has many.
+    """Checks that there are as many files as the metadata claims chunks; counts them only for large claims.
 
     Raises:
       CorruptCheckpointError: there are fewer.
@@ -68,7 +68,7 @@ def check_count(chunks: int, files: Callable[[], int], where: str) -> None:
 
 
 def memory_limit() -> int | None:
-    """The bytes that this process may use at most: of the machine, or of its control group; None if nobody says."""
+    """The memory limit of this process in bytes, from the machine or its control group; None if unknown."""
     limits = [_sysconf()] if hasattr(os, 'sysconf') else []
     for name in ('memory.max', 'memory/memory.limit_in_bytes'):
         try:

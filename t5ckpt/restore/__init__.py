@@ -1,1 +1,1 @@
-"""One restore: request, resolve, read into the buffers of shards, put on devices."""
+"""Restores: the request, the checkpoint that it resolves to, reading into shard buffers, putting these on devices."""

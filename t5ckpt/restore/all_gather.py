@@ -1,8 +1,8 @@
-"""Reading a replicated array once in a job instead of once in each process.
+"""Reads a replicated array once per job instead of once per process, and gathers it over the devices' network.
 
-An array that every device of several processes holds whole is read by all of them: N times the bytes from the storage.
-Where the network between the devices is faster than the way to the storage, each device reads its part instead and the
-devices complete each other's: one all-gather for all such arrays (a jitted identity with replicated outputs).
+By default an array that is replicated over N processes is read N times from the storage. If the network between the devices
+is faster than the storage, each device reads a part instead, and one all-gather completes all such arrays (a jitted identity
+with replicated outputs).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from t5ckpt.planning.restore_plan import StoredRead
 
 __all__ = ['completed', 'in_parts']
 
-# Below it the parts are too small to be worth a collective.
+# Smaller parts are not worth a collective.
 _MIN_BYTES = 2**20
 _AXIS = 'part'
 
@@ -29,18 +29,18 @@ def in_parts(reads: Sequence[StoredRead], processes: int) -> tuple[list[StoredRe
       processes: of the job.
 
     Returns:
-      The reads, with another sharding for those that are split, and by path the sharding that these are to have.
+      The reads, with another sharding for those that are split, and by path the final sharding of these.
     """
     split: list[StoredRead] = []
-    wanted: dict[Path, Any] = {}
+    final_shardings: dict[Path, Any] = {}
     for read in reads:
         sharding = _sharding_in_parts(read) if processes > 1 else None
         if sharding is None:
             split.append(read)
         else:
             split.append(dataclasses.replace(read, target=dataclasses.replace(read.target, sharding=sharding)))
-            wanted[read.path] = read.target.sharding
-    return split, wanted
+            final_shardings[read.path] = read.target.sharding
+    return split, final_shardings
 
 
 def _sharding_in_parts(read: StoredRead) -> Any:
@@ -59,18 +59,18 @@ def _sharding_in_parts(read: StoredRead) -> Any:
     return NamedSharding(flat, PartitionSpec(*[None] * axis, _AXIS))
 
 
-def completed(values: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The split arrays in the shardings they are to have; every process calls it at the same point."""
-    if not wanted:
+def completed(values: Mapping[Path, Any], final_shardings: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Gathers the split arrays into their final shardings. Every process calls it at the same point."""
+    if not final_shardings:
         return {}
     import jax
 
-    # One computation takes place on one order of devices.
+    # One computation runs on one order of devices.
     by_mesh: dict[Any, list[Path]] = {}
-    for path, sharding in wanted.items():
+    for path, sharding in final_shardings.items():
         by_mesh.setdefault(sharding.mesh, []).append(path)
     found: dict[Path, Any] = {}
     for paths in by_mesh.values():
-        gather = jax.jit(lambda arrays: arrays, out_shardings=[wanted[path] for path in paths])
+        gather = jax.jit(lambda arrays: arrays, out_shardings=[final_shardings[path] for path in paths])
         found |= zip(paths, gather([values[path] for path in paths]), strict=True)
     return found

@@ -1,14 +1,14 @@
-"""Host buffers to where a model wants them: a jax.Array of any sharding, a numpy array, a number.
+"""Converts host buffers to what the template asks for: a jax.Array of any sharding, a numpy array, or a number.
 
-Buffers that begin at a multiple of 64 bytes are taken over by the CPU backend without a copy. They count as immutable
-there: a step that donates such an array computes into new memory.
+The CPU backend uses a buffer that begins at a multiple of 64 bytes without a copy. It treats the buffer as immutable: a step
+that donates such an array computes into new memory.
 
-A sharded array is made in one call for all its shards (``jax.make_array_from_callback``), 35 us for four; a
-``jax.device_put`` for each and ``make_array_from_single_device_arrays`` take 130 us.
+A sharded array is made in one call for all its shards (``jax.make_array_from_callback``), which takes 35 us for four shards.
+One ``jax.device_put`` per shard and ``make_array_from_single_device_arrays`` take 130 us.
 
-``jax.device_put`` of a numpy array with such an address, and ``jax.dlpack.from_dlpack``, make a jax.Array of memory that its
-owner may still write to. JAX does not say which arrays these are, but it notes the Python frames in which a buffer was made,
-and a view of the buffer has the same note: :func:`is_private` reads it, in 1 us.
+``jax.device_put`` of a numpy array at such an address, and ``jax.dlpack.from_dlpack``, return a jax.Array whose memory the
+owner may still write to. JAX does not expose which arrays these are, but records the Python frames in which a buffer was
+made, also for views of it. ``core/private_memory.is_private`` reads this record in 1 us.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from t5ckpt.tree.template import LeafTemplate, canonical_dtype
 __all__ = ['check_fit', 'device_put', 'device_put_value']
 
 _NARROW_BYTES = 4
-# Up to this size it costs less to let JAX copy than to make an aligned buffer that it takes over.
+# Up to this size, a copy by JAX is faster than making an aligned buffer that JAX uses in place.
 _SMALL_BYTES = 64 * 1024
 
 
 def check_fit(values: np.ndarray, name: str) -> None:
-    """Raises where JAX would narrow integers to others without a word.
+    """Checks that JAX keeps the values of integers when it narrows their dtype.
 
     Raises:
-      DtypeMismatch: with one of them.
+      DtypeMismatch: naming a value that would change.
     """
     narrow = (
         canonical_dtype(values.dtype)
@@ -53,7 +53,7 @@ def check_fit(values: np.ndarray, name: str) -> None:
     if wrong.size:
         raise DtypeMismatch(
             f'{name}: holds {wrong.flat[0]}, and JAX puts {values.dtype.name} on a device as {narrow.name}, which has no such '
-            'number. Set jax_enable_x64, or restore this leaf to numpy: give the model a numpy array there.',
+            'number. Set jax_enable_x64, or restore this leaf to numpy: give the template a numpy array there.',
             (LeafProblem(name, 'dtype', values.dtype.name, narrow.name),),
         )
 
@@ -62,14 +62,14 @@ def check_fit(values: np.ndarray, name: str) -> None:
 def device_put(
     hosts: Mapping[Box, np.ndarray], target: LeafTemplate, shape: tuple[int, ...], dtype: np.dtype, name: str
 ) -> Any:
-    """Hands a leaf's buffers to where its target wants them.
+    """Makes a leaf from its host buffers, as its template asks.
 
     Args:
-      hosts: a buffer for each of ``boxes_wanted``; not to be written to afterwards.
-      target: of the leaf.
+      hosts: one buffer for each of ``boxes_wanted``; must not be written to afterwards.
+      target: the template of the leaf.
       shape: of the whole leaf.
-      dtype: of the result, which a process that holds nothing of it has to know, too.
-      name: the leaf's, for errors.
+      dtype: of the result; needed also in a process that holds no part of it.
+      name: the name of the leaf, for errors.
 
     Raises:
       DtypeMismatch: an integer does not fit the dtype that JAX would give it.
@@ -98,7 +98,7 @@ def device_put(
 
 @makes_private
 def device_put_value(read: InlineRead) -> Any:
-    """An inline leaf where its target wants it; each device gets only its own part."""
+    """Makes an inline leaf as its template asks; each device gets only its part."""
     value = np.asarray(read.value)
     if value.dtype != read.dtype:
         value = value.astype(read.dtype)
@@ -110,7 +110,7 @@ def device_put_value(read: InlineRead) -> Any:
     sharding = target.sharding
     is_small = target.device and target.kind == 'array' and value.nbytes <= _SMALL_BYTES
     if is_small and sharding is not None and sharding.addressable_devices:
-        # The bulk of the leaves where there are very many: each device's part is cut by JAX.
+        # Most leaves of a very large tree take this branch. JAX cuts the part of each device.
         import jax
 
         check_fit(value, leaf_name(read.path))
@@ -122,7 +122,7 @@ def device_put_value(read: InlineRead) -> Any:
 
 
 def _own_copy(values: np.ndarray) -> np.ndarray:
-    """A private, writable copy: what msgpack decoded lies read-only inside the manifest's bytes."""
+    """A writable copy; the array that msgpack decoded is a read-only part of the manifest's bytes."""
     out = aligned_empty(values.shape, values.dtype)
     out[...] = values
     return out

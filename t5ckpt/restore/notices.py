@@ -1,4 +1,4 @@
-"""What a restore says when it does something other than was meant: warnings at the caller's line."""
+"""Warnings of a restore, given at the caller's line."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SHOWN = 5
 
 
 def warn_of_idle(texts: Sequence[str]) -> None:
-    """Warns of what the caller asked for and this restore has no use for."""
+    """Warns of options that have no effect in this restore."""
     for text in texts:
         warn_caller(NoEffectWarning(text))
 
 
 def warn_if_narrowed(plan: RestorePlan) -> None:
-    """JAX puts 64-bit arrays on devices as 32-bit ones unless told otherwise, and says nothing when it is asked to."""
+    """Warns of 64-bit leaves that JAX narrows to 32 bits on a device, which JAX itself does silently."""
     wide = [read for read in (*plan.stored, *plan.inline) if read.target.device and read.dtype.itemsize >= _WIDE_BYTES]
     if not wide:
         return
@@ -45,7 +45,7 @@ def warn_if_narrowed(plan: RestorePlan) -> None:
 
 
 def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
-    """Whether no bit is lost in ``dtype``: a Python int that counts steps, say, is at hand to look at."""
+    """Whether ``dtype`` holds the value exactly; the values of inline leaves, such as a step, are known here."""
     if read.dtype == dtype or not isinstance(read, InlineRead):
         return read.dtype == dtype
     value = np.asarray(read.value)
@@ -53,7 +53,7 @@ def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
 
 
 def warn_if_local(plan: RestorePlan) -> None:
-    """In a job of several processes each gets arrays of its own where the model names no sharding over all of them."""
+    """Warns of leaves that each process of a job restores separately, since their sharding does not cover all processes."""
     reads = [read for read in (*plan.stored, *plan.inline) if read.target.device]
     local = [
         leaf_name(read.path)
@@ -63,23 +63,23 @@ def warn_if_local(plan: RestorePlan) -> None:
     if local:
         warn_caller(
             UnshardedTemplateWarning(
-                f'{some_of(local, _SHOWN)}: the model gives no sharding over the devices of all processes, so each process gets '
-                'an array of its own, which the next save refuses. Give the leaves of the model global shardings: '
+                f'{some_of(local, _SHOWN)}: the template gives no sharding over the devices of all processes, so each process '
+                'gets a separate array, which the next save refuses. Give the leaves of the template global shardings: '
                 'jax.ShapeDtypeStruct(shape, dtype, sharding=...).'
             )
         )
 
 
 def warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: Any, notices: Notices) -> None:
-    """Warns of abstract leaves without a sharding, once, where the checkpoint was saved from several devices.
+    """Warns once of abstract leaves without a sharding, if the checkpoint was saved from several devices.
 
-    A scalar goes with whatever it is computed with, so it needs no sharding. Arrays of NumPy in the template ask for the
-    host.
+    A scalar needs no sharding, since JAX moves it to the devices of the computation. A NumPy array in the template asks for
+    an array on the host.
 
     Args:
       plan: of a restore in a job of one process.
-      template: the model's leaves.
-      saved_over: the sidecar's ``devices``; anything where a stranger wrote it.
+      template: the template's leaves.
+      saved_over: the sidecar's ``devices``, which may be any value in a file from another source.
       notices: of the checkpointer.
     """
     if not isinstance(saved_over, int) or saved_over < 2:

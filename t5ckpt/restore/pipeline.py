@@ -1,7 +1,8 @@
-"""One restore, from a located checkpoint to the state."""
+"""Runs one restore: resolves the checkpoint, plans, reads the arrays, and rebuilds the state."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -45,16 +46,16 @@ _PARAMETERS = ('target', 'params')
 def run_restore(
     request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
 ) -> Any:
-    """Restores a state of the structure of ``state``."""
+    """Restores a state with the structure of ``state``."""
     started = time.monotonic()
     try:
         finish = _read(request, state, partitioner, dataset)
     except BaseException as error:
-        # The others would go on, and wait for this process in their first step.
+        # Otherwise the other processes would continue, and wait for this one in their first step.
         request.round.fail('read' if request.reading.share_replicated else 'restore', error)
         raise
     if request.reading.share_replicated and not request.round.is_single_process:
-        # What follows is a collective: it must not begin before it is known that nobody has failed.
+        # A collective follows, which must not begin before all processes are known to have succeeded.
         request.round.reduce_on_leader('read', None, lambda _: None)
     try:
         restored = finish()
@@ -70,7 +71,7 @@ def run_restore(
 def _read(
     request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
 ) -> Callable[[], Any]:
-    """Reads everything; what is returned makes the state of it."""
+    """Reads all values; returns a function that builds the state from them."""
     if request.lazy and getattr(partitioner, 'params_on_devices', False):
         raise ValueError(
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
@@ -79,17 +80,16 @@ def _read(
     located, raw = find_checkpoint_to_restore(request)
     view = flatten_state(state)
     contents = read_contents(located, raw)
-    model = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in view.table.items()})
-    leaves, facts = leaves_of(contents, request.fns, model)
+    template = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in view.table.items()})
+    leaves, facts = leaves_of(contents, request.transforms, template)
     fallback = {} if request.fallback is None else flatten_state(request.fallback).table
-    # Where nobody has noted them, or the note is lost, any uint32 array may be keys.
-    known = contents.sidecar.extra and contents.sidecar.extra.get('facts') != 'unknown'
-    keys = facts.keys if known else None
+    # Without a record of the keys in the sidecar, any uint32 array may be keys.
+    has_facts = contents.sidecar.extra and contents.sidecar.extra.get('facts') != 'unknown'
     options = RestoreOptions(
         request.cast,
         fallback,
-        keys,
-        lenient_keys=bool(request.fns),
+        facts.keys if has_facts else None,
+        lenient_keys=bool(request.transforms),
         strict=request.strict,
         places=not request.lazy,
         resize=request.resize,
@@ -107,51 +107,52 @@ def _read(
     elif not request.lazy:
         warn_if_local(plan)
     reader = reader_of(contents, request.reading)
-    wanted: dict[Path, Any] = {}
+    final_shardings: dict[Path, Any] = {}
     if request.donate:
         _free(view.table, [fallback[path] for path in plan.fallback])
     with contents.identity.reading():
-        values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, wanted)
+        values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, final_shardings)
     values |= {
         path: _fallback_value(request, path, fallback[path], (view, state, partitioner)) for path in plan.fallback
     }
     if not request.leaves_iterator:
         _move_iterator(request, reader, located, dataset)
     only = request.only
+    gathered = functools.partial(completed, values, final_shardings)
     if only is not None:
-        return lambda: {path: leaf for path, leaf in (values | completed(values, wanted)).items() if path in only}
-    return lambda: view.rebuild(plan.kept | values | completed(values, wanted))
+        return lambda: {path: leaf for path, leaf in (values | gathered()).items() if path in only}
+    return lambda: view.rebuild(plan.kept | values | gathered())
 
 
 def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
-    """Says what comes back otherwise than it was saved, and what does not come back."""
+    """Logs the leaves that differ from the checkpoint: not cast, resized, or left out."""
     if plan.notes:
         _log.warning('t5ckpt: restored as in the checkpoint (restore_dtype casts): %s', some_of(plan.notes, 5, '; '))
     if plan.resized:
         _log.warning('t5ckpt: padded with zeros or truncated: %s', some_of(plan.resized, 20, '; '))
     elif request.resize:
-        _log.info('t5ckpt: resize=%r: every leaf has the shape of the model', request.resize.patterns)
+        _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.resize.patterns)
     if plan.ignored:
-        # A model for inference leaves the optimizer's state out on purpose. Parameters are worth a warning.
+        # A template for inference omits the optimizer state on purpose. Omitted parameters are worth a warning.
         named = sorted(plan.ignored, key=lambda path: path[0] not in _PARAMETERS)
         log = _log.warning if named[0][0] in _PARAMETERS else _log.info
-        log('t5ckpt: %d leaves that the model does not have were left out: %s', len(named), _listed(named))
+        log('t5ckpt: %d leaves that the template does not have were left out: %s', len(named), _listed(named))
     if plan.skipped and request.only is None:
-        _log.info('t5ckpt: left out, the model has ... there: %s', _listed(plan.skipped))
+        _log.info('t5ckpt: left out, the template has ... there: %s', _listed(plan.skipped))
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    """Names of leaves for the log, which is one line whatever the size of the model."""
+    """Names of leaves for the log, shortened to one line."""
     return some_of([leaf_name(path) for path in paths], 20, ', ')
 
 
-def _idle(request: RestoreRequest, located: Located, model: LeafTable, fallback: LeafTable) -> list[str]:
-    """What the caller asked for and this restore has no use for, for warnings."""
+def _idle(request: RestoreRequest, located: Located, template: LeafTable, fallback: LeafTable) -> list[str]:
+    """Describes the options that have no effect in this restore, for warnings."""
     texts: list[str] = []
-    unknown = [path for path in fallback if path not in model]
+    unknown = [path for path in fallback if path not in template]
     if unknown:
-        texts.append(f'fallback_state holds leaves that the model lacks: {_listed(unknown)}. Correct their names.')
-    if request.donate and not any(is_jax_array(leaf) for leaf in model.values()):
+        texts.append(f'fallback_state holds leaves that the template lacks: {_listed(unknown)}. Correct their names.')
+    if request.donate and not any(is_jax_array(leaf) for leaf in template.values()):
         texts.append('donate has no effect: the template holds no jax.Array. Leave it out.')
     if located.storage.local_path('') is None:
         where = located.storage.url()
@@ -165,7 +166,7 @@ def _idle(request: RestoreRequest, located: Located, model: LeafTable, fallback:
 
 
 def _free(template: LeafTable, kept: Sequence[Any]) -> None:
-    """Gives the memory of the template's arrays back before anything is read; their shapes and shardings stay."""
+    """Frees the template's arrays before anything is read; their shapes and shardings remain."""
     needed = {id(value) for value in kept}
     for leaf in template.values():
         if is_jax_array(leaf) and id(leaf) not in needed and not leaf.is_deleted():
@@ -175,7 +176,7 @@ def _free(template: LeafTable, kept: Sequence[Any]) -> None:
 def _move_iterator(
     request: RestoreRequest, reader: ArrayReader, located: Located, dataset: DatasetState | None
 ) -> None:
-    """Takes the data iterator to where the checkpoint says, or says which of the two has none."""
+    """Restores the position of the data iterator; warns if the checkpoint or the checkpointer has none."""
     if dataset is not None:
         reader.check_beside(dataset.prefix(request.round.processes))
         dataset.load(located.storage, located.directory, request.round.processes)
@@ -190,23 +191,23 @@ def fit_leaves(
     partitioner: Partitioner | None,
     options: RestoreOptions | None = None,
 ) -> RestorePlan:
-    """Matches leaves that come from elsewhere than a checkpoint, LazyArrays among them, with a model.
+    """Matches leaves from another source than a checkpoint, such as LazyArrays, with a template.
 
     Raises:
-      TreeMismatchError: with every difference.
+      TreeMismatchError: with all differences.
     """
     options = RestoreOptions() if options is None else options
     return plan_restore(leaves, _targets(flatten_state(state), state, partitioner), options, where)
 
 
 def place_leaves(plan: RestorePlan, state: Any) -> Any:
-    """A state of the structure of ``state``; its leaves are read and put where they belong one after another."""
+    """Builds a state with the structure of ``state``; its leaves are read and put on devices one after another."""
     warn_if_narrowed(plan)
     return flatten_state(state).rebuild(plan.kept | {read.path: device_put_value(read) for read in plan.inline})
 
 
 def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
-    """What the model wants at each leaf: the partitioner's mesh and axes, or the leaf's own place."""
+    """The template of each leaf: with the sharding of the partitioner's mesh and axes, or else the leaf's own."""
     if partitioner is None:
         return {path: leaf_template(path, leaf) for path, leaf in view.table.items()}
     if not getattr(partitioner, 'params_on_devices', True):
@@ -222,11 +223,13 @@ def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> di
     return targets
 
 
-def _values(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest, wanted: dict[Path, Any]) -> LeafTable:
-    """The leaves; ``wanted`` gets the shardings of those that are to be completed, see ``restore/all_gather.py``."""
+def _values(
+    reader: ArrayReader, plan: RestorePlan, request: RestoreRequest, final_shardings: dict[Path, Any]
+) -> LeafTable:
+    """Reads the leaves; adds to ``final_shardings`` those that remain to be gathered, see ``restore/all_gather.py``."""
     values: LeafTable = {read.path: device_put_value(read) for read in plan.inline}
     reads, split = in_parts(plan.stored, request.round.processes.count if request.reading.share_replicated else 1)
-    wanted |= split
+    final_shardings |= split
     budget = ByteBudget(request.reading.budget_bytes)
     values |= read_arrays(reader, reads, budget, request.progress)
     _log.info('t5ckpt: read %d arrays, at most %d bytes of them in flight at once', len(reads), budget.peak)
@@ -248,10 +251,10 @@ def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> Lazy
 
 
 def _fallback_value(
-    request: RestoreRequest, path: Path, value: Any, model: tuple[StateView, Any, Partitioner | None]
+    request: RestoreRequest, path: Path, value: Any, template: tuple[StateView, Any, Partitioner | None]
 ) -> Any:
-    """A fallback value where the model wants it; jax.Arrays stay where they are."""
-    view, state, partitioner = model
+    """A fallback value, placed as the template asks; jax.Arrays stay on their devices."""
+    view, state, partitioner = template
     target = _targets(StateView({path: view.table[path]}, view.rebuild), state, partitioner)[path]
     to_template = request.cast is not None and request.cast.dtype is None
     array = value if is_jax_array(value) else np.asarray(value.get() if isinstance(value, LazyArray) else value)

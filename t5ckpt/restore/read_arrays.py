@@ -1,11 +1,10 @@
-"""Restoring many stored leaves: straight into the buffers of device shards.
+"""Reads many stored leaves directly into the buffers of device shards.
 
-Buffers begin at a multiple of 64 bytes; the CPU backend takes such a one over without a copy. Each distinct shard box is
-read once per process, however many devices hold it, and each chunk once, however many boxes want parts of it. Leaves
-and chunks are in flight together within one byte budget, which has a leaf's bytes back when its transfer to the devices
-is done.
+Buffers begin at a multiple of 64 bytes, so the CPU backend uses them without a copy. Each distinct shard box is read once
+per process, however many devices hold it, and each chunk once, however many boxes overlap it. Leaves and chunks are in
+flight together within one byte budget; the bytes of a leaf are released when its transfer to the devices has ended.
 
-Leaves come in the order of the plan: while the main thread hands one to its devices, threads read those behind it.
+Leaves are restored in the order of the plan: while the main thread puts one on its devices, other threads read the next.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from t5ckpt.storage import foreign_errors
 
 __all__ = ['read_arrays']
 
-# A disk wants several reads in flight, and copying out of the page cache every core.
+# Several reads in flight keep a disk busy, and copies from the page cache keep every core busy.
 _MIN_THREADS = 8
 _THREADS_PER_CORE = 2
 
@@ -47,16 +46,16 @@ _THREADS_PER_CORE = 2
 def read_arrays(
     reader: ArrayReader, reads: Sequence[StoredRead], budget: ByteBudget, progress: Progress | None = None
 ) -> dict[Path, Any]:
-    """Reads stored leaves to where their targets want them.
+    """Reads stored leaves and puts them where their templates ask.
 
     Args:
       reader: of the checkpoint.
       reads: from ``plan_restore``.
-      budget: bounds the host bytes between the start of a leaf's read and the end of its transfer.
-      progress: called with (bytes done, bytes in all).
+      budget: bounds the host bytes of leaves from the start of their read to the end of their transfer.
+      progress: called with (bytes done, bytes in total).
 
     Returns:
-      The values by path: jax.Array, numpy array, or Python number, as each target says.
+      The values by path: jax.Array, numpy array, or Python number, as the template of each leaf asks.
     """
     values: dict[Path, Any] = {}
     rest: list[StoredRead] = []
@@ -87,7 +86,7 @@ def _threads() -> int:
 
 
 class _Report:
-    """Counts bytes and tells the caller."""
+    """Counts bytes and reports them to the caller's ``progress``."""
 
     def __init__(self, total: int, progress: Progress | None):
         self.total = total
@@ -102,7 +101,7 @@ class _Report:
 
 @dataclasses.dataclass
 class _LeafInFlight:
-    """A leaf that is being read; ``buffers`` are full when all futures are done."""
+    """A leaf that is being read; its buffers are filled when all futures are done."""
 
     read: StoredRead
     buffers: dict[Box, np.ndarray]
@@ -111,7 +110,7 @@ class _LeafInFlight:
 
 
 class _RestoreScheduler:
-    """The leaves between the start of their read and the end of their transfer."""
+    """Schedules the leaves from the start of their read to the end of their transfer."""
 
     def __init__(self, reader: ArrayReader, budget: ByteBudget, report: _Report, pool: concurrent.futures.Executor):
         self._reader = reader
@@ -123,8 +122,8 @@ class _RestoreScheduler:
         self._values: dict[Path, Any] = {}
 
     def run(self, reads: Sequence[StoredRead]) -> dict[Path, Any]:
-        """Reads and places all."""
-        # Where each open waits for a store all go at once; from a disk the first arrays are read while others are opened.
+        """Reads all leaves and puts them on devices."""
+        # On an object store all arrays are opened at once; on a disk the first are read while others are opened.
         ahead = len(reads) if self._reader.direct is None else _threads()
         opening = collections.deque(self._open(read) for read in reads[:ahead])
         try:
@@ -158,7 +157,7 @@ class _RestoreScheduler:
         return self._values
 
     def _open(self, read: StoredRead) -> Any:
-        """Begins to open an array: a future of its plain chunks, or of TensorStore's; None for a range of a bucket's file."""
+        """Starts to open an array: a future of its plain chunks or of a TensorStore; None for a byte range of an object."""
         direct = self._reader.direct
         if direct is None and read.leaf.array.container == 'file':
             return None
@@ -186,9 +185,9 @@ class _RestoreScheduler:
         if isinstance(opened, concurrent.futures.Future):
             chunks = opened.result()
             if chunks is not None and self._reader.direct is not None:
-                # A cast goes block by block through a scratch, which would read more of a file than the ranges asked for.
-                in_passing = _converts(read) and array.container != 'file'
-                buffers = {box: _buffer(box, read.dtype if in_passing else array.dtype) for box in boxes}
+                # A cast reads blocks into a scratch buffer, which would read more of an object than the requested ranges.
+                converts = _converts(read) and array.container != 'file'
+                buffers = {box: _buffer(box, read.dtype if converts else array.dtype) for box in boxes}
                 tasks = self._reader.direct.tasks(ReadRequest(array, name, read.leaf.dtype, buffers), chunks)
                 if tasks is not None:
                     return _LeafInFlight(read, buffers, [self._pool.submit(task) for task in tasks], size)
@@ -211,24 +210,24 @@ class _RestoreScheduler:
         hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
         if read.resizes:
             hosts = _padded(read, hosts)
-        self._values[read.path] = placed = device_put(
+        self._values[read.path] = on_devices = device_put(
             hosts, read.target, read.target.shape, read.dtype, leaf_name(read.path)
         )
         self._reading.popleft()
-        self._moving.append((None if is_on_cpu(read.target) else placed, item.size))
+        self._moving.append((None if is_on_cpu(read.target) else on_devices, item.size))
         if self._moving[-1][0] is None:
             self._budget.release(self._moving.pop()[1])
         self._report.add(read.leaf.array.nbytes)
 
     def _release_next(self) -> None:
-        placed, size = self._moving[0]
-        placed.block_until_ready()
+        on_devices, size = self._moving[0]
+        on_devices.block_until_ready()
         self._moving.popleft()
         self._budget.release(size)
 
 
 def _bytes_wanted(read: StoredRead) -> int:
-    """What this process takes of a leaf."""
+    """The boxes of a leaf that this process restores."""
     return sum(box.size for box in boxes_wanted(read.target, read.target.shape)) * read.leaf.array.dtype.itemsize
 
 
@@ -246,7 +245,7 @@ def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
 
 
 def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.ndarray]:
-    """The buffers that the target wants, from those of the boxes that the stored array has."""
+    """The buffers that the template asks for, from those of the boxes that the stored array has."""
     padded: dict[Box, np.ndarray] = {}
     for box in boxes_wanted(read.target, read.target.shape):
         part = clipped(box, read.leaf.shape)
@@ -261,7 +260,7 @@ def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.n
 
 
 def _converts(read: StoredRead) -> bool:
-    """Whether the bits in memory are not those on disk."""
+    """Whether the bits in memory differ from those on disk."""
     array = read.leaf.array
     stored = array.dtype if array.bits_of is None else array.bits_of
     return not read.dtype == read.leaf.dtype == stored

@@ -1,4 +1,4 @@
-"""What one restore is asked for."""
+"""The request of one restore."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ['RestoreRequest']
 
 @dataclasses.dataclass(frozen=True)
 class RestoreRequest:
-    """What a restore needs besides the model; see ``Checkpointer.restore`` for each field.
+    """The arguments of a restore without the template; see ``Checkpointer.restore`` for each field.
 
-    With ``only`` the result is a table of these leaves alone instead of a state.
+    With ``only`` the result is a table of these leaves instead of a state.
     """
 
     storage: Storage
@@ -31,7 +31,7 @@ class RestoreRequest:
     path: str | os.PathLike[str] | None
     storage_options: Mapping[str, Any] | None
     round: CoordinationRound
-    fns: Sequence[Any]
+    transforms: Sequence[Any]
     fallback: Mapping[str, Any] | None
     lazy: bool
     cast: Cast | None

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a restore reads, in agreement with the other processes."""
+"""Finds the checkpoint that a restore reads, the same in all processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _asked(request: RestoreRequest) -> str:
 
 
 def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFiles]:
-    """The checkpoint: process 0 looks for it and reads its files, once for all processes."""
+    """Finds the checkpoint and reads its manifest and sidecar on process 0, which shares them with all processes."""
     if request.round.is_single_process:
         located = _located(request)
         return located, read_raw(located, checksums=_checks_all(request, located))

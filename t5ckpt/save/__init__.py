@@ -1,4 +1,4 @@
-"""What the methods of ``Checkpointer`` take and check before a save begins."""
+"""Saves: the request, its checks, and the stages that carry it out."""
 
 from t5ckpt.save.arguments import SaveCall, in_order, metric_numbers
 from t5ckpt.save.monitored import best_of, monitored, monitored_metrics

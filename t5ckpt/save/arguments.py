@@ -1,4 +1,4 @@
-"""The arguments of a save: T5X's order and Orbax's, told apart by type."""
+"""Parses the arguments of a save, in T5X's order (state, transforms) or Orbax's (step, state)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ['SaveCall', 'in_order', 'metric_numbers', 'plain_json']
 
 @dataclasses.dataclass(frozen=True)
 class SaveCall:
-    """What one call of ``save`` or ``save_async`` was given besides the state, which must not outlive the staging.
+    """The arguments of one call of ``save`` or ``save_async``, without the state.
 
-    See ``Checkpointer.save`` for each field.
+    The state is left out because its arrays must not be kept alive after staging. See ``Checkpointer.save`` for each field.
     """
 
-    fns: Sequence[Any]
+    transforms: Sequence[Any]
     step: Any
     metrics: Mapping[str, float]
     budget_bytes: int
@@ -32,13 +32,13 @@ class SaveCall:
 
     @classmethod
     def of(cls, first: Any, second: Any, step: Any, concurrent_gb: float, **options: Any) -> tuple[Any, SaveCall]:
-        """Puts the arguments in order: (state, transforms), or (step, state); and checks them.
+        """Orders the arguments, (state, transforms) or (step, state), and checks them.
 
         Returns:
-          The state, and the rest.
+          The state, and the other arguments.
 
         Raises:
-          ValueError: they cannot be told apart, or one of them is not what it should be.
+          ValueError: the order is ambiguous, or an argument is invalid.
         """
         if _is_step(first) and not _are_transforms(second):
             named, state = in_order(first, second, 'save')
@@ -67,10 +67,10 @@ class SaveCall:
 
 
 def in_order(first: Any, second: Any, method: str) -> tuple[Any, Any]:
-    """Step and state, in whatever order they were given.
+    """Returns (step, state), whichever of the two was passed first.
 
     Raises:
-      ValueError: both could be the step, or neither.
+      ValueError: both arguments could be the step, or neither.
     """
     is_first, is_second = _is_step(first), _is_step(second)
     if is_first and is_second:
@@ -87,10 +87,10 @@ def in_order(first: Any, second: Any, method: str) -> tuple[Any, Any]:
 
 
 def plain_json(name: str, value: Any) -> dict[str, Any]:
-    """A copy of a dict of JSON's types, since the caller's may change before it is written; {} for None.
+    """Copies a dict of JSON types, since the caller may change it before it is written. None gives {}.
 
     Raises:
-      ValueError: it is something else, or would come back as something else, such as a key that is a number.
+      ValueError: the value is not a dict of JSON types, or would not survive the round trip, such as an integer key.
     """
     check_kind(name, value, Mapping, "{'git': 'a1b2c3'}")
     given = {} if value is None else dict(value)
@@ -98,7 +98,7 @@ def plain_json(name: str, value: Any) -> dict[str, Any]:
         copy = json.loads(json.dumps(given, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f'{name} must hold what JSON has: strings, numbers, booleans, None, lists and dicts ({error}).'
+            f'{name} must hold JSON types only: strings, numbers, booleans, None, lists and dicts ({error}).'
         ) from error
     if copy != _with_lists(given):
         raise ValueError(f'{name} would come back changed: the keys of its dicts must be strings, got {given!r:.200}.')
@@ -106,17 +106,17 @@ def plain_json(name: str, value: Any) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """With lists for tuples, which JSON does not tell apart."""
+    """Replaces tuples by lists, as a round trip through JSON does."""
     if isinstance(value, Mapping):
         return {key: _with_lists(each) for key, each in value.items()}
     return [_with_lists(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as Python floats: of numbers, and of arrays with one element, which waits for the device.
+    """Converts metrics to Python floats. Arrays of one element are accepted; reading one waits for its device.
 
     Raises:
-      ValueError: something else.
+      ValueError: a value is not a number.
     """
     check_kind('metrics', metrics, Mapping, "{'loss': 0.5}")
     numbers: dict[str, float] = {}
@@ -125,7 +125,7 @@ def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(f'metrics: {name!r} is {value!r:.80}, which is no number ({error}).') from error
+            raise ValueError(f'metrics: {name!r} is {value!r:.80}, which is not a number ({error}).') from error
         except OverflowError as error:
             raise ValueError(
                 f'metrics: {name!r} is an integer too large for a float. Save its logarithm, or float("inf").'
@@ -134,7 +134,7 @@ def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _is_step(value: Any) -> bool:
-    """Whether a value is one integer, of Python, NumPy or JAX; its value is not looked at."""
+    """Whether a value is a scalar integer of Python, NumPy or JAX. Does not wait for a device."""
     if isinstance(value, (int, np.integer)):
         return not isinstance(value, bool)
     dtype = getattr(value, 'dtype', None)
@@ -142,5 +142,5 @@ def _is_step(value: Any) -> bool:
 
 
 def _are_transforms(value: Any) -> bool:
-    """Whether a value is a list of transforms, also an empty one, and so no state."""
+    """Whether a value is a list of transforms, possibly empty, and therefore not a state."""
     return isinstance(value, (list, tuple)) and all(map(callable, value))

@@ -1,19 +1,22 @@
-"""Unchanged arrays cost nothing: their chunk files are hard-linked from the previous checkpoint.
+"""Hard-links the chunk files of unchanged arrays from the previous checkpoint instead of writing them.
 
-A chunk is taken over in one of three cases. The leaf is the very jax.Array that was saved last time and its memory is
-XLA's own (then it is immutable, so nothing needs to be looked at, and nothing is staged); or, without a codec, the
-chunk's xxh3-64 and size equal those of the file of the same name in the previous checkpoint, which also finds frozen
-weights that went through a donating step, and works after a restart; or, with a codec, the xxh3-64 of its values equals
-that of the values which this process encoded for the previous checkpoint.
+A chunk is linked in one of three cases:
 
-Every checkpoint stays complete and may be deleted by itself: the file goes away with its last link. TensorStore writes
-by rename and never into an existing file, so no save changes another's chunks. Where links do not work (another
-device, a store without them, too many links, a file that is gone or of another size) the chunk is written.
+- The leaf is the same jax.Array object as in the previous save, and its memory is XLA's own. Such an array is immutable,
+  so it is neither staged nor hashed.
+- The chunk has no codec, and its xxh3-64 and size equal those of the file of the same name in the previous checkpoint.
+  This also finds frozen weights that passed through a donating step, and works after a restart.
+- The chunk has a codec, and the xxh3-64 of its values equals that of the values that this process encoded for the
+  previous checkpoint.
 
-Before a file is linked its checksum is compared, so damage is not handed on: such a chunk is written anew. A file whose
-inode, size and times are those that this process saw after its write is not read again for it.
-What a link cannot give is a second copy: a sector that rots later rots under all checkpoints that share it. The checksum
-travels with the link, so each of them can notice. ``reuse_unchanged=False`` writes everything every time.
+Every checkpoint stays complete and can be deleted independently: a file is removed with its last link. TensorStore writes
+by rename and never into an existing file, so no save changes the chunks of another checkpoint. Where a link cannot be
+made (another device, a store without links, too many links, a missing file or one of another size), the chunk is written.
+
+The checksum of a file is verified before it is linked; a damaged chunk is written again. A file whose inode, size and times
+are unchanged since this process wrote it is not read again. Linked checkpoints share one copy of the data: a sector that
+fails later damages all of them. Each checkpoint records the checksum, so each detects the damage.
+``reuse_unchanged=False`` writes every chunk in every save.
 """
 
 from __future__ import annotations
@@ -39,21 +42,21 @@ __all__ = ['PreviousCheckpoint', 'find_previous', 'leaves_of_writes']
 
 @dataclasses.dataclass(frozen=True)
 class PreviousCheckpoint:
-    """A committed checkpoint to take chunks from.
+    """A committed checkpoint whose chunks can be linked.
 
     Attributes:
       directory: its directory in the same storage.
       digests: file to (bytes, xxh3-64 hex).
-      stamp: digest of its sidecar, to notice that another checkpoint has taken its place.
-      stamps: of the files when their checksums were last known to hold; see ``Storage.stamp``.
-      values: of chunks whose files only the codec knows, file to the xxh3-64 of the values it was given.
-      leaves: array directory to the leaf that was saved there, weakly, and how it was laid out.
+      sidecar_checksum: of its sidecar; differs once another checkpoint has replaced this one.
+      file_versions: by file, from when its checksum was last verified; see ``Storage.stamp``.
+      values: for chunks with a codec, file to the xxh3-64 of the values before encoding.
+      leaves: array directory to a weak reference to the leaf that was saved there, and its layout.
     """
 
     directory: str
     digests: Mapping[str, tuple[int, str]]
-    stamp: str = ''
-    stamps: Mapping[str, tuple[int, ...] | None] = dataclasses.field(
+    sidecar_checksum: str = ''
+    file_versions: Mapping[str, tuple[int, ...] | None] = dataclasses.field(
         default_factory=dict[str, 'tuple[int, ...] | None']
     )
     leaves: Mapping[str, tuple[weakref.ref[Any], str]] = dataclasses.field(
@@ -62,29 +65,29 @@ class PreviousCheckpoint:
     values: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def is_same(self, write: ArrayWrite, with_metadata: bool) -> bool:
-        """Whether this leaf is the object that was saved there, laid out as it is to be now, by this process."""
-        held = self.leaves.get(write.array.location)
-        if held is None or held[0]() is not write.leaf or held[1] != _layout_text(write):
+        """Whether this process saved the same leaf object there, with the same layout."""
+        saved = self.leaves.get(write.array.location)
+        if saved is None or saved[0]() is not write.leaf or saved[1] != _layout_text(write):
             return False
         return all(name in self.digests for name in write.files(with_metadata=with_metadata))
 
     def is_there(self, storage: Storage) -> bool:
-        """Whether the directory still holds the checkpoint that was committed, and not another of the same step."""
+        """Whether the directory still holds this checkpoint, and not a later save of the same step."""
         try:
-            return digest(storage.read(join(self.directory, SIDECAR))) == self.stamp
+            return digest(storage.read(join(self.directory, SIDECAR))) == self.sidecar_checksum
         except T5CkptError:
             return False
 
 
 def _layout_text(write: ArrayWrite) -> str:
-    # A codec chosen by sampling ends up in the array's metadata, not in the plan's, so it is left out here.
+    # Excludes the codec: one chosen by sampling is in the metadata of the array, not of the plan.
     return f'{write.array.shape} {write.dtype.name} {write.array.dtype.name} {tuple(write.array.metadata["chunks"])}'
 
 
 def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.ref[Any], str]]:
-    """What the next save needs to know of the leaves of this one; held weakly, and taken before they are donated.
+    """Weak references to the leaves of this save, for the next one; to be taken before the leaves are donated.
 
-    An array of memory that somebody else may write to is not told by its identity.
+    An array whose memory has another owner is left out, since its values may change while its identity does not.
     """
     return {
         write.array.location: (weakref.ref(write.leaf), _layout_text(write))
@@ -94,7 +97,7 @@ def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.re
 
 
 def find_previous(storage: Storage) -> PreviousCheckpoint | None:
-    """The latest checkpoint on storage for the first save after a start."""
+    """The latest checkpoint on storage, for the first save of a process; None where it has no checksums."""
     if storage.local_path('') is None:
         return None
     for step in [each.step for each in listing(storage).steps if each.is_t5x][-1:]:
@@ -103,6 +106,6 @@ def find_previous(storage: Storage) -> PreviousCheckpoint | None:
             files = FileChecksums.decode(storage.read(key), storage.url(key))
             return PreviousCheckpoint(step_dir(step), files, digest(storage.read(join(step_dir(step), SIDECAR))))
         except T5CkptError:
-            # Written by T5X, or damaged: there is nothing to take over, and nothing is lost by writing it all.
+            # Written by T5X, or damaged: nothing can be linked, so all chunks are written.
             return None
     return None

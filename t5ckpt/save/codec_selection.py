@@ -1,8 +1,8 @@
-"""Which codec pays: ``compression='auto'`` decides per leaf from a sample.
+"""Chooses the codec of a leaf from a sample, for ``compression='auto'``.
 
-Weights are noise to a compressor (zstd: five times the CPU for 8 %), optimizer state is often zeros, embeddings of
-unused rows too. A sample of 256 KiB from the first chunk is compressed with the codec itself; it is used where it
-saves at least a third. The choice is in the array's metadata, where every zarr reader finds it.
+A sample of 256 KiB from the first chunk is compressed; the codec is used if it saves at least a third. Weights hardly
+compress (zstd takes five times the CPU for 8 %), while optimizer state and the embeddings of unused rows are often zeros.
+The choice is recorded in the array's metadata, as for any zarr array.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORTH_IT = 2 / 3
 
 
 def choose_codec(values: np.ndarray) -> dict[str, Any] | None:
-    """The codec for arrays that look like ``values``, one chunk in the dtype on disk; None where none pays."""
+    """The codec for an array with ``values`` as its first chunk, in the dtype on disk; None if compression does not pay."""
     sample = _sample(values)
     if sample.size == 0:
         return None
@@ -47,7 +47,7 @@ def choose_codec(values: np.ndarray) -> dict[str, Any] | None:
 
 
 def _sample(values: np.ndarray) -> np.ndarray:
-    """Four runs from all over the chunk, so that a zero first row says nothing about the rest."""
+    """Samples four runs spread over the chunk, so that a first row of zeros does not decide alone."""
     flat = values.reshape(-1)
     length = _SAMPLE_BYTES // flat.itemsize
     if flat.size <= length:

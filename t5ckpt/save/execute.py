@@ -1,4 +1,4 @@
-"""One save, from the state to the commit."""
+"""Writes and commits a prepared save."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     """Writes and commits.
 
     Args:
-      job: of :func:`prepare_save`.
-      check_caller: called once all values of the caller's are taken; raises if the caller may have changed them before.
+      job: from :func:`prepare_save`.
+      check_caller: called once, after all values have been read from the caller's arrays; raises if the caller may have
+        changed them before.
 
     Returns:
-      The checkpoint; None when the step is there already.
+      The checkpoint; None if the step exists already.
     """
     request = job.request
     held: list[Workspace] = []
@@ -77,7 +78,7 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
         for work in held:
             rollback(work)
         if request.reuse is not None and not job.round.is_single_process:
-            # Whatever was wrong with it, the next save is not to fail for the same reason.
+            # The next save must not fail for the same reason.
             request.reuse.previous = None
         raise
     if done.get('skip'):
@@ -89,16 +90,16 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     if job.round.is_leader:
         _finish(job, report, done['bytes'], seconds)
     if request.reuse is not None:
-        directory, stamps = step_dir(request.step), report.stamps
-        stamps = {key: request.storage.stamp(join(directory, key), stamp) for key, stamp in stamps.items()}
+        directory, versions = step_dir(request.step), report.file_versions
+        versions = {key: request.storage.stamp(join(directory, key), version) for key, version in versions.items()}
         request.reuse.previous = PreviousCheckpoint(
-            directory, dict(report.digests), done['stamp'], stamps, job.leaves, report.values
+            directory, dict(report.digests), done['sidecar_checksum'], versions, job.leaves, report.values
         )
     return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
 
 
 def _begin(job: PreparedSave, votes: Sequence[Any], held: list[Workspace]) -> dict[str, Any]:
-    """Process 0's decision whether to save, and where; nothing is written before all plans are the same."""
+    """Decides on process 0 whether to save, and where. Nothing is written before all plans agree."""
     request = job.request
     different = [index for index, vote in enumerate(votes) if vote != votes[0]]
     if different:
@@ -122,7 +123,7 @@ def _begin(job: PreparedSave, votes: Sequence[Any], held: list[Workspace]) -> di
 
 
 def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
-    """Raises the difference between process 0's plan and that of the first other one, the same on all processes."""
+    """Raises with the difference between the plan of process 0 and the first plan that differs; the same on all processes."""
     if not different:
         return
     other = different[0]
@@ -136,9 +137,9 @@ def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
 
 
 def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[int, str]]:
-    """Writes this process's part; returns what was written and (bytes, digest) of the file that lists it."""
+    """Writes the chunks of this process; returns the report, and (bytes, digest) of the file of their checksums."""
     request, directory = job.request, started['directory']
-    # Staged copies hold half of the budget, see save/stage.py; what is being written, the other half.
+    # Staged copies take half of the budget, see save/stage.py; chunks being written take the other half.
     budget = ByteBudget(max(1, request.call.budget_bytes // 2))
     write_job = WriteJob(
         request.storage,
@@ -166,7 +167,7 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
 def _commit(
     job: PreparedSave, votes: Sequence[Any], held: list[Workspace], report: WriteReport, manifest: bytes
 ) -> dict[str, Any]:
-    """Process 0's last step: everything is written, by all."""
+    """Commits on process 0, after all processes have written their chunks."""
     request, work = job.request, held[0]
     files = {MANIFEST: entry_of(manifest)}
     files |= {file_checksums_name(index): tuple(vote['integrity']) for index, vote in enumerate(votes)}
@@ -174,7 +175,7 @@ def _commit(
     expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
     if arrays['files'] != expected:
         raise SaveFailedError(
-            f'all processes together wrote {arrays["files"]} files where the arrays have {expected}; nothing is committed.'
+            f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
         )
     facts = _sidecar(job, arrays, files)
     sidecar = encode_sidecar(facts)
@@ -184,10 +185,10 @@ def _commit(
         commit(work, manifest, sidecar, directories, request.clock)
     except AlreadyCommittedError as error:
         return _dropped(request.step, error)
-    # Committed: whatever happens from now on must not take it away.
+    # Committed: a later failure must not remove it.
     held.clear()
     request.retention.note_saved(request.step, facts.extra)
-    return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'stamp': digest(sidecar)}
+    return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'sidecar_checksum': digest(sidecar)}
 
 
 def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:
 
 
 def _finish(job: PreparedSave, report: WriteReport, nbytes: int, seconds: float) -> None:
-    """What follows a commit: the log line, the event, and retention."""
+    """Logs a commit, records its event, and runs retention."""
     request = job.request
     step = request.step
     linked = f', {report.linked_bytes} bytes of arrays linked' if report.linked_bytes else ''
@@ -205,7 +206,7 @@ def _finish(job: PreparedSave, report: WriteReport, nbytes: int, seconds: float)
     try:
         request.retention.carry_out(step)
     except Exception:  # noqa: BLE001 - logged with its traceback
-        # A policy is the user's code. The checkpoint is committed, so its save has not failed.
+        # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
         _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
 
 
@@ -218,16 +219,16 @@ def _manifest_bytes(job: PreparedSave, report: WriteReport) -> bytes:
 
 
 def _check_step(request: SaveRequest, table: LeafTable) -> None:
-    """Warns where the state holds another step than it is saved as: a run that restores it goes on from its own.
+    """Warns if the step in the state differs from the step that it is saved as; a restored run continues from the former.
 
-    Here the state's step has come from the device anyway; in the caller's thread it would have to be waited for.
+    Checked here because the step has been transferred by now; in the caller's thread the check would wait for the device.
     """
     own = None if request.call.step is None else next((table[path] for path in OWN_STEPS if path in table), None)
     value = np.asarray(own)
     if value.shape == () and value.dtype.kind in 'iu' and int(value) != request.step:
         text = (
-            f'the state is saved as step {request.step}, and the step that it holds is {value}, where a run that restores it '
-            f'goes on. Save it with save(state), or set the step in it to {request.step}.'
+            f'the state is saved as step {request.step}, but holds step {value}, from which a restored run continues. '
+            f'Save it with save(state), or set the step in it to {request.step}.'
         )
         request.notices.warn('step', StepMismatchWarning(text), request.site)
 

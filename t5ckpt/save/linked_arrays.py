@@ -1,8 +1,8 @@
-"""Arrays of one checkpoint that become part of another without being decoded.
+"""Links or copies the arrays of one checkpoint into another without decoding them.
 
-Chunk files do not say whose they are, so a copy with other names, or with fewer leaves, shares them: by hard link where
-both lie on one file system, else by a copy of the bytes. Either way each file is read once and compared with its
-checksum, where the source has one, so that damage is not handed on.
+Chunk files do not contain the name of their leaf, so a checkpoint with other names, or with fewer leaves, can share them:
+by hard link on one file system, otherwise by a copy of the bytes. In both cases each file is read once and compared with
+the recorded checksum, if the source has one, so that damage is not copied.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ class SourceCheckpoint:
         """Opens a checkpoint with its file checksums."""
         located = contents.located
         checksums = file_checksums_of(located) if contents.checksums is None else contents.checksums
-        # What is read to be cast or averaged is compared, too.
+        # Arrays that are read to be cast or averaged are verified, too.
         reader = ArrayReader(located, checksums=checksums, identity=contents.identity)
         scanner = Scanner(located.storage, located.directory)
         return cls(located.storage, located.directory, reader, scanner, checksums or FileChecksums(), contents.identity)
 
 
 class LinkedArray(LazyThreadPoolArray):
-    """A stored array of another checkpoint; as it is, its files are taken over; once cast, it is read."""
+    """A stored array of another checkpoint. Unchanged, its files are linked; after a cast, it is read."""
 
-    def __init__(self, lender: SourceCheckpoint, leaf: StoredLeaf, name: str):
+    def __init__(self, checkpoint: SourceCheckpoint, leaf: StoredLeaf, name: str):
         super().__init__(
             leaf.shape,
             leaf.dtype,
-            lambda: lender.reader.read(leaf, name),
-            lambda index: lender.reader.read(leaf, name, index),
+            lambda: checkpoint.reader.read(leaf, name),
+            lambda index: checkpoint.reader.read(leaf, name, index),
         )
-        self.lender = lender
+        self.checkpoint = checkpoint
         self.leaf = leaf
 
     def astype(self, dtype: Any) -> LazyArray:
@@ -84,18 +84,18 @@ class LinkedArray(LazyThreadPoolArray):
 
 
 def linked_leaves(contents: Contents) -> LeafTable:
-    """The leaves of a checkpoint, such that a checkpoint written of them is the same: nothing stored is read.
+    """The leaves of a checkpoint, from which an identical checkpoint can be written. No stored array is read.
 
-    Python numbers, text, empty containers and typed PRNG keys come back where the sidecar knows of them.
+    Python numbers, text, empty containers and typed PRNG keys are restored if the sidecar records them.
 
     Raises:
-      CorruptCheckpointError: its checksums cannot be read.
+      CorruptCheckpointError: the checksums cannot be read.
     """
     leaves, facts = leaves_of(contents, (), {})
-    lender = SourceCheckpoint.open(contents)
+    checkpoint = SourceCheckpoint.open(contents)
     table: LeafTable = {}
     for path, leaf in leaves.items():
-        value = LinkedArray(lender, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
+        value = LinkedArray(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
         if path in facts.keys:
             value = _keys(value, facts.keys[path])
         elif path in facts.python and not isinstance(value, LinkedArray):
@@ -112,25 +112,25 @@ def _keys(data: Any, impl: str) -> Any:
 
 
 def linkable_array(leaf: LinkedArray, write: ArrayWrite) -> StoredArray | None:
-    """The array as it is to stand in the new checkpoint, or None where its values have to be read.
+    """The array as described in the new checkpoint, or None if its values have to be read.
 
-    That is where it is cast, where it does not lie in a directory of zarr chunks, where version 2 hid bfloat16 in it, and
-    where its metadata is not such as we write, which T5X might not accept from us.
+    The values have to be read if the array is cast, is not a directory of zarr chunks, holds the uint16 bits of a
+    version-2 bfloat16, or has metadata that t5ckpt does not write, which T5X might not accept.
     """
-    held = leaf.leaf.array
-    plain = held.container == 'dir' and held.driver == 'zarr' and held.bits_of is None
-    if not plain or write.dtype != leaf.dtype or held.dtype != write.array.dtype:
+    stored = leaf.leaf.array
+    plain = stored.container == 'dir' and stored.driver == 'zarr' and stored.bits_of is None
+    if not plain or write.dtype != leaf.dtype or stored.dtype != write.array.dtype:
         return None
-    storage = leaf.lender.storage
-    key = join(leaf.lender.directory, held.location, '.zarray')
+    storage = leaf.checkpoint.storage
+    key = join(leaf.checkpoint.directory, stored.location, '.zarray')
     if storage.kind(key) != 'file':
         return None
     try:
-        found = json.loads(storage.read(key))
-        metadata = {'chunks': tuple(found['chunks']), 'compressor': found['compressor']}
+        zarray = json.loads(storage.read(key))
+        metadata = {'chunks': tuple(zarray['chunks']), 'compressor': zarray['compressor']}
         array = dataclasses.replace(write.array, metadata=metadata)
         expected = json.loads(zarray_bytes(array))
-        same = {**found, 'dimension_separator': found.get('dimension_separator', '.')} == expected
+        same = {**zarray, 'dimension_separator': zarray.get('dimension_separator', '.')} == expected
     except (ValueError, TypeError, KeyError):
         return None
     return array if same else None
@@ -146,28 +146,28 @@ def link_or_copy_chunks(leaf: LinkedArray, write: ArrayWrite, storage: Storage, 
     """Links or copies the files of an array into ``directory``; returns their entries.
 
     Raises:
-      CheckpointNotFoundError: the checkpoint was deleted or saved anew meanwhile.
-      CorruptCheckpointError: a file is gone, or not what was once written.
-      UnsafeSpecError: it is a symbolic link that leads out of the checkpoint.
+      CheckpointNotFoundError: the source was deleted or overwritten in the meantime.
+      CorruptCheckpointError: a file is missing, or does not match its checksum.
+      UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
     """
-    lender, held = leaf.lender, leaf.leaf.array.location
+    checkpoint, location = leaf.checkpoint, leaf.leaf.array.location
     entries: dict[str, FileEntry] = {}
-    # What is compared with a checksum needs no other look.
-    identity = lender.identity
-    with identity.told() if lender.checksums else identity.reading():
+    # A file that is verified by its checksum needs no check of the checkpoint's identity.
+    identity = checkpoint.identity
+    with identity.told() if checkpoint.checksums else identity.reading():
         for name in write.files(with_metadata=True):
-            old = join(held, name.rpartition('/')[2])
-            source, target = join(lender.directory, old), join(directory, name)
-            where = f'{leaf_name(write.path)}: {lender.storage.url(source)}'
+            old = join(location, name.rpartition('/')[2])
+            source, target = join(checkpoint.directory, old), join(directory, name)
+            where = f'{leaf_name(write.path)}: {checkpoint.storage.url(source)}'
             try:
-                data = lender.scanner.read(old)
+                data = checkpoint.scanner.read(old)
             except UnsafeSpecError:
                 raise
             except T5CkptError as error:
                 raise CorruptCheckpointError(f'{where} cannot be read. {_CURE}') from error
             entry = entry_of(data)
-            lender.checksums.check(old, entry, where, _CURE)
-            if not storage.link_from(lender.storage, source, target):
+            checkpoint.checksums.check(old, entry, where, _CURE)
+            if not storage.link_from(checkpoint.storage, source, target):
                 storage.make_dir(join(directory, write.array.location))
                 storage.write(target, data)
             entries[name] = entry

@@ -1,4 +1,4 @@
-"""Which metric a run looks at, by its policies, and which step is best by it."""
+"""Finds the metric that the policies of a run compare, and the best step by a metric."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _parts(policy: KeepPolicy) -> Iterator[KeepPolicy]:
 
 
 def monitored(known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> tuple[str, str]:
-    """The metric to rank by and its mode, as far as the caller leaves them to the policies.
+    """The metric to rank by, and its mode; what the caller leaves open is taken from the policies.
 
     Raises:
-      ValueError: these do not say, or say more than one thing.
+      ValueError: the policies name no metric, or more than one.
     """
     check_kind('metric', metric, str, "'eval/accuracy'")
     if mode is not None:
@@ -47,7 +47,7 @@ def monitored(known: Sequence[tuple[str, str]], metric: str | None, mode: str | 
 
 
 def candidates(known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> list[tuple[str, str]]:
-    """The (metric, mode) that can be meant: one where the caller and the policies say both."""
+    """The pairs (metric, mode) that agree with the caller's arguments and the policies; one if these determine both."""
     found = [pair for pair in known if metric in (None, pair[0]) and mode in (None, pair[1])]
     names = sorted({pair[0] for pair in found}) if metric is None else [metric]
     modes = sorted({pair[1] for pair in found}) if mode is None else [mode]
@@ -55,7 +55,7 @@ def candidates(known: Sequence[tuple[str, str]], metric: str | None, mode: str |
 
 
 def best_of(infos: Sequence[StepInfo], metric: str, mode: str) -> int | None:
-    """The step with the best value of a metric; of equal ones the newest, and NaN never. None where no step has a value."""
+    """The step with the best value of a metric. Of equal values the newest wins; NaN is never best. None without values."""
     sign = 1 if mode == 'max' else -1
     values = {info.step: info.metrics.get(metric, math.nan) for info in infos}
     ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]

@@ -1,4 +1,4 @@
-"""A save that goes on in the background.
+"""The handle of a save that runs in a thread.
 
 Notes: the thread is not a daemon, so the interpreter waits for a save that is under way before it exits. Where no thread can be
 started, the save is done in the caller's.
@@ -32,35 +32,35 @@ _START_SECONDS = 10.0
 
 
 class PendingSave:
-    """What ``save_async`` returns."""
+    """A running save, as returned by ``save_async``."""
 
     def __init__(self, step: int, save: PreparedSave | None):
-        """Takes a save that is to be started; with None there is nothing to do."""
+        """Wraps a prepared save, which :meth:`start` begins; None stands for a skipped save."""
         self.step = step
         self._outcome: CommittedCheckpoint | None = None
         self._error: BaseException | None = None
         self._seen = False
         self._is_blocking = False
         self._work = save
-        # Not Thread.join: an interrupt during join leaves a thread that seems to have ended (CPython issue 90010).
+        # Thread.join is not used: an interrupt during join marks a running thread as ended (CPython issue 90010).
         self._ended = Flag()
         self._is_started = False
-        # Who has the work: a thread that saves, or who gave it up before one had begun. The first to write it down, in one
-        # atomic operation that may be done again, since an interrupt may come between any two.
+        # The owner of the work: the thread that saves, or the call that cancelled before a thread had begun. Set with
+        # dict.setdefault, which is atomic and idempotent, because an interrupt may come between any two operations.
         self._owner: dict[str, object] = {}
         self._begun = Flag()
         self._thread = -1
-        # Held by the call that lends its arrays. The exit of a lock is one operation of C: a ``with`` block lets go of it
-        # however it is left, by two interrupts, say, while a ``finally`` may be interrupted itself.
+        # Held while the caller lends its arrays. Leaving ``with lock`` is one operation in C, so it releases the lock even
+        # when two interrupts come, while a ``finally`` block may itself be interrupted.
         self._lent = threading.Lock()
         self._is_staged = False
         self._process = os.getpid()
         self._callbacks: collections.deque[Callable[[PendingSave], object]] = collections.deque()
 
     def start(self) -> None:
-        """Starts the save in a thread; returns when it needs the caller's arrays no more.
+        """Starts the save in a thread; returns when the caller's arrays are staged.
 
-        An interrupt may come at any moment, also between a thread's start and the next line: it ends the save.
+        An interrupt at any moment, even between the start of the thread and the next line, cancels the save.
         """
         work = self._work
         if work is None:
@@ -73,10 +73,10 @@ class PendingSave:
             raise
 
     def complete(self) -> CommittedCheckpoint | None:
-        """Starts a save that uses the caller's arrays as they are, and waits until it is committed; an interrupt ends it.
+        """Starts a save that reads the caller's arrays in place, and waits for its commit. An interrupt cancels it.
 
         Raises:
-          T5CkptError: as ``result``.
+          T5CkptError: as for ``result``.
         """
         self._is_blocking = True
         try:
@@ -88,9 +88,9 @@ class PendingSave:
             raise
 
     def _lend(self, until: Flag) -> None:
-        """Starts the save, and leaves the caller's arrays as they are until a flag is set or the save has ended."""
+        """Starts the save and blocks the caller, who lends its arrays, until a flag is set or the save has ended."""
         with self._lent:
-            # Only now: what was interrupted before it was started is nothing to wait for.
+            # Set here, because nothing waits for a save that was interrupted before its start.
             self._is_started = True
             self._launch()
             while not (self.done() or until.wait(_WAIT_SECONDS)):
@@ -102,27 +102,27 @@ class PendingSave:
             self._run()
 
     def _has_begun(self) -> bool:
-        """Whether a thread has the work. A handler may have come before there was one; of two threads, one does it."""
+        """Whether a thread owns the work; starts one if a signal handler came first. Of two threads, one does the work."""
         if not self._owner:
             self._launch()
-            # Not for ever: while a thread is being started, a lock of ``threading`` keeps others from being started.
+            # Bounded: while a thread starts, a lock inside ``threading`` blocks the start of others.
             self._begun.wait(_START_SECONDS)
         return bool(self._owner)
 
     def _has_caller(self) -> bool:
-        """Whether the caller's arrays are still lent, or are needed no more.
+        """Whether the caller's arrays are still lent, or already staged.
 
-        Read in this order: the call says that they are staged before it lets go.
+        The lock is read first, since the call sets ``_is_staged`` before it releases the lock.
         """
         return self._lent.locked() or self._is_staged
 
     def _check_caller(self) -> None:
-        """In the thread, when all values are taken: whoever was interrupted may have changed them before."""
+        """Raises if the caller was interrupted and may have changed its arrays before all values were read."""
         if not self._has_caller():
             raise SaveFailedError(f'the save of step {self.step} was interrupted; nothing is committed.')
 
     def _run(self) -> None:
-        # Not this thread's identifier, which another one may have had.
+        # Not the thread's identifier, which Python may reuse.
         token = object()
         if self._owner.setdefault('is', token) is not token:
             return
@@ -133,7 +133,7 @@ class PendingSave:
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
             _clear_frames(error)
-            # The caller may never ask: a script that ends, for instance.
+            # The caller may never ask for the result, for instance in a script that ends.
             if not self._is_blocking:
                 _log.error('t5ckpt: the save of step %d failed and is lost: %s', self.step, error)
         finally:
@@ -142,14 +142,14 @@ class PendingSave:
             self._call_back()
 
     def cancel(self) -> None:
-        """Ends the save as soon as it can, unless it is committed already, and waits for that.
+        """Cancels the save unless it is committed, and waits until its thread has ended.
 
-        The caller knows that it has ended. Whoever interrupts the wait leaves a save that will not be committed.
+        An interrupt of this wait leaves a thread that will not commit.
         """
         try:
             self._cancel_once()
         except BaseException:
-            # Another interrupt: the save has to be told all the same.
+            # Another interrupt: cancel all the same.
             self._cancel_once()
             raise
         self.wait()
@@ -172,23 +172,23 @@ class PendingSave:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f'{self!r} cannot be pickled or copied: it is a thread of this process. Pass on what its result() returns.'
+            f'{self!r} cannot be pickled or copied: it is a thread of this process. Pass the value of its result() instead.'
         )
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return not self._is_started or self._ended.is_set()
 
     def failed(self) -> bool:
-        """Whether it has ended badly."""
+        """Whether the save has ended with an error."""
         return self.done() and self._error is not None
 
     def add_done_callback(self, callback: Callable[[PendingSave], object]) -> None:
-        """Has ``callback(pending)`` called once the commit is durable, or the save has failed (``pending.failed()``).
+        """Calls ``callback(pending)`` once the commit is durable, or the save has failed (``pending.failed()``).
 
-        In a job of several processes it is called in each one that added it, when that process knows. It runs in the
-        thread of the save, or at once in this one if the save has ended. An exception of it is logged. It may call
-        ``result()``. Retention of this step has been carried out by then; the next save may begin while it runs.
+        In a job of several processes, each process calls the callbacks that were added there. A callback runs in the thread
+        of the save, after retention, or at once in this thread if the save has ended. It may call ``result()``. An exception
+        in it is logged. The next save may begin while it runs.
         """
         check_callables(callback=callback)
         self._callbacks.append(callback)
@@ -205,27 +205,27 @@ class PendingSave:
             try:
                 callback(self)
             except BaseException as error:
-                # Logged with its traceback, since the save itself has not failed. In the caller's thread an interrupt goes on;
-                # in that of the save nobody would hear of a SystemExit, and the other callbacks would be lost.
+                # Logged with its traceback, since the save itself has not failed. In the caller's thread an interrupt is
+                # raised. In the thread of the save, a SystemExit would go unnoticed and skip the other callbacks.
                 if not isinstance(error, Exception) and threading.get_ident() != self._thread:
                     raise
                 _log.exception('t5ckpt: a callback of the save of step %d failed', self.step)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the save has ended; says whether it has.
+        """Waits until the save has ended; returns whether it has.
 
-        In a forked process there is nothing to wait for: the save goes on in the one that began it. A save that its caller left
-        before its arrays were staged is given up. A handler of a signal that came while the caller waits may wait as well.
+        A forked process does not wait, since the save runs in its parent. A save whose caller was interrupted before its arrays
+        were staged is cancelled. A signal handler that runs during this wait may call it, too.
 
         Raises:
-          SaveFailedError: the save itself waits, in a progress callback, say: it would for ever.
+          SaveFailedError: the save waits for itself, for instance in a progress callback.
         """
         if os.getpid() != self._process or self.done():
             return True
         if threading.get_ident() == self._thread:
             raise SaveFailedError(
-                f'the save of step {self.step} was asked to wait for itself, by a callback that it called. Save, wait and '
-                'close where the training does.'
+                f'the save of step {self.step} was asked to wait for itself, by a callback that it called. Call save, wait '
+                'and close in the thread that trains.'
             )
         end = None if timeout is None else time.monotonic() + timeout
         if not (self._has_caller() and self._has_begun()):
@@ -239,11 +239,11 @@ class PendingSave:
           timeout: seconds; None waits for ever.
 
         Returns:
-          The checkpoint, or None when the step was there already and nothing was written.
+          The checkpoint, or None if the step existed already and nothing was written.
 
         Raises:
-          TimeoutError: the save is still under way.
-          T5CkptError: the save failed; the same error each time it is asked for.
+          TimeoutError: the save is still running.
+          T5CkptError: the save failed; every call raises the same error.
         """
         if not self.wait(timeout):
             raise TimeoutError(f'the save of step {self.step} is still under way after {timeout} s')
@@ -253,7 +253,7 @@ class PendingSave:
         return self._outcome
 
     def raise_unseen(self) -> None:
-        """Raises the error of a save that has ended and whose ``result`` nobody asked for; once."""
+        """Raises the error of a failed save, once, unless ``result`` has raised it."""
         if self.done() and self._error is not None and not self._seen:
             self._seen = True
             text = f'the save of step {self.step} in the background failed: '
@@ -261,9 +261,9 @@ class PendingSave:
 
 
 def _wait_until(flag: Flag, end: float | None) -> bool:
-    """Waits for a flag until a time of ``time.monotonic``; says whether it is set.
+    """Waits for a flag until a time of ``time.monotonic``; returns whether it is set.
 
-    A signal that comes just before a wait begins does not end it: Python looks for signals between two waits.
+    A signal just before a wait does not end it. The waits are short because Python runs signal handlers between them.
     """
     while not flag.wait(_WAIT_SECONDS if end is None else min(_WAIT_SECONDS, end - time.monotonic())):
         if end is not None and time.monotonic() >= end:
@@ -272,7 +272,7 @@ def _wait_until(flag: Flag, end: float | None) -> bool:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """The frames hold what was staged: a state's worth of memory, for as long as somebody keeps the error."""
+    """Clears the frames of an error, which would keep the staged state in memory as long as the error exists."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

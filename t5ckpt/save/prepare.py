@@ -1,4 +1,4 @@
-"""What a save does in its caller's thread before anything is written."""
+"""Plans a save and stages its first arrays, in the caller's thread and before anything is written."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _SAMPLE_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class PreparedSave:
-    """A planned save whose first wave is staged, for :func:`run_save`; of the staged arrays it holds no original.
+    """A planned save whose first wave is staged, for :func:`run_save`. It keeps no original of a staged array alive.
 
-    ``leaves`` is for the next save, see ``save/chunk_reuse.py``; ``text`` and ``samples`` are what the processes agree on.
+    ``leaves`` is for the next save, see ``save/chunk_reuse.py``. The processes compare ``text`` and share ``samples``.
     """
 
     request: SaveRequest
@@ -64,20 +64,20 @@ def prepare_save(
     """Plans and stages a save.
 
     Returns:
-      The rest of the work; None when the step is there already. In a job of several processes, process 0 looks for
-      that in the background.
+      The prepared save; None if the step exists already. In a job of several processes, process 0 checks that later, in
+      the background.
     """
     started = time.monotonic()
     if save_round.is_single_process and not is_free(request):
         return None
     processes = save_round.processes
-    # The iterator moves on as soon as the caller does, so its state is taken now; first, because it may not have one.
+    # The iterator advances as soon as the caller continues, so its state is taken now; first, because that may fail.
     dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
     call = request.call
-    given = transformed(table, axes, call.fns)
+    given = transformed(table, axes, call.transforms)
     with paused():
-        owners = WriteAssignment(processes.index, processes.count)
-        plan = plan_save(given.leaves, given.infos, request.options, owners, given.rule)
+        assignment = WriteAssignment(processes.index, processes.count)
+        plan = plan_save(given.leaves, given.infos, request.options, assignment, given.rule)
     previous = _previous(request, save_round)
     unchanged: tuple[ArrayWrite, ...] = ()
     if previous is not None:
@@ -104,7 +104,7 @@ def prepare_save(
 
 def is_free(request: SaveRequest) -> bool:
     if not request.storage.renames and request.retention.is_next(request.step):
-        # What another process wrote above the latest step of this one, ``begin`` sees.
+        # ``begin`` detects steps that another process wrote after the latest step of this one.
         return True
     found = occupancy(request.storage, request.step).found
     if found is None or (found.is_t5x and request.replaces()):
@@ -121,8 +121,8 @@ def is_free(request: SaveRequest) -> bool:
 def _previous(request: SaveRequest, save_round: CoordinationRound) -> PreviousCheckpoint | None:
     """The checkpoint to take chunks from.
 
-    With several processes it is the one that this job committed last, which all of them know without a look at storage;
-    and none where the data decide on the codec, since a process that writes a chunk anew has to write it as it was.
+    With several processes it is the last one that this job committed, which all of them know without reading storage.
+    It is None if the codec is chosen from the data, because all processes must write the chunks of an array with one codec.
     """
     if request.reuse is None:
         return None
@@ -132,12 +132,12 @@ def _previous(request: SaveRequest, save_round: CoordinationRound) -> PreviousCh
 
 
 def _header(request: SaveRequest) -> list[str]:
-    """The part of the plan's text that is not about leaves."""
+    """The first lines of the plan's text: what the processes must agree on besides the leaves."""
     return [f'step: {request.step}', f'directory: {request.storage.url()}', f'options: {request.options}']
 
 
 def _samples(writes: Sequence[ArrayWrite]) -> dict[str, Any]:
-    """By array directory, some values of process 0's own, to choose a codec by; fetched in the background."""
+    """By array directory, a sample of process 0's values from which the codec is chosen; fetched in the background."""
     samples: dict[str, Any] = {}
     for write in writes:
         if write.array.metadata['compressor'] != AUTO:

@@ -1,4 +1,4 @@
-"""What one save needs besides the state, and what the saves of one checkpointer hand on."""
+"""The request of one save, and the previous checkpoint that saves of one checkpointer link to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ['Reuse', 'SaveRequest']
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """What a save needs besides the state; see ``Checkpointer`` for each field."""
+    """The arguments of a save without the state; see ``Checkpointer`` for each field."""
 
     storage: Storage
     step: int
@@ -40,11 +40,11 @@ class SaveRequest:
     site: CallSite
 
     def replaces(self) -> bool:
-        """Whether the save replaces a complete checkpoint in T5X's format; nothing else is ever replaced.
+        """Whether the save replaces a complete checkpoint in T5X's format, the only layout that is replaced.
 
         Raises:
-          StepKeptError: it is pinned, or a reader holds it. The commit looks again, since the save may take long.
-          CheckpointExistsError: the storage cannot put one directory in the place of another.
+          StepKeptError: it is pinned, or a reader holds it. The commit checks again, since the save may take long.
+          CheckpointExistsError: the storage cannot swap two directories.
         """
         storage, directory = self.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):
@@ -55,21 +55,21 @@ class SaveRequest:
         if not storage.renames:
             raise CheckpointExistsError(
                 f'{storage.url(directory)}: overwrite=True needs a storage that renames; on this one the old checkpoint would '
-                f'be gone before the new one is whole. Call delete({self.step}) before the save.'
+                f'be gone before the new one is complete. Call delete({self.step}) before the save.'
             )
         return True
 
 
 class Reuse:
-    """What the saves of one checkpointer hand on: the last checkpoint that was committed."""
+    """The last checkpoint that a checkpointer committed, from which its next save links chunks."""
 
     def __init__(self) -> None:
         self.previous: PreviousCheckpoint | None = None
-        self.looked = False
+        self.searched = False
 
     def start(self, storage: Storage) -> PreviousCheckpoint | None:
-        """The checkpoint to take chunks from; looks on storage after a start, and when the last one is gone."""
-        if not self.looked or (self.previous is not None and not self.previous.is_there(storage)):
+        """The checkpoint to link chunks from; searched on storage in the first save, and if the last one was deleted."""
+        if not self.searched or (self.previous is not None and not self.previous.is_there(storage)):
             self.previous = find_previous(storage)
-            self.looked = True
+            self.searched = True
         return self.previous

@@ -1,13 +1,13 @@
-"""When the next save is due: the policy, asked about the same moment in every process.
+"""Decides when the next save is due, with the same result in every process.
 
-A policy is pure, so processes that ask it about the same moment agree. The step is the same by itself. What only process 0
-knows (its clock, whether anybody was preempted, the metrics, what became of the last save) it tells the others at
-check-ins; between two of them nobody's view changes. Which call is the next check-in is said at the one before it.
+A policy is pure, so processes that ask it about the same moment agree. All processes know the step. About once a second, at
+a check-in, process 0 broadcasts its clock, the preemption flag, the metrics and the outcome of the last save; between
+check-ins the shared state does not change. Each check-in announces the step of the next one.
 
-Notes: a check-in costs process 0 one look and one key in the coordination service, the others one key: no barrier, and no
-collective. They come about once a second: the number of steps between them grows by one while they come faster, and
-shrinks at once when they come slower, so that a loop that slows down is not left for long. So time policies are a second
-or so late in a job of several processes. A single process looks at its own clock in every call, which costs microseconds.
+Notes: a check-in costs one key in the coordination service per process, and no barrier or collective. The number of steps
+between check-ins grows by one while they come more often than once a second, and is divided at once when they come less
+often. Time policies are therefore about a second late in a job of several processes. A single process reads its own clock
+in every call, which costs microseconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Best = dict[str, tuple[float, float]]
 
 @dataclasses.dataclass
 class _SharedState:
-    """What process 0 knows; the same in all processes. It changes in place, since a new one at every step would cost."""
+    """The state that process 0 broadcasts. Mutable, since making a new one at every step would be slow."""
 
     now: float
     last_step: int | None
@@ -60,7 +60,7 @@ class _SharedState:
 
 @dataclasses.dataclass(frozen=True)
 class _StartedSave:
-    """A save that was begun, and what is known again should it fail."""
+    """A save that was started, and the state to return to if it fails."""
 
     pending: PendingSave
     epoch: int
@@ -71,7 +71,7 @@ class _StartedSave:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What a process can find out by itself: unix seconds, whether it was told to end, whether a save is under way."""
+    """What each process reads locally: its clock in unix seconds, its preemption flag, and whether a save is running."""
 
     clock: Clock
     preempted: Callable[[], bool] | None
@@ -79,7 +79,7 @@ class Environment:
 
 
 class SaveSchedule:
-    """Asks the policy at every call. One for a checkpointer; to be called from the thread that trains."""
+    """Asks the save policy at every call. There is one per checkpointer; call it from the thread that trains."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class SaveSchedule:
         environment: Environment,
         notices: Notices,
     ):
-        """``policy`` is what ``maybe_save`` asks; None where it is not used.
+        """``policy`` is the policy of ``maybe_save``, or None.
 
         Raises:
-          ValueError: the policy waits for a preemption, and nobody says whether there is one.
+          ValueError: the policy waits for a preemption, and there is no ``preempted``.
         """
         preempted = environment.preempted
         if preempted is None and any(isinstance(part, SaveOnPreemption) for part in parts_of(policy)):
@@ -108,10 +108,10 @@ class SaveSchedule:
         self._has_notice = preempted is not None
         self._preempted = preempted if preempted is not None else _never
         self._names = frozenset[str]() if policy is None else frozenset(policy.metric_names)
-        # Those that no call has given yet.
+        # Metrics that no call has given yet.
         self._awaited = set(self._names)
         self._calls = 0
-        self._others: Channel | None = None
+        self._channel: Channel | None = None
         self._is_leader = True
         self._view: _SharedState | None = None
         self._previous: int | None = None
@@ -123,12 +123,12 @@ class SaveSchedule:
         self._gap = 1
         self.should_stop = False
         self.is_used = False
-        """Whether anybody asked the policy, or for a preemption."""
+        """Whether the policy or the preemption flag was asked for."""
 
     def save_if_due(
         self, step: int, metrics: Mapping[str, Any] | None, save: Callable[[Mapping[str, float]], PendingSave]
     ) -> PendingSave | None:
-        """Begins a save if the policy says so; ``save`` takes the metrics as numbers."""
+        """Starts a save if the policy gives a reason; ``save`` takes the metrics as floats."""
         reason = self._reason(step, metrics)
         if reason is None:
             return None
@@ -139,53 +139,53 @@ class SaveSchedule:
         return pending
 
     def would_save(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
-        """Whether ``save_if_due`` would begin a save; nothing changes.
+        """Whether ``save_if_due`` would start a save, without side effects.
 
-        One process looks at what is so now, through a copy of this object, since looking takes notes. Several see what
-        they have in common since the latest check-in: no word passes between them.
+        A single process evaluates its current state on a copy of this object, since observing updates it. Several
+        processes use the state of the latest check-in and do not communicate.
         """
         policy = self._given_policy('should_save')
         view = self._view
-        if self._others is None or view is None:
+        if self._channel is None or view is None:
             view = copy.copy(self)._looked(step)  # noqa: SLF001 - of this class
         watched = {name: metrics[name] for name in self._names & metrics.keys()} if metrics else {}
         view = dataclasses.replace(view, metrics=metric_numbers(watched))
         return step != view.last_step and policy.reason(_moment(view, step, self._previous)) is not None
 
     def _looked(self, step: int) -> _SharedState:
-        """What this process sees now; for a copy, since it takes notes."""
+        """The state that this process observes now; to be called on a copy, since it updates this object."""
         self._view = None if self._view is None else dataclasses.replace(self._view)
-        self._others = None
+        self._channel = None
         if self._coordinator.processes_of_job().count > 1:
-            # Before the first check-in each process knows this of itself alone.
+            # Before the first check-in each process knows only its own flag.
             self._preempted = _never
         return self._look(step, {})
 
     def is_preempted(self, step: int) -> bool:
-        """Whether a process of the job was told to end; the same at the same step in all."""
+        """Whether a process of the job is preempted; the same at the same step in all processes."""
         if not self._has_notice:
             raise ValueError('reached_preemption: pass preempted=PreemptionNotice() to the constructor.')
         self.is_used = True
         if self._view is None:
             self._find_processes()
-        others = self._others
+        channel = self._channel
         self._view = view = (
             self._look(step, {})
-            if others is None
-            else self._receive(others, step, {}, self._previous is not None and step < self._previous)
+            if channel is None
+            else self._receive(channel, step, {}, self._previous is not None and step < self._previous)
         )
         self.should_stop = view.preempted
         return view.preempted
 
     def forget(self, step: int, latest: int | None) -> None:
-        """A step was deleted, so it may be saved again; ``latest`` is the largest one left."""
+        """Forgets a deleted step, so that it may be saved again; ``latest`` is the largest step left."""
         if self._view is not None and self._view.last_step == step:
             self._view.last_step = latest
         if self._begun is not None and self._begun.last_step == step:
             self._begun = dataclasses.replace(self._begun, last_step=latest)
 
     def warn_if_unused(self) -> None:
-        """Warns of a policy and of a notice of preemption that nobody asked for; to be called after a save, at the end."""
+        """Warns if a save policy or ``preempted=`` was passed and never used; called at the end, if steps were saved."""
         given = {'save_policy': self._policy is not None, 'preempted': self._has_notice}
         names = [name for name, is_given in given.items() if is_given]
         if not names or self.is_used or self._coordinator.processes_of_job().index != 0:
@@ -209,11 +209,11 @@ class SaveSchedule:
         if self._view is None:
             self._find_processes()
         watched = self._watched(step, metrics)
-        others = self._others
+        channel = self._channel
         self._view = view = (
             self._look(step, watched)
-            if others is None
-            else self._receive(others, step, watched, self._previous is not None and step <= self._previous)
+            if channel is None
+            else self._receive(channel, step, watched, self._previous is not None and step <= self._previous)
         )
         previous, self._previous = self._previous, step
         self.should_stop = view.preempted
@@ -222,7 +222,7 @@ class SaveSchedule:
         return policy.reason(_moment(view, step, previous))
 
     def _watched(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Those of the metrics that the policy looks at; warns of one that does not come."""
+        """The metrics that the policy compares; warns of one that the calls do not give."""
         if not self._names:
             return {}
         given = {} if metrics is None else metrics
@@ -230,7 +230,7 @@ class SaveSchedule:
         self._awaited -= watched.keys()
         if self._awaited and self._is_leader:
             self._calls += 1
-            # Calls without any metrics are the rule where the model is evaluated now and then.
+            # Calls without any metrics are normal if the model is evaluated only now and then.
             if given or self._calls > _PATIENT_CALLS:
                 self._warn(step, given)
         return watched
@@ -239,20 +239,20 @@ class SaveSchedule:
         names = ', '.join(map(repr, sorted(self._awaited)))
         shown = ', '.join(map(str, given)) or f'none in the first {_PATIENT_CALLS} calls'
         text = (
-            f'maybe_save was called at step {step} without the metric {names}, which save_policy={self._policy} looks at; the '
-            f'metrics that came: {shown}. Until it comes, the policy never saves for it. Name one of these in the policy, or '
+            f'maybe_save was called at step {step} without the metric {names}, which save_policy={self._policy} needs; the '
+            f'metrics given were: {shown}. Without it, the policy never saves for it. Name one of these in the policy, or '
             'pass it in metrics=.'
         )
         self._notices.warn(('save_policy', names), MissingMetricWarning(text))
 
     def _begin(self, pending: PendingSave, blocked: float, metrics: Mapping[str, float]) -> None:
-        """Takes note of a save that was begun for the reason just given."""
+        """Records a save that has just been started."""
         view = self._view
         if view is None:
             return
         if self._is_leader:
             if self._begun is not None:
-                # One save at a time, so the one before has ended.
+                # One save runs at a time, so the previous one has ended.
                 self._record_result(view, self._begun)
             self._begun = _StartedSave(pending, self._epoch, metrics, view.last_step, view.last_unix)
             self._blocked = blocked
@@ -264,13 +264,13 @@ class SaveSchedule:
         """Finds the processes of the job, and opens the channel to them, before the first call."""
         processes = self._coordinator.processes_of_job()
         self._is_leader = processes.index == 0
-        if processes.count > 1 and self._others is None:
-            self._others = self._coordinator.new_channel()
+        if processes.count > 1 and self._channel is None:
+            self._channel = self._coordinator.new_channel()
 
     # --- process 0's view --------------------------------------------------------------------------------------------
 
     def _look(self, step: int, watched: Mapping[str, Any]) -> _SharedState:
-        """What process 0 sees now."""
+        """The state that process 0 observes now."""
         metrics = metric_numbers(watched)
         now, view = self._clock(), self._view
         if view is None:
@@ -294,25 +294,25 @@ class SaveSchedule:
         return _SharedState(now, steps[-1] if steps else None, now)
 
     def _record_result(self, view: _SharedState, begun: _StartedSave) -> None:
-        """A save has ended. A failed one counts for nothing, so what it was begun for is due again."""
+        """Records the outcome of a save. After a failed one, the reason for it is due again."""
         self._begun = None
         if begun.pending.failed():
             view.last_step, view.last_unix, view.handled = begun.last_step, begun.last_unix, False
             return
         self._best = _with_best(self._best, begun.metrics)
-        if self._others is not None:
+        if self._channel is not None:
             # All processes have entered that save, so they have received the messages before it.
-            self._others.drop(str(begun.epoch))
+            self._channel.drop(str(begun.epoch))
         done = begun.pending.result()
         view.write = view.write if done is None else done.seconds
 
     # --- several processes -------------------------------------------------------------------------------------------
 
-    def _receive(self, others: Channel, step: int, watched: Mapping[str, Any], is_back: bool) -> _SharedState:
-        """The common view; at a check-in, process 0's of now. There is one when the loop has gone back."""
+    def _receive(self, channel: Channel, step: int, watched: Mapping[str, Any], is_back: bool) -> _SharedState:
+        """The shared state, updated by process 0 at a check-in. A loop that goes back to an earlier step checks in, too."""
         if not self._has_signalled and not self._is_leader and self._preempted():
             self._has_signalled = True
-            others.signal_leader('preempted')
+            channel.signal_leader('preempted')
         view = self._view
         if view is not None and step < view.next_check and not is_back and not watched:
             view.metrics = {}
@@ -323,25 +323,25 @@ class SaveSchedule:
             try:
                 self._adapt_interval(step)
                 seen = self._look(step, watched)
-                seen.preempted = seen.preempted or others.was_signalled('preempted')
+                seen.preempted = seen.preempted or channel.was_signalled('preempted')
             except Exception as error:
-                others.broadcast(name, json.dumps([None, lines_of_error(error)]).encode(), action)
+                channel.broadcast(name, json.dumps([None, lines_of_error(error)]).encode(), action)
                 raise
-            others.broadcast(name, json.dumps([step, dataclasses.asdict(seen)]).encode(), action)
+            channel.broadcast(name, json.dumps([step, dataclasses.asdict(seen)]).encode(), action)
             return seen
-        at, fields = json.loads(others.broadcast(name, None, action))
-        if at is None:
+        leader_step, fields = json.loads(channel.broadcast(name, None, action))
+        if leader_step is None:
             raise RemoteError(f'{action} failed: process 0: {fields}', (0,))
-        if at != step:
+        if leader_step != step:
             raise DisagreementError(
-                f'maybe_save: process 0 is at step {at}, process {others.processes.index} at step {step}. Every process '
-                'has to call it for the same steps, and with metrics in the same calls.'
+                f'maybe_save: process 0 is at step {leader_step}, process {channel.processes.index} at step {step}. Every '
+                'process has to call it for the same steps, and with metrics in the same calls.'
             )
         best = {key: (low, high) for key, (low, high) in fields.pop('best').items()}
         return _SharedState(**fields, best=best)
 
     def _adapt_interval(self, step: int) -> None:
-        """Chooses how many steps lie between this check-in and the next, by how long ago the last one was."""
+        """Adapts the number of steps to the next check-in to the time since the last one."""
         if self._view is None:
             return
         seconds = self._clock() - self._view.now

@@ -1,26 +1,25 @@
-"""Staging: making the state safe before the caller goes on.
+"""Stages the arrays of a save: after staging, the caller may donate, overwrite or delete every array of the state.
 
-After staging, the caller may donate, overwrite or drop every array of the state. How a leaf is made safe depends on
-where it lies:
+How a leaf is staged depends on its memory:
 
 - ``view``: arrays on the CPU backend are viewed as numpy without a copy. A buffer with an outside reference cannot be
   donated in place, so XLA allocates anew for the step's output and the view stays as it was. Taking the view waits for
   the array to be computed.
-- ``copy``: a device-side copy is dispatched and nothing is waited for; the copy is ordered before any later step that
-  donates the original. Costs the state's size in device memory until it is written.
-- ``pinned_host``: the same, but the copy goes to pinned host memory, from where a GPU's or TPU's data is written
-  without a further copy.
+- ``copy``: a copy on the device is dispatched without waiting; it is ordered before any later step that donates the
+  original. Takes the size of the state in device memory until the state is written.
+- ``pinned_host``: the same, with the copy in pinned host memory, from which GPU and TPU data is written without another
+  copy.
 
-``auto`` takes views on the CPU where the array is there already and a dispatched copy where it is still being
-computed, and pinned host memory elsewhere.
+``auto`` takes a view of an array on the CPU that is ready, a dispatched copy of one that is still being computed, and
+pinned host memory on other platforms.
 
-Copies are bounded: what does not fit into half of the save's byte budget is staged in waves. The writer pulls them: it has
-each wave staged when it has written the one before (the other half serves the writer), and the caller waits until the last
-wave is staged. A leaf that is larger than a wave is fetched chunk by chunk while the caller waits.
+Copies take at most half of the save's byte budget; a larger state is staged in waves, and the other half is the writer's.
+The writer pulls the waves: each is staged when the previous one is written, and the caller waits until the last one is
+staged. A leaf larger than a wave is fetched chunk by chunk while the caller waits.
 
-Host arrays, and jax.Arrays on the CPU whose memory may be somebody else's (``_place.is_private``), are copied for an
-asynchronous save before the caller goes on, since their owner may write into them, and used as they are for a blocking
-one. A LazyArray is read when its turn to be written comes, chunk by chunk where it can be sliced.
+Host arrays, and jax.Arrays on the CPU whose memory may have another owner (``core/private_memory.py``), are copied before an
+asynchronous save returns, since their owner may write to them; a blocking save reads them in place. A LazyArray is read
+when it is written, chunk by chunk if it can be sliced.
 """
 
 from __future__ import annotations
@@ -52,27 +51,27 @@ class Source:
     """Where the values of one stored leaf come from.
 
     Attributes:
-      name: the leaf's, for errors.
-      leaf: a staged copy, a host array, a LazyArray, or with ``direct`` the caller's own array.
-      views: host views of the addressable shards, where they were taken.
-      direct: fetch each chunk for itself; the caller is waiting.
+      name: the name of the leaf, for errors.
+      leaf: a staged copy, a host array, a LazyArray, or with ``chunkwise`` the caller's array.
+      views: host views of the addressable shards, if they were taken.
+      chunkwise: fetch the caller's array chunk by chunk, while the caller waits.
     """
 
     name: str
     leaf: Any
     views: dict[int, np.ndarray] = dataclasses.field(default_factory=dict[int, np.ndarray])
-    direct: bool = False
+    chunkwise: bool = False
 
     def values(self, chunk: ChunkWrite) -> np.ndarray:
         """The values of one chunk; may wait for a transfer or a read."""
-        if self.direct:
+        if self.chunkwise:
             return np.asarray(self.leaf.addressable_shards[chunk.shard].data[chunk.box_in_shard.slices])
         if isinstance(self.leaf, LazyArray) and self.leaf.is_sliceable:
             return _got_slice(self.leaf, chunk.box_in_shard, self.name)
         return self._shard(chunk.shard)[chunk.box_in_shard.slices]
 
     def as_stored(self, chunk: ChunkWrite, write: ArrayWrite) -> np.ndarray:
-        """One chunk's values as they lie on disk: C order, little endian, in the stored dtype."""
+        """The values of one chunk as stored on disk: C order, little endian, in the stored dtype."""
         values = self.values(chunk)
         if values.dtype != write.dtype:
             values = values.astype(write.dtype)
@@ -81,7 +80,7 @@ class Source:
         return np.ascontiguousarray(stored) if stored.ndim else stored
 
     def release(self) -> None:
-        """Lets go of the values: everything is on its way."""
+        """Releases the values, after all their writes were started."""
         self.leaf = None
         self.views.clear()
 
@@ -96,7 +95,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class StagedWave:
-    """Leaves that are safe, in the order in which they are to be written."""
+    """Staged leaves, in the order in which they are written."""
 
     writes: tuple[tuple[ArrayWrite, Source], ...]
 
@@ -104,9 +103,9 @@ class StagedWave:
 class Staging:
     """Stages a plan, wave after wave.
 
-    The caller stages ``inline`` and the first wave with :meth:`start`. The writer pulls the waves from :meth:`waves`, which
-    stages each of the others in the writer's thread when the one before it has been written. The caller must not change its
-    arrays before ``is_staged`` is set.
+    The caller stages ``inline`` and the first wave with :meth:`start`. The writer iterates over :meth:`waves`, which stages
+    each further wave in the writer's thread when the previous one is written. The caller must not change its arrays before
+    ``is_staged`` is set.
     """
 
     def __init__(self, plan: SavePlan, mode: str, budget_bytes: int, private_host: bool):
@@ -147,14 +146,14 @@ class Staging:
         reads_caller = False
         if self._waves:
             wave = self._waves.pop(0)
-            reads_caller = any(_is_direct(write, self._modes, self._limit) for write in wave)
+            reads_caller = any(_is_chunkwise(write, self._modes, self._limit) for write in wave)
             sources = _sources(wave, self._modes, self._limit)
             self._next = StagedWave(tuple((_without_array(w), s) for w, s in zip(wave, sources, strict=True)))
         if not self._waves and not reads_caller:
             self.is_staged.set()
 
     def waves(self) -> Generator[StagedWave]:
-        """The waves, for the writer; asking for the next one says that the one before it is written."""
+        """Yields the waves to the writer. Asking for the next one tells that the previous one is written."""
         try:
             while (wave := self._next) is not None:
                 self._next = None
@@ -162,7 +161,7 @@ class Staging:
                 del wave
                 self._stage_next()
         finally:
-            # A writer that failed needs the caller's arrays no more.
+            # A writer that failed no longer needs the caller's arrays.
             self.is_staged.set()
 
     def inline_values(self) -> dict[Path, Any]:
@@ -171,13 +170,13 @@ class Staging:
 
 
 def _got(leaf: Any, name: str) -> np.ndarray:
-    """A host leaf's values; a LazyArray is read now and must keep its word."""
+    """The values of a host leaf. A LazyArray is read, and its values must have the declared shape."""
     if not isinstance(leaf, LazyArray):
         return np.asarray(leaf)
     values = np.asarray(leaf.get())
     if values.shape != leaf.shape:
         raise UnsupportedLeafError(
-            f'{name}: a LazyArray of shape {leaf.shape} gave values of shape {values.shape}. Correct it.'
+            f'{name}: a LazyArray of shape {leaf.shape} returned values of shape {values.shape}. Correct its shape.'
         )
     return values
 
@@ -185,7 +184,7 @@ def _got(leaf: Any, name: str) -> np.ndarray:
 def _got_slice(leaf: LazyArray, box: Box, name: str) -> np.ndarray:
     values = np.asarray(leaf[box.slices])
     if values.shape != box.shape:
-        raise UnsupportedLeafError(f'{name}: a LazyArray gave values of shape {values.shape} for the slice {box}.')
+        raise UnsupportedLeafError(f'{name}: a LazyArray returned values of shape {values.shape} for the slice {box}.')
     return values
 
 
@@ -194,7 +193,7 @@ def _without_array(write: _Write) -> _Write:
     if not is_jax_array(write.leaf) and not isinstance(write.leaf, np.ndarray):
         return write
     if isinstance(write, InlineWrite):
-        # There may be many of them, and dataclasses.replace is slow.
+        # There may be many, and dataclasses.replace is slow.
         return InlineWrite(write.path, None, write.dtype)
     return dataclasses.replace(write, leaf=None)
 
@@ -229,12 +228,12 @@ def _staged_bytes(write: ArrayWrite, modes: dict[Path, str]) -> int:
     return sum(int(write.leaf.addressable_shards[index].data.nbytes) for index in shards)
 
 
-def _is_direct(write: ArrayWrite, modes: dict[Path, str], limit: int) -> bool:
+def _is_chunkwise(write: ArrayWrite, modes: dict[Path, str], limit: int) -> bool:
     return modes[write.path] in ('copy', 'pinned_host', 'shards') and _staged_bytes(write, modes) > limit
 
 
 def _split(writes: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> list[list[ArrayWrite]]:
-    """Groups leaves so that each group's copies fit the limit; a leaf that does not fit is a group of its own."""
+    """Groups leaves so that the copies of each group fit the limit; a larger leaf forms a group alone."""
     waves: list[list[ArrayWrite]] = []
     room = 0
     for write in writes:
@@ -251,13 +250,13 @@ def _split(writes: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> 
 
 
 def _sources(wave: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> list[Source]:
-    direct = {write.path for write in wave if _is_direct(write, modes, limit)}
-    moved = _copied([write for write in wave if write.path not in direct], modes)
+    chunkwise = {write.path for write in wave if _is_chunkwise(write, modes, limit)}
+    moved = _copied([write for write in wave if write.path not in chunkwise], modes)
     sources: list[Source] = []
     for write in wave:
         name = leaf_name(write.path)
-        if write.path in direct:
-            sources.append(Source(name, write.leaf, direct=True))
+        if write.path in chunkwise:
+            sources.append(Source(name, write.leaf, chunkwise=True))
         elif write.path in moved:
             sources.append(Source(name, moved[write.path]))
         elif modes[write.path] in ('shards', 'view'):
@@ -287,18 +286,18 @@ def _inline_source(leaf: Any, private: bool) -> Any:
 
 
 def _whole(leaf: Any) -> np.ndarray:
-    """An inline leaf's values: it is replicated, or so empty that no shard has its shape."""
+    """The values of an inline leaf, which is replicated, or empty without a shard of its shape."""
     if leaf.size == 0:
         return np.empty(leaf.shape, leaf.dtype)
     if leaf.is_fully_replicated or not leaf.is_fully_addressable:
         if _is_on_cpu(leaf):
-            # JAX remembers the result of numpy.asarray(leaf) where it is a copy. A view of the CPU's memory is not one, and
-            # it takes a third of the time of the branch below.
+            # numpy.asarray(leaf) of a replicated array on the CPU is a view of its memory, in a third of the time of the
+            # branch below. JAX caches the result only if it is a copy.
             values = np.asarray(leaf)
             if not values.flags.owndata:
                 return values
         return np.asarray(leaf.addressable_data(0))
-    # Not numpy.asarray(leaf), which JAX remembers, though memory that an array shares with its maker may change.
+    # Not numpy.asarray(leaf): JAX caches its result, but memory that the array shares with its source may change.
     values = np.empty(leaf.shape, leaf.dtype)
     for shard in leaf.addressable_shards:
         values[shard.index] = shard.data
@@ -306,7 +305,7 @@ def _whole(leaf: Any) -> np.ndarray:
 
 
 def _copied(writes: Sequence[ArrayWrite | InlineWrite], modes: dict[Path, str]) -> dict[Path, Any]:
-    """Dispatches the copies that the modes ask for; leaves that need none are left out."""
+    """Dispatches the copies that the modes ask for; returns them by path."""
     moved: dict[Path, Any] = {}
     for mode, copy in (('copy', _device_copies), ('pinned_host', _pinned_copies)):
         paths = [write.path for write in writes if modes[write.path] == mode]
@@ -317,8 +316,8 @@ def _copied(writes: Sequence[ArrayWrite | InlineWrite], modes: dict[Path, str]) 
 
 
 def _device_copies(arrays: list[Any]) -> list[Any]:
-    # One transfer for all. A computation for each (jnp.copy) would wait for the step that is under way, since the CPU
-    # client takes 32 at most: 85 leaves took 0.9 s to dispatch behind a step, against 0.02 s.
+    # One transfer for all arrays. One computation per array (jnp.copy) would wait for the running step, since the CPU
+    # client queues at most 32: 85 leaves took 0.9 s to dispatch behind a step, instead of 0.02 s.
     import jax
 
     return jax.device_put(arrays, [array.sharding for array in arrays], may_alias=False)
@@ -331,7 +330,7 @@ def _pinned_copies(arrays: list[Any]) -> list[Any]:
 
 
 def _as_inline(write: InlineWrite, value: Any) -> Any:
-    """A numpy array or scalar as T5X expects it in the manifest; never a Python number."""
+    """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
     if value is None:
         return None
     if isinstance(value, LazyArray):

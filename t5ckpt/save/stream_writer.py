@@ -1,18 +1,18 @@
-"""Writing a checkpoint from leaves that are read one after another: what converters and rewriters share.
+"""Writes a checkpoint leaf by leaf, for converters and rewriters.
 
-The leaves are any mixture of numpy arrays, numbers, None and LazyArrays. A LazyArray is read when its turn comes, in
-slices of one chunk where it can be sliced, and let go of when the chunk is on its way; the bytes in flight stay within
-``budget_bytes``. So a checkpoint of any size goes through a few hundred megabytes, plus the largest leaf that cannot be
-sliced. The commit is that of a save: a temporary directory, fsync, sidecars with checksums, manifest, one rename.
+The leaves are any mixture of numpy arrays, numbers, None and LazyArrays. A LazyArray is read when it is written, in slices of
+one chunk if it can be sliced, and each slice is released once its write was started. The bytes in flight stay within
+``budget_bytes``, so a checkpoint of any size takes a few hundred megabytes of memory, plus the largest leaf that cannot be
+sliced. The commit is the same as that of a save: temporary directory, fsync, sidecars with checksums, manifest, rename.
 
-A :class:`LinkedArray` that is to be written as it is has its chunk files hard-linked from the checkpoint it lies in,
-or copied where links do not work, after a look at their checksums.
+The chunk files of an unchanged :class:`LinkedArray` are hard-linked from its checkpoint, or copied where links are not
+possible, after their checksums were verified.
 
-Resuming: with ``source``, whatever names the input, a write that was killed is taken up by the next one with the same
-source, plan and options: leaves whose files are all there are not read again. A file is there only whole, since it is
-renamed into place. An error removes what was written, as in a save.
+Resuming: with ``source``, a description of the input, a write that was killed is resumed by the next one with the same
+source, plan and options. Leaves whose files all exist are not read again; a file is renamed into place, so one that exists
+is complete. After an error the files are removed, as in a save.
 
-Notes: one process. No jax is imported.
+Notes: runs in one process and does not import jax.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class StreamRequest:
       storage: of the run's directory.
       step: to write as.
       options: dtype, codec, chunks and what goes inline, as in a save.
-      budget_bytes: of values in flight; a larger chunk goes alone.
-      overwrite: a complete checkpoint of this step is replaced, once the new one is whole. One that is pinned is not.
-      source: what is read and how, of JSON's types; kept in the sidecar. With one, the write can be resumed.
-      progress: called with (bytes done, bytes in all).
+      budget_bytes: of values in flight; a larger chunk is written alone.
+      overwrite: replace a complete checkpoint of this step once the new one is complete. A pinned one is never replaced.
+      source: the input and its options, in JSON types; recorded in the sidecar. Makes the write resumable.
+      progress: called with (bytes done, bytes in total).
       clock: unix seconds.
-      files: what else belongs to the step, by name in its directory.
-      extra: fields of the sidecar that come along, such as metrics.
+      files: further files of the step, by name in its directory.
+      extra: further fields of the sidecar, such as metrics.
       rule: as for ``plan_save``.
     """
 
@@ -96,7 +96,7 @@ class StreamRequest:
 
 @dataclasses.dataclass
 class _Taken:
-    """Leaves that need not be read: their files are there already, or are another checkpoint's."""
+    """Leaves that need not be read: their files exist already, or are linked from another checkpoint."""
 
     writes: dict[Path, ArrayWrite] = dataclasses.field(default_factory=dict[Path, ArrayWrite])
     digests: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict[str, 'tuple[int, str]'])
@@ -123,8 +123,8 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
 
     Raises:
       CheckpointExistsError: see ``commit/occupancy.check_room``; nothing was read.
-      UnsupportedLeafError: a leaf cannot be written; nothing was.
-      StorageError: nothing became visible.
+      UnsupportedLeafError: a leaf cannot be written; nothing was written.
+      StorageError: a file cannot be written; no checkpoint became visible.
     """
     started = time.monotonic()
     check_room(request.storage, request.step, overwrite=request.overwrite)
@@ -150,7 +150,7 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
 
 
 def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
-    """The directory of a killed write that was after the same, or a new one."""
+    """The directory of a killed write of the same checkpoint, or a new one."""
     storage, facts = request.storage, writer_facts(__version__)
     again = None
     if request.source is not None:
@@ -225,7 +225,7 @@ def _progress_after(progress: Progress | None, before: int) -> Progress | None:
 
 
 def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Workspace) -> _Taken:
-    """What need not be read: files that a killed write left here, and arrays that are another checkpoint's."""
+    """Takes the leaves whose files a killed write left here, and links those of other checkpoints."""
     taken = _Taken()
     total = sum(write.array.nbytes for write in writes)
     for write in writes:
@@ -244,7 +244,7 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Workspace)
 
 
 def _files_here(work: Workspace, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
-    """All files of a leaf with their digests, or None where one is not there."""
+    """All files of a leaf with their digests, or None if one is missing."""
     storage, names = work.storage, write.files(with_metadata=True)
     sizes = {name: storage.size(join(work.directory, name)) for name in names}
     if any(size is None for size in sizes.values()):
@@ -255,7 +255,7 @@ def _files_here(work: Workspace, write: ArrayWrite) -> dict[str, tuple[int, str]
 
 
 def _with_codec(work: Workspace, write: ArrayWrite) -> ArrayWrite:
-    """The write with the codec that was chosen when its metadata was written."""
+    """The write with the codec of its existing ``.zarray``, if the plan leaves the choice to the data."""
     if write.array.metadata['compressor'] != AUTO:
         return write
     zarray = json.loads(work.storage.read(join(work.directory, write.array.location, '.zarray')))

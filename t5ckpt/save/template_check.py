@@ -1,4 +1,4 @@
-"""Whether the checkpointer that saves a state could restore it: looked at when the tree changes, not at every save."""
+"""Checks that the checkpointer that saves a state could restore it; again only after the tree has changed."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ Match = Callable[[LeafTable, Mapping[Path, str]], Any]
 
 
 class TemplateCheck:
-    """Compares what is saved with the template of the same checkpointer.
+    """Compares the saved state with the template of the same checkpointer.
 
-    The decision is the restore's own (``match``). It costs as much as the plan of a restore, so it is asked for only when
-    the tree differs from the one of the save before, and from the template's.
+    ``match`` is the comparison of a restore. It takes as long as planning a restore, so it runs only if the tree differs from
+    that of the previous save and from that of the template.
 
-    Notes: 2 ms for 10,000 leaves that have not changed; the first look takes as long as flattening the template.
+    Notes: 2 ms for 10,000 unchanged leaves; the first check takes as long as flattening the template.
     """
 
     def __init__(self, template: Any, match: Match, notices: Notices, *, is_strict: bool):
-        """``is_strict`` makes what is otherwise a warning an error."""
+        """``is_strict`` raises instead of warning."""
         self._template = template
         self._match = match
         self._notices = notices
@@ -59,7 +59,7 @@ class TemplateCheck:
         self._has_looked_at_shardings = False
 
     def look(self, state: Any, table: LeafTable, step: int, *, tells: bool) -> None:
-        """Warns of what could not be restored, each difference once; in the process of a job that ``tells``.
+        """Warns once of each difference that would make a restore fail; only in the process of a job that ``tells``.
 
         Raises:
           TreeMismatchError: with ``is_strict``, before anything is written.
@@ -74,7 +74,7 @@ class TemplateCheck:
             self._tell(step)
 
     def look_at_shardings(self, table: LeafTable, step: int) -> None:
-        """Warns, at the first save, where leaves that lie on several devices have no sharding in an abstract template."""
+        """Warns, at the first save, of leaves on several devices that have no sharding in an abstract template."""
         if self._has_looked_at_shardings:
             return
         template = flatten_state(self._template).table
@@ -88,8 +88,8 @@ class TemplateCheck:
         ]
         if names:
             self._notices.unsharded(
-                f'{some_of(names, 5)}: step {step} is saved from several devices, and the template of this checkpointer names no '
-                'sharding, so each is restored to one device.'
+                f'{some_of(names, 5)}: step {step} is saved from several devices, but the template of this checkpointer '
+                'names no sharding, so each is restored to one device.'
             )
         self._has_looked_at_shardings = True
 
@@ -102,7 +102,7 @@ class TemplateCheck:
         except TreeMismatchError as error:
             return error.problems
         except T5CkptError:
-            # A leaf that cannot be saved at all: the plan of the save lists these.
+            # A leaf that cannot be saved at all; the plan of the save reports it.
             return ()
         return ()
 
@@ -112,10 +112,10 @@ class TemplateCheck:
             return
         shown = [f'  {problem}' for problem in problems[:_SHOWN]]
         shown += [f'  ... and {len(problems) - _SHOWN} more'] if len(problems) > _SHOWN else []
-        where = f'the template that this checkpointer was made with in {counted(len(problems), "place")}'
-        cure = 'Make the checkpointer with a template of the structure that is saved, such as the state itself.'
+        where = f'the template of this checkpointer in {counted(len(problems), "place")}'
+        cure = 'Pass a template with the structure of the saved state to the constructor, such as the state itself.'
         if self._is_strict:
-            text = lines(f'step {step} is not saved, since it does not fit {where}:', *shown, cure)
+            text = lines(f'step {step} is not saved, because it does not fit {where}:', *shown, cure)
             raise TreeMismatchError(text, self._problems)
         head = f'step {step} is saved, but does not fit {where}, so a restore with that template fails:'
         text = lines(head, *shown, f'{cure} strict_save=True makes this an error.')
@@ -125,12 +125,12 @@ class TemplateCheck:
 
 
 def _cause(problem: LeafProblem) -> tuple[str, str, str]:
-    """Without the values: the shape of a buffer that grows is another one at every save."""
+    """Identifies a difference without its values, since the shape of a growing buffer differs in every save."""
     return 'leaf', problem.leaf, problem.kind
 
 
 def _fingerprint(table: LeafTable) -> list[Any]:
-    """What decides whether two trees are alike: cheap, since it is made at every save."""
+    """The paths, shapes and dtypes of a tree; cheap, since it is computed in every save."""
     try:
         return [
             (
@@ -140,21 +140,21 @@ def _fingerprint(table: LeafTable) -> list[Any]:
             )
             for path, leaf in table.items()
         ]
-    except Exception:  # noqa: BLE001 - a property of an object that is no array; the plan of the save names it
+    except Exception:  # noqa: BLE001 - a property of an object that is not an array; the plan of the save reports it
         return [(path, None, type(leaf)) for path, leaf in table.items()]
 
 
 def _as_saved(table: LeafTable) -> tuple[LeafTable, dict[Path, str]]:
-    """The leaves as a manifest and its sidecar bring them back, and the typed keys among them.
+    """The leaves as a restore of the checkpoint would find them, and the typed keys among them.
 
     Raises:
-      UnsupportedLeafError: one of them is no leaf.
+      UnsupportedLeafError: a value cannot be a leaf.
     """
     leaves: LeafTable = {}
     keys: dict[Path, str] = {}
     for path, leaf in table.items():
-        target = leaf_template(path, leaf)
-        leaves[path] = leaf if target.dtype is None else SavedLeaf(tuple(target.shape), target.dtype)
-        if target.kind == 'key':
-            keys[path] = target.impl
+        template = leaf_template(path, leaf)
+        leaves[path] = leaf if template.dtype is None else SavedLeaf(tuple(template.shape), template.dtype)
+        if template.kind == 'key':
+            keys[path] = template.impl
     return leaves, keys

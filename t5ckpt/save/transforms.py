@@ -1,4 +1,4 @@
-"""Save transforms: the state dict and the infos beside it, through the functions that the caller gives."""
+"""Applies the caller's save transforms to the state dict and its parameter infos."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _UNKNOWN = object()
 
 
 class LeafAxes:
-    """The axes that a partitioner gives to the leaves of a template; asked for once, as T5X does in its constructor.
+    """The mesh axes that a partitioner gives to the leaves of a template; computed once, as in T5X's constructor.
 
-    A leaf of which it says nothing (the saved state may hold more than the template) has no entry.
+    A leaf without axes has no entry; the saved state may hold more leaves than the template.
     """
 
     def __init__(self, partitioner: Partitioner | None, template: Any):
-        """Nobody is asked yet."""
+        """Stores its arguments; the partitioner is called on first use."""
         self._partitioner = partitioner
         self._template = template
 
@@ -43,7 +43,7 @@ class LeafAxes:
 
     @functools.cached_property
     def by_path(self) -> dict[Path, Any]:
-        """From the path of a leaf that is an array to its PartitionSpec, or None."""
+        """By path of each leaf that is an array, its PartitionSpec, or None."""
         if self._partitioner is None:
             return {}
         tree = axes_tree(self._partitioner, self._template)
@@ -53,11 +53,11 @@ class LeafAxes:
 
     @functools.cached_property
     def rule(self) -> dict[Path, bool]:
-        """Whether T5X writes a leaf into the manifest: it does where the axes are None."""
+        """By path, whether T5X writes the leaf into the manifest, which it does if the axes are None."""
         return {path: axes is None for path, axes in self.by_path.items()}
 
     def info(self, path: Path, leaf: Any) -> ParameterInfo:
-        """What a save transform sees beside a leaf that is an array."""
+        """The parameter info of an array, which save transforms get along with the leaf."""
         name, shape = leaf_name(path), tuple(leaf.shape)
         axes = self.by_path.get(path, _UNKNOWN)
         if axes is None:
@@ -71,7 +71,7 @@ class LeafAxes:
 
 
 def _array_spec(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The spec of a leaf's array as T5X makes it before a save: relative, and without what the save decides."""
+    """The spec of a leaf's array as T5X makes it before a save: relative, without the decisions of the save."""
     import tensorstore as ts
 
     on_disk = stored_dtype(np.dtype(dtype)) if isinstance(dtype, np.dtype) else np.dtype(np.uint32)
@@ -80,7 +80,7 @@ def _array_spec(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def axes_tree(partitioner: Partitioner, state: Any) -> Any:
-    """The partitioner's PartitionSpecs as a tree of dicts or whatever the state is made of."""
+    """The partitioner's PartitionSpecs, as nested dicts or a tree of the state's own types."""
     from jax.sharding import PartitionSpec
 
     axes = partitioner.get_mesh_axes(state)
@@ -91,12 +91,12 @@ def axes_tree(partitioner: Partitioner, state: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Transformed:
-    """What is to be saved.
+    """The leaves to save.
 
     Attributes:
       leaves: after the transforms.
-      infos: of those leaves that have one.
-      rule: whether T5X writes a leaf into the manifest, of those of which it is known.
+      infos: by path, for the leaves that have one.
+      rule: by path, whether T5X writes the leaf into the manifest, where that is known.
     """
 
     leaves: LeafTable
@@ -104,13 +104,13 @@ class Transformed:
     rule: Mapping[Path, bool]
 
 
-def transformed(table: LeafTable, axes: LeafAxes, fns: Sequence[Any]) -> Transformed:
+def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> Transformed:
     """The leaves and their infos after the transforms.
 
     Raises:
       UnsupportedLeafError: a transform returned something else than two mappings, or the info of a leaf that it dropped.
     """
-    if not fns:
+    if not transforms:
         # Without transforms each leaf is its own info.
         return Transformed(table, {}, axes.rule)
     state: Any = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
@@ -118,7 +118,7 @@ def transformed(table: LeafTable, axes: LeafAxes, fns: Sequence[Any]) -> Transfo
     tree: Any = unflatten(
         {path: axes.info(path, leaf) if hasattr(leaf, 'shape') else None for path, leaf in table.items()}
     )
-    for fn in fns:
+    for fn in transforms:
         made = fn(state, tree)
         if not isinstance(made, tuple | list) or [isinstance(each, Mapping) for each in made] != [True, True]:
             raise UnsupportedLeafError(

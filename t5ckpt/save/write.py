@@ -1,19 +1,19 @@
-"""Writing the staged arrays: every chunk of this process, all in flight, within one byte budget.
+"""Writes the chunks of this process from the staged arrays, with many writes in flight within one byte budget.
 
-Each write covers exactly one chunk of the grid, so TensorStore never merges and, without a codec,
-writes from the source buffer without a copy (``can_reference_source_data_indefinitely``). ``.zarray`` files are
-written by us and arrays are opened with ``assume_metadata``, so opening costs no I/O and two processes never race for
-one metadata file. Chunks equal to the fill value are written too: a missing chunk is an error on read, never zeros.
+Each write covers exactly one chunk of the grid. So TensorStore never merges chunks and, without a codec, writes from the
+source buffer without a copy (``can_reference_source_data_indefinitely``). t5ckpt writes the ``.zarray`` files itself and opens
+arrays with ``assume_metadata``, so opening costs no I/O and two processes never race for one metadata file. Chunks equal to
+the fill value are written, too: a missing chunk is an error when it is read, never zeros.
 
-Every chunk file gets an xxh3-64 digest. Without a codec it is taken from memory, 28 GB/s on one core; with one, the
-file is read back once after the write, which sees the page cache.
+Every chunk file gets an xxh3-64 digest. Without a codec it is computed from memory, at 28 GB/s on one core. With a codec,
+the file is read back once after the write, from the page cache.
 
-Large chunks of a save in the background go past the page cache where the storage has one, which takes far less from the
-training (``storage/_direct_io.py``); a codec's output, chunks at an array's edge and small ones are TensorStore's.
+A save in the background writes large chunks with O_DIRECT if the storage has a page cache, which slows the training much
+less (``storage/direct_io.py``). TensorStore writes encoded chunks, chunks at the edge of an array, and small ones.
 
-Chunks that the previous checkpoint holds already are linked instead (``save/chunk_reuse.py``).
+Chunks that the previous checkpoint holds already are linked (``save/chunk_reuse.py``).
 
-Notes: blocks until everything is durable; raises the first error after every started write has ended.
+Notes: blocks until everything is durable; raises the first error after all started writes have ended.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['WriteJob', 'WriteReport', 'write_arrays']
 
-# Chunks that are no range of their shard's bytes are copied to be written; a few of 64 MiB keep a disk busy, and 32, as
-# many as TensorStore writes at once, would be 2 GB.
+# Chunks that are not contiguous in their shard are copied before they are written. A few of 64 MiB keep a disk busy; 32, as
+# many as TensorStore writes at once, would take 2 GB.
 _COPIED_BYTES = 256 * 2**20
 # Two keep a disk busy.
 _DIRECT_WRITERS = 4
@@ -59,22 +59,22 @@ _SUB_BYTE = {'float4_e2m1fn', 'int2', 'int4'}
 
 @dataclasses.dataclass(frozen=True)
 class WriteReport:
-    """What was written.
+    """The files that were written or linked.
 
     Attributes:
       arrays: the stored arrays by leaf, with the codec that was used.
       digests: file, relative to the checkpoint's directory, to (bytes, xxh3-64 hex).
       array_bytes: bytes of array values, uncompressed.
-      linked_bytes: how many of them were taken over from the previous checkpoint.
-      stamps: of the files as they were written, see ``Storage.stamp``.
-      values: of chunks whose files only the codec knows, see ``Previous.values``.
+      linked_bytes: how many of them were linked from the previous checkpoint.
+      file_versions: of the files as they were written, see ``Storage.stamp``.
+      values: for chunks with a codec, see ``PreviousCheckpoint.values``.
     """
 
     arrays: dict[Path, StoredArray]
     digests: dict[str, tuple[int, str]]
     array_bytes: int
     linked_bytes: int
-    stamps: dict[str, tuple[int, ...] | None]
+    file_versions: dict[str, tuple[int, ...] | None]
     values: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property
@@ -92,7 +92,7 @@ class WriteJob:
       directory: the checkpoint's (temporary) directory.
       budget: bounds the bytes in flight; a chunk larger than it is written alone.
       previous: a checkpoint whose equal chunks are linked instead of written, or None.
-      unchanged: leaves that are linked without a look at their values.
+      unchanged: leaves that are linked without comparing their values.
       progress: called with (bytes done, bytes in all).
       is_leader: whether this is process 0, which writes the metadata of every array, also of those that others write.
       codecs: by array directory, where the processes agreed on what the data were to decide.
@@ -111,7 +111,7 @@ class WriteJob:
 
 
 def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
-    """Writes every stored leaf, wave after wave as they are staged."""
+    """Writes every stored leaf, wave by wave as they are staged."""
     total = staging.total_bytes + sum(write.chunk_bytes * len(write.chunks) for write in job.unchanged)
     writer = _Writer(job, total, lambda: staging.is_interrupted)
     try:
@@ -120,7 +120,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
         with contextlib.closing(staging.waves()) as waves:
             for wave in waves:
                 writer.write_wave(wave)
-                # The next wave is staged into the memory of this one, so nothing may hold on to it.
+                # The next wave is staged into the memory of this one, so no reference to it may remain.
                 del wave
         writer.drain()
         writer.read_back()
@@ -137,7 +137,9 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
         raise SaveFailedError(
             f'{len(writer.digests)} files were written where {expected} were planned; nothing is committed.'
         )
-    return WriteReport(writer.arrays, writer.digests, writer.total, writer.linked, writer.stamps(), writer.values)
+    return WriteReport(
+        writer.arrays, writer.digests, writer.total, writer.linked, writer.file_versions(), writer.values
+    )
 
 
 @dataclasses.dataclass
@@ -174,12 +176,12 @@ class _Writer:
         self.drain()
 
     def link_array(self, write: ArrayWrite) -> None:
-        """Takes over all files of a leaf that is the object saved last time.
+        """Links all files of a leaf that is the same object as in the previous save.
 
-        Where a file cannot be linked the leaf is written after all, from the array itself: it was not staged.
+        If a file cannot be linked, the leaf is written, from the caller's array since it was not staged.
 
         Raises:
-          StorageError: it cannot be linked, and the array has been donated since.
+          StorageError: a file cannot be linked, and the array has been donated in the meantime.
         """
         previous = self._job.previous
         for key in write.files(with_metadata=self._job.is_leader):
@@ -200,20 +202,20 @@ class _Writer:
         self._count(write.chunk_bytes * len(write.chunks), linked=True)
 
     def _link(self, previous: PreviousCheckpoint, key: str, entry: tuple[int, str]) -> bool:
-        """Links one file, if what lies there is still what was written: damage must not be handed on.
+        """Links one file if it still matches its checksum, so that damage is not copied.
 
-        A file that nobody has touched since this process wrote or read it need not be read again.
+        A file that is unchanged since this process wrote or read it is not read again.
         """
         source, target = join(previous.directory, key), join(self._job.directory, key)
         try:
-            stamp = previous.stamps.get(key)
-            is_known = stamp is not None and stamp == self._storage.stamp(source)
+            version = previous.file_versions.get(key)
+            is_known = version is not None and version == self._storage.stamp(source)
             if not is_known and (
                 self._storage.size(source) != entry[0] or digest(self._storage.read(source)) != entry[1]
             ):
                 return False
         except T5CkptError:
-            # Deleted by somebody between the two looks, or unreadable: written anew.
+            # Deleted in the meantime, or unreadable: the chunk is written.
             return False
         if not self._storage.link(source, target):
             return False
@@ -262,7 +264,7 @@ class _Writer:
         return self._direct_writers.submit(functools.partial(self._storage.write_direct, key, words))
 
     def _begin_array(self, write: ArrayWrite, sample: np.ndarray) -> None:
-        """Chooses the codec, where the plan leaves that to the data, and writes the metadata."""
+        """Chooses the codec, if the plan leaves the choice to the data, and writes the metadata."""
         array = write.array
         if array.metadata['compressor'] == AUTO:
             codecs = self._job.codecs
@@ -277,7 +279,7 @@ class _Writer:
         return previous is not None and previous.digests.get(key) == entry and self._link(previous, key, entry)
 
     def _linked_encoded(self, write: ArrayWrite, key: str, data: np.ndarray) -> bool:
-        """The same where only the codec knows the file's bytes: it made them from equal values last time."""
+        """Links an encoded chunk whose values are equal to those of the previous checkpoint."""
         if not self._storage.links:
             return False
         self.values[key] = digest(data)
@@ -306,8 +308,8 @@ class _Writer:
 
     @staticmethod
     def _digest_of(array: StoredArray, data: np.ndarray) -> tuple[int, str] | None:
-        """The chunk file's size and digest, where its bytes are the array's; None where only the codec knows them."""
-        # A chunk at the array's end is filled up on disk.
+        """The size and digest of the chunk's file if it holds the plain values; None with a codec."""
+        # A chunk at the end of the array is padded on disk.
         is_whole = data.shape == tuple(array.metadata['chunks'])
         if array.metadata['compressor'] is not None or array.dtype.name in _SUB_BYTE or not is_whole:
             return None
@@ -322,7 +324,7 @@ class _Writer:
                 return
 
     def _admit_copy(self, data: np.ndarray) -> int:
-        """Waits until there is room for a chunk that is no part of its shard's memory; its bytes, or 0."""
+        """Waits until the copy of a chunk that is not contiguous in its shard fits; returns its bytes, or 0."""
         copied = data.nbytes if data.base is None else 0
         while copied and not self._copies.try_acquire(copied):
             self._finish_next()
@@ -333,7 +335,7 @@ class _Writer:
         self._count(self._settle_next())
 
     def _settle_next(self) -> int:
-        """The same, in silence; returns its bytes. An interrupt leaves it in flight."""
+        """Waits for the oldest write without reporting progress; returns its bytes. An interrupt leaves it in flight."""
         item = self._in_flight[0]
         try:
             with foreign_errors(f'{item.leaf} in {self._storage.url(self._job.directory)}', writing=True):
@@ -356,9 +358,9 @@ class _Writer:
             self._job.progress(self._done, self.total)
 
     def check_interrupt(self) -> None:
-        """Ends the save that somebody has given up."""
+        """Raises if the save was cancelled."""
         if self._is_interrupted():
-            raise SaveFailedError('the save was interrupted; nothing of it is left.')
+            raise SaveFailedError('the save was interrupted; no checkpoint was written.')
 
     def drain(self) -> None:
         """Waits for everything in flight."""
@@ -366,28 +368,28 @@ class _Writer:
             self._finish_next()
 
     def read_back(self) -> None:
-        """Digests of files whose bytes only the codec knew."""
+        """Computes the digests of encoded chunks from their files."""
         for key in self._unread:
             with foreign_errors(self._storage.url(join(self._job.directory, key))):
                 data = bytes(self._storage.wait(self._kvstore.read(key)).value)
             self.digests[key] = entry_of(data)
 
-    def stamps(self) -> dict[str, tuple[int, ...] | None]:
-        """Of all files; one whose rename into place was lost without an error is found here."""
-        stamps = {key: self._storage.stamp(join(self._job.directory, key)) for key in self.digests}
-        for key in [key for key, stamp in stamps.items() if stamp is None and self._storage.renames]:
+    def file_versions(self) -> dict[str, tuple[int, ...] | None]:
+        """The versions of all files. Detects a file whose rename was lost without an error."""
+        versions = {key: self._storage.stamp(join(self._job.directory, key)) for key in self.digests}
+        for key in [key for key, version in versions.items() if version is None and self._storage.renames]:
             if self._storage.size(join(self._job.directory, key)) is None:
                 where = self._storage.url(join(self._job.directory, key))
-                raise StorageError(errno.EIO, f'{where}: was written without an error, and is not there. Save again.')
-        return stamps
+                raise StorageError(errno.EIO, f'{where}: was written without an error, but does not exist. Save again.')
+        return versions
 
     def abandon(self) -> None:
-        """Waits for what was started, so that nothing is written after the caller has cleaned up."""
+        """Waits for all started writes, so that none ends after the caller has removed the files."""
         self._direct_writers.drop()
         while self._in_flight:
             with contextlib.suppress(T5CkptError, CancelledError):
                 self._settle_next()
 
     def close(self) -> None:
-        """Ends the threads, which have nothing more to do."""
+        """Ends the threads."""
         self._direct_writers.close()

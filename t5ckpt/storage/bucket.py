@@ -1,12 +1,12 @@
-"""What every store without directories has in common: keys, prefixes and TensorStore's KvStore.
+"""The base of all object stores: keys and prefixes through TensorStore's KvStore.
 
-There is no rename, so checkpoints are written in place and the manifest comes last. A PUT is whole or absent. One whose
-reply is lost may have been applied, so after a failed write the key is read again and compared.
+There is no rename, so checkpoints are written in place, with the manifest last. A PUT is atomic. If its reply is lost it may
+have been applied, so after a failed write the key is read and compared.
 
-Nothing waits for ever on a server that is silent: see ``wait``.
+Waits for a server that does not answer are bounded, see ``wait``.
 
-Notes: a listing pages through all keys below a prefix, since TensorStore has no delimiter; it says no sizes. That a
-single key is there costs one HEAD.
+Notes: a listing pages through all keys below a prefix, since TensorStore has no delimiter, and reports no sizes. Checking
+whether a key exists costs one HEAD request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Renames that are looked at afterwards, and two names that change places.
+"""Renames and exchanges of names, with a check of their result.
 
-A rename can be lost without an error (a broken disk, a file system of its own), and on a network its answer can be lost
-though it was made. Both are seen by looking where the inode is.
+A rename can be lost without an error, on a faulty disk or an unusual file system. On a network, the reply can be lost although
+the rename was made. Comparing the inode afterwards detects both.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Writing a file past the page cache: ``O_DIRECT``, open(2).
+"""Writes a file with ``O_DIRECT`` (open(2)), bypassing the page cache.
 
-A chunk that is written in the background is not read again soon, and the cache's pages cost the processors more than the
-write itself (``benchmarks/page_cache.py``); they also push out what the training reads. The file system wants addresses,
-offsets and sizes that are multiples of a disk's block, so the bytes go through a small aligned buffer, and what is left at the
-end of the file goes through the cache, like everything where the file system refuses such writes.
+A chunk that is written in the background is not read again soon. Caching its pages takes more processor time than the write
+itself (``benchmarks/page_cache.py``) and evicts data that the training reads. The file system requires addresses, offsets and
+sizes that are multiples of the disk's block size, so the bytes are copied through a small aligned buffer. The remainder at the
+end of the file is written through the cache, as is every file if the file system refuses ``O_DIRECT``.
 
-A file gets its name when it is whole and durable, as with TensorStore, whose name for an unfinished one is used here, too: what
-a killed conversion left is gone on with by either.
+A file gets its name when it is complete and durable. Unfinished files have the name that TensorStore uses, so either can resume
+a killed conversion.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Foreign errors become ours here.
+"""Maps errors of TensorStore and the operating system to those of t5ckpt.
 
-TensorStore raises ValueError with the absl status code as the first word ('NOT_FOUND: ...'); the operating system
-raises OSError with an errno. Both are mapped by table, and what is in no table becomes StorageError with the text
-kept.
+TensorStore raises ValueError with the absl status code as the first word ('NOT_FOUND: ...'). The operating system raises OSError
+with an errno. Both are mapped by table; any other error becomes a StorageError with the original text.
 """
 
 from __future__ import annotations

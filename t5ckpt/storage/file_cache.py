@@ -1,10 +1,10 @@
-"""A bounded directory of files that were fetched from a store: for notebooks, which read the same chunks again and again.
+"""A bounded directory of files fetched from an object store, for notebooks that read the same chunks repeatedly.
 
-An entry is one file: a line of JSON that says of what it is a copy and what its checksum is, then the bytes. It is written
-under another name and renamed, and compared with its checksum whenever it is read, so a torn or rotten one is no entry. When
-the directory has grown past its bound, the entries that were used longest ago go, down to nine tenths of it.
+An entry is one file: a line of JSON with the name and the checksum of the original, then its bytes. It is written under a
+temporary name and renamed, and its checksum is verified at every read, so a damaged entry is ignored. When the directory exceeds
+its limit, the least recently used entries are removed until nine tenths of the limit remain.
 
-Several processes may share a directory: who finds an entry gone fetches the file again.
+Several processes may share a directory; a process that misses an entry fetches the file again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a path or URL to a storage."""
+"""Opens the storage of a path or URL."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def is_same_kind(path: str, storage: Storage) -> bool:
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:
-    """Opens the storage whose root is ``path``; nothing is created and nobody is asked.
+    """Opens the storage whose root is ``path``, without creating anything or sending a request.
 
     Args:
       path: a directory, a ``file:`` URL, ``gs://bucket/prefix``, ``s3://bucket/prefix`` or ``memory://name/...``; a

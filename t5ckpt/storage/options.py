@@ -1,6 +1,6 @@
-"""What ``storage_options=`` may say, checked once, and what the environment says where it does not.
+"""Parses ``storage_options=`` and the environment variables that are used for options not given.
 
-The variables are those that users of each service set already: ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``,
+The variables are those that users of each service already set: ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``,
 ``AWS_REGION``, ``AWS_DEFAULT_REGION``, ``AWS_PROFILE`` and the keys; ``TENSORSTORE_GCS_HTTP_URL`` for Google's.
 """
 
@@ -50,9 +50,9 @@ class _BucketOptions:
       endpoint: another server than the service's own, ``http://host:port``.
       anonymous: ask without credentials. None, for s3, where no credentials are found.
       concurrency: how many requests may be under way at once.
-      retry_seconds: how long a request that fails is tried again, and a server that is silent is waited for.
-      cache_dir: a directory on this machine in which chunks that were read are kept, for who looks at the same ones again.
-      cache_gb: how many gigabytes (10^9 bytes) it may hold; what was used longest ago goes.
+      retry_seconds: how long a failed request is retried, and how long to wait for a server that does not answer.
+      cache_dir: a directory on this machine in which chunks that were read are cached.
+      cache_gb: the size limit of the cache in gigabytes (10^9 bytes); the least recently used files are removed.
     """
 
     endpoint: str | None = None

@@ -1,1 +1,1 @@
-"""From a train state to a flat table of its leaves, and back; no files."""
+"""Converts a train state to a flat table of leaves and back; pure, without files."""

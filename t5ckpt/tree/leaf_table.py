@@ -1,12 +1,10 @@
-"""State <-> LeafTable.
+"""The leaf table: a flat dict from path to leaf, and its conversion from and to nested dicts.
 
-A leaf table is a flat dict from path (a tuple of strings) to leaf. Paths follow ``jax.tree_util`` key paths: dict
-keys, sequence indices, attribute names, each as text; which is also what Flax's ``to_state_dict`` gives for the trees
-that T5X and Flax train. None and empty containers are leaves here, because a manifest or its sidecar must bring them
-back.
+A path is a tuple of strings. Paths follow ``jax.tree_util`` key paths: dict keys, sequence indices and attribute names, each as
+text, like Flax's ``to_state_dict`` for the trees that T5X and Flax train. None and empty containers are leaves, because a
+restore must return them.
 
-Two kinds of state come in: one with T5X's protocol, whose ``state_dict()`` is the tree, and any other pytree, which is
-the tree itself.
+A state is either an object with T5X's protocol, whose ``state_dict()`` is the tree, or any other pytree.
 """
 
 from __future__ import annotations

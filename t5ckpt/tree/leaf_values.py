@@ -1,7 +1,7 @@
-"""What counts as a leaf that a checkpoint can hold, and its values.
+"""Decides which values a checkpoint can hold as leaves, and reads them.
 
-jax.Arrays, numpy arrays and scalars, Python numbers and LazyArrays hold values themselves. An object of another type is read
-when a save is planned (a ``jax.Ref``, what has ``__array__``) or refused by its name.
+jax.Arrays, numpy arrays and scalars, Python numbers and LazyArrays are leaves. A ``jax.Ref`` or an object with ``__array__`` is
+read when a save is planned; an object of any other type is an error that names it.
 """
 
 from __future__ import annotations

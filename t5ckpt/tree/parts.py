@@ -1,7 +1,7 @@
-"""States that are not only containers of arrays: a bare array, and objects that carry their own state.
+"""Handles states that are a bare array, and leaves that are objects with a state of their own.
 
-An object with ``state_dict()`` and ``load_state_dict()`` as a leaf of a state is a part (torch's Stateful): its state dict is
-saved below its name, and a restore loads it into the live object, which is then in the result.
+An object with ``state_dict()`` and ``load_state_dict()`` as a leaf is a part (torch's Stateful). Its state dict is saved below
+its name. A restore loads it into the live object and returns that object in the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a leaf of a template asks for: shape, dtype, sharding, Python type."""
+"""Describes a leaf of a template: its shape, dtype, sharding and Python type."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
 
 @dataclasses.dataclass(frozen=True)
 class LeafTemplate:
-    """What a model wants at one leaf.
+    """What a template asks for at one leaf.
 
     Attributes:
       kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none', 'empty', 'skip' (``...``, a

@@ -236,7 +236,7 @@ def test_a_fused_decoder_is_refused_with_its_names(tmp_path: pathlib.Path):
         (
             lambda p: p['decoder']['layers_0'].update(mlp={'wi': {'kernel': np.ones((20, 9), np.float32)}}),
             TreeMismatchError,
-            r'layers_0/mlp/wi/kernel: checkpoint \(20, 9\), model \(20, 22\)',
+            r'layers_0/mlp/wi/kernel: checkpoint \(20, 9\), template \(20, 22\)',
         ),
         (
             lambda p: p['encoder']['layers_0']['attention']['query'].update(bias=np.ones(15, np.float32)),

@@ -330,7 +330,7 @@ def test_restore_is_strict_about_what_the_model_lacks(tf_golden):
     expected = expected_of(tf_golden, NAMES[0])
     inference = {key: array for key, array in expected.items() if not key.startswith('state/param_states')}
     ck = checkpointer(model_of(inference))
-    with pytest.raises(errors.UnexpectedLeaves, match=r'state/param_states/.* not in the model'):
+    with pytest.raises(errors.UnexpectedLeaves, match=r'state/param_states/.* not in the template'):
         ck.restore_from_tf_checkpoint(tf_golden / NAMES[0])
     leaves = flatten(ck.restore_from_tf_checkpoint(tf_golden / NAMES[0], strict=False).tree)
     assert set(leaves) == set(inference)
@@ -345,7 +345,10 @@ def test_restore_says_what_does_not_fit(tf_golden):
     model = model_of(expected | {'target/encoder/new': np.ones(2, np.float32)}, change)
     with pytest.raises(errors.TreeMismatchError) as error:
         checkpointer(model).restore_from_tf_checkpoint(tf_golden / NAMES[0], strict=False)
-    for word in ('target/token_embedder/embedding: checkpoint (160, 32), model (3, 3)', 'target/encoder/new: not in'):
+    for word in (
+        'target/token_embedder/embedding: checkpoint (160, 32), template (3, 3)',
+        'target/encoder/new: not in',
+    ):
         assert word in str(error.value)
 
 

@@ -115,7 +115,7 @@ def test_no_collective_before_all_have_read(four, tmp_path):
 def test_a_restore_to_local_arrays_warns(four, tmp_path):
     four.run('save', tmp_path)
     for answer in four.run('restore_local', tmp_path):
-        assert answer == ['target/both: the model gives no sharding over the devices of all processes', True]
+        assert answer == ['target/both: the template gives no sharding over the devices of all processes', True]
 
 
 def test_restoring_different_steps(four, tmp_path):

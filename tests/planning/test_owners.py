@@ -35,7 +35,9 @@ def plan_of_all(shape, axes, mesh, processes, itemsize=4):
             at = [0 if axis is None else position[axis] for axis in axes]
             box = Box((place * part, place * part + part) for place, part in zip(at, shard, strict=True))
             held[box] = HeldShard(0, box, layout.holders(position, used))
-        found[process] = [chunk for box in sorted(held) for chunk in owners.mine(held[box], grid, itemsize)]
+        found[process] = [
+            chunk for box in sorted(held) for chunk in owners.chunks_of_this_process(held[box], grid, itemsize)
+        ]
     return found, grid
 
 
@@ -92,7 +94,7 @@ def test_small_arrays_are_dealt_out_whole():
     for process in range(4):
         owners = WriteAssignment(process, 4)
         shard = HeldShard(0, Box.whole(shape), (0, 1, 2, 3))
-        counts.append(sum(len(owners.mine(shard, grid, 4)) for _ in range(100)))
+        counts.append(sum(len(owners.chunks_of_this_process(shard, grid, 4)) for _ in range(100)))
     assert counts == [25] * 4
 
 

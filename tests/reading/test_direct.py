@@ -189,8 +189,8 @@ def open_below(directory):
     [
         (lambda file: file.unlink(), r'target/w: the chunk .*2\.0 is missing'),
         (lambda file: os.truncate(file, 100), r'target/w: .*2\.0 has 100 bytes, expected 65,536'),
-        (lambda file: (file.unlink(), os.mkfifo(file)), r'target/w: .*2\.0 is no regular file'),
-        (lambda file: (file.unlink(), file.mkdir()), r'target/w: .*2\.0 is no regular file'),
+        (lambda file: (file.unlink(), os.mkfifo(file)), r'target/w: .*2\.0 is not a regular file'),
+        (lambda file: (file.unlink(), file.mkdir()), r'target/w: .*2\.0 is not a regular file'),
     ],
 )
 def test_damage_is_named(run, damage, words):
@@ -238,7 +238,7 @@ def test_a_fifo_for_metadata_does_not_block(run):
     metadata = directory / 'checkpoint_1' / 'target.w' / '.zarray'
     metadata.unlink()
     os.mkfifo(metadata)
-    with pytest.raises(errors.CorruptCheckpointError, match='no regular file'):
+    with pytest.raises(errors.CorruptCheckpointError, match='not a regular file'):
         restore(directory, columns(values.shape))
 
 

@@ -198,7 +198,7 @@ def test_an_ellipsis_leaves_a_leaf_out_unread(tmp_path, caplog):
         'b': {'c': ..., 'd': ...},
         'text': 'x',
     }
-    assert 'left out, the model has ... there: a, b/c, b/d' in caplog.text
+    assert 'left out, the template has ... there: a, b/c, b/d' in caplog.text
     assert restore(tmp_path, {'a': ..., 'b': ..., 'text': ...}) == {'a': ..., 'b': ..., 'text': ...}
     (tmp_path / 'b.c').rename(tmp_path / 'checkpoint_1' / 'b.c' / '0')
     restored = restore(tmp_path, {'a': ..., 'b': {'c': np.zeros(4), 'd': ...}, 'text': ''})
@@ -209,7 +209,7 @@ def test_an_ellipsis_leaves_a_leaf_out_unread(tmp_path, caplog):
 def test_an_ellipsis_for_what_is_not_there_is_logged(tmp_path, caplog):
     save(tmp_path, {'a': np.arange(3.0)})
     assert restore(tmp_path, {'a': ..., 'gone': ...}) == {'a': ..., 'gone': ...}
-    assert 'gone: ... in the model, and nothing in the checkpoint' in caplog.text
+    assert 'gone: ... in the template, and nothing in the checkpoint' in caplog.text
 
 
 def test_an_ellipsis_is_not_saved(tmp_path):
@@ -333,14 +333,14 @@ def test_nothing_is_resized_unasked(tmp_path, caplog):
     assert [problem.leaf for problem in caught.value.problems] == ['b']
     with pytest.raises(t5ckpt.errors.ShapeMismatch):
         restore(tmp_path, {'a': np.ones((4, 4, 1)), 'b': np.ones((4, 4))}, resize='a')
-    with pytest.raises(ValueError, match="resize='c' names no leaf of the model, which has a, b"):
+    with pytest.raises(ValueError, match="resize='c' names no leaf of the template, which has a, b"):
         restore(tmp_path, template, resize=['a', 'c'])
     for wrong in ('[', 5, ['a', None]):
         with pytest.raises(ValueError, match=r'resize: .* is not a regular expression'):
             restore(tmp_path, template, resize=wrong)
     caplog.set_level(logging.INFO, 't5ckpt')
     restore(tmp_path, {'a': np.ones((4, 4)), 'b': np.ones((4, 4))}, resize=(re.compile('a'),))
-    assert 'every leaf has the shape of the model' in caplog.text
+    assert 'every leaf has the shape of the template' in caplog.text
 
 
 def test_only_what_is_in_both_is_read(tmp_path):

@@ -143,7 +143,7 @@ def test_casts_and_other_sizes(one_file):
 
 
 def test_errors_name_the_leaf_or_the_file(one_file, shards, caplog):
-    with pytest.raises(ShapeMismatch, match=r'params/embed: checkpoint \(64, 512\), model \(8, 512\)'):
+    with pytest.raises(ShapeMismatch, match=r'params/embed: checkpoint \(64, 512\), template \(8, 512\)'):
         restore(one_file, template(embed=sharded((8, 512), 'x')))
     with pytest.raises(MissingLeaves, match='params/new'):
         restore(one_file, template(new=np.zeros(3)))

@@ -234,7 +234,7 @@ def test_a_source_that_gives_nothing_is_an_error(tmp_path, options):
     old = {'params': {'dense': {'kernel': jnp.full((64, 128), 5.0)}}, 'ema': {'kernel': jnp.ones(3)}}
     with Checkpointer(old, checkpoints_dir=tmp_path / 'old') as ck:
         ck.save(old, step=1)
-    with pytest.raises(ValueError, match=r'gives no leaf of the model\. Correct take='):
+    with pytest.raises(ValueError, match=r'gives no leaf of the template\. Correct take='):
         start_from(tmp_path / 'run', WarmStart(tmp_path / 'old', **options), {'params': params(0.0)})
 
 
@@ -275,7 +275,7 @@ def test_a_pattern_that_names_nothing_is_an_error(tmp_path, field, pattern, hint
         pytest.raises(ValueError, match='names no leaf') as raised,
     ):
         restore_or_init(ck, must_not_run, initial_checkpoint=warm)
-    assert f'{field}={pattern!r} names no leaf of the model' in str(raised.value)
+    assert f'{field}={pattern!r} names no leaf of the template' in str(raised.value)
     assert hint in str(raised.value)
 
 
@@ -355,7 +355,7 @@ def test_exact_is_meant_after_the_cast(tmp_path):
     with Checkpointer(model, checkpoints_dir=tmp_path, restore_dtype='bfloat16') as ck:
         assert ck.restore(strict='exact')['params']['w'].dtype == jnp.bfloat16
     with Checkpointer(model, checkpoints_dir=tmp_path) as ck:
-        with pytest.raises(DtypeMismatch, match=r"params/w: checkpoint float32, model bfloat16. strict='exact'"):
+        with pytest.raises(DtypeMismatch, match=r"params/w: checkpoint float32, template bfloat16. strict='exact'"):
             ck.restore(strict='exact')
         with pytest.raises(ValueError, match='strict is one of'):
             ck.restore(strict='loose')
@@ -412,10 +412,10 @@ def test_sources_in_a_row_fill_what_is_left(tmp_path, caplog):
     state = start_from(tmp_path / 'new', sources)
     assert (value_of(state), float(state.params['head']['kernel'][0, 0]), int(state.step)) == (1, 2, 2)
     # What another source gives is no ... of the model's.
-    assert '... in the model' not in caplog.text
+    assert '... in the template' not in caplog.text
     # The first source of a leaf counts; what nobody gives is new.
     sources = [tmp_path / 'two', WarmStart(tmp_path / 'two', take='step')]
-    with pytest.raises(ValueError, match='two gives no leaf of the model that the sources before it have left'):
+    with pytest.raises(ValueError, match='two gives no leaf of the template that the sources before it have left'):
         start_from(tmp_path / 'new', sources)
     sources = [WarmStart(tmp_path / 'two', take='params/head/.*'), WarmStart(tmp_path / 'two', take='step')]
     state = start_from(tmp_path / 'new', sources)

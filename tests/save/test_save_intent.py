@@ -187,7 +187,7 @@ def test_a_step_that_contradicts_the_states_own(tmp_path, caught):
             ck.maybe_save(step, STEPPED)
     (warning,) = caught
     assert warning.category is t5ckpt.StepMismatchWarning
-    assert 'saved as step 30, and the step that it holds is 1' in str(warning.message)
+    assert 'saved as step 30, but holds step 1' in str(warning.message)
 
 
 def test_as_an_error_it_keeps_the_step_from_being_saved(tmp_path):
@@ -217,8 +217,8 @@ def test_a_state_that_does_not_fit_the_template(tmp_path, caught, abstract):
         (first,) = caught
         assert first.category is t5ckpt.TemplateMismatchWarning
         assert first.filename == __file__
-        assert 'params/w: checkpoint (4, 5), model (4, 4)' in str(first.message)
-        assert 'params/b: checkpoint int32, model float32' in str(first.message)
+        assert 'params/w: checkpoint (4, 5), template (4, 4)' in str(first.message)
+        assert 'params/b: checkpoint int32, template float32' in str(first.message)
         # The old difference, and a new one.
         ck.save({'params': {'w': np.zeros((4, 5), np.float32)}}, step=3)
         _, second = caught
@@ -247,7 +247,7 @@ def test_leaves_that_a_restore_leaves_out_are_no_difference(tmp_path, caught, ki
         ck.save(make(more), step=1)
         if kind == 'pytree':
             (warning,) = caught
-            assert 'state/param_states/w: checkpoint float32 (4,), not in the model' in str(warning.message)
+            assert 'state/param_states/w: checkpoint float32 (4,), not in the template' in str(warning.message)
         else:
             ck.restore(step=1)
             assert caught == []

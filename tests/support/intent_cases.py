@@ -352,7 +352,7 @@ CHECKPOINTER: list[Case] = [
         'Checkpointer',
         'train_state',
         errors.UnshardedTemplateWarning,
-        '^w: step 1 is saved from several devices, and the template',
+        '^w: step 1 is saved from several devices, but the template',
         lambda s, _: on_two_devices(s),
     ),
     (
@@ -470,7 +470,7 @@ CHECKPOINTER: list[Case] = [
         'Checkpointer.maybe_save',
         'step',
         errors.StepMismatchWarning,
-        'saved as step 30, and the step that it holds is 1',
+        'saved as step 30, but holds step 1',
         lambda s, _: s.checkpointer(save_policy=t5ckpt.SaveEvery(10)).maybe_save(30, STATE).result(),
     ),
     (
@@ -500,7 +500,7 @@ CHECKPOINTER: list[Case] = [
         'Checkpointer.restore',
         'fallback_state',
         NoEffectWarning,
-        '^fallback_state holds leaves that the model lacks: modell/w',
+        '^fallback_state holds leaves that the template lacks: modell/w',
         lambda s, _: s.restored(fallback_state={'modell': {'w': KERNEL}}),
     ),
     ('Checkpointer.restore', 'lazy_parameters', ValueError, 'lazy_parameters', lazily),
@@ -509,7 +509,7 @@ CHECKPOINTER: list[Case] = [
         'Checkpointer.restore',
         'strict',
         LOG,
-        'leaves that the model does not have were left out: optimizer/',
+        'leaves that the template does not have were left out: optimizer/',
         lambda s, _: s.reader({'model': STATE['model']}).restore(strict='contains'),
     ),
     (
@@ -527,7 +527,7 @@ CHECKPOINTER: list[Case] = [
         'Checkpointer.restore_leaves',
         'leaves',
         errors.UnmatchedPattern,
-        'the model has no nowhere',
+        'the template has no nowhere',
         lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('nowhere',)]),
     ),
     (
@@ -562,7 +562,7 @@ CHECKPOINTER: list[Case] = [
         'Checkpointer.save',
         'step',
         errors.StepMismatchWarning,
-        'saved as step 30, and the step that it holds is 1',
+        'saved as step 30, but holds step 1',
         lambda s, _: s.checkpointer().save(STATE, step=30),
     ),
     (
@@ -910,7 +910,7 @@ FUNCTIONS: list[Case] = [
         'intersect_state',
         'intersect_state_dict',
         LOG,
-        'not in the model, so left out: a',
+        'not in the template, so left out: a',
         lambda s, _: t5ckpt.intersect_state({'a': KERNEL}, {'b': KERNEL}),
     ),
     *cast(

@@ -68,7 +68,7 @@ def assert_says(error: pytest.ExceptionInfo, *words: str) -> None:
         assert word in str(error.value), f'{word!r} is not in: {error.value}'
 
 
-# ---- the checkpoint does not fit the model ----
+# ---- the checkpoint does not fit the template ----
 
 
 @pytest.mark.parametrize('where', ['numpy', 'sharded', 'partitioner'])

@@ -175,7 +175,7 @@ class _ArrayRead:
         self._dtype = array.dtype
         self._converts = any(buffer.dtype != array.dtype for buffer in request.buffers.values())
         self._regions = self._regions_by_chunk()
-        passing = reader.checks is None or not reader.checks.in_passing or self._takes_whole_chunks()
+        passing = reader.checks is None or not reader.checks.only_whole_chunks or self._takes_whole_chunks()
         self._checks = reader.checks if passing else None
         scatters = can_scatter() and self._checks is None and not self._converts
         self._scatters = scatters and self._shortest_run() >= reader.limits.min_run

@@ -1,9 +1,9 @@
-"""Private maps of files as numpy arrays.
+"""Maps files privately as numpy arrays.
 
-Python's ``mmap`` keeps a duplicate of every file descriptor, and an open file per chunk is soon too many; hence libc.
+Uses libc because Python's ``mmap`` keeps a duplicate of every file descriptor, and one open file per chunk would be too many.
 
-Maps are made without a reservation of memory or swap (``MAP_NORESERVE``), so together they may be larger than both. At
-most half of the maps that the kernel gives a process are taken (``vm.max_map_count``); the allocator needs some, too.
+Maps do not reserve memory or swap (``MAP_NORESERVE``), so together they may be larger than both. At most half of the kernel's
+limit on maps per process is used (``vm.max_map_count``), since the allocator needs some, too.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def test_two_hundred_saves_leak_nothing(tmp_path, direct_bytes):
         # Closed, since steps that go are removed in the background.
         with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options) as checkpointer:
             for step in steps:
-                checkpointer.save_async(state, step=step)
+                checkpointer.save_async(state | {'step': jnp.int32(step)}, step=step)
         gc.collect()
         status = pathlib.Path('/proc/self/status').read_text()
         resident = int(next(line.split()[1] for line in status.splitlines() if line.startswith('VmRSS')))

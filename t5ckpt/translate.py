@@ -156,8 +156,8 @@ def assigned(
     if unused and require_all_rules_match:
         where = 'the assignment map' if wanted is None else 'WarmStart(rename=...)'
         raise TreeMismatchError(
-            f'the patterns {unused} of {where} match no leaf of the template, which has {_some(template)}. A rule is '
-            '(name in the template, name in the checkpoint): correct it or leave it out.'
+            f'the patterns {unused} of {where} match no leaf of the template that earlier rules leave; it has '
+            f'{_some(template)}. A rule is (name in the template, name in the checkpoint): correct it or leave it out.'
         )
     moved = {old for new, old in source.items() if old is not None and old != new}
     kept = {name: name for name in held if name not in moved and name not in source}
@@ -223,7 +223,9 @@ def _apply_rules(
                 f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. '
                 + (f'Near: {", ".join(near)}.' if near else f'It has {_some(held)}.')
             )
-    return source, [pattern.pattern for pattern, _ in compiled if pattern in unused]
+    patterns = [pattern for pattern, _ in compiled]
+    # Of two rules with one pattern the first takes all leaves.
+    return source, [each.pattern for i, each in enumerate(patterns) if each in unused or each in patterns[:i]]
 
 
 def _expanded(match: re.Match[str], replacement: str) -> str:

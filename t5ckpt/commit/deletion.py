@@ -1,6 +1,6 @@
 """Removing directories of steps: only what T5X or t5ckpt wrote is ever removed.
 
-``_layout.foreign_keys`` tells by their names which files are whose. A directory without files of others goes as a whole. One
+``format.names.foreign_keys`` tells by their names which files are whose. A directory without files of others goes as a whole. One
 with such files is renamed to ``checkpoint_<step>.foreign-<unix seconds>``, which no listing shows and no garbage
 collection removes, and the log names them; if it was a checkpoint, its own files are removed from there. A store that
 cannot rename keeps the other files where they are.

@@ -98,3 +98,9 @@ def test_intersection(caplog):
     caplog.clear()
     assert intersect_state(held, held) == held
     assert caplog.text == ''
+
+
+def test_the_same_pattern_twice_is_an_error():
+    """As in T5X: the second rule would have no effect."""
+    with pytest.raises(errors.TreeMismatchError, match=r"patterns \['a'\] of the assignment map match no leaf"):
+        apply_assignment_map({'a': 1, 'b': 2}, {'a': 0}, [('a', 'b'), ('a', 'a')])

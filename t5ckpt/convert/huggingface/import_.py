@@ -1,4 +1,4 @@
-"""The way from a Hugging Face directory to a T5X checkpoint; see ``huggingface.py``."""
+"""The way from a Hugging Face directory to a T5X checkpoint; see ``huggingface/names.py``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finding out which T5 it is, from names and shapes alone.
 
 Two ways in, one for each side, and one check behind both: the arrays that such a model has are listed
-(``_t5_names.pairs_of``) and held against those that are there. So whatever is guessed here from a few names is proved
+(``names.pairs_of``) and held against those that are there. So whatever is guessed here from a few names is proved
 by all of them, and everything that is missing, too much or of another shape is said in one error.
 
 What no name and no shape can say is not guessed: LongT5's local attention has T5's names in T5X, and the activation, the

@@ -71,7 +71,7 @@ class ReadRequest:
     Attributes:
       array: what the manifest says of it.
       leaf: its name, for errors.
-      dtype: the leaf's, which ``array.dtype`` may only stand for (``_dtypes.from_stored``).
+      dtype: the leaf's, which ``array.dtype`` may only stand for (``dtypes.from_stored``).
       buffers: C-order arrays of the boxes' shapes, all in ``array.dtype`` or all in the dtype to convert to.
     """
 

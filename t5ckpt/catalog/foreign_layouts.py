@@ -1,4 +1,4 @@
-"""What a directory is that is no run of ours: named, with its steps and what reads it."""
+"""Recognises directories of other programs, and names them with their steps and the program that reads them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MARKS = (
     (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
     (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
 )
-# The same for a step below a run, by what lies in it.
+# The same for the directory of a step, by the files in it.
 _STEP_MARKS = (
     (
         {'.metadata'},

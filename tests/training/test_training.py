@@ -96,9 +96,9 @@ with Watchdog(1): time.sleep(1.2)
 with Watchdog(60, first_seconds=0.1): time.sleep(0.5)
 """)
     assert done.stderr.count('most recent call first') >= 1
-    assert 'line 4' not in done.stderr
-    assert 'line 5' not in done.stderr
-    assert 'line 6' in done.stderr
+    assert '"<string>", line 4 ' not in done.stderr
+    assert '"<string>", line 5 ' not in done.stderr
+    assert '"<string>", line 6 ' in done.stderr
 
 
 def test_a_watchdog_may_kill(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from t5ckpt import steps
 from t5ckpt.catalog.locate import open_run_storage
-from t5ckpt.commit.removal import delete_step
+from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention, missing_from_all
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.convert.tf.restore import FromTensorFlow

@@ -21,7 +21,7 @@ from typing import Any
 from t5ckpt.catalog.foreign_layouts import unread_contents
 from t5ckpt.catalog.locate import listing
 from t5ckpt.checkpointer import Checkpointer
-from t5ckpt.commit.deletion import renamed
+from t5ckpt.commit.removal import renamed
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from t5ckpt.cli.output import Column, confirm, json_option, print_json, print_table, run_at, say, steps_option
-from t5ckpt.commit.removal import delete_step, deletion
+from t5ckpt.commit.deletion import decide_deletion, delete_step
 from t5ckpt.core.text import counted
 from t5ckpt.errors import StepKeptError
 from t5ckpt.format.names import parse_step_dir
@@ -44,7 +44,7 @@ def command(
       t5ckpt rm run/checkpoint_3000 --yes
     """
     storage, chosen = _chosen(path, (*numbers, *steps))
-    plan = [deletion(storage, step, time.time, even_pinned=pinned) for step in chosen]
+    plan = [decide_deletion(storage, step, time.time, even_pinned=pinned) for step in chosen]
     if not as_json:
         columns = [Column('step', right=True), Column(''), Column('because')]
         print_table(columns, [[str(each.step), 'stays' if each.keep else 'goes', each.reason] for each in plan])

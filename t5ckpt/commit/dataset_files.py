@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Generator, Sequence
 
-from t5ckpt.commit.deletion import is_pinned
+from t5ckpt.commit.removal import is_pinned
 from t5ckpt.commit.write_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock

@@ -16,9 +16,9 @@ import logging
 from collections.abc import Iterable
 
 from t5ckpt.catalog.step_index import Index, read_index
-from t5ckpt.commit.deletion import remove_checkpoint, renamed_for_deletion
 from t5ckpt.commit.in_place import collect_in_place
 from t5ckpt.commit.read_lease import leased_directory, list_read_leases
+from t5ckpt.commit.removal import remove_checkpoint, renamed_for_deletion
 from t5ckpt.commit.replacement import is_still_kept, put_back
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, has_ended, parse_owner
 from t5ckpt.core.keys import join

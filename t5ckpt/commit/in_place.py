@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from t5ckpt.catalog.step_index import Index, ensured_index, mark_step
-from t5ckpt.commit.deletion import check_known, keys_below, remove_own_keys
+from t5ckpt.commit.removal import check_known, keys_below, remove_own_keys
 from t5ckpt.commit.write_lease import AlreadyCommittedError, WriteLease, acquire_lease, read_owner
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Collection
 
 from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, has_placeholder, inspect_name, inspect_others, orbax_marks
-from t5ckpt.commit.deletion import few, foreign_files
+from t5ckpt.commit.removal import few, foreign_files
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.manifest import decode_manifest, is_of_others, is_whole

@@ -1,143 +1,274 @@
-"""Deletes a checkpoint: hidden first, in one operation, then removed."""
+"""Removing directories of steps: only what T5X or t5ckpt wrote is ever removed.
+
+``format.names.foreign_keys`` tells by their names which files are whose. A directory without files of others goes as a whole. One
+with such files is renamed to ``checkpoint_<step>.foreign-<unix seconds>``, which no listing shows and no garbage
+collection removes, and the log names them; if it was a checkpoint, its own files are removed from there. A store that
+cannot rename keeps the other files where they are.
+
+The names are looked at when a directory is removed, not when it is hidden: that is in the background, and costs one more
+listing of what is to be removed anyway.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 
-from t5ckpt.catalog.layouts import inspect_name, other_layout
-from t5ckpt.catalog.locate import listing
-from t5ckpt.catalog.step_index import Index
-from t5ckpt.commit.deletion import (
-    check_known,
-    is_pinned,
-    kept_by,
-    kept_error,
-    remove_checkpoint,
-    renamed_for_deletion,
-)
-from t5ckpt.commit.in_place import Hidden, hide_in_place, remove_in_place
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, step_dir
-from t5ckpt.policies import HELD, Decision
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError, StorageError, UnsupportedFormatError
+from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.manifest import VERSION, is_of_others, version_of
+from t5ckpt.format.names import (
+    MANIFEST,
+    PINNED,
+    SIDECAR,
+    deleted_dir,
+    foreign_dir,
+    foreign_keys,
+    is_file_checksums,
+    replaced_dir,
+    step_dir,
+)
+from t5ckpt.format.sidecar import FORMAT, decode_sidecar, newer_format
+from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
 
-__all__ = ['delete_step', 'deletion', 'hide_checkpoint', 'remove_hidden']
+__all__ = [
+    'check_known',
+    'foreign_files',
+    'is_pinned',
+    'kept_by',
+    'kept_error',
+    'keys_below',
+    'move_aside',
+    'remove_checkpoint',
+    'remove_own_keys',
+    'renamed',
+    'renamed_for_deletion',
+    'renamed_for_replacement',
+]
 
+_HEAD_BYTES = 4096
 _log = logging.getLogger('t5ckpt')
 
 
-def hide_checkpoint(
-    storage: Storage,
-    step: int,
-    clock: Clock,
-    *,
-    even_pinned: bool = False,
-    has_looked: bool = False,
-    index: Index | None = None,
-) -> Hidden | None:
-    """Makes a step invisible, in one atomic operation. With ``has_looked`` the caller has just found no read lease on it.
+def check_known(
+    storage: Storage, directory: str, *, manifest: bytes | None = None, has_known_sidecar: bool = False
+) -> None:
+    """Refuses to remove a checkpoint whose manifest or sidecar has a version that this program does not know.
 
-    With ``index``, the markers of an object store as they were just listed, one request less is needed.
-
-    A step of a newer program is refused, see ``check_known``. On an object store only the manifest is read, and the caller
-    checks the sidecar.
-
-    A reader that leases the step in the meantime checks, after it wrote its lease, that the step still exists. If its lease
-    is found now, it may have begun to read, and the step is made visible again. So is a step that was pinned in the meantime,
-    unless ``even_pinned`` is given.
-
-    Returns:
-      What :func:`remove_hidden` is to remove; None where the step has a read lease or is pinned.
+    Args:
+      storage: the run.
+      directory: of the checkpoint.
+      manifest: its bytes, if they are at hand.
+      has_known_sidecar: whether the caller has read the sidecar.
 
     Raises:
-      CheckpointNotFoundError: it is gone; another process has deleted it.
-      UnsupportedFormatError: a newer program wrote it, and it is there whole.
-      StorageError: it could not be made invisible, and is there whole.
+      UnsupportedFormatError: a newer program wrote it.
     """
+    version = _manifest_version(storage, join(directory, MANIFEST)) if manifest is None else version_of(manifest)
+    if version is not None and version > VERSION:
+        raise _newer(storage, directory, 'manifest', version, VERSION)
+    if has_known_sidecar:
+        return
+    with contextlib.suppress(CheckpointNotFoundError):
+        sidecar = newer_format(storage.read(join(directory, SIDECAR)))
+        if sidecar is not None:
+            raise _newer(storage, directory, 'sidecar', sidecar, FORMAT)
 
-    def is_kept(pinned: bool) -> bool:
-        reason = kept_by(storage, step, clock, pinned=pinned)
-        return reason is not None and (reason == HELD or not even_pinned or step in leased_steps(storage, clock))
 
-    if not has_looked and step in leased_steps(storage, clock):
+def _manifest_version(storage: Storage, key: str) -> int | None:
+    try:
+        head = storage.read_range(key, 0, _HEAD_BYTES)
+        version = version_of(head)
+        # Whoever writes the version first, as T5X does, has it read without the rest.
+        return version if version is not None or len(head) < _HEAD_BYTES else version_of(storage.read(key))
+    except CheckpointNotFoundError:
         return None
-    if storage.renames:
-        check_known(storage, step_dir(step))
-        doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
-        if is_kept(is_pinned(storage, doomed)):
-            storage.publish(doomed, step_dir(step))
-            return None
-        return Hidden(doomed, step)
-    return hide_in_place(storage, step, clock, lambda keys: is_kept(PINNED in keys), index)
 
 
-def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
-    """Removes what :func:`hide_checkpoint` left, unless garbage collection does; after a crash, the next one does."""
-    if hidden.lease is not None:
-        remove_in_place(storage, hidden, hidden.lease, clock)
-        return
-    lock = storage.try_lock(hidden.directory)
-    if lock is None:
-        return
-    try:
-        remove_checkpoint(storage, hidden.directory, hidden.step, clock)
-    finally:
-        lock.close()
+def _newer(storage: Storage, directory: str, what: str, found: int, known: int) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f'{storage.url(directory)} has {what} version {found}, this program knows versions up to {known}, so it does not remove '
+        'the step. Update t5ckpt.'
+    )
 
 
-def deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Decision:
-    """Whether a step that somebody asks to delete goes, and why; nothing is changed.
+def foreign_files(storage: Storage, directory: str) -> list[str]:
+    """The files in a step's directory that neither T5X nor t5ckpt wrote, relative to it."""
+    return _foreign(storage, directory, keys_below(storage, directory))
 
-    Raises:
-      CheckpointNotFoundError: with the steps that are there.
-      UnsupportedFormatError: the step is in another layout, or of a newer program.
-    """
-    directory = step_dir(step)
-    found = inspect_name(storage, directory)
-    if not (found.is_t5x if found is not None else storage.is_file(join(directory, MANIFEST))):
-        steps = [found] if found is not None else listing(storage).steps
-        for each in steps:
-            if each.step == step and not each.is_t5x:
-                cure = 'Remove it with the program that wrote it.'
-                raise other_layout(storage.url(each.name), each.layout, 'which t5ckpt does not delete', cure)
-        shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
-        raise CheckpointNotFoundError(
-            f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'
+
+def keys_below(storage: Storage, directory: str) -> list[str]:
+    """All files of a directory, relative to it."""
+    return [key[len(directory) + 1 :] for key, _ in storage.walk(directory)]
+
+
+def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]:
+    found = foreign_keys(keys)
+    if found:
+        # What else lies in the source of a copy comes along, and a converted checkpoint lists it.
+        known = _listed(storage, directory, keys)
+        found = (
+            []
+            if SIDECAR in keys and _is_unfinished_copy(storage, directory)
+            else [key for key in found if key not in known]
         )
-    check_known(storage, directory)
-    pin = join(directory, PINNED)
-    if not even_pinned and storage.is_file(pin):
-        text = storage.read(pin).decode(errors='replace').strip()
-        return Decision(step, True, 'pinned' if text in ('', '1') else f'pinned: {text}')
-    if step in leased_steps(storage, clock):
-        return Decision(step, True, HELD)
-    return Decision(step, False, 'asked for')
+    if MANIFEST in keys and SIDECAR not in keys and _is_another_manifest(storage, join(directory, MANIFEST)):
+        found.append(MANIFEST)
+    return found
 
 
-def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> None:
-    """Deletes one step: it becomes invisible in one atomic operation, and is then removed.
+def _listed(storage: Storage, directory: str, keys: Sequence[str]) -> set[str]:
+    listed: set[str] = set()
+    for name in keys:
+        if is_file_checksums(name):
+            with contextlib.suppress(FormatError, CheckpointNotFoundError):
+                listed |= FileChecksums.decode(storage.read(join(directory, name)), name).keys()
+    return listed
 
-    A crash in between leaves what no listing shows and the next save removes.
 
-    Raises:
-      CheckpointNotFoundError: the step is not there, with those that are.
-      StepKeptError: it is pinned, or a reader holds it; nothing was changed.
-      StorageError: the storage refused; the step is there whole, or is not listed.
-    """
-    found = deletion(storage, step, clock, even_pinned=even_pinned)
-    hidden = None
-    if not found.keep:
-        hidden = hide_checkpoint(storage, step, clock, even_pinned=even_pinned, has_looked=True)
-    if hidden is None:
-        if not found.keep:
-            # Something has kept it since.
-            found = deletion(storage, step, clock, even_pinned=even_pinned)
-        raise kept_error(storage, step, found.reason if found.keep else HELD, 'deleted')
+def _is_unfinished_copy(storage: Storage, directory: str) -> bool:
+    key = join(directory, SIDECAR)
     try:
-        remove_hidden(storage, hidden, clock)
-    except T5CkptError as error:
-        where = storage.url(hidden.directory)
-        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
+        writer = decode_sidecar(storage.read(key), storage.url(key)).extra.get('writer')
+    except FormatError:
+        return False
+    return isinstance(writer, Mapping) and 'resume' in writer
+
+
+def _is_another_manifest(storage: Storage, key: str) -> bool:
+    size = storage.size(key) if storage.renames else 0
+    # Nobody's file of this name is that large but a manifest.
+    return size is not None and size < 2**20 and is_of_others(storage.read(key))
+
+
+def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> None:
+    """Removes a directory that no listing shows any more, on a storage that renames; what others wrote stays.
+
+    Args:
+      storage: the run's.
+      name: the directory.
+      step: whose it is, or was to be.
+      clock: unix seconds.
+    """
+    local = storage.local_path(name)
+    if local is not None and os.path.islink(local):
+        # The link goes; what it leads to was not made here.
+        storage.delete_tree(name)
+        return
+    keys = keys_below(storage, name)
+    foreign = _foreign(storage, name, keys)
+    if not foreign:
+        storage.delete_tree(name)
+        return
+    aside = move_aside(storage, name, step, clock, foreign)
+    if SIDECAR in keys or (MANIFEST in keys and MANIFEST not in foreign):
+        kept = {key.partition('/')[0] for key in foreign}
+        for entry in storage.entries(aside):
+            if entry.name not in kept:
+                (storage.delete_tree if entry.is_dir else storage.delete_file)(join(aside, entry.name))
+
+
+def move_aside(storage: Storage, name: str, step: int, clock: Clock, foreign: Sequence[str]) -> str:
+    """Gives what holds files of others a name that nothing looks for, and says so; returns the name."""
+    aside = renamed(storage, name, functools.partial(foreign_dir, step), clock)
+    _log.warning(
+        't5ckpt: %s holds what neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
+        storage.url(name),
+        few(foreign) or 'a file in the place of a directory',
+        storage.url(aside),
+    )
+    return aside
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names of many."""
+    more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+    return ', '.join(names[:3]) + more
+
+
+def renamed_for_deletion(storage: Storage, name: str, step: int, clock: Clock) -> str:
+    """Renames a directory to one that every garbage collection removes; returns the name."""
+    return renamed(storage, name, functools.partial(deleted_dir, step), clock)
+
+
+def renamed_for_replacement(storage: Storage, name: str, step: int, clock: Clock) -> str:
+    """Renames a checkpoint, the old or the new, to a name from which it is brought back where the place is empty."""
+    return renamed(storage, name, functools.partial(replaced_dir, step), clock)
+
+
+def is_pinned(storage: Storage, directory: str) -> bool:
+    """Whether a checkpoint is marked as never to be deleted."""
+    return storage.is_file(join(directory, PINNED))
+
+
+def kept_by(storage: Storage, step: int, clock: Clock, *, pinned: bool) -> str | None:
+    """Why a checkpoint must not be removed: it is pinned, or a reader holds the step. None where nothing keeps it.
+
+    Asked after the checkpoint was given another name: then nobody can pin it or begin to read it any more.
+
+    Args:
+      storage: the run.
+      step: its step.
+      clock: unix seconds.
+      pinned: whether it is, see :func:`is_pinned`.
+    """
+    if pinned:
+        return 'pinned'
+    return HELD if step in leased_steps(storage, clock) else None
+
+
+def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKeptError:
+    """The error for a step that is kept for a reason of :func:`kept_by`, and so was not ``action``."""
+    cure = 'Try again when the reader is done.' if reason == HELD else 'Unpin it first.'
+    return StepKeptError(f'{storage.url(step_dir(step))} is {reason}, so it was not {action}. {cure}')
+
+
+def renamed(storage: Storage, name: str, name_at: Callable[[int], str], clock: Clock) -> str:
+    """Renames a directory to the first free name, and returns that.
+
+    Another process may take a name between the look and the rename.
+
+    Args:
+      storage: the run.
+      name: the directory.
+      name_at: makes a name of unix seconds; those of ``clock`` come first.
+      clock: unix seconds.
+    """
+    unix = int(clock())
+    while True:
+        target = name_at(unix)
+        if storage.kind(target) is None:
+            try:
+                storage.publish(name, target)
+            except StorageError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or storage.kind(target) is None:
+                    raise
+            else:
+                return target
+        unix += 1
+
+
+def remove_own_keys(storage: Storage, directory: str, keys: Sequence[str]) -> None:
+    """Removes what T5X or t5ckpt wrote below a directory of a store that cannot rename; the rest stays and is logged.
+
+    Args:
+      storage: the run.
+      directory: whose files go.
+      keys: all that lies there, from :func:`keys_below`.
+    """
+    if not keys:
+        return
+    foreign = _foreign(storage, directory, keys)
+    storage.delete_files([join(directory, key) for key in sorted({*keys}.difference(foreign))])
+    if not foreign:
+        return
+    where = storage.url(directory)
+    _log.warning('t5ckpt: %s keeps what neither T5X nor t5ckpt wrote: %s', where, few(foreign))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from t5ckpt.commit.deletion import (
+from t5ckpt.commit.read_lease import list_read_leases, live_steps
+from t5ckpt.commit.removal import (
     check_known,
     is_pinned,
     kept_by,
@@ -18,7 +19,6 @@ from t5ckpt.commit.deletion import (
     renamed_for_deletion,
     renamed_for_replacement,
 )
-from t5ckpt.commit.read_lease import list_read_leases, live_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StorageError, T5CkptError

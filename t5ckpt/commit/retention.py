@@ -20,10 +20,10 @@ from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.catalog.locate import listing, steps_in
 from t5ckpt.catalog.step_index import Index, read_index, steps_of
 from t5ckpt.commit.dataset_files import remove_old_datasets
-from t5ckpt.commit.deletion import check_known, is_pinned, kept_by
+from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.commit.in_place import Hidden
 from t5ckpt.commit.read_lease import leased_steps, live_steps
-from t5ckpt.commit.removal import hide_checkpoint, remove_hidden
+from t5ckpt.commit.removal import check_known, is_pinned, kept_by
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, MetricSource
 from t5ckpt.core.thread_pool import start_thread

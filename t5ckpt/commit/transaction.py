@@ -24,14 +24,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.step_index import Index, mark_step
-from t5ckpt.commit.deletion import (
+from t5ckpt.commit.in_place import remove_step
+from t5ckpt.commit.occupancy import listed_elsewhere, occupancy
+from t5ckpt.commit.removal import (
     move_aside,
     remove_checkpoint,
     renamed_for_deletion,
     renamed_for_replacement,
 )
-from t5ckpt.commit.in_place import remove_step
-from t5ckpt.commit.occupancy import listed_elsewhere, occupancy
 from t5ckpt.commit.replacement import NotPutBackError, put_in_place
 from t5ckpt.commit.write_lease import (
     AlreadyCommittedError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from t5ckpt.commit.deletion import is_pinned, kept_by, kept_error
+from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.keys import join

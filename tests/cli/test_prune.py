@@ -17,10 +17,10 @@ import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
 from t5ckpt.cli.app import app
 from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.commit.garbage_collection import collect_leftovers
 from t5ckpt.commit.in_place import hide_in_place
 from t5ckpt.commit.read_lease import leased_directory, read_lease
-from t5ckpt.commit.removal import hide_checkpoint, remove_hidden
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.write_lease import acquire_lease
 from t5ckpt.errors import CheckpointNotFoundError

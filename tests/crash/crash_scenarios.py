@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import t5ckpt
-from t5ckpt.commit.removal import hide_checkpoint, remove_hidden
+from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.planning.save_plan import SaveOptions

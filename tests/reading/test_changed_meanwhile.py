@@ -10,7 +10,7 @@ import pytest
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.removal import hide_checkpoint, remove_hidden
+from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.convert.conversion import ConvertOptions
 from t5ckpt.convert.export_options import ExportOptions
 from t5ckpt.convert.plain import export_npz, export_safetensors

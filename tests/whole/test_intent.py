@@ -26,8 +26,8 @@ from t5ckpt import Changes, ConvertOptions, ExportOptions, ImportOptions, NoEffe
 from t5ckpt.catalog.locate import steps_in
 from t5ckpt.cli import VERBS
 from t5ckpt.cli.app import app, run as run_verb
+from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.read_lease import read_lease
-from t5ckpt.commit.removal import delete_step
 from t5ckpt.convert.tf import TfCheckpoint, tf_leaves
 from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.errors import (

@@ -2,52 +2,52 @@
 
     T5CkptError
     ├── CheckpointNotFoundError   FileNotFoundError, ValueError   no such step, directory or run
-    ├── InvalidPathError          ValueError                      a path or URL that names no place
-    ├── CheckpointExistsError     FileExistsError                 a complete checkpoint stands where one is to be written
+    ├── InvalidPathError          ValueError                      a malformed or ambiguous path or URL
+    ├── CheckpointExistsError     FileExistsError                 a complete checkpoint exists at the destination of a write
     ├── FormatError               ValueError                      the files are not in a format that a reader accepts
-    │   ├── CorruptCheckpointError                                it was a checkpoint once: truncated, chunk missing, ...
-    │   ├── UnsupportedFormatError                                it is something else, or newer than this reader
-    │   └── UnsafeSpecError                                       it points outside its own directory, or names other drivers
+    │   ├── CorruptCheckpointError                                a damaged checkpoint: truncated, a chunk is missing, ...
+    │   ├── UnsupportedFormatError                                another format, or a version newer than this reader
+    │   └── UnsafeSpecError                                       an array path outside the checkpoint, or another driver
     ├── TreeMismatchError         ValueError                      checkpoint and template differ; lists every difference
     │   ├── ShapeMismatch
     │   ├── DtypeMismatch
     │   ├── MissingLeaves
     │   ├── UnexpectedLeaves
-    │   ├── ShardingMismatch                                      a dimension of the template does not divide over its mesh
-    │   └── UnmatchedPattern                                     a pattern or a cast that is meant for no leaf there is
-    ├── UnsupportedLeafError      TypeError, ValueError           a leaf that no checkpoint can hold
-    ├── DatasetStateError         RuntimeError                    a data iterator's position cannot be saved or taken back
+    │   ├── ShardingMismatch                                      a dimension is not divisible by its mesh axes
+    │   └── UnmatchedPattern                                      a pattern or a cast that matches no leaf
+    ├── UnsupportedLeafError      TypeError, ValueError           a leaf that a checkpoint cannot hold
+    ├── DatasetStateError         RuntimeError                    a data iterator's position cannot be saved or restored
     ├── StorageError              OSError                         the backend refused or failed
     │   ├── NoSpaceError
     │   ├── AccessDeniedError     PermissionError
     │   └── NotADirectoryStorageError  NotADirectoryError
-    ├── StepKeptError             RuntimeError                    a step is pinned, or read by somebody, and is not deleted
-    ├── OutputExistsError         FileExistsError                 something stands where an export is to be written
+    ├── StepKeptError             RuntimeError                    a step is pinned or has a read lease, and is not deleted
+    ├── OutputExistsError         FileExistsError                 the destination of an export exists
     ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
     ├── ClosedError               ValueError                      a save with a checkpointer that was closed
-    ├── ReadOnlyError             ValueError                      a save or a deletion with one that only reads
-    ├── DisagreementError         ValueError                      the processes were asked for different things
+    ├── ReadOnlyError             ValueError                      a save or a deletion with a read-only checkpointer
+    ├── DisagreementError         ValueError                      the processes of a job got different arguments
     ├── ProcessMissingError       TimeoutError                    a process did not arrive within the time-out
     ├── CoordinationError         RuntimeError                    a process died, or JAX's coordination service failed
-    ├── RemoteError               RuntimeError                    another process failed, and so all did
-    ├── UnsupportedTopologyError  RuntimeError                    processes or devices this version cannot serve
+    ├── RemoteError               RuntimeError                    another process failed, and the job's save or restore with it
+    ├── UnsupportedTopologyError  RuntimeError                    the processes or devices at hand are not supported
     ├── NotEnoughMemoryError      MemoryError                     an array is larger than this machine's memory
     └── MissingDependencyError    ImportError                     an optional extra is not installed
 
-And every warning, each given once for its cause; ``warnings.simplefilter('error', t5ckpt.T5CkptWarning)`` makes them errors.
+And every warning, each given once per cause; ``warnings.simplefilter('error', t5ckpt.T5CkptWarning)`` turns them into errors.
 
     T5CkptWarning                 UserWarning
-    ├── MissingMetricWarning                                  a policy looks at a metric that the steps do not have
+    ├── MissingMetricWarning                                  the keep policy needs a metric that the steps do not have
     ├── NarrowedDtypeWarning                                  64-bit leaves that JAX narrows on a device
-    ├── NoEffectWarning                                       an option that does nothing here
-    ├── ObsoleteArgumentWarning   DeprecationWarning          an argument of older versions of T5X, which does nothing
-    ├── StepMismatchWarning                                   a step is saved under another number than its own
-    ├── TemplateMismatchWarning                               what is saved does not fit what it would be restored to
-    ├── UnreadLayoutWarning                                   a new run where steps lie that t5ckpt does not read
+    ├── NoEffectWarning                                       an option without an effect in this call
+    ├── ObsoleteArgumentWarning   DeprecationWarning          an argument of older versions of T5X, which has no effect
+    ├── StepMismatchWarning                                   the step of a save differs from the step in the state
+    ├── TemplateMismatchWarning                               the saved state does not match the checkpointer's template
+    ├── UnreadLayoutWarning                                   a new run in a directory with steps in a layout that is not read
     └── UnshardedTemplateWarning                              a template without shardings for leaves of several devices
 
-Each is also the builtin that callers of T5X already catch. ``TreeMismatchError`` carries its differences as data in
-``problems``, so that a program need not parse the text.
+Each error is also the builtin that callers of T5X already catch. ``TreeMismatchError.problems`` holds the differences as data, so
+that a program does not have to parse the text.
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ __all__ = [
 ]
 
 
-class _Printable(Exception):  # noqa: N818 - no error of its own
-    """Escapes its text when it is shown.
+class _Printable(Exception):  # noqa: N818 - not an error by itself
+    """Escapes control characters and line breaks in its text.
 
-    The text holds names from checkpoints, which a stranger may have chosen: nothing of them reaches a terminal as a command
-    or begins a line. What has several lines is built with ``_text.lines``.
+    The text holds names from checkpoints of unknown origin, which could contain terminal commands. Text of several lines is built
+    with ``core.text.lines``.
     """
 
     def __str__(self) -> str:
@@ -125,59 +125,59 @@ class _Printable(Exception):  # noqa: N818 - no error of its own
 
 
 class T5CkptError(_Printable):
-    """Root of the tree."""
+    """Base class of all errors."""
 
 
 class T5CkptWarning(_Printable, UserWarning):
-    """Root of all warnings; ``warnings.simplefilter('error', t5ckpt.T5CkptWarning)`` makes them errors."""
+    """Base class of all warnings; ``warnings.simplefilter('error', t5ckpt.T5CkptWarning)`` turns them into errors."""
 
 
 class NoEffectWarning(T5CkptWarning):
-    """An option was given and does nothing here, for the reason that the message names."""
+    """An option has no effect in this call; the message gives the reason."""
 
 
 class UnreadLayoutWarning(T5CkptWarning):
-    """A run starts anew in a directory that holds steps which t5ckpt does not read; the message names them."""
+    """A new run starts in a directory with steps that t5ckpt does not read; the message names them."""
 
 
 class NarrowedDtypeWarning(T5CkptWarning):
-    """Leaves of 64 bits come back with 32, because JAX narrows them on a device."""
+    """Leaves of 64 bits are restored with 32, because JAX narrows them on a device."""
 
 
 class UnshardedTemplateWarning(T5CkptWarning):
-    """A template names no sharding for leaves that are saved from several devices; each would be restored to one."""
+    """The template has no shardings for leaves that are saved from several devices; each would be restored to one device."""
 
 
 class ObsoleteArgumentWarning(T5CkptWarning, DeprecationWarning):
-    """An argument that older versions of T5X take was given. It has no effect."""
+    """An argument of older versions of T5X was passed. It has no effect."""
 
 
 class CheckpointNotFoundError(T5CkptError, FileNotFoundError, ValueError):
-    """No complete checkpoint where one was asked for."""
+    """The path or step has no complete checkpoint."""
 
 
 class InvalidPathError(T5CkptError, ValueError):
-    """A path or URL that names nothing, or not for certain; nothing was asked or created."""
+    """A path or URL is malformed or ambiguous. No request was sent, and no file was created."""
 
 
 class CheckpointExistsError(T5CkptError, FileExistsError):
-    """A complete checkpoint stands where one was to be written, and replacing it was not asked for."""
+    """A complete checkpoint exists at the destination, and ``overwrite`` was not given."""
 
 
 class FormatError(T5CkptError, ValueError):
-    """Something is there, but it cannot be read as a checkpoint."""
+    """The files exist but cannot be read as a checkpoint."""
 
 
 class CorruptCheckpointError(FormatError):
-    """A checkpoint, but damaged: truncated, undecodable, or a chunk file is gone."""
+    """A checkpoint is damaged: truncated, undecodable, or without a chunk file."""
 
 
 class UnsupportedFormatError(FormatError):
-    """Another format, or a version from the future; the message says what it looks like."""
+    """The files are in another format, or in a newer version of this one; the message names it."""
 
 
 class UnsafeSpecError(FormatError):
-    """A spec that would read outside the checkpoint's own directory or through a driver that is not allowed."""
+    """An array spec leads outside the checkpoint's own directory or names a driver that is not allowed."""
 
 
 class UnsupportedLeafError(T5CkptError, TypeError, ValueError):
@@ -185,11 +185,11 @@ class UnsupportedLeafError(T5CkptError, TypeError, ValueError):
 
 
 class DatasetStateError(T5CkptError, RuntimeError):
-    """A data iterator cannot say where it stands, or does not take the position that a checkpoint holds."""
+    """A data iterator cannot return its position, or rejects the position that a checkpoint holds."""
 
 
 class StorageError(T5CkptError, OSError):
-    """The file system or object store refused; the message names the path."""
+    """A request to the file system or object store failed; the message names the path."""
 
 
 class NoSpaceError(StorageError):
@@ -201,15 +201,15 @@ class AccessDeniedError(StorageError, PermissionError):
 
 
 class NotADirectoryStorageError(StorageError, NotADirectoryError):
-    """A file stands where a directory should be."""
+    """A path component is a file where a directory is needed."""
 
 
 class OutputExistsError(T5CkptError, FileExistsError):
-    """Something stands where an export is to be written, and replacing it was not asked for or is not safe."""
+    """The destination of an export exists, and replacing it was not requested or is not safe."""
 
 
 class StepKeptError(T5CkptError, RuntimeError):
-    """A step is pinned, or a reader holds it, and so it was not deleted."""
+    """A step was not deleted, because it is pinned or has a read lease."""
 
 
 class SaveFailedError(T5CkptError, RuntimeError):
@@ -225,7 +225,7 @@ class ReadOnlyError(T5CkptError, ValueError):
 
 
 class DisagreementError(T5CkptError, ValueError):
-    """The processes of a job were asked to save different things; the message shows how they differ."""
+    """The processes of a job called save or restore with different arguments; the message shows the differences."""
 
 
 class ProcessMissingError(T5CkptError, TimeoutError):
@@ -261,36 +261,36 @@ class CoordinationError(T5CkptError, RuntimeError):
 
 
 class RemoteError(T5CkptError, RuntimeError):
-    """Another process failed, and with it the whole job's save or restore; ``processes`` says which."""
+    """Another process failed, so the job's save or restore failed; ``processes`` holds the indices of the processes that did."""
 
     def __init__(self, message: str, processes: tuple[int, ...] = ()):
-        # The other process escaped what its error says, see _text.lines_of_error; the line breaks that are left are ours.
+        # The other process has escaped the line breaks in its error (core.text.lines_of_error); those that remain are ours.
         super().__init__(lines(*message.split('\n')))
         self.processes = processes
 
 
 class UnsupportedTopologyError(T5CkptError, RuntimeError):
-    """The processes or the devices at hand are not served."""
+    """The processes or devices at hand are not supported."""
 
 
 class NotEnoughMemoryError(T5CkptError, MemoryError):
-    """An array, or what a checkpoint claims to be one, is larger than the memory of this machine."""
+    """An array is larger than the memory of this machine, or its metadata says so."""
 
 
 class MissingDependencyError(T5CkptError, ImportError):
-    """An optional dependency is needed; the message names the extra to install."""
+    """An optional dependency is not installed; the message names the extra."""
 
 
 class MissingMetricWarning(T5CkptWarning):
-    """A policy looks at a metric under a name that the saves do not have."""
+    """The saved steps do not have the metric that the keep policy compares."""
 
 
 class StepMismatchWarning(T5CkptWarning):
-    """A save was given another step than the one that the state holds, where a restored run would go on."""
+    """The ``step`` of a save differs from the step in the state, from which a restored run would continue."""
 
 
 class TemplateMismatchWarning(T5CkptWarning):
-    """A state was saved that the same checkpointer cannot restore; the message lists the differences."""
+    """The saved state does not match the checkpointer's template, so it cannot be restored; the message lists the differences."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,10 +300,10 @@ class LeafProblem:
     Attributes:
       leaf: the leaf's name, ``'target/decoder/w'``.
       kind: ``'shape'``, ``'dtype'``, ``'missing'``, ``'unexpected'``, ``'sharding'`` or ``'mesh'``.
-      checkpoint: what the checkpoint holds, as text; empty when it holds nothing.
-      model: what the template expects, as text; empty when it expects nothing.
-      hint: what else helps.
-      near: names on the other side that have no partner and are close, nearest first: the leaf may have been renamed.
+      checkpoint: shape and dtype in the checkpoint, as text; empty where the checkpoint lacks the leaf.
+      model: shape and dtype in the template, as text; empty where the template lacks the leaf.
+      hint: a further sentence for the message.
+      near: similar names of unmatched leaves on the other side, nearest first: the leaf may have been renamed.
     """
 
     leaf: str
@@ -334,37 +334,37 @@ class LeafProblem:
 
 
 class TreeMismatchError(T5CkptError, ValueError):
-    """The checkpoint's tree is not the template's; ``problems`` lists every difference."""
+    """Checkpoint and template differ; ``problems`` lists every difference."""
 
     def __init__(self, message: str, problems: Sequence[LeafProblem] = (), where: str = ''):
         super().__init__(message)
         self.problems = tuple(problems)
-        # The checkpoint, where the text was made by mismatch_error.
+        # The checkpoint, for messages that mismatch_error built; else ''.
         self.where = where
 
 
-class ShapeMismatch(TreeMismatchError):  # noqa: N818 - the name DESIGN gives
-    """Shapes differ, and nothing else does."""
+class ShapeMismatch(TreeMismatchError):  # noqa: N818 - the name is public
+    """Only shapes differ."""
 
 
 class DtypeMismatch(TreeMismatchError):  # noqa: N818
-    """Dtypes differ in kind (float, integer, bool, complex, key), and nothing else differs."""
+    """Only dtypes differ, and in kind (float, integer, bool, complex, key)."""
 
 
 class MissingLeaves(TreeMismatchError):  # noqa: N818
-    """The template has leaves that the checkpoint lacks, and nothing else differs."""
+    """The template has leaves that the checkpoint lacks; the others match."""
 
 
 class UnexpectedLeaves(TreeMismatchError):  # noqa: N818
-    """The checkpoint has leaves that the template lacks, and nothing else differs."""
+    """The checkpoint has leaves that the template lacks; the others match."""
 
 
 class ShardingMismatch(TreeMismatchError):  # noqa: N818
-    """The template asks for shardings that its shapes or its mesh do not allow, and nothing else differs."""
+    """The shardings of the template do not fit its shapes or its mesh; the rest matches."""
 
 
 class UnmatchedPattern(TreeMismatchError):  # noqa: N818
-    """A pattern, or a cast, that is meant for no leaf; what it was to do would be left undone."""
+    """A pattern or a cast matches no leaf, so it would have no effect."""
 
 
 _CURES = {
@@ -373,13 +373,13 @@ _CURES = {
     'mesh': 'jax.eval_shape inside jax.set_mesh gives such shardings. Name the devices: '
     'jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)) with a mesh of '
     'jax.make_mesh, or jax.eval_shape(jax.jit(init, out_shardings=...)).',
-    'missing': 'To start leaves that are new from values of yours: fallback_state=, nested dicts like the template.',
-    'shape': 'Change the template, or put an array of the right shape in the place of the leaf in a state_transformation_fn; to '
-    'start it anew, leave it out there, and pass fallback_state=.',
-    'sharding': 'Leave such a dimension whole, with None in its place in the PartitionSpec (by the rules of a partitioner), or '
-    'use a mesh whose axis divides it.',
-    'unexpected': 'To leave out what the template has no place for: state_transformation_fns=[t5ckpt.intersect_state], or ... as '
-    'the leaf of the template.',
+    'missing': 'Pass initial values for new leaves as fallback_state=, nested dicts like the template.',
+    'shape': 'Change the template, or reshape the leaf in a state_transformation_fn. To initialise it anew, drop it there and '
+    'pass fallback_state=.',
+    'sharding': 'Use None for such a dimension in the PartitionSpec (by the rules of a partitioner), or a mesh whose axis '
+    'divides it.',
+    'unexpected': 'To leave out leaves that the template lacks, pass state_transformation_fns=[t5ckpt.intersect_state], or use '
+    '... as the leaf in the template.',
 }
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,
@@ -393,7 +393,7 @@ _SHOWN = 20
 
 
 def with_cures(error: TreeMismatchError, cures: Mapping[str, str]) -> TreeMismatchError:
-    """The error with the cures of the function that the user has called: options of another one are of no use there."""
+    """The error with the cures of the function that the user called, which has other options than ``Checkpointer.restore``."""
     return mismatch_error(error.problems, error.where, cures) if error.where else error
 
 
@@ -405,7 +405,7 @@ def mismatch_error(
     Args:
       problems: the differences, at least one.
       where: the checkpoint, for the first line.
-      cures: by kind, instead of those of ``Checkpointer.restore``; 'rename' has a place for the ``rule``.
+      cures: by kind, instead of those of ``Checkpointer.restore``; the text of 'rename' contains ``{rule}``.
 
     Returns:
       The class of the kind when all problems are of one kind, else TreeMismatchError.
@@ -420,12 +420,12 @@ def mismatch_error(
     cures = _CURES | dict(cures)
     shown += _renaming(problems, cures['rename'])
     shown += dict.fromkeys(cures[kind] for kind in kinds)
-    shown.append('There is an example of each in docs/changed-models.md.')
+    shown.append('docs/changed-models.md has an example of each.')
     return cls(lines(*shown), problems, where)
 
 
 def _renaming(problems: Sequence[LeafProblem], cure: str) -> list[str]:
-    """How to rename, with the first pair of near names as the example; nothing where there is no such pair."""
+    """The cure for a renamed leaf, with the first pair of near names as its example; empty without such a pair."""
     first = next((problem for problem in problems if problem.near), None)
     if first is None:
         return []
@@ -436,12 +436,11 @@ def _renaming(problems: Sequence[LeafProblem], cure: str) -> list[str]:
         or _scope_rule(template, held, problems)
         or (_literal(template), held.replace('\\', r'\\'))
     )
-    text = 'Where only a name has changed, say so, the name in the template first'
-    return [f'{text}: {cure.replace("{rule}", repr(rule))}']
+    return [f"If only a name has changed, map it, the template's name first: {cure.replace('{rule}', repr(rule))}"]
 
 
 def _scope_rule(template: str, held: str, problems: Sequence[LeafProblem]) -> tuple[str, str] | None:
-    """A rule for the scope in which two names differ, if every name that it would change leads to a leaf without a partner."""
+    """A rule that renames the scope in which two names differ, if each name that it matches maps to an unmatched leaf."""
     ours, theirs = template.split('/'), held.split('/')
     differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
     if len(ours) != len(theirs) or len(differing) != 1 or not 0 < differing[0] < len(ours) - 1 or '\\' in held:
@@ -456,15 +455,15 @@ def _scope_rule(template: str, held: str, problems: Sequence[LeafProblem]) -> tu
 
 
 def _literal(name: str) -> str:
-    """A pattern for this name alone; a minus needs no escape outside brackets."""
+    """A pattern that matches only this name; a minus needs no escape outside brackets."""
     return re.escape(name).replace('\\-', '-')
 
 
 def near_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Names close to ``name``, nearest first, at most ``count``.
 
-    The comparison is quadratic in the length of the names, so at most 500 candidates are looked at, those that
-    share the last component first: a renamed scope is the commonest cause.
+    The comparison is quadratic in the length of the names, so at most 500 candidates are compared. Those with the same last
+    component come first, because a renamed scope is the commonest cause.
     """
     last = name.rpartition('/')[2]
     candidates = sorted(names, key=lambda other: (other.rpartition('/')[2] != last, other))[:500]

@@ -51,7 +51,7 @@ UNEVEN = {'small': np.zeros(7, np.float32), 'rows': np.zeros((6, 5), np.float32)
 def test_all_leaves_that_do_not_divide_are_in_one_error(tmp_path, inline_bytes):
     save(tmp_path, UNEVEN, inline_bytes=inline_bytes)
     template = {'small': sharded((7,), 'x'), 'rows': sharded((6, 5), None, 'x'), 'even': sharded((8, 3), 'x')}
-    with pytest.raises(ShardingMismatch, match='Leave such a dimension whole') as caught:
+    with pytest.raises(ShardingMismatch, match='Use None for such a dimension') as caught:
         restore(tmp_path, template)
     assert [problem.leaf for problem in caught.value.problems] == ['rows', 'small']
     assert "small: dimension 0 of (7,) does not divide by the 4 devices of mesh axis 'x'" in str(caught.value)

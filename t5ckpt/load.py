@@ -109,9 +109,7 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: 
     ]
     if isinstance(reader, CachedReader):
         # One after another: each is fetched by many threads.
-        whole = {
-            read.path: reader.read(read.leaf, leaf_name(read.path)).astype(read.dtype, copy=False) for read in reads
-        }
+        whole = {read.path: reader.read(read.leaf, read.name).astype(read.dtype, copy=False) for read in reads}
         return {
             path: whole[path] if path in whole else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()
         }

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.core.text import lines
 from t5ckpt.errors import DisagreementError
 from t5ckpt.format.checksum import digest
@@ -23,7 +22,7 @@ def plan_text(plan: SavePlan, header: Sequence[str]) -> str:
     Python numbers and host arrays may differ between processes; those of process 0 are saved.
     """
     shardings: dict[int, str] = {}
-    leaves = [f'{leaf_name(write.path)}: {_leaf_text(write, shardings)}' for write in (*plan.writes, *plan.inline)]
+    leaves = [f'{write.name}: {_leaf_text(write, shardings)}' for write in (*plan.writes, *plan.inline)]
     return '\n'.join([*header, *sorted(leaves)])
 
 

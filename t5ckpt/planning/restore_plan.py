@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,11 @@ class StoredRead:
     dtype: np.dtype
 
     @property
+    def name(self) -> str:
+        """The name of the leaf."""
+        return leaf_name(self.path)
+
+    @property
     def resizes(self) -> bool:
         """Whether the values are padded or truncated."""
         return self.target.shape != self.leaf.shape
@@ -71,6 +76,11 @@ class InlineRead:
     target: LeafTemplate
     dtype: np.dtype
     resizes: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the leaf."""
+        return leaf_name(self.path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +171,16 @@ def plan_restore(
     )
 
 
+class _Pair(NamedTuple):
+    """A leaf of the template, and what the checkpoint, or another ``source``, has at its path."""
+
+    path: Path
+    name: str
+    target: LeafTemplate
+    found: Any
+    source: str = ''
+
+
 class _Matcher:
     """Collects the plan and the differences, leaf by leaf."""
 
@@ -185,65 +205,53 @@ class _Matcher:
         self.problems: list[LeafProblem] = []
 
     def match(self, path: Path, target: LeafTemplate) -> None:
-        found = as_leaf(path, self._leaves.get(path))
+        pair = _Pair(path, leaf_name(path), target, as_leaf(path, self._leaves.get(path)))
         if target.sharding is not None and self._shardings is not None:
             cause, wrong = self._shardings.problem(target)
             if wrong:
-                self.problems.append(LeafProblem(leaf_name(path), cause, '', wrong))
+                self.problems.append(LeafProblem(pair.name, cause, '', wrong))
+        found = pair.found
         if target.kind in ('none', *_LEFT_OUT):
             self.kept[path] = None if target.kind == 'none' else ...
         elif target.kind in ('empty', 'text'):
-            self._keep(path, target, found)
+            self._keep(pair)
         elif found is None or isinstance(found, (Empty, str)):
-            self._absent(path, target, found)
-        elif self._fits(path, target, found):
-            dtype = cast_dtype(path, np.dtype(found.dtype), self._cast, target.dtype)
+            self._absent(pair)
+        elif (dtype := self._checked_dtype(pair)) is not None:
             if isinstance(found, StoredLeaf):
                 self.stored.append(StoredRead(path, found, target, dtype))
             else:
                 self.inline.append(InlineRead(path, found, target, dtype, tuple(found.shape) != target.shape))
 
-    def _casts_from(self, source: str) -> bool:
-        """Whether leaves of a source are cast; those of ``fallback_state`` only to the template's dtypes."""
-        return self._cast is not None and (source == '' or self._cast.dtype is None)
-
-    def _resizes(self, name: str, shape: tuple[int, ...], target: LeafTemplate) -> bool:
-        can = bool(self._resize) and target.kind == 'array' and len(shape) == len(target.shape)
-        if not can or not self._resize.covers(name):
-            return False
-        self.resized.append(f'{name}: {shape} to {target.shape}')
-        return True
-
-    def _keep(self, path: Path, target: LeafTemplate, found: Any) -> None:
+    def _keep(self, pair: _Pair) -> None:
         """Adds an empty container or a text of the template."""
+        target, found = pair.target, pair.found
         if hasattr(found, 'dtype') and target.kind == 'text':
-            self.problems.append(LeafProblem(leaf_name(path), 'unexpected', held(found), 'text'))
+            self.problems.append(LeafProblem(pair.name, 'unexpected', held(found), 'text'))
         elif target.kind == 'text' and not isinstance(found, str):
-            self.notes.append(f"{leaf_name(path)}: no text in the checkpoint, the template's stays")
+            self.notes.append(f"{pair.name}: no text in the checkpoint, the template's stays")
         is_text = isinstance(found, str) and target.kind == 'text'
-        self.kept[path] = as_instance(type(target.example), found) if is_text else target.example
+        self.kept[pair.path] = as_instance(type(target.example), found) if is_text else target.example
 
-    def _fall_back(self, path: Path, target: LeafTemplate, value: Any) -> bool:
+    def _absent(self, pair: _Pair) -> None:
+        """Adds a leaf that the checkpoint lacks: from ``fallback_state``, or as a problem."""
+        value = self._fallback.get(pair.path)
+        if value is not None and not isinstance(value, (Empty, str)):
+            self._fall_back(pair, value)
+        elif pair.path in self._leaves:
+            hint = f'The checkpoint holds {held(pair.found)} there.'
+            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.target), hint))
+        else:
+            near = self._near(pair.name, self._leaves, self._targets)
+            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.target), near=near))
+
+    def _fall_back(self, pair: _Pair, value: Any) -> None:
         """Takes a leaf from ``fallback_state``, with the same checks as for a leaf of the checkpoint."""
-        if value is None or isinstance(value, (Empty, str)):
-            return False
-        if target.kind != 'key' or isinstance(getattr(value, 'dtype', None), np.dtype):
+        if pair.target.kind != 'key' or isinstance(getattr(value, 'dtype', None), np.dtype):
             value = value if hasattr(value, 'dtype') else np.asarray(value)
-            if not self._fits(path, target, value, 'fallback_state '):
-                return True
-        self.taken.append(path)
-        return True
-
-    def _absent(self, path: Path, target: LeafTemplate, found: Any) -> None:
-        name = leaf_name(path)
-        if self._fall_back(path, target, self._fallback.get(path)):
-            return
-        if path in self._leaves:
-            hint = f'The checkpoint holds {held(found)} there.'
-            self.problems.append(LeafProblem(name, 'missing', '', describe(target), hint))
-            return
-        near = self._near(name, self._leaves, self._targets)
-        self.problems.append(LeafProblem(name, 'missing', '', describe(target), near=near))
+            if self._checked_dtype(pair._replace(found=value, source='fallback_state ')) is None:
+                return
+        self.taken.append(pair.path)
 
     def _near(self, name: str, there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
         """Close names on the other side that match no leaf on this side, and so may be the renamed leaf."""
@@ -253,30 +261,49 @@ class _Matcher:
         names = (leaf_name(path) for path, other in there.items() if path not in here and not is_empty(other))
         return tuple(near_names(name, names))
 
-    def _fits(self, path: Path, target: LeafTemplate, found: Any, source: str = '') -> bool:
-        name, shape, dtype = leaf_name(path), tuple(found.shape), np.dtype(found.dtype)
+    def _checked_dtype(self, pair: _Pair) -> np.dtype | None:
+        """The dtype of the restored leaf, after the cast. None where the leaf does not fit, which is added to the problems."""
+        target, shape, dtype = pair.target, tuple(pair.found.shape), np.dtype(pair.found.dtype)
         wanted = np.dtype(np.void) if target.dtype is None else target.dtype
-        known = self._keys is not None and source == ''
-        written_impl = (self._keys or {}).get(path, None if self._lenient_keys else '') if known else None
-        if written_impl is not None and written_impl != target.impl:
-            held = f'PRNG keys of {written_impl}' if written_impl else dtype.name
-            template = f'PRNG keys of {target.impl}' if target.impl else wanted.name
-            self.problems.append(LeafProblem(name, 'dtype', held, template))
-            return False
-        if shape != target.shape and (source or not self._resizes(name, shape, target)):
-            self.problems.append(LeafProblem(name, 'shape', f'{source}{shape}', str(target.shape)))
-            return False
-        if dtype != wanted and kind(dtype) != kind(wanted) and not both_python_ints(dtype, target):
-            self.problems.append(LeafProblem(name, 'dtype', f'{source}{dtype.name}', wanted.name))
-            return False
-        came = cast_dtype(path, dtype, self._cast, wanted) if self._casts_from(source) else dtype
-        if self._strict == 'exact' and came != wanted and target.kind == 'array':
+        # Leaves of ``fallback_state`` are cast only to the template's dtypes.
+        casts = self._cast is not None and (pair.source == '' or self._cast.dtype is None)
+        cast = cast_dtype(pair.path, dtype, self._cast, wanted) if casts else dtype
+        resizes = shape != target.shape and self._may_resize(pair)
+        problem = self._wrong_keys(pair)
+        if problem is None and shape != target.shape and not resizes:
+            problem = LeafProblem(pair.name, 'shape', f'{pair.source}{shape}', str(target.shape))
+        if problem is None and dtype != wanted and kind(dtype) != kind(wanted) and not both_python_ints(dtype, target):
+            problem = LeafProblem(pair.name, 'dtype', f'{pair.source}{dtype.name}', wanted.name)
+        differs = cast != wanted and target.kind == 'array'
+        if problem is None and self._strict == 'exact' and differs:
             hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
-            self.problems.append(LeafProblem(name, 'dtype', f'{source}{came.name}', wanted.name, hint))
-            return False
-        if came != wanted and target.kind == 'array' and not (target.device and canonical_dtype(came) == wanted):
-            self.notes.append(f'{name}: checkpoint {dtype.name}, template {wanted.name}')
-        return True
+            problem = LeafProblem(pair.name, 'dtype', f'{pair.source}{cast.name}', wanted.name, hint)
+        if problem is not None:
+            self.problems.append(problem)
+            return None
+        if resizes:
+            self.resized.append(f'{pair.name}: {shape} to {target.shape}')
+        if differs and not (target.device and canonical_dtype(cast) == wanted):
+            self.notes.append(f'{pair.name}: checkpoint {dtype.name}, template {wanted.name}')
+        return cast
+
+    def _may_resize(self, pair: _Pair) -> bool:
+        """Whether the caller allows a leaf of the checkpoint to be padded or truncated."""
+        has_axes = pair.target.kind == 'array' and len(pair.found.shape) == len(pair.target.shape)
+        return pair.source == '' and has_axes and self._resize.covers(pair.name)
+
+    def _wrong_keys(self, pair: _Pair) -> LeafProblem | None:
+        """The problem of PRNG keys of another implementation, or of keys where the template has an array, or the reverse."""
+        if self._keys is None or pair.source != '':
+            return None
+        written = self._keys.get(pair.path, None if self._lenient_keys else '')
+        target = pair.target
+        if written is None or written == target.impl or target.dtype is None:
+            return None
+        found = f'PRNG keys of {written}' if written else np.dtype(pair.found.dtype).name
+        return LeafProblem(
+            pair.name, 'dtype', found, f'PRNG keys of {target.impl}' if target.impl else target.dtype.name
+        )
 
     def leftovers(self) -> None:
         """Adds the leaves of the checkpoint that the template lacks."""

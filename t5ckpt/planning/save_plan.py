@@ -102,6 +102,11 @@ class ArrayWrite:
     chunks: tuple[ChunkWrite, ...]
 
     @property
+    def name(self) -> str:
+        """The name of the leaf."""
+        return leaf_name(self.path)
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk on disk, uncompressed."""
         return math.prod(self.array.metadata['chunks']) * self.array.dtype.itemsize
@@ -126,6 +131,11 @@ class InlineWrite:
     leaf: Any
     dtype: np.dtype | None
 
+    @property
+    def name(self) -> str:
+        """The name of the leaf."""
+        return leaf_name(self.path)
+
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
@@ -147,6 +157,7 @@ class _Leaf(NamedTuple):
     target: LeafTemplate
     dtype: np.dtype | None
     name: str
+    array_name: str
     whole: bool
     nbytes: int
 
@@ -225,14 +236,13 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
     if not is_jax_array(value) and not isinstance(value, Empty):
         value = valued_leaf(path, value)
     target = leaf_template(path, value)
-    stem = info.array_name if info is not None and info.name else name
     _check_path(path, name, target)
     if target.kind == 'skip':
         raise UnsupportedLeafError(
             f'{name}: is ..., which stands for a leaf that a restore left out. Put its value there before you save.'
         )
     if target.dtype is None:
-        return _Leaf(path, value, target, None, stem, True, 0)
+        return _Leaf(path, value, target, None, name, name, True, 0)
     if is_abstract(value):
         raise UnsupportedLeafError(f'{name}: a ShapeDtypeStruct has no values to save. Pass the arrays themselves.')
     try:
@@ -248,7 +258,8 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
         value = base_number(type(value))(value)
     whole = getattr(value, 'is_fully_addressable', True) or getattr(value, 'is_fully_replicated', False)
     dtype = cast_dtype(path, target.dtype, options.cast)
-    return _Leaf(path, value, target, dtype, stem, whole, math.prod(target.shape) * dtype.itemsize)
+    array_name = info.array_name if info is not None and info.name else name
+    return _Leaf(path, value, target, dtype, name, array_name, whole, math.prod(target.shape) * dtype.itemsize)
 
 
 def _check_path(path: Path, name: str, target: LeafTemplate) -> None:
@@ -320,7 +331,7 @@ def _directories(leaves: Sequence[_Leaf]) -> dict[Path, str]:
     names: dict[Path, str] = {}
     taken: set[str] = set()
     for leaf in leaves:
-        candidates = [leaf.name, leaf_name(leaf.path)]
+        candidates = [leaf.array_name, leaf.name]
         name = next((text for text in candidates if text not in taken), None)
         while name is None or name in taken:
             name = f'{candidates[-1]}~{len(taken)}'
@@ -335,7 +346,7 @@ def _refuse_local(leaves: Sequence[_Leaf], count: int) -> None:
     """Rejects host-local arrays in a job of several processes, since each process has different values of them."""
     local = [leaf for leaf in leaves if is_jax_array(leaf.value) and leaf.value.is_fully_addressable]
     if local:
-        names = [f'{leaf_name(leaf.path)} {leaf.target.shape} on {leaf.value.sharding}' for leaf in local[:20]]
+        names = [f'{leaf.name} {leaf.target.shape} on {leaf.value.sharding}' for leaf in local[:20]]
         names += [f'and {len(local) - 20} more'] if len(local) > 20 else []
         head = f'these arrays lie on this process alone, and each of the {count} processes has its own:'
         cure = (

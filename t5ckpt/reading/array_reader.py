@@ -20,7 +20,6 @@ import tensorstore as ts
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
@@ -275,8 +274,8 @@ class ArrayReader:
         if self._mapper is None or read.resizes or not same_bits or not is_on_cpu(read.target):
             return None
         boxes = boxes_wanted(read.target, read.leaf.shape)
-        views = self._mapper.map_boxes(array, leaf_name(read.path), boxes)
-        for task in self.check_tasks(array, leaf_name(read.path), boxes) if views is not None else ():
+        views = self._mapper.map_boxes(array, read.name, boxes)
+        for task in self.check_tasks(array, read.name, boxes) if views is not None else ():
             task()
         return None if views is None else {box: from_stored(view, read.dtype) for box, view in views.items()}
 

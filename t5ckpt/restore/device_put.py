@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.core.private_memory import makes_private
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 from t5ckpt.format.chunk_grid import Box
@@ -105,7 +104,7 @@ def device_put_value(read: InlineRead) -> Any:
     if read.resizes:
         value = resized(value, read.target.shape)
     if value.shape != read.target.shape:
-        raise CorruptCheckpointError(f'{leaf_name(read.path)}: holds {value.shape}, says {read.target.shape}.')
+        raise CorruptCheckpointError(f'{read.name}: holds {value.shape}, says {read.target.shape}.')
     target = read.target
     sharding = target.sharding
     is_small = target.device and target.kind == 'array' and value.nbytes <= _SMALL_BYTES
@@ -113,12 +112,12 @@ def device_put_value(read: InlineRead) -> Any:
         # Most leaves of a very large tree take this branch. JAX cuts the part of each device.
         import jax
 
-        check_fit(value, leaf_name(read.path))
+        check_fit(value, read.name)
         whole = value.copy()
         return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[(..., *(index or ()))])
     wanted = boxes_wanted(target, value.shape)
     hosts = {box: _own_copy(value[box.slices]) for box in wanted}
-    return device_put(hosts, target, value.shape, value.dtype, leaf_name(read.path))
+    return device_put(hosts, target, value.shape, value.dtype, read.name)
 
 
 def _own_copy(values: np.ndarray) -> np.ndarray:

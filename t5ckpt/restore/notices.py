@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.call_site import warn_caller
-from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import NarrowedDtypeWarning, NoEffectWarning, UnshardedTemplateWarning
 from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
@@ -34,7 +33,7 @@ def warn_if_narrowed(plan: RestorePlan) -> None:
     wide = [read for read in (*plan.stored, *plan.inline) if read.target.device and read.dtype.itemsize >= _WIDE_BYTES]
     if not wide:
         return
-    names = [f'{leaf_name(r.path)} ({r.dtype.name})' for r in wide if not _fits(r, canonical_dtype(r.dtype))]
+    names = [f'{r.name} ({r.dtype.name})' for r in wide if not _fits(r, canonical_dtype(r.dtype))]
     if names:
         warn_caller(
             NarrowedDtypeWarning(
@@ -55,11 +54,7 @@ def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
 def warn_if_local(plan: RestorePlan) -> None:
     """Warns of leaves that each process of a job restores separately, since their sharding does not cover all processes."""
     reads = [read for read in (*plan.stored, *plan.inline) if read.target.device]
-    local = [
-        leaf_name(read.path)
-        for read in reads
-        if read.target.sharding is None or read.target.sharding.is_fully_addressable
-    ]
+    local = [read.name for read in reads if read.target.sharding is None or read.target.sharding.is_fully_addressable]
     if local:
         warn_caller(
             UnshardedTemplateWarning(
@@ -85,7 +80,7 @@ def warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: Any, n
     if not isinstance(saved_over, int) or saved_over < 2:
         return
     names = [
-        leaf_name(read.path)
+        read.name
         for read in (*plan.stored, *plan.inline)
         if read.target.device
         and read.target.sharding is None

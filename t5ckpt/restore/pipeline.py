@@ -245,7 +245,7 @@ def _lazy_values(reader: ArrayReader, plan: RestorePlan) -> LeafTable:
 
 
 def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> LazyArray:
-    found = lazy_leaf(reader, leaf, leaf_name(read.path), read.dtype)
+    found = lazy_leaf(reader, leaf, read.name, read.dtype)
     shape = read.target.shape
     return LazyThreadPoolArray(shape, read.dtype, lambda: resized(found.get(), shape)) if read.resizes else found
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.byte_budget import ByteBudget
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import T5CkptError
@@ -64,13 +64,13 @@ def read_arrays(
         if hosts is None:
             rest.append(read)
         else:
-            values[read.path] = device_put(hosts, read.target, read.target.shape, read.dtype, leaf_name(read.path))
+            values[read.path] = device_put(hosts, read.target, read.target.shape, read.dtype, read.name)
     report = _Report(sum(read.leaf.array.nbytes for read in reads), progress)
     report.add(report.total - sum(read.leaf.array.nbytes for read in rest))
     here = [read for read in rest if is_on_cpu(read.target)]
     if here:
         needed = sum(_bytes_wanted(read) for read in here)
-        check_memory(needed, f'{leaf_name(here[0].path)}{f" and {len(here) - 1} more leaves" if len(here) > 1 else ""}')
+        check_memory(needed, f'{here[0].name}{f" and {len(here) - 1} more leaves" if len(here) > 1 else ""}')
     if rest:
         with Pool(_threads(), 't5ckpt-read') as pool:
             try:
@@ -163,7 +163,7 @@ class _RestoreScheduler:
             return None
         if direct is None or not (has_plain_chunks(read.leaf.array) or read.leaf.array.container == 'file'):
             return self._reader.start_open(read.leaf.array)
-        return self._pool.submit(direct.plain_chunks, read.leaf.array, leaf_name(read.path))
+        return self._pool.submit(direct.plain_chunks, read.leaf.array, read.name)
 
     def _admit(self, size: int) -> None:
         while not self._budget.try_acquire(size):
@@ -176,7 +176,7 @@ class _RestoreScheduler:
                 return
 
     def _start(self, read: StoredRead, opened: Any, boxes: Sequence[Box], size: int) -> _LeafInFlight:
-        array, name = read.leaf.array, leaf_name(read.path)
+        array, name = read.leaf.array, read.name
         if opened is None:
             buffers = {box: _buffer(box, array.dtype) for box in boxes}
             return _LeafInFlight(
@@ -200,7 +200,7 @@ class _RestoreScheduler:
 
     def _place_next(self) -> None:
         item = self._reading[0]
-        with foreign_errors(f'{leaf_name(item.read.path)} ({self._reader.url(item.read.leaf.array)})'):
+        with foreign_errors(f'{item.read.name} ({self._reader.url(item.read.leaf.array)})'):
             for future in item.futures:
                 if isinstance(future, concurrent.futures.Future):
                     future.result()
@@ -210,9 +210,7 @@ class _RestoreScheduler:
         hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
         if read.resizes:
             hosts = _padded(read, hosts)
-        self._values[read.path] = on_devices = device_put(
-            hosts, read.target, read.target.shape, read.dtype, leaf_name(read.path)
-        )
+        self._values[read.path] = on_devices = device_put(hosts, read.target, read.target.shape, read.dtype, read.name)
         self._reading.popleft()
         self._moving.append((None if is_on_cpu(read.target) else on_devices, item.size))
         if self._moving[-1][0] is None:

@@ -158,7 +158,7 @@ def link_or_copy_chunks(leaf: LinkedArray, write: ArrayWrite, storage: Storage, 
         for name in write.files(with_metadata=True):
             old = join(location, name.rpartition('/')[2])
             source, target = join(checkpoint.directory, old), join(directory, name)
-            where = f'{leaf_name(write.path)}: {checkpoint.storage.url(source)}'
+            where = f'{write.name}: {checkpoint.storage.url(source)}'
             try:
                 data = checkpoint.scanner.read(old)
             except UnsafeSpecError:

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t5ckpt.core.interrupt_safe_event import Flag
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.private_memory import is_private
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.chunk_grid import Box
@@ -254,7 +254,7 @@ def _sources(wave: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> 
     moved = _copied([write for write in wave if write.path not in chunkwise], modes)
     sources: list[Source] = []
     for write in wave:
-        name = leaf_name(write.path)
+        name = write.name
         if write.path in chunkwise:
             sources.append(Source(name, write.leaf, chunkwise=True))
         elif write.path in moved:
@@ -334,7 +334,7 @@ def _as_inline(write: InlineWrite, value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, LazyArray):
-        value = _got(value, leaf_name(write.path))
+        value = _got(value, write.name)
     elif is_jax_array(value):
         value = _whole(value)
     array = np.asarray(value)

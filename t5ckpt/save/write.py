@@ -33,7 +33,7 @@ import tensorstore as ts
 
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Workers
 from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
@@ -191,9 +191,9 @@ class _Writer:
                     where = self._storage.url(join('' if previous is None else previous.directory, key))
                     raise StorageError(
                         errno.ENOENT,
-                        f'{leaf_name(write.path)}: {where} is gone, and the array was donated. Save again.',
+                        f'{write.name}: {where} is gone, and the array was donated. Save again.',
                     )
-                self.write_array(write, Source(leaf_name(write.path), write.leaf))
+                self.write_array(write, Source(write.name, write.leaf))
                 return
         if self._job.is_leader:
             zarray = json.loads(self._storage.read(join(self._job.directory, write.zarray)))
@@ -245,12 +245,12 @@ class _Writer:
                     future = self._write_direct(key, data)
                 else:
                     if store is None:
-                        store = self._open(self.arrays[write.path], leaf_name(write.path))
+                        store = self._open(self.arrays[write.path], write.name)
                     future = store[chunk.box.slices].write(data, can_reference_source_data_indefinitely=True)
             except BaseException:
                 self._job.budget.release(write.chunk_bytes)
                 raise
-            self._in_flight.append(_InFlight(leaf_name(write.path), future, write.chunk_bytes, copied))
+            self._in_flight.append(_InFlight(write.name, future, write.chunk_bytes, copied))
             if entry is None:
                 self._unread.append(key)
             else:
@@ -271,7 +271,7 @@ class _Writer:
             codec = choose_codec(sample) if codecs is None else codecs.get(array.location)
             array = dataclasses.replace(array, metadata={**array.metadata, 'compressor': codec})
         if self._job.is_leader:
-            self._write_metadata(array, leaf_name(write.path))
+            self._write_metadata(array, write.name)
         self.arrays[write.path] = array
 
     def _linked_instead(self, key: str, entry: tuple[int, str]) -> bool:

@@ -318,15 +318,9 @@ class Checkpointer(FromTensorFlow):
           is no such check, since what they make is restored through others.
         """
         state, call = SaveCall.of(
-            train_state,
-            state_transformation_fns,
-            step,
-            concurrent_gb,
-            metrics=metrics,
-            overwrite=overwrite,
-            custom_metadata=custom_metadata,
+            train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
         )
-        return self._prepared(state, call, is_async=False).complete()
+        return self._prepared(state, call, in_background=False).complete()
 
     def save_async(
         self,
@@ -345,15 +339,9 @@ class Checkpointer(FromTensorFlow):
         is raised by ``result()`` of what is returned, or by the next save, ``check_for_errors`` or ``close``.
         """
         state, call = SaveCall.of(
-            train_state,
-            state_transformation_fns,
-            step,
-            concurrent_gb,
-            metrics=metrics,
-            overwrite=overwrite,
-            custom_metadata=custom_metadata,
+            train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
         )
-        pending = self._prepared(state, call, is_async=True)
+        pending = self._prepared(state, call, in_background=True)
         pending.start()
         return pending
 
@@ -398,7 +386,7 @@ class Checkpointer(FromTensorFlow):
         """Whether a process of the job is preempted; set in all processes at the same call of ``maybe_save``."""
         return self._schedule.should_stop
 
-    def _prepared(self, state: Any, call: SaveCall, *, is_async: bool) -> PendingSave:
+    def _prepared(self, state: Any, call: SaveCall, *, in_background: bool) -> PendingSave:
         self._refuse_if_read_only('save')
         if self._is_closed:
             raise ClosedError(
@@ -417,12 +405,13 @@ class Checkpointer(FromTensorFlow):
                 options=self._options,
                 retention=self._retention,
                 staging=self._staging,
-                private_host=is_async,
+                in_background=in_background,
                 reuse=self._reuse,
                 dataset=self._dataset,
                 progress=self._progress,
                 clock=self._clock,
                 notices=self._notices,
+                round=save_round,
                 site=CallSite.here(),
             )
             if save_round.is_leader:
@@ -431,7 +420,7 @@ class Checkpointer(FromTensorFlow):
                 self._template_check.look(state, table, request.step, tells=save_round.is_leader)
             if self._partitioner is None and save_round.is_leader:
                 self._template_check.look_at_shardings(table, request.step)
-            prepared = prepare_save(request, save_round, table, self._axes)
+            prepared = prepare_save(request, table, self._axes)
         except BaseException as error:
             save_round.fail('plan', error)
             raise

@@ -27,13 +27,15 @@ MAX_PARAMETERS = 6
 # arguments on. Splitting it would hide the interface, not shorten it. errors.py is a list of classes, one a cause.
 LONGER_MODULES = {'checkpointer': 800, 'errors': 480}
 LONGER_BODIES = {'checkpointer.Checkpointer.__init__': 80}
-# Signatures that T5X's callers use by position and keyword; everything else groups its parameters in a type.
+# Signatures that T5X's callers use by position and keyword, and what orders their arguments; everything else groups its
+# parameters in a type.
 T5X_SIGNATURES = {
     'checkpointer.Checkpointer.__init__',
     'checkpointer.Checkpointer.restore',
     'checkpointer.Checkpointer.save',
     'checkpointer.Checkpointer.save_async',
     'load.load_t5x_checkpoint',
+    'save.arguments.SaveCall.of',
     'save_best.SaveBestCheckpointer.__init__',
 }
 

@@ -31,8 +31,17 @@ class SaveCall:
     custom_metadata: Mapping[str, Any]
 
     @classmethod
-    def of(cls, first: Any, second: Any, step: Any, concurrent_gb: float, **options: Any) -> tuple[Any, SaveCall]:
-        """Orders the arguments, (state, transforms) or (step, state), and checks them.
+    def of(
+        cls,
+        first: Any,
+        second: Any,
+        concurrent_gb: float,
+        step: Any,
+        metrics: Mapping[str, Any] | None,
+        overwrite: bool,
+        custom_metadata: Mapping[str, Any] | None,
+    ) -> tuple[Any, SaveCall]:
+        """Orders the arguments of ``Checkpointer.save``, (state, transforms) or (step, state), and checks them.
 
         Returns:
           The state, and the other arguments.
@@ -60,10 +69,10 @@ class SaveCall:
         if isinstance(first, str):
             raise ValueError(f'the step must be an integer, got {first!r:.80}. Write save(state, step=...).')  # noqa: TRY004 - as for all options
         check_transforms(second)
-        check_flags(overwrite=options['overwrite'])
-        metadata = plain_json('custom_metadata', options['custom_metadata'])
-        metrics = metric_numbers({} if options['metrics'] is None else options['metrics'])
-        return first, cls(second, step, metrics, bytes_of_gb(concurrent_gb), options['overwrite'], metadata)
+        check_flags(overwrite=overwrite)
+        metadata = plain_json('custom_metadata', custom_metadata)
+        numbers = metric_numbers({} if metrics is None else metrics)
+        return first, cls(second, step, numbers, bytes_of_gb(concurrent_gb), overwrite, metadata)
 
 
 def in_order(first: Any, second: Any, method: str) -> tuple[Any, Any]:

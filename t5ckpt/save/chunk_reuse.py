@@ -64,7 +64,7 @@ class PreviousCheckpoint:
     )
     values: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
-    def is_same(self, write: ArrayWrite, with_metadata: bool) -> bool:
+    def is_same(self, write: ArrayWrite, *, with_metadata: bool) -> bool:
         """Whether this process saved the same leaf object there, with the same layout."""
         saved = self.leaves.get(write.array.location)
         if saved is None or saved[0]() is not write.leaf or saved[1] != _layout_text(write):

@@ -13,7 +13,6 @@ from t5ckpt._version import __version__
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.transaction import CommittedCheckpoint, Workspace, begin, commit, rollback, writer_facts
 from t5ckpt.commit.write_lease import AlreadyCommittedError
-from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
@@ -51,20 +50,19 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     Returns:
       The checkpoint; None if the step exists already.
     """
-    request = job.request
-    held: list[Workspace] = []
+    request, leader = job.request, _Leader(job)
     try:
         vote = {'plan': digest(job.text.encode())}
-        started = job.round.reduce_on_leader('plan', vote, lambda votes: _begin(job, votes, held))
+        started = request.round.reduce_on_leader('plan', vote, leader.begin)
         _check_agreement(job, started.get('different', ()))
         if started.get('skip'):
             return None
         try:
             report, entry = _write(job, started)
-            manifest = _manifest_bytes(job, report) if job.round.is_leader else b''
+            manifest = _manifest_bytes(job, report) if request.round.is_leader else b''
             check_caller()
         except BaseException as error:
-            job.round.fail('write', error)
+            request.round.fail('write', error)
             raise
         parents = sorted({name.rpartition('/')[0] for name in job.dataset} - {''})
         vote = {
@@ -73,53 +71,94 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
             'files': len(report.digests),
             'directories': parents,
         }
-        done = job.round.reduce_on_leader('write', vote, lambda votes: _commit(job, votes, held, report, manifest))
+        done = request.round.reduce_on_leader('write', vote, lambda votes: leader.commit(votes, report, manifest))
     except BaseException:
-        for work in held:
-            rollback(work)
-        if request.reuse is not None and not job.round.is_single_process:
+        leader.roll_back()
+        if request.reuse is not None and not request.round.is_single_process:
             # The next save must not fail for the same reason.
             request.reuse.previous = None
         raise
     if done.get('skip'):
-        for work in held:
-            rollback(work)
+        leader.roll_back()
         return None
-    seconds = time.monotonic() - job.started
+    seconds = time.monotonic() - request.started
     record_duration(WRITE_EVENT, seconds)
-    if job.round.is_leader:
-        _finish(job, report, done['bytes'], seconds)
+    if request.round.is_leader:
+        _finish(request, report, done['bytes'], seconds)
     if request.reuse is not None:
-        directory, versions = step_dir(request.step), report.file_versions
-        versions = {key: request.storage.stamp(join(directory, key), version) for key, version in versions.items()}
-        request.reuse.previous = PreviousCheckpoint(
-            directory, dict(report.digests), done['sidecar_checksum'], versions, job.leaves, report.values
-        )
+        request.reuse.previous = _previous(job, report, done['sidecar_checksum'])
     return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
 
 
-def _begin(job: PreparedSave, votes: Sequence[Any], held: list[Workspace]) -> dict[str, Any]:
-    """Decides on process 0 whether to save, and where. Nothing is written before all plans agree."""
-    request = job.request
-    different = [index for index, vote in enumerate(votes) if vote != votes[0]]
-    if different:
-        return {'different': different}
-    if not job.round.is_single_process and not is_free(request):
-        return {'skip': True}
-    reuse = job.previous is not None and (job.round.is_single_process or job.previous.is_there(request.storage))
-    codecs = {
-        location: choose_codec(to_stored(np.asarray(sample).astype(dtype)))
-        for location, (sample, dtype) in job.samples.items()
-    }
-    try:
-        _, index = collect(request.storage, request.clock)
-        request.retention.note_index(index)
-        held.append(begin(request.storage, request.step, request.clock, writer_facts(__version__), index))
-        # Where the storage cannot rename nothing is replaced, and ``begin`` has looked under the write lease.
-        held[0].replaces = request.storage.renames and request.replaces()
-    except AlreadyCommittedError as error:
-        return _dropped(request.step, error)
-    return {'directory': held[0].directory, 'reuse': reuse, 'codecs': codecs}
+class _Leader:
+    """What process 0 does for all: makes the directory, and commits it. It holds the directory until it is committed."""
+
+    def __init__(self, job: PreparedSave):
+        self._job = job
+        self._work: Workspace | None = None
+
+    def begin(self, votes: Sequence[Any]) -> dict[str, Any]:
+        """Decides whether to save, and where. Nothing is written before all plans agree."""
+        job, request = self._job, self._job.request
+        different = [index for index, vote in enumerate(votes) if vote != votes[0]]
+        if different:
+            return {'different': different}
+        is_single = request.round.is_single_process
+        if not is_single and not is_free(request):
+            return {'skip': True}
+        reuse = job.previous is not None and (is_single or job.previous.is_there(request.storage))
+        codecs = {
+            location: choose_codec(to_stored(np.asarray(sample).astype(dtype)))
+            for location, (sample, dtype) in job.samples.items()
+        }
+        try:
+            _, index = collect(request.storage, request.clock)
+            request.retention.note_index(index)
+            facts = writer_facts(__version__)
+            self._work = begin(request.storage, request.step, request.clock, facts, index)
+            # Where the storage cannot rename nothing is replaced, and ``begin`` has looked under the write lease.
+            self._work.replaces = request.storage.renames and request.replaces()
+        except AlreadyCommittedError as error:
+            return _dropped(request.step, error)
+        return {'directory': self._work.directory, 'reuse': reuse, 'codecs': codecs}
+
+    def commit(self, votes: Sequence[Any], report: WriteReport, manifest: bytes) -> dict[str, Any]:
+        """Commits, after all processes have written their chunks."""
+        request, work = self._job.request, self._work
+        if work is None:
+            raise SaveFailedError(f'the save of step {request.step} has no directory; nothing is committed.')
+        files = {MANIFEST: entry_of(manifest)}
+        files |= {file_checksums_name(index): tuple(vote['integrity']) for index, vote in enumerate(votes)}
+        arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
+        expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
+        if arrays['files'] != expected:
+            raise SaveFailedError(
+                f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
+            )
+        facts = _sidecar(self._job, arrays, files)
+        sidecar = encode_sidecar(facts)
+        below = sorted({name for vote in votes for name in vote['directories']})
+        directories = [array.location for array in report.arrays.values()] + below
+        try:
+            commit(work, manifest, sidecar, directories, request.clock)
+        except AlreadyCommittedError as error:
+            return _dropped(request.step, error)
+        # Committed: a later failure must not remove it.
+        self._work = None
+        request.retention.note_saved(request.step, facts.extra)
+        return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'sidecar_checksum': digest(sidecar)}
+
+    def roll_back(self) -> None:
+        """Removes what is not committed."""
+        if self._work is not None:
+            rollback(self._work)
+
+
+def _previous(job: PreparedSave, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
+    """This checkpoint, for the next save to link chunks from."""
+    storage, directory = job.request.storage, step_dir(job.request.step)
+    versions = {key: storage.stamp(join(directory, key), version) for key, version in report.file_versions.items()}
+    return PreviousCheckpoint(directory, dict(report.digests), sidecar_checksum, versions, job.leaves, report.values)
 
 
 def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
@@ -127,30 +166,25 @@ def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
     if not different:
         return
     other = different[0]
-    if job.round.is_leader:
-        job.round.put_for_peer('plan', job.text.encode())
-    if job.round.processes.index != other:
-        raise DisagreementError(job.round.get_from_peer('difference', other).decode())
-    error = difference(job.round.get_from_peer('plan', 0).decode(), job.text, other)
-    job.round.put_for_peer('difference', str(error).encode())
+    if job.request.round.is_leader:
+        job.request.round.put_for_peer('plan', job.text.encode())
+    if job.request.round.processes.index != other:
+        raise DisagreementError(job.request.round.get_from_peer('difference', other).decode())
+    error = difference(job.request.round.get_from_peer('plan', 0).decode(), job.text, other)
+    job.request.round.put_for_peer('difference', str(error).encode())
     raise error
 
 
 def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[int, str]]:
     """Writes the chunks of this process; returns the report, and (bytes, digest) of the file of their checksums."""
     request, directory = job.request, started['directory']
-    # Staged copies take half of the budget, see save/stage.py; chunks being written take the other half.
-    budget = ByteBudget(max(1, request.call.budget_bytes // 2))
     write_job = WriteJob(
         request.storage,
         directory,
-        budget,
         job.previous if started['reuse'] else None,
-        job.unchanged,
         request.progress,
-        job.round.is_leader,
-        None if job.round.is_single_process else started['codecs'],
-        request.private_host,
+        request.round.is_leader,
+        None if request.round.is_single_process else started['codecs'],
     )
     report = write_arrays(write_job, job.staging)
     for name, data in job.dataset.items():
@@ -160,35 +194,8 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         request.storage.write(join(directory, name), data)
     files = report.digests | {name: entry_of(data) for name, data in job.dataset.items()}
     checksums = FileChecksums(files).encode()
-    request.storage.write(join(directory, file_checksums_name(job.round.processes.index)), checksums)
+    request.storage.write(join(directory, file_checksums_name(request.round.processes.index)), checksums)
     return report, entry_of(checksums)
-
-
-def _commit(
-    job: PreparedSave, votes: Sequence[Any], held: list[Workspace], report: WriteReport, manifest: bytes
-) -> dict[str, Any]:
-    """Commits on process 0, after all processes have written their chunks."""
-    request, work = job.request, held[0]
-    files = {MANIFEST: entry_of(manifest)}
-    files |= {file_checksums_name(index): tuple(vote['integrity']) for index, vote in enumerate(votes)}
-    arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
-    expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
-    if arrays['files'] != expected:
-        raise SaveFailedError(
-            f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
-        )
-    facts = _sidecar(job, arrays, files)
-    sidecar = encode_sidecar(facts)
-    below = sorted({name for vote in votes for name in vote['directories']})
-    directories = [array.location for array in report.arrays.values()] + below
-    try:
-        commit(work, manifest, sidecar, directories, request.clock)
-    except AlreadyCommittedError as error:
-        return _dropped(request.step, error)
-    # Committed: a later failure must not remove it.
-    held.clear()
-    request.retention.note_saved(request.step, facts.extra)
-    return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'sidecar_checksum': digest(sidecar)}
 
 
 def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:
@@ -196,9 +203,8 @@ def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:
     return {'skip': True}
 
 
-def _finish(job: PreparedSave, report: WriteReport, nbytes: int, seconds: float) -> None:
-    """Logs a commit, records its event, and runs retention."""
-    request = job.request
+def _finish(request: SaveRequest, report: WriteReport, nbytes: int, seconds: float) -> None:
+    """Logs a commit, and runs retention."""
     step = request.step
     linked = f', {report.linked_bytes} bytes of arrays linked' if report.linked_bytes else ''
     path = request.storage.url(step_dir(step))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.commit.occupancy import occupancy
 from t5ckpt.core.gc_pause import paused
-from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.lazy import LazyArray
@@ -42,64 +40,47 @@ class PreparedSave:
     """
 
     request: SaveRequest
-    round: CoordinationRound
     facts: TreeFacts
     staging: Staging
     previous: PreviousCheckpoint | None
-    unchanged: tuple[ArrayWrite, ...]
     leaves: Mapping[str, tuple[weakref.ref[Any], str]]
     dataset: Mapping[str, bytes]
     text: str
     samples: Mapping[str, Any]
     devices: int
-    started: float
 
 
-def prepare_save(
-    request: SaveRequest,
-    save_round: CoordinationRound,
-    table: LeafTable,
-    axes: LeafAxes,
-) -> PreparedSave | None:
+def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> PreparedSave | None:
     """Plans and stages a save.
 
     Returns:
       The prepared save; None if the step exists already. In a job of several processes, process 0 checks that later, in
       the background.
     """
-    started = time.monotonic()
-    if save_round.is_single_process and not is_free(request):
+    is_single, is_leader, processes = request.round.is_single_process, request.round.is_leader, request.round.processes
+    if is_single and not is_free(request):
         return None
-    processes = save_round.processes
     # The iterator advances as soon as the caller continues, so its state is taken now; first, because that may fail.
     dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
-    call = request.call
-    given = transformed(table, axes, call.transforms)
+    given = transformed(table, axes, request.call.transforms)
     with paused():
         assignment = WriteAssignment(processes.index, processes.count)
         plan = plan_save(given.leaves, given.infos, request.options, assignment, given.rule)
-    previous = _previous(request, save_round)
-    unchanged: tuple[ArrayWrite, ...] = ()
-    if previous is not None:
-        unchanged = tuple(write for write in plan.writes if previous.is_same(write, save_round.is_leader))
-    linked = {write.path for write in unchanged}
-    changed = tuple(write for write in plan.writes if write.path not in linked)
-    inline = plan.inline if save_round.is_leader else ()
-    staging = Staging(
-        dataclasses.replace(plan, writes=changed, inline=inline),
-        request.staging,
-        request.call.budget_bytes,
-        request.private_host,
+    previous = _previous(request)
+    unchanged = (
+        [] if previous is None else [w.path for w in plan.writes if previous.is_same(w, with_metadata=is_leader)]
     )
-    text = '' if save_round.is_single_process else plan_text(plan, _header(request))
-    samples = _samples(plan.writes) if save_round.is_leader and not save_round.is_single_process else {}
+    own = plan if is_leader else dataclasses.replace(plan, inline=())
+    staging = Staging(
+        own, request.staging, request.call.budget_bytes, private_host=request.in_background, unchanged=unchanged
+    )
+    text = '' if is_single else plan_text(plan, _header(request))
+    samples = _samples(plan.writes) if is_leader and not is_single else {}
     with paused():
         staging.start()
     known = leaves_of_writes(plan.writes)
     spread = most_devices(table.values())
-    return PreparedSave(
-        request, save_round, plan.facts, staging, previous, unchanged, known, dataset, text, samples, spread, started
-    )
+    return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, spread)
 
 
 def is_free(request: SaveRequest) -> bool:
@@ -118,7 +99,7 @@ def is_free(request: SaveRequest) -> bool:
     return False
 
 
-def _previous(request: SaveRequest, save_round: CoordinationRound) -> PreviousCheckpoint | None:
+def _previous(request: SaveRequest) -> PreviousCheckpoint | None:
     """The checkpoint to take chunks from.
 
     With several processes it is the last one that this job committed, which all of them know without reading storage.
@@ -126,7 +107,7 @@ def _previous(request: SaveRequest, save_round: CoordinationRound) -> PreviousCh
     """
     if request.reuse is None:
         return None
-    if save_round.is_single_process:
+    if request.round.is_single_process:
         return request.reuse.start(request.storage)
     return None if request.options.codec == 'auto' else request.reuse.previous
 

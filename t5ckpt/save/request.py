@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
@@ -10,6 +11,7 @@ from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.datasets import DatasetState
+from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.planning.save_plan import SaveOptions
@@ -23,7 +25,15 @@ __all__ = ['Reuse', 'SaveRequest']
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of a save without the state; see ``Checkpointer`` for each field."""
+    """A save without its state; every stage of the save has it. See ``Checkpointer`` for the fields that are not below.
+
+    Attributes:
+      call: the arguments of the call.
+      in_background: whether the caller continues during the save, and may write to its host arrays.
+      round: of all processes of the job.
+      site: the line of the caller, for warnings from the thread of the save.
+      started: when the save was asked for, by ``time.monotonic``.
+    """
 
     storage: Storage
     step: int
@@ -31,13 +41,15 @@ class SaveRequest:
     options: SaveOptions
     retention: Retention
     staging: str
-    private_host: bool
+    in_background: bool
     reuse: Reuse | None
     dataset: DatasetState | None
     progress: Progress | None
     clock: Clock
     notices: Notices
+    round: CoordinationRound
     site: CallSite
+    started: float = dataclasses.field(default_factory=time.monotonic)
 
     def replaces(self) -> bool:
         """Whether the save replaces a complete checkpoint in T5X's format, the only layout that is replaced.

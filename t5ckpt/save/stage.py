@@ -25,7 +25,7 @@ when it is written, chunk by chunk if it can be sliced.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -106,19 +106,36 @@ class Staging:
     The caller stages ``inline`` and the first wave with :meth:`start`. The writer iterates over :meth:`waves`, which stages
     each further wave in the writer's thread when the previous one is written. The caller must not change its arrays before
     ``is_staged`` is set.
+
+    Attributes:
+      unchanged: the leaves that are not staged, because the previous checkpoint holds them.
+      total_bytes, chunk_count, array_count: of all leaves to write.
+      private_host: whether the caller continues after staging, so that its host arrays are copied.
+      limit: the bytes that staged copies may take, half of the save's budget; the other half is for the writer.
     """
 
-    def __init__(self, plan: SavePlan, mode: str, budget_bytes: int, private_host: bool):
+    def __init__(
+        self,
+        plan: SavePlan,
+        mode: str,
+        budget_bytes: int,
+        *,
+        private_host: bool = False,
+        unchanged: Collection[Path] = (),
+    ):
         """Splits the plan into waves; nothing is copied yet."""
+        linked = frozenset(unchanged)
+        writes = [write for write in plan.writes if write.path not in linked]
+        self.unchanged = [write for write in plan.writes if write.path in linked]
         self.total_bytes = sum(write.chunk_bytes * len(write.chunks) for write in plan.writes)
         self.chunk_count = sum(len(write.chunks) for write in plan.writes)
         self.array_count = len(plan.writes)
         self.is_staged = Flag()
+        self.private_host = private_host
+        self.limit = max(1, budget_bytes // 2)
         self._inline_writes = plan.inline
-        self._private_host = private_host
-        self._modes = {write.path: _mode_of(write.leaf, mode, private_host) for write in (*plan.writes, *plan.inline)}
-        self._limit = max(1, budget_bytes // 2)
-        self._waves = _split(plan.writes, self._modes, self._limit)
+        self._modes = {write.path: _mode_of(write.leaf, mode, private_host) for write in (*writes, *plan.inline)}
+        self._waves = _split(writes, self._modes, self.limit)
         self._next: StagedWave | None = None
         self._interrupted = False
         self._inline: dict[Path, Any] = {}
@@ -128,7 +145,7 @@ class Staging:
         inline = self._inline_writes
         moved = _copied(inline, self._modes)
         self._inline = {
-            w.path: moved[w.path] if w.path in moved else _inline_source(w.leaf, self._private_host) for w in inline
+            w.path: moved[w.path] if w.path in moved else _inline_source(w.leaf, self.private_host) for w in inline
         }
         self._inline_writes = tuple(_without_array(write) for write in inline)
         self._stage_next()
@@ -146,8 +163,8 @@ class Staging:
         reads_caller = False
         if self._waves:
             wave = self._waves.pop(0)
-            reads_caller = any(_is_chunkwise(write, self._modes, self._limit) for write in wave)
-            sources = _sources(wave, self._modes, self._limit)
+            reads_caller = any(_is_chunkwise(write, self._modes, self.limit) for write in wave)
+            sources = _sources(wave, self._modes, self.limit)
             self._next = StagedWave(tuple((_without_array(w), s) for w, s in zip(wave, sources, strict=True)))
         if not self._waves and not reads_caller:
             self.is_staged.set()

@@ -37,7 +37,6 @@ from t5ckpt.commit.transaction import (
     writer_facts,
 )
 from t5ckpt.commit.write_lease import AlreadyCommittedError
-from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock, Progress
@@ -169,10 +168,9 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) ->
     storage, directory = request.storage, work.directory
     taken = _take(request, plan.writes, work)
     rest = tuple(write for write in plan.writes if write.path not in taken.writes)
-    staging = Staging(dataclasses.replace(plan, writes=rest), 'auto', request.budget_bytes, False)
+    staging = Staging(dataclasses.replace(plan, writes=rest), 'auto', request.budget_bytes)
     staging.start()
-    budget = ByteBudget(max(1, request.budget_bytes // 2))
-    job = WriteJob(storage, directory, budget, progress=_progress_after(request.progress, taken.array_bytes))
+    job = WriteJob(storage, directory, progress=_progress_after(request.progress, taken.array_bytes))
     report = write_arrays(job, staging)
     report = dataclasses.replace(
         report,

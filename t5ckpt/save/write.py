@@ -24,7 +24,7 @@ import dataclasses
 import errno
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -90,32 +90,25 @@ class WriteJob:
     Attributes:
       storage: the run's.
       directory: the checkpoint's (temporary) directory.
-      budget: bounds the bytes in flight; a chunk larger than it is written alone.
       previous: a checkpoint whose equal chunks are linked instead of written, or None.
-      unchanged: leaves that are linked without comparing their values.
       progress: called with (bytes done, bytes in all).
       is_leader: whether this is process 0, which writes the metadata of every array, also of those that others write.
       codecs: by array directory, where the processes agreed on what the data were to decide.
-      in_background: whether the caller goes on meanwhile.
     """
 
     storage: Storage
     directory: str
-    budget: ByteBudget
     previous: PreviousCheckpoint | None = None
-    unchanged: tuple[ArrayWrite, ...] = ()
     progress: Progress | None = None
     is_leader: bool = True
     codecs: Mapping[str, Any] | None = None
-    in_background: bool = False
 
 
 def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
-    """Writes every stored leaf, wave by wave as they are staged."""
-    total = staging.total_bytes + sum(write.chunk_bytes * len(write.chunks) for write in job.unchanged)
-    writer = _Writer(job, total, lambda: staging.is_interrupted)
+    """Writes every stored leaf: first those that can be linked, then wave by wave as they are staged."""
+    writer = _Writer(job, staging)
     try:
-        for write in job.unchanged:
+        for write in staging.unchanged:
             writer.link_array(write)
         with contextlib.closing(staging.waves()) as waves:
             for wave in waves:
@@ -130,9 +123,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
         raise
     finally:
         writer.close()
-    expected = staging.chunk_count + sum(len(write.chunks) for write in job.unchanged)
-    if job.is_leader:
-        expected += staging.array_count + len(job.unchanged)
+    expected = staging.chunk_count + (staging.array_count if job.is_leader else 0)
     if len(writer.digests) != expected:
         raise SaveFailedError(
             f'{len(writer.digests)} files were written where {expected} were planned; nothing is committed.'
@@ -151,18 +142,20 @@ class _InFlight:
 
 
 class _Writer:
-    def __init__(self, job: WriteJob, total: int, is_interrupted: Callable[[], bool]):
+    def __init__(self, job: WriteJob, staging: Staging):
         self._job = job
-        self._is_interrupted = is_interrupted
+        self._staging = staging
         self._storage = job.storage
         self._kvstore = job.storage.open_kvstore(job.directory)
-        self._direct_bytes = job.storage.direct_bytes(in_background=job.in_background)
+        self._direct_bytes = job.storage.direct_bytes(in_background=staging.private_host)
         self._direct_writers = Workers(_DIRECT_WRITERS, 't5ckpt-write')
         self._in_flight: collections.deque[_InFlight] = collections.deque()
+        # Bounds the bytes in flight; a larger chunk is written alone.
+        self._budget = ByteBudget(staging.limit)
         self._copies = ByteBudget(_COPIED_BYTES)
         self._unread: list[str] = []
         self._done = 0
-        self.total = total
+        self.total = staging.total_bytes
         self.linked = 0
         self.arrays: dict[Path, StoredArray] = {}
         self.digests: dict[str, tuple[int, str]] = {}
@@ -237,7 +230,7 @@ class _Writer:
                     self._begin_array(write, data)
                 entry = self._digest_of(self.arrays[write.path], data)
                 if self._linked_instead(key, entry) if entry is not None else self._linked_encoded(write, key, data):
-                    self._job.budget.release(write.chunk_bytes)
+                    self._budget.release(write.chunk_bytes)
                     self._count(write.chunk_bytes, linked=True)
                     continue
                 copied = self._admit_copy(data)
@@ -248,7 +241,7 @@ class _Writer:
                         store = self._open(self.arrays[write.path], write.name)
                     future = store[chunk.box.slices].write(data, can_reference_source_data_indefinitely=True)
             except BaseException:
-                self._job.budget.release(write.chunk_bytes)
+                self._budget.release(write.chunk_bytes)
                 raise
             self._in_flight.append(_InFlight(write.name, future, write.chunk_bytes, copied))
             if entry is None:
@@ -316,11 +309,11 @@ class _Writer:
         return data.nbytes, digest(data)
 
     def _admit(self, size: int) -> None:
-        while not self._job.budget.try_acquire(size):
+        while not self._budget.try_acquire(size):
             if self._in_flight:
                 self._finish_next()
             else:
-                self._job.budget.acquire(size)
+                self._budget.acquire(size)
                 return
 
     def _admit_copy(self, data: np.ndarray) -> int:
@@ -348,7 +341,7 @@ class _Writer:
 
     def _release(self, item: _InFlight) -> None:
         if item.size:
-            self._job.budget.release(item.size)
+            self._budget.release(item.size)
         self._copies.release(item.copied)
 
     def _count(self, size: int, *, linked: bool = False) -> None:
@@ -359,7 +352,7 @@ class _Writer:
 
     def check_interrupt(self) -> None:
         """Raises if the save was cancelled."""
-        if self._is_interrupted():
+        if self._staging.is_interrupted:
             raise SaveFailedError('the save was interrupted; no checkpoint was written.')
 
     def drain(self) -> None:

@@ -19,8 +19,15 @@ EXTRAS = {
     'grain': ['grain>=0.2'],
     'cli': ['click>=8.1', 'rich>=13'],
     'notebook': ['matplotlib>=3.8', 'pandas>=2'],
-    # What the examples in README.md, docs/ and examples/ import.
-    'docs': ['grain>=0.2.12', 'matplotlib>=3.8', 'optax>=0.2.3', 'tensorboardX>=2.6.2'],
+    # What the examples in README.md, docs/ and examples/ import; nnx has its lists since Flax 0.12.
+    'docs': [
+        'equinox>=0.13',
+        'flax>=0.12',
+        'grain>=0.2.12',
+        'matplotlib>=3.8',
+        'optax>=0.2.3',
+        'tensorboardX>=2.6.2',
+    ],
     # Large libraries that tests marked slow compare with, where they are installed; PyTorch's CPU build, if there is one
     # at hand, is for this Python only.
     'peers': [

@@ -1,5 +1,6 @@
-"""The example survives being killed: twenty times at random moments, and what it computes does not change by a bit."""
+"""The examples are killed and started again: the losses and the checkpoints keep every bit."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -22,9 +23,12 @@ MOST_SECONDS = 0.1
 
 
 class Nursery:
-    """Makes trainers and hears how they end."""
+    """Makes trainers of an example and hears how they end."""
 
-    def __init__(self, cache: pathlib.Path) -> None:
+    def __init__(self, cache: pathlib.Path, example: str, **options: int) -> None:
+        self._options = [
+            word for name, value in options.items() for word in (f'--{name.replace("_", "-")}', str(value))
+        ]
         env = {
             **os.environ,
             'PYTHONPATH': os.pathsep.join([str(ROOT), str(ROOT / 'examples')]),
@@ -35,7 +39,7 @@ class Nursery:
         }
         self._log = (cache.parent / 'trainers.log').open('w+')
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / 'tests' / 'support' / 'nursery.py')],
+            [sys.executable, str(ROOT / 'tests' / 'support' / 'nursery.py'), example],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -45,9 +49,7 @@ class Nursery:
 
     def start(self, run: pathlib.Path) -> int:
         """A trainer's pid."""
-        options = {'steps': STEPS, 'save-every': SAVE_EVERY, 'eval-every': EVAL_EVERY}
-        words = [str(run), *(word for name, value in options.items() for word in (f'--{name}', str(value)))]
-        self._process.stdin.write(json.dumps(words) + '\n')
+        self._process.stdin.write(json.dumps([str(run), *self._options]) + '\n')
         self._process.stdin.flush()
         return int(self._answer())
 
@@ -76,7 +78,7 @@ class Nursery:
 @pytest.fixture
 def nursery(tmp_path: pathlib.Path) -> Iterator[Nursery]:
     """Trainers that share a compilation cache."""
-    made = Nursery(tmp_path / 'cache')
+    made = Nursery(tmp_path / 'cache', 'train_t5', steps=STEPS, save_every=SAVE_EVERY, eval_every=EVAL_EVERY)
     yield made
     made.close()
 
@@ -136,3 +138,31 @@ def test_twenty_kills_do_not_change_a_bit(nursery, tmp_path):
     assert len(steps) in (3, 4)
     assert [step for step in steps if not t5ckpt.verify(run, step, full=True).ok] == []
     assert sorted(path.name for path in run.glob('checkpoint_*')) == sorted(f'checkpoint_{step}' for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_an_nnx_trainer_that_was_killed_ends_with_the_same_bits(tmp_path):
+    """Parameters, optimizer, RNG streams and the position of Grain's iterator: all of them decide the next loss."""
+    with contextlib.closing(Nursery(tmp_path / 'cache', 'train_nnx', steps=12, save_every=4)) as nursery:
+        whole, run = tmp_path / 'whole', tmp_path / 'killed'
+        nursery.start(whole)
+        assert nursery.ended() == 0, nursery.log()
+        pid = nursery.start(run)
+        wait_for_steps(run, 0, 6)
+        os.kill(pid, signal.SIGKILL)
+        assert nursery.ended() == -signal.SIGKILL, nursery.log()
+        nursery.start(run)
+        assert nursery.ended() == 0, nursery.log()
+    curve = losses(run)
+    assert [step for step, _ in curve] != list(range(12)), 'no step was trained twice'
+    assert set(curve) == set(losses(whole))
+    ours, theirs = (
+        {name: leaf[...].tobytes() for name, leaf in t5ckpt.open_checkpoint(path).items()} for path in (run, whole)
+    )
+    assert ours == theirs
+    for path in (whole / 'checkpoint_12').glob('train_ds-*'):
+        assert path.read_bytes() == (run / 'checkpoint_12' / path.name).read_bytes()
+    assert t5ckpt.open_checkpoint(run)['params/blocks/0/dropout/rngs/count/value'].item() == 2 * 12
+    kernel = whole / 'checkpoint_12' / 'params.blocks.0.up.kernel.value'
+    assert len([path for path in kernel.iterdir() if path.name != '.zarray']) == 2, 'the mesh splits the kernel in two'

@@ -64,6 +64,12 @@ def test_readme_has_both_examples():
     assert 't5ckpt.open_checkpoint(' in code
 
 
+def test_readme_can_be_read_at_once():
+    page = (ROOT / 'README.md').read_text(encoding='utf-8')
+    assert len(page.split()) < 900
+    assert len(re.findall(r'(?<!!)\[[^\]]*\]\(', page)) <= 10
+
+
 def test_only_code_is_taken_and_lines_stay():
     page = 'a\n```sh\nrm x\n```\n```python\nb = 1\n```\nc\n```bash\ntrue\n```\n```python\nd = b\n```\n'
     *before, after = python_of(page).splitlines()[:13]

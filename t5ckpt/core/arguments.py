@@ -33,11 +33,7 @@ def native_dtype(dtype: Any) -> np.dtype:
 
 
 def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None:
-    """Refuses what is not a regular expression.
-
-    Raises:
-      ValueError: with the pattern, and where it goes wrong.
-    """
+    """Raises ValueError for a pattern that is not a regular expression, with the position of the mistake."""
     for pattern in patterns:
         try:
             leaf_pattern(pattern)
@@ -47,19 +43,19 @@ def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None
 
 
 def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:
-    """An option that is an integer, of Python, NumPy or JAX, as Python's; a bool or a float is not one.
+    """Returns an integer option of Python, NumPy or JAX as a Python int.
 
     Args:
-      name: the option's, for the error.
-      value: what the caller gave.
+      name: the name of the option, for the error.
+      value: the value that the caller passed; a bool or a float is refused.
       least: the smallest integer allowed.
-      otherwise: what else may be given, as a sentence for the error.
+      otherwise: a sentence for the error about other values that are allowed.
 
     Raises:
-      ValueError: naming the option and the value.
+      ValueError: with the option and the value.
     """
     try:
-        # A bool is an integer for Python, and keep=True a mistake.
+        # Python counts a bool as an integer, but keep=True is a mistake.
         found = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
         found = None
@@ -70,10 +66,10 @@ def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:
 
 
 def number(name: str, value: Any, *, least: float | None = None) -> float:
-    """An option that is a finite number, above 0 or of at least ``least``, as Python's float.
+    """Returns an option that is a finite number, above 0 or of at least ``least``, as a Python float.
 
     Raises:
-      ValueError: naming the option and the value.
+      ValueError: with the option and the value.
     """
     found = math.nan
     if not isinstance(value, (bool, np.bool_, str, bytes)):
@@ -88,16 +84,16 @@ def number(name: str, value: Any, *, least: float | None = None) -> float:
 
 
 def set_fields(policy: Any, **fields: Any) -> None:
-    """Sets fields of a frozen policy to what was made of the caller's: NumPy's integers have no place in a sidecar."""
+    """Sets the checked values of fields in a frozen policy; a NumPy integer, for example, cannot be encoded in a sidecar."""
     for name, value in fields.items():
         object.__setattr__(policy, name, value)
 
 
 def given_steps(steps: Any) -> Collection[int]:
-    """Steps that a caller gave, as integers. A range stays one, since it may be large.
+    """Returns a caller's steps as integers. A range is returned as it is, since it may be large.
 
     Raises:
-      ValueError: no collection, or something in it is not a step.
+      ValueError: not a collection, or an element is not a step.
     """
     if isinstance(steps, range):
         return steps
@@ -106,7 +102,7 @@ def given_steps(steps: Any) -> Collection[int]:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raises ValueError unless each option is True or False: 'no' would count as True."""
+    """Raises ValueError unless each option is True or False; the string 'no' would count as True."""
     for name, value in flags.items():
         if type(value) not in (bool, np.bool_):
             raise ValueError(f'{name} must be True or False, got {value!r:.80}.')
@@ -126,7 +122,7 @@ def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:
 
 
 def check_policies(policies: Any, kind: type[Any], owner: str) -> None:
-    """Raises ValueError unless there is one and all are policies of the kind."""
+    """Raises ValueError unless ``policies`` has at least one element and all are instances of ``kind``."""
     if not policies:
         raise ValueError(f'{owner} needs at least one policy, got none in policies={policies!r:.80}.')
     wrong = next((policy for policy in policies if not isinstance(policy, kind)), None)

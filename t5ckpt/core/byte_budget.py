@@ -16,12 +16,12 @@ __all__ = ['ByteBudget', 'bytes_of_gb']
 
 
 def bytes_of_gb(concurrent_gb: float, option: str = 'concurrent_gb') -> int:
-    """The bytes of a budget that a user gives in gigabytes of 10^9 bytes."""
+    """Converts a budget from gigabytes of 10^9 bytes to bytes."""
     return max(1, int(number(option, concurrent_gb) * 10**9))
 
 
 class ByteBudget:
-    """Counts bytes held against a limit."""
+    """Limits the bytes that are held at once."""
 
     def __init__(self, limit: int):
         """Makes a budget of ``limit`` bytes, at least 1."""
@@ -43,7 +43,7 @@ class ByteBudget:
         return self._peak
 
     def try_acquire(self, size: int) -> bool:
-        """Takes ``size`` bytes if that fits now, or if nothing else is held; says whether it did."""
+        """Takes ``size`` bytes if they fit now or nothing else is held; returns whether it took them."""
         with self._changed:
             if self._held > 0 and self._held + size > self.limit:
                 return False

@@ -1,4 +1,4 @@
-"""The line of the user's program that called the package, which a warning points at.
+"""Finds the line of the user's program that called the package, so that warnings point at it.
 
 The ``stacklevel`` of a warning counts frames of one thread. In the thread of a save, or in a callback from another library, it
 would point at a line outside the user's program. So the line is recorded in the caller's thread.
@@ -20,12 +20,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclasses.dataclass(frozen=True)
 class CallSite:
-    """A line of a program; no frame, which would keep the caller's arrays alive."""
+    """A line of a program. It holds no frame, since a frame would keep the caller's arrays alive."""
 
     filename: str
     line: int
     module: str
-    # Where Python notes which warnings the module has given already.
+    # The module's record of the warnings given so far.
     registry: dict[Any, Any] = dataclasses.field(repr=False, compare=False)
 
     @classmethod
@@ -39,7 +39,7 @@ class CallSite:
         return cls(frame.f_code.co_filename, frame.f_lineno, str(names.get('__name__', '<unknown>')), registry)
 
     def warn(self, warning: Warning) -> None:
-        """Gives a warning at this line, from whatever thread."""
+        """Gives a warning at this line, from any thread."""
         warnings.warn_explicit(warning, type(warning), self.filename, self.line, self.module, self.registry)
 
 

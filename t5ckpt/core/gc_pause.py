@@ -20,7 +20,7 @@ _paused = {'by us': False}
 
 @contextlib.contextmanager
 def paused() -> Generator[None]:
-    """Has the collector wait, for all threads; only for a moment's work of our own, which leaves no cycles."""
+    """Disables the collector in all threads. Only for short work that leaves no reference cycles."""
     was_enabled = gc.isenabled()
     try:
         if was_enabled:
@@ -34,7 +34,7 @@ def paused() -> Generator[None]:
 
 
 def _in_child() -> None:
-    """The thread that would end the pause is not in a forked process."""
+    """Ends a pause in a forked process, which does not have the thread that would end it."""
     if _paused['by us']:
         gc.enable()
         _paused['by us'] = False

@@ -14,26 +14,26 @@ __all__ = ['Flag']
 
 
 class Flag:
-    """Is set once, by any thread."""
+    """An event that is set once, by any thread."""
 
     def __init__(self) -> None:
         self._is_set = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def is_set(self) -> bool:
-        """Whether it is set."""
+        """Whether the event is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Sets it, and wakes whoever waits."""
+        """Sets the event and wakes all waiting threads."""
         self._is_set = True
         self._wake.put(None)
 
     def wait(self, seconds: float) -> bool:
-        """Waits until it is set, or for that long; says whether it is set."""
+        """Waits until the event is set, at most ``seconds``; returns whether it is set."""
         if not self._is_set:
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=max(0.0, seconds))
-                # For the next one who waits. An interrupt here costs that one its time-out, since the flag itself is set.
+                # Wakes the next waiting thread. After an interrupt here that thread waits until its time-out.
                 self._wake.put(None)
         return self._is_set

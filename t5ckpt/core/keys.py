@@ -11,6 +11,6 @@ def join(*parts: str) -> str:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a relative name from a file stays below the directory it is taken from, on every system."""
+    """Whether a relative name that was read from a file stays below its directory, on all operating systems."""
     components = name.split('/')
     return not any(part in ('', '.', '..') or '\0' in part or '\\' in part for part in components)

@@ -1,4 +1,4 @@
-"""Paths of leaves, and their names: a name stands for one path alone."""
+"""Paths of leaves, and their names, which are unique for each path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEY_END = re.compile(r'\\([/\\])|/')
 
 
 def path_of(name: str) -> Path:
-    """The path whose name this is; a backslash that stands before neither '/' nor a backslash is itself."""
+    """The inverse of :func:`leaf_name`; a backslash before any other character than '/' and a backslash stands for itself."""
     if '\\' not in name:
         return tuple(name.split('/'))
     keys, start, key = [], 0, ''
@@ -42,11 +42,11 @@ def path_of(name: str) -> Path:
     return (*keys, key + name[start:])
 
 
-# Roots that are rarely meant when somebody speaks of the weights.
+# Roots that rarely hold weights.
 _STATE_ROOT = re.compile(r'opt|state|step|ema', re.IGNORECASE)
 
 
 def root_names(paths: Iterable[Path]) -> list[str]:
-    """The roots of a tree for a message, ``'model/'`` or the name of a leaf; those of optimizers and steps come last."""
+    """The roots of a tree for a message, ``'model/'`` or the name of a leaf; optimizers and steps come last."""
     roots = {leaf_name(path[:1]) + ('/' if len(path) > 1 else '') for path in paths}
     return sorted(roots, key=lambda name: (_STATE_ROOT.match(name) is not None, name))

@@ -10,8 +10,8 @@ __all__ = ['loaded']
 
 
 def loaded(name: str) -> Any:
-    """Returns a module that the program has imported, else None; imports nothing.
+    """Returns a module that the program has imported, or None; imports nothing.
 
-    Where another thread is in the middle of its import, waits for that: until then the module lacks most of its names.
+    While another thread imports the module, waits for that thread, because the module lacks most of its names until then.
     """
     return importlib.import_module(name) if sys.modules.get(name) is not None else None

@@ -1,4 +1,4 @@
-"""Whether the memory of a jax.Array is XLA's own, so that nobody else can write to it."""
+"""Decides whether the memory of a jax.Array belongs to XLA alone, so that no other code can write to it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 __all__ = ['is_private', 'makes_private']
 
 
-# In these parts of JAX nothing makes buffers but computations; the innermost frame of others may have taken over memory.
+# In these parts of JAX only computations make buffers. Other parts may have wrapped existing memory.
 _COMPUTING = tuple(os.path.join('_src', name, '') for name in ('image', 'lax', 'nn', 'numpy', 'random', 'scipy'))
 
 
 _RUNNERS = ('ExecuteReplicated.__call__', 'apply_primitive')
 
 
-# From the frame that made the buffer to the caller of jax.device_put there are seven.
+# There are seven frames from the one that made the buffer to the caller of jax.device_put.
 _FRAMES = 12
 
 F = TypeVar('F', bound=FunctionType)
@@ -27,15 +27,15 @@ _MAKERS: set[CodeType] = set()
 
 
 def makes_private(function: F) -> F:
-    """Decorates a function of ours that hands JAX only memory to which nobody else can write."""
+    """Decorates a function of this package that passes JAX only memory to which no other code can write."""
     _MAKERS.add(function.__code__)
     return function
 
 
 def is_private(array: Any) -> bool:
-    """Whether nobody but XLA can write to the memory of a jax.Array: a computation or a restore of ours made it.
+    """Whether only XLA can write to the memory of a jax.Array, because a computation or a restore of t5ckpt made it.
 
-    False also where that is not known. On another platform than the CPU, arrays of host memory are copies.
+    False where the origin is unknown. On other platforms than the CPU, arrays made from host memory are copies.
     """
     frames = getattr(getattr(array, 'traceback', None), 'raw_frames', None)
     if frames is None:
@@ -48,12 +48,12 @@ def is_private(array: Any) -> bool:
 
 @functools.lru_cache(4096)
 def _computes(code: CodeType) -> bool:
-    """Whether a buffer that was made while this was the innermost frame is the output of a computation."""
+    """Whether a buffer is the output of a computation, by the innermost frame at its creation."""
     import jax
 
     root = os.path.join(os.path.dirname(jax.__file__), '')
     if not code.co_filename.startswith(root):
-        # It called a jitted function, which has no frame of its own.
+        # A user's function called a jitted function, which has no frame.
         return True
     return code.co_qualname in _RUNNERS or code.co_filename.removeprefix(root).startswith(_COMPUTING)
 

@@ -1,4 +1,4 @@
-"""Protocols of what a user hands in. Duck typing is checked here, once, and nowhere else."""
+"""Protocols of the objects that a user passes. Duck typing is checked only here."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 def leaf_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """Compiles a pattern for names of leaves; a compiled one stays as it is.
+    """Compiles a pattern for names of leaves; a compiled one is returned as it is.
 
-    A key may hold line breaks, and a pattern such as ``params/.*`` has to match these names, too.
+    A key may contain line breaks, and a pattern such as ``params/.*`` has to match these names, too.
     """
     return re.compile(pattern, re.DOTALL) if isinstance(pattern, str) else re.compile(pattern)
 
 
 @runtime_checkable
 class TrainState(Protocol):
-    """T5X's train state (t5x/train_state.py): a nested dict out, a nested dict in."""
+    """T5X's train state (t5x/train_state.py), which converts to and from nested dicts."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The state as nested dicts with string keys."""
+        """Returns the state as nested dicts with string keys."""
         ...
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Any:
-        """A new state from a dict of the same structure."""
+        """Returns a new state from a dict of the same structure."""
         ...
 
 
@@ -62,11 +62,11 @@ class Partitioner(Protocol):
     params_on_devices: bool
 
     def get_mesh_axes(self, train_state: Any) -> Any:
-        """The state's structure with a PartitionSpec, or None, at each leaf."""
+        """Returns the state's structure with a PartitionSpec or None at each leaf."""
         ...
 
     def get_data_layout(self) -> DataLayout:
-        """The data shard of this process."""
+        """Returns the data shard of this process."""
         ...
 
 
@@ -79,16 +79,16 @@ class DatasetIterator(Protocol):
         ...
 
     def load(self, filename: str) -> Any:
-        """Takes the position back from those files."""
+        """Restores the position from these files."""
         ...
 
 
 @runtime_checkable
 class MetricSource(Protocol):
-    """Where the metrics of steps are found besides those given to save, such as ``TensorBoardMetrics``."""
+    """A source of metrics in addition to those passed to ``save``, such as ``TensorBoardMetrics``."""
 
     def by_step(self, metric: str, steps: Collection[int]) -> Mapping[int, float]:
-        """The values of those of the steps that have one by now. An error is logged, and nothing is deleted then."""
+        """Returns the values of the steps that have one so far. After an error, which is logged, no step is deleted."""
         ...
 
 
@@ -113,18 +113,18 @@ class _OnDemand:
 
 @dataclasses.dataclass(init=False)
 class ParameterInfo:
-    """What a save transform sees beside each leaf: T5X's ``_ParameterInfo`` and, with ``mesh_axes``, ``_OrbaxParamInfo``.
+    """The information of a leaf for save transforms: T5X's ``_ParameterInfo`` and, with ``mesh_axes``, ``_OrbaxParamInfo``.
 
-    A transform that moves a leaf moves its info along. The array's directory follows ``ts_spec``, or ``name`` where there is
-    no spec; never the key. With a partitioner a leaf whose info is None, or has neither ``ts_spec`` nor ``axes``, is
-    written into the manifest, whatever its size.
+    A transform that moves a leaf has to move its info with it. The array's directory follows ``ts_spec``, or ``name`` without a
+    spec; it does not depend on the key. With a partitioner, a leaf is written into the manifest, whatever its size, if its info
+    is None or has neither ``ts_spec`` nor ``axes``.
 
     Attributes:
       name: the leaf's name before any transform.
       shape: of the leaf.
-      ts_spec: the ``tensorstore.Spec`` of its array, relative; made when it is asked for. None where the leaf goes into the
-        manifest because the partitioner gives it no axes.
-      local_chunk_info: what the partitioner's ``get_local_chunk_info`` says of it, or None.
+      ts_spec: the relative ``tensorstore.Spec`` of its array, made on first access. None for a leaf that goes into the manifest
+        because the partitioner gives it no axes.
+      local_chunk_info: the result of the partitioner's ``get_local_chunk_info``, or None.
       axes: the PartitionSpec that the partitioner gives it, or None.
       mesh_axes: another name of ``axes``.
     """
@@ -152,7 +152,7 @@ class ParameterInfo:
 
     @property
     def mesh_axes(self) -> Any:
-        """The axes, by the name that they have in T5X's infos for Orbax."""
+        """The axes, under their name in T5X's infos for Orbax."""
         return self.axes
 
     @mesh_axes.setter
@@ -161,12 +161,12 @@ class ParameterInfo:
 
     @property
     def is_stored(self) -> bool:
-        """Whether T5X writes an array for the leaf, and not a part of the manifest."""
+        """Whether T5X stores the leaf as an array, and not in the manifest."""
         return self.axes is not None or self.__dict__['ts_spec'] is not None
 
     @property
     def array_name(self) -> str:
-        """What the directory of the leaf's array is called after: the path in ``ts_spec``, if a transform gave one."""
+        """The name from which the array's directory is derived: the path in ``ts_spec`` if a transform set it, else ``name``."""
         spec = self.__dict__['ts_spec']
         if spec is None or isinstance(spec, functools.partial):
             return self.name

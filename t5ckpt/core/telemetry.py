@@ -7,7 +7,7 @@ from t5ckpt.core.loaded import loaded
 __all__ = ['READ_EVENT', 'WRITE_EVENT', 'record_duration']
 
 
-# T5X's names (t5x/checkpoints.py), so that a dashboard made for T5X goes on working.
+# T5X's names (t5x/checkpoints.py), so that dashboards made for T5X keep working.
 WRITE_EVENT = '/jax/checkpoint/write/durations_sec'
 
 
@@ -15,7 +15,7 @@ READ_EVENT = '/jax/checkpoint/read/durations_sec'
 
 
 def record_duration(event: str, seconds: float) -> None:
-    """Tells jax.monitoring how long a save or restore took, where JAX is in use."""
+    """Reports the duration of a save or restore to ``jax.monitoring``, if JAX is imported."""
     jax = loaded('jax')
     if jax is not None:
         jax.monitoring.record_event_duration_secs(event, seconds)

@@ -14,7 +14,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
 
     Args:
       rows: cells, as many in each row as in ``right``.
-      right: for each column, whether its cells go to the right.
+      right: for each column, whether its cells are right-aligned.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(right))]
@@ -28,30 +28,30 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
 
 
 class Lines(str):
-    """Printable text of several lines; :func:`lines` makes it. All other text is one line, whatever it holds."""
+    """Printable text of several lines, made by :func:`lines`. Any other string is shown as one line."""
 
     __slots__ = ()
 
 
 def lines(*texts: str, between: str = '\n') -> Lines:
-    """Joins texts with line breaks of our own. Each is made printable first, so a name in it begins no line.
+    """Joins texts with line breaks. Each text is made printable first, so that a name in it cannot begin a line.
 
     Args:
       texts: parts; one that is ``Lines`` keeps its line breaks.
-      between: what is put between two of them.
+      between: the separator.
     """
     return Lines(between.join(map(printable, texts)))
 
 
 def lines_of_error(error: BaseException) -> Lines:
-    """``'SomeError: what it says'``; the line breaks of errors that are not ours are escaped."""
+    """``'SomeError: message'``; line breaks in errors of other libraries are escaped."""
     return lines(type(error).__name__, str(error), between=': ')
 
 
 def printable(text: str) -> str:
-    """Text on one line in which control characters, line breaks and marks of direction are escaped.
+    """Escapes control characters, line breaks and marks of direction; ``Lines`` are returned as they are.
 
-    Names come from checkpoints, and a terminal obeys what it is shown. ``Lines`` are returned as they are.
+    The names in a message come from checkpoints, and a terminal executes control sequences in the text that it shows.
     """
     if isinstance(text, Lines) or text.isprintable():
         return text
@@ -59,7 +59,7 @@ def printable(text: str) -> str:
 
 
 class _PrintableArguments(logging.Filter):
-    """Makes the text that is filled into a log line printable: names and messages of errors come from outside."""
+    """Makes the arguments of a log line printable, since they include names from checkpoints and errors of other libraries."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
@@ -71,7 +71,7 @@ def _shown(value: object) -> object:
     return printable(str(value)) if isinstance(value, (str, os.PathLike, BaseException)) else value
 
 
-# Of the logger itself, so that no module can log past it.
+# Added to the logger itself, so that it applies to all modules.
 logging.getLogger('t5ckpt').addFilter(_PrintableArguments())
 
 
@@ -86,7 +86,7 @@ def human_bytes(nbytes: int | None) -> str:
 
 
 def human_age(seconds: float) -> str:
-    """A duration in its largest unit that is not coarse: '45 s', '12 min', '3 h', '5 days'."""
+    """A duration in a unit of which there are at least two: '45 s', '12 min', '3 h', '5 days'."""
     for limit, unit, name in ((120, 1, 's'), (7200, 60, 'min'), (172800, 3600, 'h')):
         if seconds < limit:
             return f'{max(0, int(seconds / unit))} {name}'
@@ -94,10 +94,10 @@ def human_age(seconds: float) -> str:
 
 
 def counted(count: int, one: str, several: str = '') -> str:
-    """A count with its noun: '1 step', '1,024 steps'; ``several`` is a plural that does not end in s."""
+    """A count with its noun: '1 step', '1,024 steps'; ``several`` is an irregular plural."""
     return f'{count:,} {one}' if count == 1 else f'{count:,} {several or one + "s"}'
 
 
 def some_of(texts: Sequence[str], shown: int, between: str = ', ') -> str:
-    """The first texts, and how many more there are."""
+    """The first ``shown`` texts, and the number of those left out."""
     return between.join(texts[:shown]) + (f' and {len(texts) - shown} more' if len(texts) > shown else '')

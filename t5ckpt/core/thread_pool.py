@@ -1,7 +1,7 @@
-"""A few threads that do what another thread gives them.
+"""Thread pools that accept work while the interpreter exits.
 
-``concurrent.futures`` takes no more work once the interpreter has begun to exit, and a save that goes on in the background is
-finished then. These threads are daemons: whoever gives them work waits for it.
+``concurrent.futures`` accepts no work once the interpreter has begun to exit, but a background save is finished then. The threads
+are daemons; the code that submits work waits for it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _Task = tuple[Callable[[], None], 'Future[None]']
 
 
 def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> threading.Thread | None:
-    """Calls a function in a thread of its own; None where the system starts no more threads.
+    """Calls a function in a new thread; returns None if no thread can be started.
 
-    Python 3.12 starts none in ``atexit``, and a machine may have reached its limit. Callers then do the work themselves.
+    Python 3.12 starts none in ``atexit``, and the machine may have reached its limit. Callers do the work themselves then.
     """
     thread = threading.Thread(target=function, name=name, daemon=daemon)
     try:
@@ -36,7 +36,7 @@ def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> th
 
 
 class Workers:
-    """Threads that are started when there is something to do, and end with :meth:`close`."""
+    """Threads that are started on demand and end with :meth:`close`."""
 
     def __init__(self, count: int, name: str):
         """Starts nothing."""
@@ -46,10 +46,10 @@ class Workers:
         self._started = 0
 
     def submit(self, function: Callable[[], None]) -> Future[None]:
-        """Has it called; the future says when it is done, or raises what it raised."""
+        """Calls a function in a thread. The future is done when it returns, with its exception if it raised one."""
         future: Future[None] = Future()
         if self._started < self._room:
-            # Without a new thread, those that there are do the work, or the caller.
+            # If no thread can be started, the existing threads or the caller do the work.
             self._started += start_thread(self._work, f'{self._name}-{self._started}', daemon=True) is not None
         if self._started:
             self._tasks.put((function, future))
@@ -58,13 +58,13 @@ class Workers:
         return future
 
     def drop(self) -> None:
-        """Cancels what was submitted and not begun."""
+        """Cancels the tasks that have not begun."""
         with contextlib.suppress(queue.Empty):
             while (task := self._tasks.get_nowait()) is not None:
                 task[1].cancel()
 
     def close(self) -> None:
-        """Ends the threads when all that was submitted is done; does not wait for that."""
+        """Ends the threads once all submitted tasks are done; does not wait for them."""
         for _ in range(self._started):
             self._tasks.put(None)
         self._started = 0
@@ -72,7 +72,7 @@ class Workers:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             _do(*task)
-            # The next wait must not keep a chunk alive.
+            # Otherwise the task would keep a chunk alive during the next wait.
             del task
 
 
@@ -80,7 +80,7 @@ def _do(function: Callable[[], None], future: Future[None]) -> None:
     try:
         function()
     except BaseException as error:  # noqa: BLE001 - raised by the future
-        # Nor must the error.
+        # The frames would keep the chunk alive, too.
         traceback.clear_frames(error.__traceback__)
         future.set_exception(error)
     else:
@@ -88,9 +88,9 @@ def _do(function: Callable[[], None], future: Future[None]) -> None:
 
 
 class Pool(Executor):
-    """``ThreadPoolExecutor``, but it takes work also while the interpreter ends: a restore in ``atexit`` needs it.
+    """A ``ThreadPoolExecutor`` that also accepts work while the interpreter exits, as a restore in ``atexit`` needs it.
 
-    Where no thread starts, the work is done in ``submit``.
+    If no thread can be started, ``submit`` does the work itself.
     """
 
     def __init__(self, count: int, name: str = 't5ckpt'):
@@ -103,7 +103,7 @@ class Pool(Executor):
         self._is_closed = False
 
     def submit(self, fn: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs) -> Future[_Result]:
-        """Has it called; the future has what it returns."""
+        """Calls ``fn`` in a thread; the future holds its result."""
         future: Future[_Result] = Future()
         task = (functools.partial(fn, *args, **kwargs), future)
         with self._lock:
@@ -120,7 +120,7 @@ class Pool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the threads when what was submitted is done or, with ``cancel_futures``, what was begun."""
+        """Ends the threads once all submitted tasks are done or, with ``cancel_futures``, those that have begun."""
         with self._lock:
             if cancel_futures:
                 with contextlib.suppress(queue.Empty):

@@ -1,4 +1,4 @@
-"""Whether what a caller gives for ``state_transformation_fns`` can be called."""
+"""Checks the functions that a caller passes as ``state_transformation_fns``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check_transforms(transforms: Any) -> None:
 
 
 def _check_takes_two(fn: Any) -> None:
-    """Raises ValueError where a transformation cannot be called with two arguments, as all of them are."""
+    """Raises ValueError for a function that cannot be called with two positional arguments."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
-        # Written in C, without a signature.
+        # A function written in C may have no signature.
         return
     try:
         signature.bind(None, None)

@@ -1,4 +1,4 @@
-"""The ``/value`` that ends the names of Flax NNX's variables in an ``nnx.State``, and not those in a pure dict."""
+"""The suffix ``/value``, which names of Flax NNX's variables have in an ``nnx.State`` but not in a pure dict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SUFFIX = '/value'
 
 
 def value_rule(template: Collection[str], held: Collection[str]) -> tuple[str, str] | None:
-    """One rule of an assignment map for all leaves that differ in the suffix alone; None where there are none.
+    """One rule of an assignment map for all leaves that differ only in the suffix; None if there are none.
 
     Args:
       template: names that the template has and the checkpoint lacks.
@@ -28,7 +28,7 @@ def value_rule(template: Collection[str], held: Collection[str]) -> tuple[str, s
 
 
 def _scopes(names: Collection[str]) -> str:
-    """A pattern for what lies below the roots of these names, so that leaves beside them, such as a step, keep theirs."""
+    """A pattern for the leaves below the roots of these names, so that others, such as a step, keep their names."""
     roots = {
         re.escape(root).replace('\\-', '-') + ('/.*' if below else '')
         for root, below, _ in (n.partition('/') for n in names)

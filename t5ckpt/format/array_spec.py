@@ -59,10 +59,10 @@ _MAX_RANK = 32
 
 
 class SpecDict(dict[str, Any]):
-    """A TensorStore spec as it stands in the manifest.
+    """A TensorStore spec in the manifest.
 
-    A restore transform may move it, and may test its keys as T5X's transforms do. It is a class of its own so that
-    ``jax.tree.map`` and our walkers see one leaf and not a nested dict.
+    A restore transform may move it, and may test its keys as T5X's transforms do. It is a separate class so that
+    ``jax.tree.map`` and the functions of this package treat it as one leaf and not as a nested dict.
     """
 
     array: StoredArray | None = None
@@ -70,14 +70,14 @@ class SpecDict(dict[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """A leaf whose values lie in a zarr array beside the manifest.
+    """A leaf whose values are stored in a zarr array next to the manifest.
 
     Attributes:
-      location: directory relative to the checkpoint's, '/'-separated, no trailing slash.
+      location: directory relative to the checkpoint's, '/'-separated, without a trailing slash.
       shape: of the array.
       dtype: on disk; a reader may view or convert it (``TreeFacts``, version 2).
-      bits_of: the dtype these bits really are, where it is not ``dtype`` (bfloat16 in version 2).
-      metadata: zarr metadata as far as the manifest has it: ``chunks``, ``compressor``, ``order``, ...
+      bits_of: the dtype that the stored bits represent, if it is not ``dtype`` (bfloat16 in version 2).
+      metadata: the zarr metadata in the manifest: ``chunks``, ``compressor``, ``order``, ...
       driver: ``'zarr'``, in Orbax directories also ``'zarr3'``, or ``'safetensors'``.
       container: ``'dir'`` for a directory of chunk files, ``'ocdbt'`` for a key prefix in an OCDBT database, ``'file'`` for the
         bytes of one file from ``metadata['offset']`` on.
@@ -98,7 +98,7 @@ class StoredArray:
 
     @property
     def grid(self) -> ChunkGrid:
-        """The chunk grid that the manifest gives, which needs ``chunks`` in the metadata; keys are as t5ckpt writes them."""
+        """The chunk grid by the manifest, with keys as t5ckpt writes them; needs ``chunks`` in the metadata."""
         return ChunkGrid(self.shape, tuple(self.metadata['chunks']))
 
 
@@ -108,12 +108,12 @@ def is_spec(value: Any) -> bool:
 
 
 def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
-    """The spec that stands for a stored array in the manifest.
+    """The spec that represents a stored array in the manifest.
 
     Args:
       array: with ``chunks`` and ``compressor`` in its metadata.
-      driver: ``'file'`` or ``'gcs'``, the two that real T5X accepts. ``gcs`` gets T5X's dummy bucket, which keeps the
-        checkpoint free of the place it was written to.
+      driver: ``'file'`` or ``'gcs'``, the two that real T5X accepts. ``gcs`` gets T5X's dummy bucket, so that the checkpoint does
+        not depend on its location.
     """
     kvstore: dict[str, Any] = {'driver': driver, 'path': f'{array.location}/'}
     if driver == 'gcs':
@@ -127,11 +127,11 @@ def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
 
 
 def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
-    """Parses a spec against the allow-list of what T5X ever wrote.
+    """Parses a spec against the allow-list of fields that T5X has ever written.
 
-    Accepted: driver ``zarr``; kvstore ``file``, ``gfile``, ``gcs``, ``s3`` or ``memory``, whose driver and bucket are
-    then ignored; a relative path in ``kvstore`` or, before tensorstore 0.1.14, at the top, with or without a trailing
-    slash; ``metadata`` with shape and anything zarr v2 has; an identity ``transform``.
+    Accepted: driver ``zarr``; kvstore ``file``, ``gfile``, ``gcs``, ``s3`` or ``memory``, whose driver and bucket are ignored;
+    a relative path in ``kvstore`` or, before tensorstore 0.1.14, at the top, with or without a trailing slash; ``metadata``
+    with a shape and any field of zarr v2; an identity ``transform``.
 
     Raises:
       UnsafeSpecError: another driver, a nested spec, an absolute path or one with ``..``.
@@ -160,9 +160,9 @@ def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
 
 
 def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, SpecDict]]:
-    """The specs of a decoded manifest that name no dtype, neither at the top nor in their metadata.
+    """The specs of a decoded manifest without a dtype, both at the top and in their metadata.
 
-    TensorStore takes the dtype from the array's ``.zarray`` then, and so has a reader to do.
+    For these, TensorStore takes the dtype from the array's ``.zarray``, and a reader has to do the same.
     """
     for key, value in state.items():
         if isinstance(value, SpecDict):
@@ -174,9 +174,9 @@ def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[P
 
 
 def typed_by_zarray(spec: SpecDict, leaf: str, read: Callable[[str], bytes]) -> None:
-    """Adds the dtype that the array's ``.zarray`` has to a spec without one; ``read`` takes the file's name.
+    """Adds the dtype in the array's ``.zarray`` to a spec without one; ``read`` takes the file's name.
 
-    A ``.zarray`` that has none leaves the spec as it is: ``parse_spec`` says what is wrong then.
+    If the ``.zarray`` has none either, the spec stays as it is and ``parse_spec`` raises the error.
     """
     text = read(f'{_location(spec, leaf)}/.zarray')
     try:
@@ -188,7 +188,7 @@ def typed_by_zarray(spec: SpecDict, leaf: str, read: Callable[[str], bytes]) -> 
 
 
 def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], leaf: str) -> None:
-    """Checks what stands in for a ``.zarray`` that is missing; TensorStore sees nothing that is not in here."""
+    """Checks the metadata that replaces a missing ``.zarray``; TensorStore gets only these fields."""
     chunks = metadata.get('chunks', [1] * len(shape))
     good = _is_list_of_sizes(chunks) and len(chunks) == len(shape) and all(size > 0 for size in chunks)
     codec = metadata.get('compressor')
@@ -197,7 +197,7 @@ def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], leaf: s
     good = good and all(isinstance(metadata.get(key, ''), str) for key in ('dimension_separator', 'dtype', 'order'))
     if not good:
         raise CorruptCheckpointError(
-            f'{leaf}: spec metadata is no zarr v2 metadata of shape {shape}: {metadata!r:.200}.'
+            f'{leaf}: the metadata in the spec is not zarr v2 metadata for shape {shape}: {metadata!r:.200}.'
         )
 
 
@@ -212,10 +212,10 @@ def _is_list_of_sizes(value: Any) -> bool:
 
 
 def shape_of(value: Any, leaf: str) -> tuple[int, ...]:
-    """The shape of an array as its metadata has it. ``reading/size_limits.py`` limits its size.
+    """The shape of an array by its metadata. ``reading/size_limits.py`` limits its size.
 
     Raises:
-      CorruptCheckpointError: no list of sizes.
+      CorruptCheckpointError: it is not a list of sizes.
     """
     if not _is_list_of_sizes(value) or len(value) > _MAX_RANK:
         raise CorruptCheckpointError(f'{leaf}: metadata has shape {value!r:.120}, expected a list of sizes.')
@@ -228,7 +228,7 @@ def _location(spec: Mapping[str, Any], leaf: str) -> str:
         raise UnsafeSpecError(f'{leaf}: key-value store {kvstore!r:.120} is not one of {sorted(_ALLOWED_KVSTORES)}.')
     parts = [part for part in (kvstore.get('path'), spec.get('path')) if part is not None]
     if not parts or not all(isinstance(part, str) for part in parts):
-        raise CorruptCheckpointError(f'{leaf}: spec without a path, neither in "kvstore" nor at the top.')
+        raise CorruptCheckpointError(f'{leaf}: the spec has no path, neither in "kvstore" nor at the top.')
     path = '/'.join(part.rstrip('/') for part in parts)
     if not is_inside(path):
         raise UnsafeSpecError(
@@ -246,14 +246,14 @@ def _spec_dtype(name: Any, typestr: Any, leaf: str) -> np.dtype:
     dtype = dtype_from_typestr(typestr) if isinstance(typestr, str) else None
     if dtype is None:
         raise CorruptCheckpointError(
-            f'{leaf}: the spec and the .zarray name no dtype that is known ({name!r:.40}, {typestr!r:.40}). '
+            f'{leaf}: the dtype in the spec ({name!r:.40}) and in its metadata or .zarray ({typestr!r:.40}) is unknown. '
             'Restore an older step, or copy the checkpoint again.'
         )
     return dtype
 
 
 def _check_transform(transform: Any, shape: tuple[int, ...], leaf: str) -> None:
-    """Accepts the identity that ``ts.Spec.to_json`` adds; anything else would read other elements than it says."""
+    """Accepts the identity that ``ts.Spec.to_json`` adds; any other transform selects other elements, which is not supported."""
     if transform is None:
         return
     identity = isinstance(transform, Mapping) and set(transform) <= _IDENTITY_KEYS
@@ -261,7 +261,7 @@ def _check_transform(transform: Any, shape: tuple[int, ...], leaf: str) -> None:
         ends = transform.get('input_exclusive_max', transform.get('input_shape', list(shape)))
         starts = transform.get('input_inclusive_min', [0] * len(shape))
         identity = isinstance(ends, (list, tuple)) and starts == [0] * len(shape)
-        # An implicit bound is a list of one number.
+        # ``to_json`` writes an implicit bound as a list of one number.
         identity = identity and [
             end[0] if isinstance(end, (list, tuple)) and len(end) == 1 else end for end in ends
         ] == list(shape)

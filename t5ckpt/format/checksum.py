@@ -1,4 +1,4 @@
-"""The checksum of files: xxh3-64, which hashes 28 GB/s on one core, from the xxhash package."""
+"""The checksum of files, xxh3-64 from the xxhash package, which hashes 28 GB/s on one core."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Geometry of chunked arrays: boxes of elements, and the regular grid of chunks that covers an array.
 
-A chunk index counts chunks along each axis; a box counts elements. Every chunk that reaches over the array's end is stored in
-full, but its box ends where the array does. Pure arithmetic on integers: a grid may have as many chunks as hostile metadata
-claims, and nothing here makes a list of all of them unless it says so.
+A chunk index counts chunks along each axis; a box counts elements. A chunk that extends beyond the array's end is stored in full,
+but its box ends at the array's end. All functions are arithmetic on integers. Hostile metadata may describe a grid with a huge
+number of chunks, so only functions whose docstring says so make a list of all chunks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def ceil_div(dividend: int, divisor: int) -> int:
 class Box(tuple[tuple[int, int], ...]):
     """A rectangular region of an array: (start, stop) per dimension.
 
-    A tuple of its own class, because the hash and the comparison of a tuple are as fast as they can be and boxes are the keys of
-    many dicts. The box of an array without dimensions is ``Box()``, which holds one element.
+    A subclass of tuple, because boxes are keys of many dicts and tuples are hashed and compared in C. The box of an array without
+    dimensions is ``Box()``, which holds one element.
     """
 
     __slots__ = ()
@@ -81,14 +81,14 @@ class Box(tuple[tuple[int, int], ...]):
     @property
     def is_empty(self) -> bool:
         """Whether the box has no elements."""
-        # A generator would take three times as long.
+        # any() of a generator takes three times as long.
         for start, stop in self:  # noqa: SIM110
             if start >= stop:
                 return True
         return False
 
     def intersect(self, other: Box) -> Box:
-        """The elements of both boxes; empty where they do not overlap."""
+        """The box of the elements in both boxes; empty if they do not overlap."""
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(self, other, strict=True)]
         return Box([(start, max(start, stop)) for start, stop in both])
 
@@ -97,7 +97,7 @@ class Box(tuple[tuple[int, int], ...]):
         return other.is_empty or all(a <= c and d <= b for (a, b), (c, d) in zip(self, other, strict=True))
 
     def relative_to(self, other: Box) -> Box:
-        """The same elements, counted from the first corner of another box."""
+        """The same box in coordinates relative to the start of another box."""
         return Box([(start - at, stop - at) for (start, stop), (at, _) in zip(self, other, strict=True)])
 
 
@@ -139,7 +139,7 @@ class ChunkGrid:
 
     def __iter__(self) -> Iterator[ChunkIndex]:
         """Every chunk index in C order, made one at a time."""
-        # Not itertools.product, which begins with tuples as long as the axes.
+        # itertools.product would first make tuples as long as the axes.
         return map(self.index_at, range(self.num_chunks))
 
     def index_at(self, position: int) -> ChunkIndex:
@@ -157,7 +157,7 @@ class ChunkGrid:
         return self.separator.join(map(str, chunk_index)) or '0'
 
     def index(self, key: str) -> ChunkIndex | None:
-        """The chunk index of a key, also of one outside the grid; None for anything else."""
+        """The chunk index of a key, which may lie outside the grid; None for any other text."""
         parts = key.split(self.separator)
         if self.prefix:
             first, *parts = parts
@@ -169,12 +169,12 @@ class ChunkGrid:
         return tuple(map(int, parts)) if good else None
 
     def box(self, chunk_index: Sequence[int]) -> Box:
-        """The array's elements in a chunk, without what reaches over the array's end."""
+        """The array's elements in a chunk, without the part beyond the array's end."""
         sizes = zip(chunk_index, self.chunk_shape, self.shape, strict=True)
         return Box([(at * chunk, min((at + 1) * chunk, size)) for at, chunk, size in sizes])
 
     def full_box(self, chunk_index: Sequence[int]) -> Box:
-        """A chunk as it is stored, in the array's coordinates; at the end it reaches over the array."""
+        """The whole chunk as it is stored, in the array's coordinates; it may extend beyond the array's end."""
         return Box([(at * chunk, (at + 1) * chunk) for at, chunk in zip(chunk_index, self.chunk_shape, strict=True)])
 
     def index_of(self, box: Box) -> ChunkIndex:
@@ -182,7 +182,7 @@ class ChunkGrid:
         return tuple([start // chunk for (start, _), chunk in zip(box, self.chunk_shape, strict=True)])
 
     def ranges(self, box: Box) -> list[range]:
-        """The chunk indices that a box overlaps, as one range per axis; all are empty where the box is."""
+        """The chunk indices that a box overlaps, as one range per axis; all are empty for an empty box."""
         if box.is_empty:
             return [range(0)] * len(box)
         return [

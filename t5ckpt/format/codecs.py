@@ -9,7 +9,7 @@ __all__ = ['AUTO', 'CODECS']
 
 
 AUTO: dict[str, Any] = {'id': 'auto'}
-"""Stands for a codec that is not chosen yet; never written."""
+"""Placeholder for a codec that is chosen during the save; never written."""
 
 
 CODECS: Mapping[str | None, dict[str, Any] | None] = {

@@ -1,9 +1,9 @@
 """Dtypes on disk.
 
-Real T5X and TensorStore's zarr v2 driver between them cannot hold four of JAX's dtypes in a stored array
-(tensorstore 0.1.86): uint2, uint4 and float8_e4m3 have no zarr name, and uint16 is refused by T5X on load, because in
-version 2 it meant bfloat16. Such leaves are stored in a dtype that holds them exactly, and the sidecar says what they
-were: integers by value (T5X then reads the right numbers), float8_e4m3 by its bits (NaN payloads survive).
+Stored arrays cannot hold four of JAX's dtypes: TensorStore's zarr v2 driver (0.1.86) has no name for uint2, uint4 and
+float8_e4m3, and T5X refuses uint16 on load, because in version 2 it meant bfloat16. Such leaves are stored in a dtype that holds
+them exactly, and the sidecar records the original dtype. Integers are stored by value, so that T5X reads the right numbers;
+float8_e4m3 is stored by its bits, which preserves NaN payloads.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _BY_VALUE = {'uint2': 'uint8', 'uint4': 'uint8', 'uint16': 'uint32'}
 _BY_BITS = {'float8_e4m3': 'uint8', 'float6_e2m3fn': 'uint8', 'float6_e3m2fn': 'uint8'}
 
 STORED_AS = {**_BY_VALUE, **_BY_BITS}
-"""Dtypes that are stored as another, by name."""
+"""The dtype on disk of each dtype that is stored as another one, by name."""
 
 
 def dtype_from_name(name: str) -> np.dtype:
@@ -94,7 +94,7 @@ def dtype_from_name(name: str) -> np.dtype:
 
 
 def dtype_from_typestr(typestr: str) -> np.dtype | None:
-    """The dtype of a ``.zarray``: '<f4' and '>f4' are float32, 'bfloat16' is itself; None for what is not known."""
+    """The dtype of a name in a ``.zarray``, in native byte order ('<f4' and '>f4' are float32); None for an unknown name."""
     if typestr in _BY_NAME:
         return _BY_NAME[typestr]
     if typestr[:1] not in ('<', '>', '|'):
@@ -103,10 +103,10 @@ def dtype_from_typestr(typestr: str) -> np.dtype | None:
 
 
 def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
-    """Checks the dtype of a cast option; None stays None.
+    """Checks the dtype of a cast option; None is returned as it is.
 
     Raises:
-      ValueError: not a floating dtype: weights cast to integers are lost.
+      ValueError: the dtype is not floating; a cast to integers would lose the weights.
     """
     if dtype is None:
         return None
@@ -114,11 +114,11 @@ def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
         wanted = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(
-            f"{option}: {dtype!r:.40} is no dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
+            f"{option}: {dtype!r:.40} is not a dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
         ) from error
     if kind(wanted) != 'float':
         raise ValueError(
-            f'{option} must be a floating dtype, got {wanted.name}: only floating leaves are cast. Pass jnp.bfloat16, say.'
+            f'{option} must be a floating dtype such as jnp.bfloat16, got {wanted.name}: only floating leaves are cast.'
         )
     return wanted
 
@@ -128,13 +128,13 @@ _CAST_ROOTS = ('target', 'params')
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """A cast of floating leaves that an option asks for.
+    """A cast of floating leaves.
 
     Attributes:
       dtype: the dtype after the cast; None for that of the template.
-      leaves: a pattern, matched with the whole names of leaves; None stands for the leaves under ``target`` and ``params``, or
-        for all leaves where the dtype is the template's.
-      option: the option that asks for the cast, for messages.
+      leaves: a pattern, matched with the whole names of leaves; None for the leaves under ``target`` and ``params``, or for all
+        leaves if the dtype is the template's.
+      option: the option that requests the cast, for messages.
     """
 
     dtype: np.dtype | None
@@ -143,7 +143,7 @@ class Cast:
 
     @classmethod
     def of(cls, dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast | None:
-        """Parses the two options of a cast; None where neither is given.
+        """Parses the two options of a cast; None if neither is given.
 
         Raises:
           ValueError: the dtype is not floating, the pattern is not a regular expression, or it comes without a dtype.
@@ -166,27 +166,24 @@ class Cast:
         return cls(None, leaves, option)
 
     def touches(self, path: Path) -> bool:
-        """Whether the cast is meant for the leaf, if it is floating."""
+        """Whether the cast applies to a leaf with this path, provided that the leaf is floating."""
         if self.leaves is None:
             return self.dtype is None or path[0] in _CAST_ROOTS
         return leaf_pattern(self.leaves).fullmatch(leaf_name(path)) is not None
 
 
 def array_dtype(leaf: Any) -> np.dtype | None:
-    """The dtype of an array, None of whatever else a leaf may be (typed PRNG keys among them)."""
+    """The NumPy dtype of an array; None for any other leaf, such as a typed PRNG key."""
     dtype = getattr(leaf, 'dtype', None)
     return dtype if isinstance(dtype, np.dtype) else None
 
 
 def check_cast(cast: Cast | None, dtypes: Mapping[Path, np.dtype | None]) -> None:
-    """Refuses a cast that is meant for none of the floating leaves.
+    """Raises UnmatchedPattern for a cast that applies to none of the floating leaves.
 
     Args:
       cast: the cast, if there is one.
-      dtypes: of all leaves; None where a leaf is not an array.
-
-    Raises:
-      UnmatchedPattern: naming the roots of the tree and the option that selects the leaves.
+      dtypes: of all leaves; None for a leaf that is not an array.
     """
     if cast is None or (cast.dtype is None and cast.leaves is None):
         return
@@ -195,21 +192,21 @@ def check_cast(cast: Cast | None, dtypes: Mapping[Path, np.dtype | None]) -> Non
         return
     asked = f'{cast.option}={"template" if cast.dtype is None else cast.dtype.name}'
     if not floating:
-        raise UnmatchedPattern(f'{asked} casts floating leaves, and there are none. Leave {cast.option} out.')
+        raise UnmatchedPattern(f'{asked} casts floating leaves, but the tree has none. Leave {cast.option} out.')
     roots = root_names(floating)
     shown = ', '.join(roots[:8]) + (', ...' if len(roots) > 8 else '')
     which = "under 'target' and 'params'" if cast.leaves is None else f'that match cast_leaves={cast.leaves!r}'
     example = re.escape(roots[0]).replace('\\-', '-') + '.*' if roots[0].endswith('/') else '.*'
     raise UnmatchedPattern(
-        f'{asked} would cast nothing: it casts floating leaves {which}, and the floating leaves are {shown}. Pass a pattern for '
-        f'the whole names of the leaves to cast: cast_leaves={example!r} (in the command line --cast-leaves).'
+        f'{asked} would have no effect: it casts floating leaves {which}, but the floating leaves are {shown}. Pass a pattern '
+        f'for the whole names of the leaves to cast: cast_leaves={example!r} (--cast-leaves in the command line).'
     )
 
 
 def cast_dtype(path: Path, dtype: np.dtype, cast: Cast | None, template: np.dtype | None = None) -> np.dtype:
-    """The dtype of a leaf after a cast, which touches only floating leaves; ``template`` is the dtype of the leaf there.
+    """The dtype of a leaf after a cast; ``template`` is the leaf's dtype in the template.
 
-    T5X casts every leaf of ``target``, integers too, which is how step counters inside models get lost.
+    Only floating leaves are cast. T5X also casts the integers in ``target``, and so loses step counters inside models.
     """
     if cast is None or kind(dtype) != 'float' or not cast.touches(path):
         return dtype
@@ -219,13 +216,13 @@ def cast_dtype(path: Path, dtype: np.dtype, cast: Cast | None, template: np.dtyp
 
 @functools.cache
 def name_of(dtype: np.dtype) -> str:
-    """The dtype's plain name; numpy takes 7 us to make it each time."""
+    """The dtype's name, cached because NumPy takes 7 us to build it each time."""
     return dtype.name
 
 
 @functools.cache
 def kind(dtype: np.dtype) -> str:
-    """The kind between which nothing is cast silently: 'bool', 'int', 'uint', 'float', 'complex' or 'other'."""
+    """'bool', 'int', 'uint', 'float', 'complex' or 'other'. Nothing is cast silently from one kind to another."""
     name = dtype.name
     for prefix in ('bool', 'uint', 'int', 'float', 'bfloat', 'complex'):
         if name.startswith(prefix):
@@ -234,13 +231,13 @@ def kind(dtype: np.dtype) -> str:
 
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype that a stored array of ``dtype`` has on disk; mostly itself."""
+    """The dtype on disk of a stored array of ``dtype``; ``dtype`` itself, except for those in ``STORED_AS``."""
     name = dtype.name
     return _BY_NAME[_BY_VALUE.get(name) or _BY_BITS.get(name) or name]
 
 
 def to_stored(array: np.ndarray) -> np.ndarray:
-    """``array`` in its stored dtype, without a copy where the dtype stays."""
+    """``array`` in its stored dtype; without a copy if that is the same."""
     name = array.dtype.name
     if name in _BY_VALUE:
         return array.astype(_BY_NAME[_BY_VALUE[name]])
@@ -250,7 +247,7 @@ def to_stored(array: np.ndarray) -> np.ndarray:
 
 
 def from_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The inverse of :func:`to_stored`; also the view of version 2's bfloat16 that was written as uint16."""
+    """The inverse of :func:`to_stored`; also views uint16 of version 2 as bfloat16."""
     if array.dtype == dtype:
         return array
     if dtype.name in _BY_VALUE:
@@ -259,5 +256,5 @@ def from_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def zarr_typestr(dtype: np.dtype) -> str:
-    """The dtype's name in ``.zarray``: numpy's typestr, or the plain name for ml_dtypes' types as TensorStore has it."""
+    """The dtype's name in ``.zarray``: NumPy's typestr, or TensorStore's name for the types of ml_dtypes."""
     return dtype.name if dtype.name in _EXTENDED else dtype.newbyteorder('<').str

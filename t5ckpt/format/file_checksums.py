@@ -1,12 +1,12 @@
-"""The file checksums of a checkpoint: each file with its length and its xxh3-64. No files are read or written here.
+"""The file checksums of a checkpoint: the length and the xxh3-64 of each file. No files are read or written here.
 
-Every process writes the checksums of its files to ``integrity.<process>.json``. ``t5ckpt.json`` has those of the manifest
-and of these lists, and a checksum of itself, so every byte of the checkpoint can be verified:
+Every process writes the checksums of its files to ``integrity.<process>.json``. ``t5ckpt.json`` holds the checksums of the
+manifest, of these lists and of itself, so that every byte of the checkpoint can be verified:
 
     t5ckpt.json ──> checkpoint, integrity.0.json, integrity.1.json, ... ──> chunk files, .zarray, iterator files
 
-A checksum detects accidents: flipped bits, a truncated copy, files of another step. It is not a signature: whoever can
-write the checkpoint can write its checksums.
+A checksum detects accidents such as flipped bits, a truncated copy, or files of another step. It is not a signature: anyone with
+write access to the checkpoint can also write its checksums.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _CURE = 'Restore an older step, or copy the checkpoint again.'
 
 
 def entry_of(data: bytes) -> FileEntry:
-    """The entry of a file with these contents."""
+    """The length and the checksum of a file's contents."""
     return len(data), digest(data)
 
 
 class FileChecksums(Mapping[str, FileEntry]):
-    """File, relative to the checkpoint's directory, to its entry. Immutable."""
+    """An immutable mapping from file names, relative to the checkpoint's directory, to their entries."""
 
     def __init__(self, entries: dict[str, FileEntry] | None = None):
-        """Takes the entries of files; the dict is not copied and must not change anymore."""
+        """Takes ownership of the entries; the dict is not copied and must not change afterwards."""
         self._entries: dict[str, FileEntry] = {} if entries is None else entries
-        # Looked up once for each chunk that is read: the dict's own method is faster than that of Mapping.
+        # Called for each chunk that is read, and the method of a dict is faster than that of Mapping.
         self.get = self._entries.get
 
     @classmethod
@@ -63,13 +63,13 @@ class FileChecksums(Mapping[str, FileEntry]):
             ) from error
         if algorithm != ALGORITHM:
             raise CorruptCheckpointError(
-                f'{where} has checksums of {algorithm!r:.40}, this reader knows {ALGORITHM}. {_CURE}'
+                f'{where} has checksums of the algorithm {algorithm!r:.40}; this version reads {ALGORITHM}. {_CURE}'
             )
         return cls.from_json(files, where)
 
     @classmethod
     def recorded_by(cls, sidecar: Sidecar, where: str) -> FileChecksums:
-        """The checksums that a sidecar records: of the manifest, and of the file checksums of the processes.
+        """The checksums in a sidecar: those of the manifest and of the processes' lists.
 
         Raises:
           CorruptCheckpointError: as :meth:`from_json`.
@@ -78,24 +78,26 @@ class FileChecksums(Mapping[str, FileEntry]):
 
     @classmethod
     def from_json(cls, files: Any, where: str) -> FileChecksums:
-        """Checks a map from file to [bytes, hex], as it was found in JSON.
+        """Parses a decoded JSON object from file to [bytes, hex].
 
         Raises:
-          CorruptCheckpointError: it is something else, or names a file outside the checkpoint.
+          CorruptCheckpointError: another type, or a name that leads outside the checkpoint.
         """
         if not isinstance(files, Mapping):
-            raise CorruptCheckpointError(f'{where} has no file checksums but {type(files).__name__}. {_CURE}')
+            raise CorruptCheckpointError(
+                f'{where}: the file checksums are {type(files).__name__}, expected an object. {_CURE}'
+            )
         entries: dict[str, FileEntry] = {}
         for name, entry in files.items():
             match entry:
                 case [int(size), str(text)] if size >= 0 and _HEX.fullmatch(text) and is_inside(name):
                     entries[name] = (int(size), text)
                 case _:
-                    raise CorruptCheckpointError(f'{where} has the entry {name!r:.120}: {entry!r:.80}. {_CURE}')
+                    raise CorruptCheckpointError(f'{where} has the bad entry {name!r:.120}: {entry!r:.80}. {_CURE}')
         return cls(entries)
 
     def encode(self) -> bytes:
-        """The bytes of the file of one process: ``{'algorithm': 'xxh3_64', 'files': {file: [bytes, hex]}}``."""
+        """The contents of one process's file: ``{'algorithm': 'xxh3_64', 'files': {file: [bytes, hex]}}``."""
         files = dict(sorted(self.to_json().items()))
         return json.dumps({'algorithm': ALGORITHM, 'files': files}, separators=(',', ':')).encode()
 
@@ -107,15 +109,15 @@ class FileChecksums(Mapping[str, FileEntry]):
 
     @property
     def lists(self) -> list[str]:
-        """Of what a sidecar records: the files that hold the checksums of the processes."""
+        """The names of the processes' lists, if these are the checksums in a sidecar."""
         return [name for name in self._entries if is_file_checksums(name)]
 
     def read_lists(self, lists: Mapping[str, bytes], where: Callable[[str], str]) -> FileChecksums:
-        """The checksums of all processes, where these are what a sidecar records.
+        """Decodes and merges the processes' lists; ``self`` holds the checksums in the sidecar.
 
         Args:
-          lists: contents by name; of names that the sidecar does not record nothing is used.
-          where: from a name to the path for an error.
+          lists: contents by name; lists that the sidecar does not record are ignored.
+          where: from a name to the path, for errors.
 
         Raises:
           CorruptCheckpointError: one differs from its checksum, or does not decode.
@@ -128,7 +130,7 @@ class FileChecksums(Mapping[str, FileEntry]):
         return FileChecksums(merged)
 
     def merged(self, other: Mapping[str, FileEntry]) -> FileChecksums:
-        """These files and others; where both have one, it is the entry of ``other``."""
+        """The union with ``other``, whose entries take precedence."""
         return FileChecksums(self._entries | dict(other))
 
     # --- lookup -------------------------------------------------------------------------------------------------------
@@ -150,11 +152,11 @@ class FileChecksums(Mapping[str, FileEntry]):
         return [name for name in self._entries if name.startswith(prefix)]
 
     def has_array(self, array: StoredArray) -> bool:
-        """Whether every file of an array is here; the checksums of one of several processes may be lost."""
+        """Whether every file of an array has a checksum. Those of one process may be lost."""
         chunks = array.metadata.get('chunks', ())
         if f'{array.location}/.zarray' not in self or len(chunks) != len(array.shape):
             return False
-        # Other writers may name the chunks with slashes, which only the .zarray says.
+        # Other writers may use slashes in chunk names, which only the .zarray records.
         grids = [ChunkGrid(array.shape, tuple(chunks), separator) for separator in ('.', '/')]
         return any(
             grid.num_chunks <= len(self) and all(f'{array.location}/{grid.key(index)}' in self for index in grid)
@@ -164,24 +166,24 @@ class FileChecksums(Mapping[str, FileEntry]):
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def matches(self, name: str, found: FileEntry) -> bool:
-        """Whether a file is as recorded; True for one of which nothing is recorded."""
+        """Whether a file equals its entry; True for a file without one."""
         return self.get(name, found) == found
 
     def check(self, name: str, found: FileEntry, where: str, cure: str = _CURE) -> None:
-        """Compares a file with what is recorded of it, if anything is.
+        """Compares a file with its entry, if it has one.
 
         Args:
           name: the file.
-          found: its entry, see :func:`entry_of`.
+          found: the length and checksum of its contents, see :func:`entry_of`.
           where: its path, or its leaf and its name, for the error.
-          cure: what to do about it.
+          cure: the last sentence of the error.
 
         Raises:
-          CorruptCheckpointError: it differs.
+          CorruptCheckpointError: they differ.
         """
         if not self.matches(name, found):
             size, text = self._entries[name]
             raise CorruptCheckpointError(
-                f'{where} is damaged: {found[0]:,} bytes with xxh3-64 {found[1]}, recorded are {size:,} bytes with '
+                f'{where} is damaged: it has {found[0]:,} bytes with xxh3-64 {found[1]}, expected {size:,} bytes with '
                 f'{text}. {cure}'
             )

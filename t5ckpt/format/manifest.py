@@ -1,14 +1,14 @@
-"""The msgpack manifest: bytes to tree and back, all versions, no files.
+"""Decodes and encodes the msgpack manifest, in all versions. No files are read or written here.
 
 Format (flax/serialization.py, t5x/checkpoints.py): one msgpack map ``{'version': 3, 'optimizer': <nested maps>}``.
 A leaf is an array or scalar in an extension type, nil, or a map that holds a TensorStore spec. Extension 1 is an
-array, extension 3 a numpy scalar, both packed as ``(shape, dtype name, C-order bytes)``; extension 2 is a complex,
-packed as ``(real, imag)``. Arrays above 2^30 bytes come as ``{'__msgpack_chunked_array__': True, ...}``.
+array, extension 3 a NumPy scalar, both packed as ``(shape, dtype name, C-order bytes)``; extension 2 is a complex number,
+packed as ``(real, imag)``. Arrays above 2^30 bytes are split into ``{'__msgpack_chunked_array__': True, ...}``.
 
-Version 2 wrote bfloat16 as uint16 arrays; without a version the map is the state itself (Flax).
+Version 2 stores bfloat16 as uint16 arrays. Without a version, the map is the state itself (Flax).
 
-What a manifest claims is not believed: an array's byte count must match its shape, dtype names come from a fixed
-list, and a spec is parsed against an allow-list (``format/array_spec.py``).
+A manifest of unknown origin is checked: an array's byte count must match its shape, dtype names come from a fixed list, and a
+spec is parsed against an allow-list (``format/array_spec.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CHUNKED = '__msgpack_chunked_array__'
 _TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
 _MAX_RANK = 32
 _MAX_DEPTH = 250
-# The decoder makes a list as long as its header claims before it has seen one item, at each level of nesting.
+# The decoder allocates a list of the length in its header before it decodes the first item, at each level of nesting.
 _MAX_LIST = 2**14
 _DAMAGED = (
     *(ValueError, TypeError, KeyError, RecursionError, UnicodeDecodeError, msgpack.UnpackException),
@@ -60,7 +60,7 @@ class Manifest:
     """A decoded manifest.
 
     Attributes:
-      version: 3, 2, 1, or 0 where the file has none.
+      version: 3, 2, 1, or 0 if the file has none.
       state: nested dicts; leaves are arrays, numpy scalars, None, :class:`SpecDict`, or an empty dict.
     """
 
@@ -82,8 +82,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
       The manifest, with every spec a :class:`SpecDict`.
 
     Raises:
-      UnsupportedFormatError: a TensorFlow state file, a newer version, or msgpack of something else.
-      CorruptCheckpointError: truncated or not msgpack.
+      UnsupportedFormatError: a TensorFlow state file, a newer version, or msgpack of another structure.
+      CorruptCheckpointError: truncated, or not msgpack.
     """
     if is_tensorflow_state(data):
         raise UnsupportedFormatError(
@@ -100,14 +100,14 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise CorruptCheckpointError(f'{where}: {error}') from error
     except _DAMAGED as error:
         raise CorruptCheckpointError(
-            f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): truncated, or not a T5X '
+            f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): it is truncated, or not a T5X '
             'manifest. Restore an older step, or copy the checkpoint again.'
         ) from error
     return manifest_of(contents, where)
 
 
 def is_whole(data: bytes) -> bool:
-    """Whether bytes are one msgpack map, complete to the end; nothing is decoded."""
+    """Whether bytes are exactly one complete msgpack map; nothing is decoded."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(data) + 1)
     unpacker.feed(data)
     try:
@@ -119,14 +119,14 @@ def is_whole(data: bytes) -> bool:
 
 
 def is_tensorflow_state(data: bytes) -> bool:
-    """Whether a file called ``checkpoint`` that begins so is the state file of a TensorFlow checkpoint."""
+    """Whether a file called ``checkpoint`` that begins with ``data`` is the state file of a TensorFlow checkpoint."""
     return data.startswith(_TENSORFLOW)
 
 
 def is_of_others(data: bytes) -> bool:
-    """Whether a file called ``checkpoint`` is whole for another program: TensorFlow's state file, msgpack of something else.
+    """Whether a file called ``checkpoint`` belongs to another program: TensorFlow's state file, or msgpack other than a map.
 
-    One or two bytes are nothing that a program would write.
+    Files of one or two bytes do not count.
     """
     if is_tensorflow_state(data):
         return True
@@ -142,7 +142,7 @@ def is_of_others(data: bytes) -> bool:
 
 
 def version_of(data: bytes) -> int | None:
-    """The version that a manifest names, also where only its first bytes are given; None where these do not say it."""
+    """The version of a manifest, from all or the first of its bytes; None if these do not contain it."""
     unpacker = msgpack.Unpacker(strict_map_key=False)
     unpacker.feed(data)
     found: dict[Any, Any] = {}
@@ -162,16 +162,16 @@ def version_of(data: bytes) -> int | None:
 
 
 def manifest_of(contents: Any, where: str) -> Manifest:
-    """The manifest in decoded msgpack.
+    """Parses decoded msgpack as a manifest.
 
     Raises:
-      FormatError: it is something else.
+      FormatError: it is not one.
     """
     if contents == {}:
-        raise CorruptCheckpointError(f'{where} is an empty map, which nobody saves. Restore an older step.')
+        raise CorruptCheckpointError(f'{where} is an empty map, which no program saves. Restore an older step.')
     if not isinstance(contents, dict):
         raise UnsupportedFormatError(
-            f'{where} is msgpack of {type(contents).__name__}, a T5X manifest is a map with "version" and "optimizer".'
+            f'{where} is msgpack of {type(contents).__name__}, but a T5X manifest is a map with "version" and "optimizer".'
         )
     version = contents.get('version', 0)
     if 'optimizer' not in contents or isinstance(version, bool) or not isinstance(version, int):
@@ -180,7 +180,7 @@ def manifest_of(contents: Any, where: str) -> Manifest:
         return Manifest(0, _normalise(contents, where, ()))
     if version > VERSION or version < 0:
         raise UnsupportedFormatError(
-            f'{where} has manifest version {version}, this reader knows versions up to {VERSION}. Update t5ckpt.'
+            f'{where} has manifest version {version}; this version of t5ckpt reads versions up to {VERSION}. Update t5ckpt.'
         )
     state = contents['optimizer']
     if not isinstance(state, dict):
@@ -191,16 +191,14 @@ def manifest_of(contents: Any, where: str) -> Manifest:
 def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any]:
     """Copies a tree with string keys, specs as SpecDict and chunked arrays joined."""
     if len(path) > _MAX_DEPTH:
-        raise CorruptCheckpointError(f'{where}: nested more than {_MAX_DEPTH} deep, which no model is.')
+        raise CorruptCheckpointError(f'{where}: nested more than {_MAX_DEPTH} deep, deeper than any model.')
     result: dict[str, Any] = {}
     for raw_key, value in tree.items():
         key = raw_key.decode('utf-8', 'replace') if isinstance(raw_key, bytes) else str(raw_key)
         if key in result:
-            raise CorruptCheckpointError(
-                f'{where}: {"/".join((*path, key))} is there twice, as a text and as a number.'
-            )
+            raise CorruptCheckpointError(f'{where}: {"/".join((*path, key))} occurs twice, as a text and as a number.')
         if isinstance(value, np.ndarray):
-            # First: most leaves are arrays, and the other questions take longer than all else here.
+            # First, because most leaves are arrays and the other tests are slow.
             result[key] = value
         elif is_spec(value):
             result[key] = SpecDict(value)
@@ -216,7 +214,7 @@ def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any
 
 
 def _scalar(value: Any, where: str, path: Path) -> Any:
-    """A leaf as numpy; strings and bytes stay, they come from Flax files of others."""
+    """A leaf as a NumPy value; strings and bytes, which Flax files of other programs contain, stay as they are."""
     if value is None or isinstance(value, (np.ndarray, np.generic, str, bytes)):
         return value
     if isinstance(value, bool):
@@ -228,12 +226,12 @@ def _scalar(value: Any, where: str, path: Path) -> Any:
     if isinstance(value, complex):
         return np.complex128(value)
     raise UnsupportedFormatError(
-        f'{where}: leaf {"/".join(path)} is {type(value).__name__}, a manifest holds arrays, scalars and specs.'
+        f'{where}: leaf {"/".join(path)} is {type(value).__name__}, but a manifest holds arrays, scalars and specs.'
     )
 
 
 def _join_chunked(value: Mapping[Any, Any], where: str, path: Path) -> np.ndarray:
-    """An array that Flax split because msgpack's lengths end at 2^32."""
+    """Joins an array that Flax split, because msgpack limits lengths to 2^32."""
     name = '/'.join(path)
     try:
         shape = tuple(value['shape'][str(i)] for i in range(len(value['shape'])))
@@ -243,14 +241,14 @@ def _join_chunked(value: Mapping[Any, Any], where: str, path: Path) -> np.ndarra
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     sizes = [int(size) for size in shape if isinstance(size, (int, np.integer)) and size >= 0]
     if not arrays or len(arrays) != len(parts) or len({array.dtype for array in arrays}) != 1:
-        raise CorruptCheckpointError(f'{where}: leaf {name}: the chunks of its array are no arrays of one dtype.')
+        raise CorruptCheckpointError(f'{where}: leaf {name}: the chunks of its array are not arrays of one dtype.')
     if len(sizes) != len(shape) or len(sizes) > _MAX_RANK or math.prod(sizes) != sum(array.size for array in arrays):
-        raise CorruptCheckpointError(f'{where}: leaf {name}: its chunks do not make an array of shape {shape!r:.80}.')
+        raise CorruptCheckpointError(f'{where}: leaf {name}: its chunks do not fill an array of shape {shape!r:.80}.')
     return np.concatenate([array.reshape(-1) for array in arrays]).reshape(sizes)
 
 
 def decode_ext(code: int, data: bytes) -> Any:
-    """An extension's value."""
+    """The value of a msgpack extension; called by the decoder."""
     if code in (_EXT_ARRAY, _EXT_SCALAR):
         array = _decode_array(data)
         return array[()] if code == _EXT_SCALAR else array
@@ -265,32 +263,32 @@ def _decode_array(data: bytes) -> np.ndarray:
     try:
         dims, dtype = _known_header(shape, name, len(raw))
     except TypeError:
-        # Something that cannot be a key.
+        # The header is not hashable, so not one of the cache's keys.
         dims, dtype = array_header(shape, name, len(raw))
     return np.ndarray(dims, dtype, raw)
 
 
 @functools.lru_cache(1024)
 def _known_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], np.dtype]:
-    """The same for the next array like it: most of ten thousand leaves have one of a few shapes."""
+    """Caches :func:`array_header`, since most of ten thousand leaves have one of a few shapes."""
     return array_header(shape, name, nbytes)
 
 
 def array_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and the dtype that an array's extension claims, if they fit the bytes that it has.
+    """Parses the shape and the dtype of an array's extension with ``nbytes`` bytes of data.
 
     Raises:
-      CorruptCheckpointError: they do not.
+      CorruptCheckpointError: they are malformed, or do not match the number of bytes.
     """
     name = name.decode('ascii', 'replace') if isinstance(name, bytes) else str(name)
     try:
         dtype = dtype_from_name(name)
     except KeyError:
-        raise CorruptCheckpointError(f'array of unknown dtype {name!r}') from None
+        raise CorruptCheckpointError(f'an array has the unknown dtype {name!r}') from None
     if not isinstance(shape, (list, tuple)) or not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise CorruptCheckpointError(f'array with shape {shape!r:.80}')
+        raise CorruptCheckpointError(f'an array has the shape {shape!r:.80}, expected a list of sizes')
     if math.prod(shape) * dtype.itemsize != nbytes:
-        raise CorruptCheckpointError(f'array of shape {tuple(shape)} and dtype {name} with {nbytes} bytes of data')
+        raise CorruptCheckpointError(f'an array of shape {tuple(shape)} and dtype {name} has {nbytes} bytes of data')
     return tuple(shape), dtype
 
 
@@ -298,16 +296,15 @@ def array_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], n
 
 
 def encode_manifest(state: Mapping[str, Any], *, split_bytes: int = 2**30) -> bytes:
-    """Encodes a nested state whose leaves are numpy arrays, numpy scalars, None or spec dicts.
+    """Encodes a nested state whose leaves are NumPy arrays, NumPy scalars, None or spec dicts.
 
-    Real T5X reads the result with default options, so no Python number and no empty map may be in it; the caller has
-    taken those out.
+    Callers have to leave out Python numbers and empty maps, which real T5X cannot read.
     """
     return _packed({'version': VERSION, 'optimizer': _split(state, split_bytes)})
 
 
 def _split(state: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-    """The state with arrays of more than so many bytes in parts, as Flax writes them; msgpack's lengths end at 2^32."""
+    """Splits arrays of more than ``limit`` bytes as Flax does, because msgpack limits lengths to 2^32."""
     changed: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, np.ndarray) and value.nbytes > limit:

@@ -1,16 +1,24 @@
-"""Names on disk. Pure text: nothing here touches a file.
+"""Builds and parses the names of files and directories. No files are read or written here.
 
-The layout is T5X's (t5x/checkpoints.py): ``checkpoint_<step>/checkpoint`` is the manifest,
-``checkpoint_<step>.tmp-<unix seconds>`` is being written, ``train_ds-SSS-of-NNN*`` is a data iterator's state, and a
-stored array lies in the directory of its name with ``/`` turned into ``.``. Ours are ``t5ckpt.json``,
-``integrity.<process>.json``, ``DATASET_REMOVED``, which says that the iterator files are gone on purpose,
-``checkpoint_<step>.deleted-<unix seconds>``, which is on its way out, ``checkpoint_<step>.replaced-<unix seconds>``,
-which takes another one's place or leaves it, ``checkpoint_<step>.damaged-<unix seconds>``, which could not be restored,
-``checkpoint_<step>.foreign-<unix seconds>``, which stood in the place of a step and holds files of other programs, and
-``held_<step>.<unix seconds>.<who>``, with which a reader asks until that second that the step not be deleted. On object
-stores also ``.t5ckpt/steps/<step>``, ``.t5ckpt/busy/<step>`` and ``.t5ckpt/others/<name>``, see ``catalog/step_index.py``.
+T5X's names (t5x/checkpoints.py):
 
-Which of the names in a step's directory T5X or t5ckpt gives is decided by :func:`foreign_keys`, and nowhere else.
+    checkpoint_<step>/checkpoint           the manifest
+    checkpoint_<step>.tmp-<unix seconds>   a step that is being written
+    train_ds-SSS-of-NNN*                   the state of a data iterator
+    <leaf's name with . instead of />/     a stored array
+
+t5ckpt's names:
+
+    t5ckpt.json, integrity.<process>.json  the sidecar and the file checksums
+    DATASET_REMOVED                        retention has deleted the files of data iterators
+    checkpoint_<step>.deleted-<unix>       a step that is being deleted
+    checkpoint_<step>.replaced-<unix>      the old or the new step during a replacement
+    checkpoint_<step>.damaged-<unix>       a step that could not be restored
+    checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
+    held_<step>.<unix>.<who>               a read lease, which keeps the step from being deleted until that second
+    .t5ckpt/                               on object stores, see ``catalog/step_index.py``
+
+:func:`foreign_keys` is the only place that decides which files in a step's directory belong to T5X or t5ckpt.
 """
 
 from __future__ import annotations
@@ -78,30 +86,30 @@ _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
 _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
 _OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
-_HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
+_READ_LEASE = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
 _NUMBER = re.compile(r'[0-9]{1,18}')
 _PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*_([0-9]{1,18})')
 _MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})')
-# A chunk of an array, in the array's directory; with '/' between the numbers where the array's metadata say so.
+# A chunk in its array's directory; the array's metadata may set '/' as the separator.
 _CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
 _NESTED_CHUNK = re.compile(r'[0-9]+([./][0-9]+)*')
 _ARRAY_METADATA = '.zarray'
-# What a write that is under way, ours or TensorStore's, adds to the name of its file.
+# Suffixes of files that t5ckpt or TensorStore is writing.
 _PARTIAL = ('.__partial', '.__lock')
-# One component of a file key. Everything else (a slash, a control character, a leading dot) is not put on disk.
+# One component of a file key. Slashes, control characters and leading dots are not written to disk.
 _SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
 _MAX_COMPONENT = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Leftover:
-    """A directory that is no checkpoint: being written, or being deleted, or left by a crash while it was.
+    """The directory of a write, deletion or replacement that is in progress or was interrupted by a crash.
 
     Attributes:
-      name: the directory's name.
-      step: its step.
+      name: of the directory.
+      step: the number of its step.
       state: ``'tmp'``, ``'deleted'`` or ``'replaced'``.
-      unix: the second in the name.
+      unix: the time in the name, in unix seconds.
     """
 
     name: str
@@ -112,12 +120,12 @@ class Leftover:
 
 @dataclasses.dataclass(frozen=True)
 class ReadLease:
-    """A reader's wish that a step not be deleted.
+    """A file with which a reader keeps a step from being deleted.
 
     Attributes:
-      name: the file's name.
-      step: the step.
-      until: the unix second at which the wish ends.
+      name: of the file.
+      step: the number of the step.
+      until: when the lease expires, in unix seconds.
     """
 
     name: str
@@ -126,27 +134,27 @@ class ReadLease:
 
 
 def step_dir(step: int, digits: int = 0) -> str:
-    """The directory's name of a complete checkpoint; with ``digits`` as T5X pads it, which neither writes."""
+    """The directory of a complete checkpoint; ``digits`` pads the number with zeros, as T5X can list but not write it."""
     return f'checkpoint_{step:0{digits}d}'
 
 
 def tmp_dir(step: int, unix: int) -> str:
-    """The directory's name while the checkpoint is being written."""
+    """The directory of a checkpoint that is being written."""
     return f'checkpoint_{step}.tmp-{unix}'
 
 
 def deleted_dir(step: int, unix: int) -> str:
-    """The directory's name while the checkpoint is being removed."""
+    """The directory of a checkpoint that is being deleted."""
     return f'checkpoint_{step}.deleted-{unix}'
 
 
 def replaced_dir(step: int, unix: int) -> str:
-    """The directory's name of the old or the new checkpoint while the one takes the place of the other."""
+    """The directory of the old or the new checkpoint during a replacement."""
     return f'checkpoint_{step}.replaced-{unix}'
 
 
 def damaged_dir(step: int, unix: int) -> str:
-    """The directory's name of a checkpoint that could not be restored and is out of the way."""
+    """The directory of a checkpoint that could not be restored and was renamed."""
     return f'checkpoint_{step}.damaged-{unix}'
 
 
@@ -157,7 +165,7 @@ def parse_damaged(name: str) -> int | None:
 
 
 def foreign_dir(step: int, unix: int) -> str:
-    """The directory's name of what stood in the place of a step and holds files of other programs."""
+    """The directory with files of other programs that had the name of a step and was renamed."""
     return f'checkpoint_{step}.foreign-{unix}'
 
 
@@ -168,28 +176,28 @@ def parse_foreign(name: str) -> int | None:
 
 
 def read_lease_file(step: int, until: int, who: str) -> str:
-    """The file with which a reader holds a step: beside the steps, on object stores in ``.t5ckpt/``."""
+    """The file of a read lease, in the run's directory or, on object stores, in ``.t5ckpt/``."""
     return f'held_{step}.{until}.{who}'
 
 
 def parse_read_lease(name: str) -> ReadLease | None:
-    """What a hold's name says, or None for any other name."""
-    match = _HOLD.fullmatch(name)
+    """Parses the name of a read lease; None for any other name."""
+    match = _READ_LEASE.fullmatch(name)
     return None if match is None else ReadLease(name, int(match.group(1)), int(match.group(2)))
 
 
 def step_marker(step: int) -> str:
-    """The key that says that a step was committed."""
+    """The marker of a committed step."""
     return f'{INDEX}/steps/{step}'
 
 
 def busy_marker(step: int) -> str:
-    """The key that says that a step is being written or deleted, and by whom."""
+    """The write lease of a step that is being written or deleted."""
     return f'{INDEX}/busy/{step}'
 
 
 def other_marker(name: str) -> str:
-    """The key that says that a step in another layout lies under this name."""
+    """The marker of a step in another layout."""
     return f'{INDEX}/others/{name}'
 
 
@@ -200,12 +208,12 @@ def parse_other(key: str) -> str | None:
 
 
 def index_complete(url: str) -> str:
-    """The key that says that every step of the run at this address has its marker."""
+    """The key whose existence means that every step of the run at ``url`` has its marker."""
     return f'{_COMPLETE}{hashlib.sha256(url.encode()).hexdigest()[:16]}'
 
 
 def is_index_complete(key: str) -> bool:
-    """Whether a key is one of those, of whichever address."""
+    """Whether a key is :func:`index_complete` of any URL."""
     return key.startswith(_COMPLETE)
 
 
@@ -222,27 +230,27 @@ def parse_step_dir(name: str) -> int | None:
 
 
 def parse_step_name(name: str) -> int | None:
-    """The step in ``checkpoint_<step>`` or in ``<step>``, as an Orbax CheckpointManager names it; else None."""
+    """The step in ``checkpoint_<step>`` or in ``<step>``, the name in an Orbax CheckpointManager; else None."""
     return int(name) if _NUMBER.fullmatch(name) else parse_step_dir(name)
 
 
 def parse_padded_step(name: str) -> int | None:
-    """The step in ``checkpoint_<step>`` with zeros before the number, which T5X's listings take for the step; else None."""
+    """The step in ``checkpoint_<step>`` with leading zeros, which T5X lists as the step; else None."""
     match = _PADDED.fullmatch(name)
     return None if match is None else int(match.group(1))
 
 
 def parse_prefixed_step(name: str) -> int | None:
-    """The step in :func:`parse_step_name`'s names or in ``<prefix>_<step>``, Orbax's ``step_prefix``; else None.
+    """The step in the names of :func:`parse_step_name` or in ``<prefix>_<step>``, Orbax's ``step_prefix``; else None.
 
-    Other directories have such names, too. Only one that Orbax wrote is a step.
+    Other directories may have such names; callers check that Orbax wrote the directory.
     """
     match = _PREFIXED.fullmatch(name)
     return parse_step_name(name) if match is None else int(match.group(1))
 
 
 def parse_leftover(name: str) -> Leftover | None:
-    """What a temporary or deleted directory's name says, or None for any other name."""
+    """Parses :func:`tmp_dir`, :func:`deleted_dir` or :func:`replaced_dir`; None for any other name."""
     match = _LEFTOVER.fullmatch(name)
     return None if match is None else Leftover(name, int(match.group(1)), match.group(2), int(match.group(3)))
 
@@ -253,7 +261,7 @@ def file_checksums_name(process: int) -> str:
 
 
 def is_file_checksums(name: str) -> bool:
-    """Whether a name is that of such a file."""
+    """Whether a name is a :func:`file_checksums_name`."""
     return _FILE_CHECKSUMS.fullmatch(name) is not None
 
 
@@ -263,10 +271,10 @@ def dataset_prefix(shard_id: int, num_shards: int) -> str:
 
 
 def foreign_keys(keys: Iterable[str]) -> list[str]:
-    """The files in a step's directory that neither T5X nor t5ckpt writes, told by their names.
+    """The files in a step's directory that neither T5X nor t5ckpt writes, decided by their names.
 
-    Theirs are the manifest, the sidecar, the file checksums, ``PINNED``, ``DATASET_REMOVED``, everything that begins
-    with ``train_ds-``, and in a directory of an array its metadata and its chunks.
+    T5X and t5ckpt write the manifest, the sidecar, the file checksums, ``PINNED``, ``DATASET_REMOVED``, names that begin with
+    ``train_ds-``, and metadata and chunks in the directories of arrays.
 
     Args:
       keys: all files of the directory, relative to it.
@@ -291,18 +299,18 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     if name == _ARRAY_METADATA:
         return directory in arrays or '/' not in directory
     if _CHUNK.fullmatch(name) and ('/' not in directory or directory in arrays):
-        # The metadata may be gone already, or not yet there.
+        # The metadata may be deleted already, or not written yet.
         return True
     parents = [directory[: match.start()] for match in re.finditer('/', directory)]
     return any(array in arrays and _NESTED_CHUNK.fullmatch(key[len(array) + 1 :]) for array in parents)
 
 
 def array_dirs(names: Iterable[str]) -> dict[str, str]:
-    """Gives each stored leaf a directory of its own.
+    """Assigns a separate directory to each stored leaf.
 
-    Names that T5X would map to one directory ('a.b/c' and 'a/b.c'), that differ only in case (one file on macOS),
-    or that no file system takes as they are ('..', 300 letters) get a suffix from a hash of the leaf's name. Readers
-    never depend on it: a leaf's path comes from its spec.
+    Some names get a suffix from a hash of the leaf's name: those that T5X would map to one directory ('a.b/c' and 'a/b.c'), those
+    that differ only in case (one file on macOS), and those that no file system accepts ('..', 300 letters). Readers take the
+    path from the spec, so they do not depend on this mapping.
 
     Args:
       names: leaf names or explicit array names, each with '/' between components.
@@ -334,6 +342,6 @@ def _is_safe(text: str) -> bool:
 def _hashed(name: str, text: str) -> str:
     cleaned = re.sub(r'[^A-Za-z0-9_.\-]', '_', text).strip('.')[:120]
     digest = hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]
-    # What begins like a data iterator's file is deleted with them.
+    # A directory with the prefix of data iterators would be deleted with their files.
     start = 'leaf_' if cleaned.casefold().startswith(_OF_OURS) else ''
     return f'{start}{cleaned or "leaf"}~{digest}'

@@ -1,9 +1,9 @@
-"""The header of a safetensors file (github.com/huggingface/safetensors, "Format").
+"""Parses the header of a safetensors file (github.com/huggingface/safetensors, "Format").
 
 8 bytes   n, the header's length, little endian
 n bytes   JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...},
 padded with spaces to a multiple of 8
-the rest  the tensors, C order, little endian, without holes; offsets count from here
+the rest  the tensors, C order, little endian, without gaps; offsets count from here
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 WHOLE_NAMES = ('model.safetensors.index.json', 'model.safetensors')
-"""The files for which a directory counts as a checkpoint in this format, in this order."""
+"""The files that make a directory a checkpoint in this format, in order of precedence."""
 INDEX_SUFFIX = '.safetensors.index.json'
 
 DTYPE_NAMES = {
@@ -55,7 +55,7 @@ DTYPE_NAMES = {
     'float8_e5m2': 'F8_E5M2',
     'float8_e8m0fnu': 'F8_E8M0',
 }
-"""Dtypes that have a name in the format and whole bytes in NumPy."""
+"""The format's names of dtypes whose elements have whole bytes in NumPy."""
 _DTYPES = {text: name for name, text in DTYPE_NAMES.items()}
 METADATA = '__metadata__'
 MAX_HEADER = 100_000_000
@@ -64,7 +64,7 @@ MAX_HEADER = 100_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file; ``offset`` counts from the beginning of the file."""
+    """A tensor in a file; ``offset`` is in bytes from the beginning of the file."""
 
     name: str
     dtype: np.dtype
@@ -74,7 +74,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a header says."""
+    """The contents of a header."""
 
     tensors: tuple[Tensor, ...]
     metadata: dict[str, str]
@@ -86,23 +86,24 @@ def is_safetensors(name: str) -> bool:
 
 
 def header_bytes(first: bytes, size: int, where: str) -> int:
-    """The length of the header, from the first 8 bytes of a file of ``size`` bytes.
+    """The length of the header in bytes, from the first 8 bytes of a file of ``size`` bytes.
 
     Raises:
       CorruptCheckpointError: the file is truncated, or is not a safetensors file.
     """
     if size < 8 or len(first) < 8:
-        raise CorruptCheckpointError(f'{where} has {size} bytes, which is no safetensors file. Copy it again.')
+        raise CorruptCheckpointError(f'{where} has {size} bytes, too few for a safetensors file. Copy it again.')
     length = int.from_bytes(first[:8], 'little')
     if length > min(MAX_HEADER, size - 8):
         raise CorruptCheckpointError(
-            f'{where}: a header of {length} bytes in a file of {size}: truncated, or no safetensors. Copy it again.'
+            f'{where}: a header of {length} bytes in a file of {size} bytes: the file is truncated, or not a safetensors file. '
+            'Copy it again.'
         )
     return length
 
 
 def data_bytes(text: bytes) -> int:
-    """Where the last tensor ends by a header, from the first byte after it; 0 for what :func:`parse_header` refuses."""
+    """The end of the last tensor, in bytes after the header; 0 for a header that :func:`parse_header` refuses."""
     try:
         header = json.loads(text)
         return max((int(entry['data_offsets'][1]) for name, entry in header.items() if name != METADATA), default=0)
@@ -111,10 +112,10 @@ def data_bytes(text: bytes) -> int:
 
 
 def parse_header(text: bytes, size: int, where: str) -> Header:
-    """Parses a header; everything in it is checked against the size of the file.
+    """Parses a header and checks its offsets against the size of the file.
 
     Raises:
-      CorruptCheckpointError: the header is not what the format says, or does not fit the file.
+      CorruptCheckpointError: the header is malformed, or does not match the file.
     """
     try:
         header = json.loads(text)
@@ -131,28 +132,28 @@ def _tensors(header: dict[str, Any], data: int, size: int) -> tuple[Tensor, ...]
     spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         if entry['dtype'] not in _DTYPES:
-            raise ValueError(f'{name} has the dtype {entry["dtype"]!r:.40}, which numpy does not hold')
+            raise ValueError(f'{name} has the dtype {entry["dtype"]!r:.40}, which NumPy does not support')
         dtype = dtype_from_name(_DTYPES[entry['dtype']])
         shape = tuple(_size(value, name) for value in entry['shape'])
         start, end = (_size(value, name) for value in entry['data_offsets'])
         needed = math.prod(shape) * dtype.itemsize
         if len(shape) > 32 or needed != end - start or data + end > size:
             raise ValueError(
-                f'{name:.80}: {len(shape)} dimensions of {dtype.name} need {needed:,} bytes; its are from {start:,} to {end:,} '
-                f'of {size - data:,}'
+                f'{name:.80}: {len(shape)} dimensions of {dtype.name} need {needed:,} bytes, but its offsets are {start:,} to '
+                f'{end:,} of {size - data:,}'
             )
         spans.append((start, end, name))
         tensors.append(Tensor(name, dtype, shape, data + start))
-    _check_whole(sorted(spans), size - data)
+    _check_no_gaps(sorted(spans), size - data)
     return tuple(tensors)
 
 
-def _check_whole(spans: list[tuple[int, int, str]], size: int) -> None:
-    """Compares where each tensor begins with where the one before it ends."""
+def _check_no_gaps(spans: list[tuple[int, int, str]], size: int) -> None:
+    """Checks that each tensor begins where the previous one ends, and that the last one ends at ``size``."""
     at = 0
     for start, end, name in spans:
         if start != at:
-            raise ValueError(f'{name:.80} begins at byte {start:,}, and what stands before it ends at {at:,}')
+            raise ValueError(f'{name:.80} begins at byte {start:,}, but the tensor before it ends at {at:,}')
         at = end
     if at != size:
         raise ValueError(f'the tensors end at byte {at:,} of {size:,}')
@@ -160,5 +161,5 @@ def _check_whole(spans: list[tuple[int, int, str]], size: int) -> None:
 
 def _size(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise ValueError(f'{name:.80}: {value!r:.40} is no size, expected an integer from 0 to 2**62')
+        raise ValueError(f'{name:.80}: {value!r:.40} is not a size, expected an integer from 0 to 2**62')
     return value

@@ -1,22 +1,22 @@
-"""``t5ckpt.json``: what T5X's manifest has no place for.
+"""Encodes and decodes the sidecar ``t5ckpt.json``, which holds the information that T5X's manifest cannot hold.
 
-A JSON object beside the manifest. Real T5X never opens it, and a checkpoint without it reads as T5X would read it.
+The sidecar is a JSON object next to the manifest. Real T5X does not open it. A checkpoint without it is read as T5X reads it.
 
-    checksum   xxh3-64 hex of the rest of the file, that is, of the file without this line
+    checksum   xxh3-64 hex of the file without this line
     format     1
-    writer     {name, version, host, pid}: who wrote it; while a save runs, who owns the temporary directory
+    writer     {name, version, host, pid} of the process that wrote it and, during a save, owns the temporary directory
     step, created_unix, bytes, files       of the checkpoint
     tree       empty   [[path, 'dict'|'list'|'tuple'], ...]    empty containers, which T5X cannot load
                python  [[path, 'int'|'float'|'bool'|'complex'], ...]   leaves that were Python numbers
                keys    [[path, impl], ...]                     typed PRNG keys, stored as their uint32 data
                text    [[path, string], ...]                   strings
-               stored  [[array directory, dtype], ...]         arrays whose dtype on disk is another (format/dtypes.py)
+               stored  [[array directory, dtype], ...]         arrays with another dtype on disk (format/dtypes.py)
     digests    {file: [bytes, xxh3-64 hex]} of the manifest and of the file checksums, integrity.*.json
     metrics    {name: number}
-    devices    over how many the leaf lay that was spread most, where that is more than one; a restore compares it with its
-               template, which may have lost its shardings
-    custom_metadata    what the caller of a save gave, an object of any JSON
-    keep       the keep policy that the checkpoint was saved under, {'keep': 'KeepLatest', 'count': 3}, for people
+    devices    the largest number of devices of a leaf, if above one; a restore compares it with its template, to detect lost
+               shardings
+    custom_metadata    the argument of ``save``, a JSON object
+    keep       the keep policy of the save, {'keep': 'KeepLatest', 'count': 3}, for display
 
 Paths are lists of strings, because a key may contain '/'.
 """
@@ -50,12 +50,12 @@ _MAX_DEPTH = 250
 _CONTAINERS = {'dict', 'list', 'tuple'}
 _NUMBERS = {'bool', 'complex', 'float', 'int'}
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
-_CURE = 'It holds what T5X has no place for; remove it and integrity.*.json to read the rest as T5X would.'
+_CURE = 'Remove it and integrity.*.json to read the checkpoint as T5X does, without the information in them.'
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeFacts:
-    """Facts of the tree, by path; ``stored`` by the array's directory, which renaming transforms do not change."""
+    """Facts of the tree, by path; ``stored`` by the array's directory, because renaming transforms change paths."""
 
     empty: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
     python: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
@@ -66,14 +66,14 @@ class TreeFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Sidecar:
-    """The file's contents; ``extra`` holds every other field of the format."""
+    """The contents of the sidecar; ``extra`` holds every field of the format but ``checksum`` and ``tree``."""
 
     facts: TreeFacts = dataclasses.field(default_factory=TreeFacts)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 def encode_sidecar(sidecar: Sidecar) -> bytes:
-    """The file's bytes."""
+    """The bytes of the sidecar."""
     tree: dict[str, Any] = {
         field: [[list(path), value] for path, value in getattr(sidecar.facts, field).items()]
         for field in ('empty', 'python', 'keys', 'text')
@@ -85,11 +85,10 @@ def encode_sidecar(sidecar: Sidecar) -> bytes:
 
 
 def decode_sidecar(data: bytes, where: str) -> Sidecar:
-    """Decodes the file's bytes.
+    """Decodes the bytes of the sidecar. In a newer format, unknown fields are ignored.
 
     Raises:
-      CorruptCheckpointError: not what was written, or fields of the wrong type. A newer format is read as far as it is
-        known.
+      CorruptCheckpointError: the checksum does not match, or fields have the wrong type.
     """
     head = _HEAD.match(data)
     if head is None or digest(b'{\n' + data[head.end() :]).encode() != head[1]:
@@ -111,7 +110,7 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
 
 
 def newer_format(data: bytes) -> int | None:
-    """The format that a sidecar names, if this program does not know it yet."""
+    """The format of a sidecar if it is newer than this program's, else None."""
     try:
         found = json.loads(data)['format']
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -132,19 +131,19 @@ def _text(value: Any, known: Collection[str] | None = None) -> str:
 
 
 def metrics_of(extra: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics in a sidecar, as far as they are numbers."""
+    """The metrics in a sidecar that are numbers."""
     metrics = extra.get('metrics')
     numbers = {str(name): number_of(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
 def number_of(value: Any) -> float | None:
-    """What a stranger's sidecar gives for a number."""
+    """A number in a sidecar of unknown origin; None for any other value, and for huge integers."""
     is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
     return float(value) if is_number else None
 
 
 def time_of(extra: Mapping[str, Any]) -> float | None:
-    """When the checkpoint was saved, in unix seconds, if that can be."""
+    """The time of the save in unix seconds; None if it is missing or implausible."""
     created = number_of(extra.get('created_unix'))
     return created if created is not None and 0 <= created < 10**11 else None

@@ -1,4 +1,4 @@
-"""Leaves of a checkpoint, as its manifest describes them."""
+"""Parses a manifest into a table of leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ['StoredLeaf', 'checkpoint_leaves']
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """A stored leaf of a checkpoint; ``dtype`` is what a reader gets, ``array.dtype`` what lies on disk."""
+    """A stored leaf of a checkpoint; ``dtype`` is the dtype after reading, ``array.dtype`` the dtype on disk."""
 
     array: StoredArray
     dtype: np.dtype
@@ -40,7 +40,7 @@ def checkpoint_leaves(state: Mapping[str, Any], version: int, facts: TreeFacts) 
       facts: the sidecar's.
 
     Returns:
-      A table of StoredLeaf, arrays, None, Empty and strings.
+      A table with values of type StoredLeaf, array, None, Empty and str.
 
     Raises:
       FormatError: a spec that is not accepted, see ``parse_spec``.
@@ -53,7 +53,7 @@ def checkpoint_leaves(state: Mapping[str, Any], version: int, facts: TreeFacts) 
 
 
 def with_facts(table: LeafTable, facts: TreeFacts) -> LeafTable:
-    """The table with the text and the empty containers that the sidecar knows of."""
+    """Adds the strings and the empty containers in the sidecar to a table."""
     full: LeafTable = {**facts.text, **table} if facts.text else table
     if not facts.empty:
         return full
@@ -63,7 +63,7 @@ def with_facts(table: LeafTable, facts: TreeFacts) -> LeafTable:
 
 
 def stored_leaf(spec: Mapping[str, Any], version: int, facts: TreeFacts, path: Path) -> StoredLeaf:
-    """Parses one spec and finds the dtype that a reader gets."""
+    """Parses one spec and determines the dtype after reading."""
     array = parse_spec(spec, version, leaf_name(path))
     if array.bits_of is not None:
         return StoredLeaf(array, array.bits_of)
@@ -76,7 +76,7 @@ def stored_leaf(spec: Mapping[str, Any], version: int, facts: TreeFacts, path: P
         dtype = np.dtype(np.void)
     if dtype.name not in STORED_AS or stored_dtype(dtype) != array.dtype:
         raise CorruptCheckpointError(
-            f'{leaf_name(path)}: the sidecar says it was {name!r:.40}, which is never stored as {array.dtype.name}. '
-            'Remove t5ckpt.json to read it as T5X would.'
+            f'{leaf_name(path)}: its dtype in the sidecar is {name!r:.40}, which is never stored as {array.dtype.name}. '
+            'Remove t5ckpt.json to read it as T5X does.'
         )
     return StoredLeaf(array, dtype)

@@ -128,9 +128,9 @@ def test_safetensors_that_lie(tmp_path, header):
     [
         ({'a': tensor(0, 8), 'long' * 40: tensor(4, 20, (4,))}, 'begins at byte 4, .* ends at 8'),
         ({'a': tensor(0, 8), 'b': tensor(8, 16)}, 'end at byte 16 of 20'),
-        ({'long' * 40: tensor(0, 8, (3,))}, 'need 12 bytes; its are from 0 to 8 of 20'),
-        ({'a': tensor(0, 24, (6,))}, 'from 0 to 24 of 20'),
-        ({'a': tensor(0, 8, (-2,))}, 'a: -2 is no size, expected an integer'),
+        ({'long' * 40: tensor(0, 8, (3,))}, 'need 12 bytes, but its offsets are 0 to 8 of 20'),
+        ({'a': tensor(0, 24, (6,))}, 'offsets are 0 to 24 of 20'),
+        ({'a': tensor(0, 8, (-2,))}, 'a: -2 is not a size, expected an integer'),
     ],
 )
 def test_lies_are_named_with_what_the_file_holds(tmp_path, header, values):

@@ -37,7 +37,7 @@ def test_a_damaged_list_and_a_damaged_file_have_one_message():
     recorded, lists = two_processes()
     damaged = {**lists, 'integrity.1.json': lists['integrity.1.json'] + b' '}
     with pytest.raises(
-        errors.CorruptCheckpointError, match=r'checkpoint_1/integrity.1.json is damaged: 65 bytes.*are 64'
+        errors.CorruptCheckpointError, match=r'checkpoint_1/integrity.1.json is damaged: it has 65 bytes.*expected 64'
     ):
         recorded.read_lists(damaged, url)
     files = recorded.read_lists(lists, url)
@@ -46,7 +46,7 @@ def test_a_damaged_list_and_a_damaged_file_have_one_message():
     with pytest.raises(errors.CorruptCheckpointError) as caught:
         files.check('w/0.0', (8, 'c' * 16), 'w: w/0.0', 'Take another.')
     assert str(caught.value) == (
-        f'w: w/0.0 is damaged: 8 bytes with xxh3-64 {"c" * 16}, recorded are 9 bytes with {"b" * 16}. Take another.'
+        f'w: w/0.0 is damaged: it has 8 bytes with xxh3-64 {"c" * 16}, expected 9 bytes with {"b" * 16}. Take another.'
     )
 
 

@@ -896,7 +896,7 @@ FUNCTIONS: list[Case] = [
         'export_weights',
         'dtype',
         errors.UnmatchedPattern,
-        '^dtype=bfloat16 casts floating leaves, and there are none',
+        '^dtype=bfloat16 casts floating leaves, but the tree has none',
         lambda s, _: t5ckpt.export_weights(STATE, s.out, dtype='bfloat16', take='model/ids'),
     ),
     (

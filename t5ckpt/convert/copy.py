@@ -47,8 +47,8 @@ from t5ckpt.format.names import (
     step_dir,
 )
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar, encode_sidecar
-from t5ckpt.reading.contents import Identity
-from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage, foreign_errors, split_path
 
 __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
@@ -200,7 +200,7 @@ class _Copy:
         self._options = options
         self._budget = ByteBudget(_IN_FLIGHT_BYTES)
         self._done = 0
-        self._scanner = Scanner(located.storage, located.directory, follow_links=located.follow_links)
+        self._files = CheckpointFiles.of(located)
 
     def run(self, started: float, clock: Clock = time.time) -> CopyReport:
         self._check_links()
@@ -243,7 +243,7 @@ class _Copy:
         )
 
     def _read(self, name: str, checksums: FileChecksums | None) -> bytes:
-        data = self._scanner.read(name)
+        data = self._files.read(name)
         if checksums is not None:
             self._compare(name, data, checksums)
         return data
@@ -264,7 +264,7 @@ class _Copy:
             return FileChecksums()
         where = self._from.url(join(self._base, SIDECAR))
         recorded = FileChecksums.recorded_by(decode_sidecar(sidecar, where), where)
-        lists = {name: self._scanner.read(name) for name in recorded.lists if name in sizes}
+        lists = {name: self._files.read(name) for name in recorded.lists if name in sizes}
         return recorded.merged(recorded.read_lists(lists, lambda name: self._from.url(join(self._base, name))))
 
     def _identity(self, name: str) -> tuple[str, int, int, int]:

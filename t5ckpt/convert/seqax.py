@@ -49,7 +49,7 @@ from t5ckpt.inspection.view import open_checkpoint
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.chunk_shape import choose_chunks
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.open_reader import lazy_leaf
 from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
@@ -87,7 +87,7 @@ def _is_done(storage: Storage, directory: str) -> bool:
     if storage.kind(join(directory, '.zattrs')) != 'file':
         return False
     try:
-        attributes = json.loads(Scanner(storage, directory).read('.zattrs', _METADATA_BYTES))
+        attributes = json.loads(CheckpointFiles(storage, directory).read('.zattrs', _METADATA_BYTES))
     except (FormatError, ValueError, RecursionError):
         return False
     return isinstance(attributes, dict) and _DONE in attributes
@@ -165,7 +165,7 @@ def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]
 
 def _stored_array(storage: Storage, directory: str, name: str) -> StoredArray:
     where = storage.url(join(directory, name))
-    data = Scanner(storage, directory).read(join(name, '.zarray'), _METADATA_BYTES)
+    data = CheckpointFiles(storage, directory).read(join(name, '.zarray'), _METADATA_BYTES)
     try:
         metadata = json.loads(data)
         shape = tuple(int(size) for size in metadata['shape'])

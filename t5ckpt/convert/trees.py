@@ -28,8 +28,8 @@ from t5ckpt.errors import (
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
-from t5ckpt.reading.file_hasher import Scanner
 from t5ckpt.reading.orbax import array_leaves
 from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, open_storage, split_path
@@ -167,7 +167,7 @@ def _open_jax(source: str) -> Contents:
     table = flatten_state(tree).table
     leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
-    found = array_leaves(storage, (_JAX_ARRAYS, '', Scanner(storage, _JAX_ARRAYS)), list(names), True, names)
+    found = array_leaves(CheckpointFiles(storage, _JAX_ARRAYS), '', names, zarr3=True)
     state: LeafTable = {
         path: found.get(path, leaf.build() if isinstance(leaf, Empty) else leaf) for path, leaf in table.items()
     }

@@ -18,7 +18,7 @@ from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
 from t5ckpt.reading.size_limits import check_chunk
 from t5ckpt.storage import Storage, foreign_errors
@@ -90,7 +90,7 @@ class Implied:
         self._storage = storage
         self._directory = directory
         self._reader = ArrayReader(Located(storage, directory, '', None, follow_links))
-        self._scanner = Scanner(storage, directory, follow_links=follow_links)
+        self._files = CheckpointFiles(storage, directory, follow_links=follow_links)
         self._budget = ByteBudget(_DECODED_BYTES)
 
     def files(self, leaf: str, stored: StoredLeaf) -> ArrayFiles:
@@ -136,7 +136,7 @@ class Implied:
     def decode(self, array: _Array, chunk_index: ChunkIndex, file_bytes: int | None) -> None:
         """See ``ArrayFiles.decode``."""
         if array.file_bytes is not None:
-            self._scanner.digest(array.file(chunk_index))
+            self._files.digest(array.file(chunk_index))
             return
         if file_bytes is not None:
             check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.leaf} ({array.file(chunk_index)})')

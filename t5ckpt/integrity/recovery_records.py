@@ -21,7 +21,7 @@ from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAI
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.report import Damage, VerifyReport, listed
-from t5ckpt.reading.file_hasher import Scanner, in_threads
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 
 __all__ = ['ZARRAY', 'RecoveryRecords', 'Source', 'below', 'files_of', 'is_own', 'source_of', 'unrecoverable_text']
 
@@ -41,10 +41,10 @@ def source_of(located: Located) -> Source:
     Raises:
       CheckpointNotFoundError: there is no manifest.
     """
-    scanner = Scanner(located.storage, located.directory)
+    files = CheckpointFiles(located.storage, located.directory)
     there = {entry.name: entry for entry in located.storage.entries(located.directory)}
     written = there[located.manifest].mtime if located.manifest in there else 0.0
-    return scanner.read(located.manifest), _read(scanner, SIDECAR), written
+    return files.read(located.manifest), _read(files, SIDECAR), written
 
 
 class RecoveryRecords:
@@ -67,7 +67,7 @@ class RecoveryRecords:
           CorruptCheckpointError: something is damaged that cannot be repaired.
         """
         self._located = located
-        self._scanner = Scanner(located.storage, located.directory)
+        self._files = CheckpointFiles(located.storage, located.directory)
         wrong = {damage.file for damage in report.damages}
         _refuse(located, [damage for damage in report.damages if _is_unrecoverable(damage, located.manifest)])
         self.source = source_of(located)
@@ -82,7 +82,7 @@ class RecoveryRecords:
         self.rebuilt = self.unusable_lists | ({SIDECAR} if is_lost else set[str]())
         self.checksums = FileChecksums()
         for name in sorted(lists - self.unusable_lists):
-            self.checksums = self.checksums.merged(FileChecksums.decode(self._scanner.read(name), name))
+            self.checksums = self.checksums.merged(FileChecksums.decode(self._files.read(name), name))
 
     def zarrays(self, leaves: Mapping[str, StoredLeaf], damages: Sequence[Damage]) -> dict[str, bytes]:
         """The ``.zarray`` files that are damaged and follow from the manifest, rebuilt; by name."""
@@ -102,7 +102,7 @@ class RecoveryRecords:
         if name in self.checksums:
             return (name, data) if self.checksums.matches(name, entry_of(data)) else None
         # A readable one with other metadata is not a damaged file: the array may be another one.
-        return None if _json(_read(self._scanner, name)) is not None else (name, data)
+        return None if _json(_read(self._files, name)) is not None else (name, data)
 
     def reconstruct(self, zarrays: Mapping[str, bytes]) -> bool:
         """Whether file checksums verify all files, if need be after one list is rebuilt from the files.
@@ -119,7 +119,7 @@ class RecoveryRecords:
         found: dict[str, FileEntry] = {
             name: entry_of(data) for name, data in zarrays.items() if name not in self.checksums
         }
-        for name, entry in in_threads([name for name in names if name not in zarrays], self._scanner.digest):
+        for name, entry in in_threads([name for name in names if name not in zarrays], self._files.digest):
             if isinstance(entry, StorageError):
                 raise entry
             if isinstance(entry, T5CkptError):
@@ -148,7 +148,7 @@ class RecoveryRecords:
         if all(name in self.checksums for name in zarrays):
             return
         for name in (f'{leaf.array.location}/{ZARRAY}' for leaf in leaves.values()):
-            data = b'' if name in zarrays else _read(self._scanner, name)
+            data = b'' if name in zarrays else _read(self._files, name)
             if data and not _is_standard(_json(data)):
                 raise CorruptCheckpointError(
                     f'{name} was written by another program than T5X, and nothing else says how the values of '
@@ -169,10 +169,10 @@ class RecoveryRecords:
         return notes
 
 
-def _read(scanner: Scanner, name: str) -> bytes:
+def _read(files: CheckpointFiles, name: str) -> bytes:
     """A file's bytes; empty where there is no such file, or no regular one."""
     try:
-        return scanner.read(name)
+        return files.read(name)
     except (CheckpointNotFoundError, FormatError):
         return b''
 

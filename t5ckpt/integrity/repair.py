@@ -37,8 +37,8 @@ from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
 from t5ckpt.integrity.repair_plan import RepairOptions, RepairPlan, plan_repair, unrecoverable_error
 from t5ckpt.integrity.report import Damage
 from t5ckpt.integrity.verify import locate_or_broken, verify_located
-from t5ckpt.reading.contents import Identity
-from t5ckpt.reading.file_hasher import Scanner, in_threads
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
+from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage, split_path
 
 __all__ = ['RepairOptions', 'RepairReport', 'repair']
@@ -167,7 +167,7 @@ class _RepairWriter:
         self._target = target
         self._step = step
         self._clock = clock
-        self._scanner = Scanner(located.storage, located.directory)
+        self._files = CheckpointFiles(located.storage, located.directory)
 
     def run(self, in_place: bool) -> int:
         """Writes, verifies and commits; returns the number of files."""
@@ -185,7 +185,7 @@ class _RepairWriter:
                 self._check_source()
                 if in_place and self._target.is_file(join(self._located.directory, PINNED)):
                     # It may have been pinned meanwhile.
-                    self._target.write(join(work.directory, PINNED), self._scanner.read(PINNED))
+                    self._target.write(join(work.directory, PINNED), self._files.read(PINNED))
             self._commit(work, files)
         except BaseException:
             rollback(work)
@@ -224,9 +224,9 @@ class _RepairWriter:
     def _take(self, work: Workspace, name: str) -> FileEntry:
         source, target = join(self._located.directory, name), join(work.directory, name)
         if self._target.link_from(self._located.storage, source, target):
-            entry = self._scanner.digest(name)
+            entry = self._files.digest(name)
         else:
-            data = self._scanner.read(name)
+            data = self._files.read(name)
             self._target.write(target, data)
             entry = entry_of(data)
         if not self._plan.checksums.matches(name, entry):

@@ -29,8 +29,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsafeSpecError,
 )
-from t5ckpt.format.chunk_grid import ChunkIndex
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
@@ -43,10 +42,12 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
-from t5ckpt.integrity.implied_files import ArrayFiles, Implied, placed
-from t5ckpt.integrity.report import Damage, VerifyReport
-from t5ckpt.reading.contents import Contents, Identity, RawFiles, leaves_of, read_contents
-from t5ckpt.reading.file_hasher import Scanner, in_threads
+from t5ckpt.integrity.findings import Findings
+from t5ckpt.integrity.implied_files import ArrayFiles, Implied
+from t5ckpt.integrity.report import VerifyReport
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
+from t5ckpt.reading.contents import Contents, RawFiles, leaves_of, read_contents
+from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Entry, open_storage, split_path
 
 __all__ = ['locate_or_broken', 'verify', 'verify_located']
@@ -89,23 +90,25 @@ def verify(
 def verify_located(located: Located, *, full: bool, progress: Progress | None = None) -> VerifyReport:
     """The same for a directory that may not be a step yet."""
     started = time.monotonic()
-    check = _Check(located, Scanner(located.storage, located.directory, follow_links=located.follow_links))
+    files = CheckpointFiles.of(located)
+    findings = Findings(files)
+    check = _Check(located, files, findings)
     identity = Identity.now(located)
     check.file_checksums()
     check.arrays(located.follow_links)
     check.presence()
     if full:
         check.contents(progress)
-    if check.damages:
+    if findings.damages:
         identity.check('verified')
     return VerifyReport(
         path=located.url,
         step=located.step,
         full=full,
         has_checksums=bool(check.checksums) or check.is_listed,
-        damages=tuple(sorted(check.damages, key=lambda damage: (damage.file, damage.chunk or ()))),
+        damages=tuple(sorted(findings.damages, key=lambda damage: (damage.file, damage.chunk or ()))),
         notes=tuple(check.notes),
-        leaves=len(check.leaves),
+        leaves=len(findings.leaves),
         files=len(check.sizes),
         nbytes=sum(check.sizes.values()),
         seconds=time.monotonic() - started,
@@ -133,9 +136,9 @@ class _Check:
     """A verification under way.
 
     Attributes:
-      damages, notes: so far.
+      findings: the damages and the stored leaves so far.
+      notes: so far.
       checksums: the file checksums of all processes.
-      leaves: stored leaves by the directory of their array.
       implied: the files of arrays without file checksums.
       sizes: of the files that were looked at and are there.
       read: files whose bytes have been compared already.
@@ -144,11 +147,10 @@ class _Check:
     """
 
     located: Located
-    scanner: Scanner
-    damages: list[Damage] = dataclasses.field(default_factory=list[Damage])
+    files: CheckpointFiles
+    findings: Findings
     notes: list[str] = dataclasses.field(default_factory=list[str])
     checksums: FileChecksums = dataclasses.field(default_factory=FileChecksums)
-    leaves: dict[str, tuple[str, StoredLeaf]] = dataclasses.field(default_factory=dict[str, tuple[str, StoredLeaf]])
     implied: list[ArrayFiles] = dataclasses.field(default_factory=list[ArrayFiles])
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     read: set[str] = dataclasses.field(default_factory=set[str])
@@ -169,16 +171,20 @@ class _Check:
             try:
                 recorded = FileChecksums.recorded_by(sidecar, SIDECAR)
             except CorruptCheckpointError as error:
-                self._add('undecodable', SIDECAR, str(error))
+                self.findings.add('undecodable', SIDECAR, str(error))
             self._compare_step(sidecar)
         lists = {name for name in (*recorded, *top) if is_file_checksums(name)}
         if sidecar is None and lists:
-            self._add('missing', SIDECAR, 'it records the checksums of the others, and is missing or not readable')
+            self.findings.add(
+                'missing', SIDECAR, 'it records the checksums of the others, and is missing or not readable'
+            )
         for name in sorted(lists):
             if sidecar is None or name in recorded:
                 self._read_list(name, recorded, name in top)
             else:
-                self._add('contradiction', name, f'{SIDECAR} does not record it: it belongs to another checkpoint')
+                self.findings.add(
+                    'contradiction', name, f'{SIDECAR} does not record it: it belongs to another checkpoint'
+                )
         if self.located.manifest:
             self.is_listed = self.located.manifest in recorded
             data = self._read(self.located.manifest, recorded)
@@ -191,7 +197,7 @@ class _Check:
         try:
             sidecar = None if data is None else decode_sidecar(data, SIDECAR)
         except CorruptCheckpointError as error:
-            self._add('checksum', SIDECAR, str(error))
+            self.findings.add('checksum', SIDECAR, str(error))
             return None
         self.raw = RawFiles(None, data)
         return sidecar
@@ -199,7 +205,9 @@ class _Check:
     def _compare_step(self, sidecar: Sidecar) -> None:
         written = sidecar.extra.get('step')
         if self.located.step is not None and written != self.located.step:
-            self._add('contradiction', SIDECAR, f'is of step {written!r:.40}, the directory says {self.located.step}')
+            self.findings.add(
+                'contradiction', SIDECAR, f'is of step {written!r:.40}, the directory says {self.located.step}'
+            )
 
     def _read_list(self, name: str, recorded: FileChecksums, is_there: bool) -> None:
         data = self._read(name, recorded) if is_there or name in recorded else None
@@ -208,24 +216,26 @@ class _Check:
         try:
             found = FileChecksums.decode(data, name)
         except CorruptCheckpointError as error:
-            self._add('undecodable', name, str(error))
+            self.findings.add('undecodable', name, str(error))
             return
         twice = [file for file, entry in found.items() if not self.checksums.matches(file, entry)]
         if twice:
-            self._add('contradiction', name, f'records another checksum of {min(twice)} than the other file checksums')
+            self.findings.add(
+                'contradiction', name, f'records another checksum of {min(twice)} than the other file checksums'
+            )
         self.checksums = self.checksums.merged(found)
 
     def _read(self, name: str, recorded: FileChecksums) -> bytes | None:
         """A small file's bytes, compared with what is recorded of it; None and a damage where it cannot be read."""
         try:
-            data = self.scanner.read(name)
+            data = self.files.read(name)
         except T5CkptError as error:
-            self._failed(name, error)
+            self.findings.failed(name, error)
             return None
         self.sizes[name] = len(data)
         self.read.add(name)
         if name in recorded and not recorded.matches(name, found := entry_of(data)):
-            self._differs(name, recorded[name], found)
+            self.findings.differs(name, recorded[name], found, self.checksums)
         return data
 
     # --- arrays -------------------------------------------------------------------------------------------------------
@@ -238,19 +248,18 @@ class _Check:
             contents = self._contents()
             table, _ = leaves_of(contents, (), {})
         except (CorruptCheckpointError, UnsafeSpecError, StorageError, CheckpointNotFoundError) as error:
-            self._failed(self.located.manifest or '_METADATA', error)
+            self.findings.failed(self.located.manifest or '_METADATA', error)
             return
+        leaves = self.findings.leaves
         for path, leaf in table.items():
             if isinstance(leaf, StoredLeaf):
-                self.leaves.setdefault(leaf.array.location, (leaf_name(path), leaf))
-        unlisted = {
-            location: item for location, item in self.leaves.items() if not self.checksums.has_array(item[1].array)
-        }
+                leaves.setdefault(leaf.array.location, (leaf_name(path), leaf))
+        unlisted = {location: item for location, item in leaves.items() if not self.checksums.has_array(item[1].array)}
         implied = Implied(self.located.storage, self.located.directory, follow_links=follow_links)
         for location, found in in_threads(unlisted, lambda location: implied.files(*unlisted[location])):
-            name, _ = self.leaves[location]
+            name, _ = leaves[location]
             if isinstance(found, T5CkptError):
-                self._failed(location, found, name)
+                self.findings.failed(location, found, name)
             else:
                 self.implied.append(found)
 
@@ -281,11 +290,11 @@ class _Check:
         for name in sorted(expected - removed):
             size = self.checksums[name][0]
             if name not in found:
-                self._add('missing', name, f'{size:,} bytes are recorded')
+                self.findings.add('missing', name, f'{size:,} bytes are recorded')
             else:
                 self.sizes[name] = found[name]
                 if found[name] != size:
-                    self._size_differs(name, found[name], size)
+                    self.findings.size_differs(name, found[name], size)
         if removed:
             self.notes.append(
                 f'{counted(len(removed), "data-iterator file was", "data-iterator files were")} removed on purpose '
@@ -293,9 +302,9 @@ class _Check:
             )
         for array in self.implied:
             self.sizes |= array.sizes
-            self.damages += array.damages
+            self.findings.damages += array.damages
         known = {*expected, *self.sizes, *_OWN}
-        used = {name.partition('/')[0] for name in (*self.checksums, *self.leaves)}
+        used = {name.partition('/')[0] for name in (*self.checksums, *self.findings.leaves)}
         unknown = [*(name for name in found if name not in known), *(f'{name}/' for name in self.dirs - used)]
         if unknown and self.checksums:
             self.notes.append(
@@ -313,83 +322,30 @@ class _Check:
         try:
             return self.located.storage.entries(join(self.located.directory, directory))
         except T5CkptError as error:
-            self._failed(directory, error)
+            self.findings.failed(directory, error)
             return []
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def contents(self, progress: Progress | None) -> None:
         """Reads everything that is there in the right size."""
-        wrong = {damage.file for damage in self.damages}
+        wrong = {damage.file for damage in self.findings.damages}
         listed = [name for name in self.checksums if name in self.sizes and name not in wrong and name not in self.read]
         listed.sort(key=lambda name: -self.sizes[name])
         chunks = [(array, chunk_index) for array in self.implied for chunk_index in array.chunks]
         total = sum(self.sizes[name] for name in listed) + sum(array.chunk_bytes for array, _ in chunks)
         done = 0
-        for name, result in in_threads(listed, self.scanner.digest):
+        for name, result in in_threads(listed, self.files.digest):
             if isinstance(result, T5CkptError):
-                self._failed(name, result)
+                self.findings.failed(name, result)
             elif not self.checksums.matches(name, result):
-                self._differs(name, self.checksums[name], result)
+                self.findings.differs(name, self.checksums[name], result, self.checksums)
             done += self.sizes[name]
             if progress is not None:
                 progress(done, total)
         for (array, chunk_index), result in in_threads(chunks, lambda item: item[0].decode(item[1])):
             if isinstance(result, T5CkptError):
-                self._failed(array.file(chunk_index), result, array.leaf, chunk_index)
+                self.findings.failed(array.file(chunk_index), result, array.leaf, chunk_index)
             done += array.chunk_bytes
             if progress is not None:
                 progress(done, total)
-
-    # --- damages ------------------------------------------------------------------------------------------------------
-
-    def _differs(self, name: str, recorded: FileEntry, found: FileEntry) -> None:
-        if found[0] != recorded[0]:
-            self._size_differs(name, found[0], recorded[0])
-            return
-        text = f'xxh3-64 is {found[1]}, recorded is {recorded[1]}'
-        other = next((file for file, entry in self.checksums.items() if entry == found and file != name), None)
-        offsets = (0, found[0])
-        if other is not None:
-            text += f'; these are the bytes of {other}'
-        elif (zeros := self._hole(name)) is not None:
-            text += f'; the bytes from {zeros[0]:,} to {zeros[1]:,} may be a hole'
-        self._add('checksum', name, text, offsets=offsets)
-
-    def _hole(self, name: str) -> tuple[int, int] | None:
-        try:
-            return self.scanner.zeros(name)
-        except T5CkptError:
-            # Gone since its checksum was taken; that it differs is known.
-            return None
-
-    def _size_differs(self, name: str, found: int, recorded: int) -> None:
-        offsets = (min(found, recorded), max(found, recorded))
-        how = 'are missing' if found < recorded else 'are too many'
-        text = f'has {found:,} bytes, recorded are {recorded:,}: those from {offsets[0]:,} to {offsets[1]:,} {how}'
-        self._add('size', name, text, offsets=offsets)
-
-    def _failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:
-        match error:
-            case UnsafeSpecError():
-                kind = 'unsafe'
-            case CheckpointNotFoundError():
-                kind = 'missing'
-            case StorageError():
-                kind = 'unreadable'
-            case _:
-                kind = 'undecodable'
-        self.damages.append(self._located_in_leaf(Damage(kind, name, str(error), leaf, chunk_index)))
-
-    def _add(self, kind: str, name: str, text: str, *, offsets: tuple[int, int] | None = None) -> None:
-        self.damages.append(self._located_in_leaf(Damage(kind, name, text, offsets=offsets)))
-
-    def _located_in_leaf(self, damage: Damage) -> Damage:
-        """With the leaf, the chunk and the elements that a file holds."""
-        parts = damage.file.split('/')
-        for length in range(len(parts), 0, -1):
-            location = '/'.join(parts[:length])
-            if location in self.leaves:
-                name, leaf = self.leaves[location]
-                return placed(damage, name, leaf, '/'.join(parts[length:]))
-        return damage

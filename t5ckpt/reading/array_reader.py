@@ -30,9 +30,9 @@ from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
 from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.reading.byte_ranges import RangeReader
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
-from t5ckpt.reading.contents import Identity
-from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.direct_reader import DirectReader, ReadRequest
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
 from t5ckpt.reading.local.uncompressed import chunk_of_file
@@ -74,11 +74,9 @@ class ArrayReader:
         self._identity = identity
         follow_links = located.follow_links
         root = storage.local_path(directory)
-        self._scanner = Scanner(storage, directory, follow_links=follow_links)
+        self._files = CheckpointFiles(storage, directory, follow_links=follow_links)
         self.checks = (
-            None
-            if checksums is None
-            else ChecksumVerifier(checksums, self._scanner, only_whole_chunks=only_whole_chunks)
+            None if checksums is None else ChecksumVerifier(checksums, self._files, only_whole_chunks=only_whole_chunks)
         )
         self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
         self.direct = None if root is None else DirectReader(root, checks=self.checks, follow_links=follow_links)
@@ -104,7 +102,7 @@ class ArrayReader:
         """
         # TensorStore follows every link and waits for every FIFO.
         inside = array.location.partition('//')[0] if array.container == 'ocdbt' else array.location
-        self._scanner.check(inside, self.url(array))
+        self._files.check(inside, self.url(array))
         with foreign_errors(self.url(array)):
             return ts.open(self._spec(array), open=True, context=self._storage.context())
 
@@ -248,7 +246,7 @@ class ArrayReader:
         """
         names = [entry.name for entry in self._storage.entries(self._directory) if entry.name.startswith(prefix)]
         for name in names:
-            self._scanner.check(name, name)
+            self._files.check(name, name)
         removed = not names and self._storage.kind(join(self._directory, DATASET_REMOVED)) == 'file'
         if self.checks is not None and not removed:
             for file in self.checks.listed(prefix):

@@ -26,8 +26,8 @@ from t5ckpt.format.dtypes import from_stored
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.array_reader import ArrayReader, aligned_empty, basic_index
+from t5ckpt.reading.checkpoint_files import in_threads
 from t5ckpt.reading.contents import Contents
-from t5ckpt.reading.file_hasher import in_threads
 from t5ckpt.reading.size_limits import check_chunk, check_memory
 from t5ckpt.storage import foreign_errors
 from t5ckpt.storage.bucket import BucketStorage

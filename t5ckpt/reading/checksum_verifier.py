@@ -13,7 +13,7 @@ from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
-from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 
 __all__ = ['ChecksumVerifier']
 
@@ -26,7 +26,7 @@ _CURE = (
 class ChecksumVerifier:
     """The checksums of one checkpoint's files. Safe from any thread."""
 
-    def __init__(self, checksums: FileChecksums, scanner: Scanner, *, only_whole_chunks: bool = False):
+    def __init__(self, checksums: FileChecksums, files: CheckpointFiles, *, only_whole_chunks: bool = False):
         """Takes the checkpoint's file checksums, and what reads its files.
 
         With ``only_whole_chunks`` an uncompressed chunk is verified only if one request reads all of it. A compressed chunk
@@ -34,7 +34,7 @@ class ChecksumVerifier:
         """
         self.only_whole_chunks = only_whole_chunks
         self._checksums = checksums
-        self._scanner = scanner
+        self._files = files
         self._guard = threading.Lock()
         self._good: set[str] = set()
 
@@ -65,7 +65,7 @@ class ChecksumVerifier:
             if file in self._good:
                 return
         try:
-            found = self._scanner.digest(file)
+            found = self._files.digest(file)
         except CheckpointNotFoundError as error:
             raise CorruptCheckpointError(f'{leaf}: {file} is missing. {_CURE}') from error
         self.compare(file, leaf, found)
@@ -86,7 +86,7 @@ class ChecksumVerifier:
     def _check_metadata(self, file: str, leaf: str) -> None:
         """Verifies a ``.zarray``; a missing one is replaced by the manifest, which has the same metadata."""
         try:
-            found = self._scanner.digest(file)
+            found = self._files.digest(file)
         except CheckpointNotFoundError:
             return
         self.compare(file, leaf, found)

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 
-__all__ = ['Fence', 'check_size', 'open_source', 'read_source']
+__all__ = ['ContainedDirectory', 'check_size', 'open_source', 'read_source']
 
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
@@ -58,7 +58,7 @@ def check_size(size: int, limit: int, where: str) -> None:
         raise CorruptCheckpointError(f'{where} has {size:,} bytes, expected at most {limit:,}. Copy it again.')
 
 
-class Fence:
+class ContainedDirectory:
     """Opens the files of one checkpoint's directory. Safe from any thread."""
 
     def __init__(self, root: str, *, follow_links: bool = False):
@@ -75,15 +75,24 @@ class Fence:
         """
         fd = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
         try:
-            return self._below(fd, '', name, (leaf, _DIRECTORY)) if name else os.dup(fd)
+            return self._below(fd, '', name, leaf, _DIRECTORY) if name else os.dup(fd)
         finally:
             os.close(fd)
 
-    def open_file(self, directory: tuple[int, str], name: str, leaf: str) -> tuple[int, int]:
+    def open(self, name: str, leaf: str) -> tuple[int, int]:
+        """As :meth:`open_file`, for a name below the root."""
+        directory = self.open_dir('', leaf)
+        try:
+            return self.open_file(directory, '', name, leaf)
+        finally:
+            os.close(directory)
+
+    def open_file(self, directory: int, above: str, name: str, leaf: str) -> tuple[int, int]:
         """A descriptor of a file, which the caller closes, and the file's size.
 
         Args:
-          directory: a descriptor of an open directory, and its name below the root.
+          directory: a descriptor of an open directory.
+          above: the directory's name below the root.
           name: relative to that directory.
           leaf: for messages.
 
@@ -92,7 +101,7 @@ class Fence:
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
           OSError: it cannot be opened.
         """
-        fd = self._below(*directory, name, (leaf, _FILE))
+        fd = self._below(directory, above, name, leaf, _FILE)
         try:
             info = os.fstat(fd)
         except OSError:
@@ -102,7 +111,7 @@ class Fence:
             return fd, info.st_size
         os.close(fd)
         raise CorruptCheckpointError(
-            f'{leaf}: {self._path(directory[1], name)} is not a regular file. Restore an older step, or copy the checkpoint '
+            f'{leaf}: {self._path(above, name)} is not a regular file. Restore an older step, or copy the checkpoint '
             'again.'
         )
 
@@ -152,8 +161,7 @@ class Fence:
     def _path(self, *names: str) -> str:
         return os.path.join(self._root, *(name for name in names if name))
 
-    def _below(self, fd: int, above: str, name: str, leaf_and_flags: tuple[str, int]) -> int:
-        leaf, flags = leaf_and_flags
+    def _below(self, fd: int, above: str, name: str, leaf: str, flags: int) -> int:
         *parents, last = name.split('/')
         opened = [fd]
         try:

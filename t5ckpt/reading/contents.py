@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
@@ -17,8 +16,6 @@ from t5ckpt.core.protocols import RestoreStateTransformationFn
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    StorageError,
-    T5CkptError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import is_spec, typed_by_zarray, untyped_specs
@@ -28,7 +25,8 @@ from t5ckpt.format.names import MANIFEST, SIDECAR, is_file_checksums, parse_step
 from t5ckpt.format.safetensors import is_safetensors
 from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.format.stored_leaf import checkpoint_leaves, with_facts
-from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.orbax import has_placeholders, read_orbax, resolve_placeholders
 from t5ckpt.reading.safetensors import decode_tensors, read_tensors
 from t5ckpt.storage import Storage
@@ -36,7 +34,6 @@ from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
 
 __all__ = [
     'Contents',
-    'Identity',
     'RawFiles',
     'check_opens',
     'check_step',
@@ -68,111 +65,6 @@ class RawFiles:
     sidecar: bytes | None = None
     checksum_lists: Mapping[str, bytes] | None = None
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-
-
-class ChangedMeanwhileError(CheckpointNotFoundError):
-    """The opened checkpoint was deleted or overwritten; callers catch it as CheckpointNotFoundError."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """Identifies the checkpoint that was opened.
-
-    A step may be deleted by retention, or overwritten, while a reader has it open. Its chunk files are then missing, or hold
-    other values, which must not be reported as damage. So every read of an opened checkpoint runs in :meth:`reading`.
-
-    Attributes:
-      located: where the checkpoint was found.
-      versions: of its manifest and of its sidecar, as ``Storage.version`` gave them when it was opened. Empty for an
-        Orbax directory, of which only the deletion is noticed.
-    """
-
-    located: Located
-    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-
-    @classmethod
-    def now(cls, located: Located) -> Identity:
-        """The identity of the current checkpoint, for readers that do not use ``read_contents``."""
-        names = (located.manifest, SIDECAR) if located.manifest else ()
-        found = {name: located.storage.version(join(located.directory, name)) for name in names}
-        return cls(located, {name: version for name, version in found.items() if version is not None})
-
-    @contextlib.contextmanager
-    def told(self, doing: str = 'read') -> Generator[None]:
-        """Distinguishes a deletion or an overwrite from damage. Costs nothing unless a read fails.
-
-        Args:
-          doing: the operation on the checkpoint, for the message.
-
-        Raises:
-          CheckpointNotFoundError: the checkpoint was deleted or overwritten in the meantime.
-        """
-        try:
-            yield
-        except ChangedMeanwhileError:
-            raise
-        except (CorruptCheckpointError, CheckpointNotFoundError, StorageError) as error:
-            if isinstance(error, StorageError) and error.errno != errno.ESTALE:
-                raise
-            self.check(doing, error)
-            raise
-
-    @contextlib.contextmanager
-    def reading(self, doing: str = 'read', file: str | None = None) -> Generator[None]:
-        """As :meth:`told`, and raises for an overwrite even if no read fails: the values may mix both checkpoints.
-
-        Args:
-          doing: the operation on the checkpoint, for the message.
-          file: the only safetensors file that is read; None for all of them.
-
-        Notes: costs one ``stat``, or one per safetensors file; on an object store, one small request.
-        """
-        with self.told(doing):
-            yield
-        storage = self.located.storage
-        for name in self._witnesses() if file is None else (file,):
-            version = storage.version(join(self.located.directory, name))
-            # Values that were read from a directory that is deleted by now were read before its deletion, and are correct.
-            if version != self.versions[name] and not (version is None and storage.renames):
-                self.check(doing)
-
-    def _witnesses(self) -> Collection[str]:
-        """The files whose versions tell of an overwrite."""
-        if is_safetensors(self.located.manifest):
-            # Each is replaced, or written to, by itself.
-            return self.versions
-        # A directory is replaced as a whole; in a bucket an equal manifest has an equal version, but no equal sidecar.
-        is_bucket = SIDECAR in self.versions and not self.located.storage.renames
-        return self.versions.keys() & {SIDECAR if is_bucket else self.located.manifest}
-
-    def check(self, doing: str, cause: Exception | None = None) -> None:
-        """Checks that the checkpoint is still the one that was opened.
-
-        Raises:
-          CheckpointNotFoundError: it is not; chained to ``cause``.
-        """
-        try:
-            change = self._change()
-        except T5CkptError:
-            # The check itself failed; the first error is more useful.
-            return
-        cure = 'Read another step, or pin one that is to stay' if change == 'deleted' else 'Open it again'
-        if change == 'deleted' and is_safetensors(self.located.manifest):
-            cure = 'Copy it again'
-        if change is not None:
-            raise ChangedMeanwhileError(
-                f'{self.located.url} was {change} while it was being {doing}. {cure}.'
-            ) from cause
-
-    def _change(self) -> str | None:
-        storage, directory, manifest = self.located.storage, self.located.directory, self.located.manifest
-        # Without a version there was no manifest before either, so only the directory can be checked.
-        found = {name: storage.version(join(directory, name)) for name in self.versions}
-        if is_safetensors(manifest) and None in found.values():
-            return 'deleted'
-        if found[manifest] is None if manifest in found else storage.kind(directory) is None:
-            return 'deleted'
-        return None if found == self.versions else 'replaced'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +103,7 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
     if is_safetensors(located.manifest):
         data, found = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
         return RawFiles(data, versions=found)
-    files = Scanner(storage, directory, follow_links=located.follow_links)
+    files = CheckpointFiles.of(located)
     versions: dict[str, Any] = {}
     manifest, versions[located.manifest] = files.read_with_version(located.manifest)
     sidecar = None
@@ -275,9 +167,9 @@ def _decoded_manifest(located: Located, data: bytes) -> Manifest:
 
 def _type_specs(located: Located, manifest: Manifest) -> None:
     """Adds the dtype of the ``.zarray`` to specs without one, which are rare."""
-    files: Scanner | None = None
+    files: CheckpointFiles | None = None
     for path, spec in untyped_specs(manifest.state):
-        files = files or Scanner(located.storage, located.directory, follow_links=located.follow_links)
+        files = files or CheckpointFiles.of(located)
         with contextlib.suppress(CheckpointNotFoundError):
             typed_by_zarray(spec, leaf_name(path), files.read)
 

@@ -14,7 +14,7 @@ A step directory holds the tree itself or, below it, items; ours is ``state`` (T
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import tensorstore as ts
@@ -25,7 +25,7 @@ from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFo
 from t5ckpt.format.array_spec import SpecDict, StoredArray, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import unflatten
 
@@ -47,7 +47,7 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
     for item in _ITEMS:
         base = join(directory, item)
         if storage.is_file(join(base, '_METADATA')):
-            return _read_tree(storage, (directory, item), follow_links)
+            return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), item)
     names = [entry.name for entry in storage.entries(directory)]
     raise UnsupportedFormatError(
         f'{storage.url(directory)} looks like an Orbax checkpoint of several items ({", ".join(names[:8])}), none of '
@@ -55,10 +55,8 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
     )
 
 
-def _read_tree(storage: Storage, place: tuple[str, str], follow_links: bool) -> Manifest:
-    directory, item = place
-    files = Scanner(storage, directory, follow_links=follow_links)
-    base = join(directory, item)
+def _read_tree(files: CheckpointFiles, item: str) -> Manifest:
+    storage, base = files.storage, join(files.directory, item)
     where = storage.url(join(base, '_METADATA'))
     try:
         metadata = json.loads(files.read(join(item, '_METADATA')))
@@ -69,9 +67,8 @@ def _read_tree(storage: Storage, place: tuple[str, str], follow_links: bool) -> 
     strings = _strings(files, item, storage.is_file(join(base, '_strings.json')))
     table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
-    arrays = [path for path, _ in leaves if path not in table]
-    use_zarr3 = bool(metadata.get('use_zarr3'))
-    found = array_leaves(storage, (directory, item, files), arrays, use_zarr3)
+    names = {path: '.'.join(path) for path, _ in leaves if path not in table}
+    found = array_leaves(files, item, names, zarr3=bool(metadata.get('use_zarr3')))
     return Manifest(3, unflatten({path: found.get(path, table.get(path)) for path, _ in leaves}))
 
 
@@ -82,7 +79,7 @@ def _keys_of(entry: Mapping[str, Any]) -> Path:
     return path
 
 
-def _strings(files: Scanner, item: str, is_there: bool) -> Mapping[str, str]:
+def _strings(files: CheckpointFiles, item: str, is_there: bool) -> Mapping[str, str]:
     if not is_there:
         return {}
     key = join(item, '_strings.json')
@@ -108,8 +105,8 @@ def resolve_placeholders(
     """Replaces each ``PLACEHOLDER://<name>`` by the spec of its array."""
     names: dict[Path, str] = {}
     _collect_placeholders(state, (), names)
-    files = Scanner(storage, directory, follow_links=follow_links)
-    found = array_leaves(storage, (directory, '', files), list(names), False, names)
+    files = CheckpointFiles(storage, directory, follow_links=follow_links)
+    found = array_leaves(files, '', names, zarr3=False)
     return _replaced(state, (), found)
 
 
@@ -132,21 +129,14 @@ def _replaced(state: Mapping[str, Any], path: Path, found: Mapping[Path, SpecDic
     }
 
 
-def array_leaves(
-    storage: Storage,
-    place: tuple[str, str, Scanner],
-    paths: Sequence[Path],
-    zarr3: bool,
-    names: Mapping[Path, str] | None = None,
-) -> dict[Path, SpecDict]:
-    """Opens the metadata of all arrays concurrently."""
-    directory, item, files = place
-    base = join(directory, item)
+def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *, zarr3: bool) -> dict[Path, SpecDict]:
+    """Opens the metadata of all arrays of an item concurrently; ``names`` are those of the arrays, by path."""
+    storage, base = files.storage, join(files.directory, item)
     ocdbt = storage.is_file(join(base, 'manifest.ocdbt'))
     kvstore: dict[str, Any] = storage.array_kvstore(base)
     if ocdbt:
         kvstore = {'driver': 'ocdbt', 'base': kvstore}
-    by_path = {path: _safe('.'.join(path) if names is None else names[path]) for path in paths}
+    by_path = {path: _safe(name) for path, name in names.items()}
     file = 'zarr.json' if zarr3 else '.zarray'
     where = storage.url(base)
     # TensorStore follows every link.

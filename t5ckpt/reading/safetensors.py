@@ -21,7 +21,7 @@ from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, Header, data_bytes, header_bytes, parse_header
 from t5ckpt.reading.byte_ranges import read_range
-from t5ckpt.reading.contained_open import Fence, check_size
+from t5ckpt.reading.contained_open import ContainedDirectory, check_size
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import unflatten
 
@@ -137,7 +137,7 @@ class _Local:
 
     def __init__(self, root: str, follow_links: bool):
         self._root = root
-        self._fence = Fence(root, follow_links=follow_links)
+        self._contained = ContainedDirectory(root, follow_links=follow_links)
 
     def where(self, file: str) -> str:
         """The name for messages."""
@@ -167,13 +167,10 @@ class _Local:
 
     def _open(self, file: str) -> tuple[int, int]:
         with foreign_errors(self.where(file)):
-            directory = self._fence.open_dir('', file)
             try:
-                return self._fence.open_file((directory, ''), file, file)
+                return self._contained.open(file, file)
             except FileNotFoundError as error:
                 raise CheckpointNotFoundError(f'{self.where(file)} is missing. Copy the directory again.') from error
-            finally:
-                os.close(directory)
 
 
 class _Bucket:

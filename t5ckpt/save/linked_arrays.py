@@ -23,8 +23,9 @@ from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.contents import Contents, Identity, file_checksums_of, leaves_of
-from t5ckpt.reading.file_hasher import Scanner
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.contents import Contents, file_checksums_of, leaves_of
+from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
 
@@ -48,7 +49,7 @@ class SourceCheckpoint:
     storage: Storage
     directory: str
     reader: ArrayReader
-    scanner: Scanner
+    files: CheckpointFiles
     checksums: FileChecksums
     identity: Identity
 
@@ -59,8 +60,8 @@ class SourceCheckpoint:
         checksums = file_checksums_of(located) if contents.checksums is None else contents.checksums
         # Arrays that are read to be cast or averaged are verified, too.
         reader = ArrayReader(located, checksums=checksums, identity=contents.identity)
-        scanner = Scanner(located.storage, located.directory)
-        return cls(located.storage, located.directory, reader, scanner, checksums or FileChecksums(), contents.identity)
+        files = CheckpointFiles(located.storage, located.directory)
+        return cls(located.storage, located.directory, reader, files, checksums or FileChecksums(), contents.identity)
 
 
 class LinkedArray(LazyThreadPoolArray):
@@ -160,7 +161,7 @@ def link_or_copy_chunks(leaf: LinkedArray, write: ArrayWrite, storage: Storage, 
             source, target = join(checkpoint.directory, old), join(directory, name)
             where = f'{write.name}: {checkpoint.storage.url(source)}'
             try:
-                data = checkpoint.scanner.read(old)
+                data = checkpoint.files.read(old)
             except UnsafeSpecError:
                 raise
             except T5CkptError as error:

@@ -24,7 +24,7 @@ from t5ckpt import errors, steps
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import zarr_typestr
-from t5ckpt.reading.contents import Identity
+from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.blocks import Limits
 from t5ckpt.reading.local.chunk_file import ChunkFile
 from t5ckpt.reading.local.direct_reader import DirectReader, ReadRequest

@@ -22,7 +22,7 @@ from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex
 from t5ckpt.format.dtypes import dtype_from_name, zarr_typestr
-from t5ckpt.reading.contained_open import Fence
+from t5ckpt.reading.contained_open import ContainedDirectory
 
 __all__ = ['ChunkFiles', 'PlainChunks', 'chunk_of_file', 'has_plain_chunks', 'plain_chunks_of', 'range_of']
 
@@ -130,11 +130,11 @@ class ChunkFiles:
 
     def __init__(self, root: str, location: str, leaf: str, *, follow_links: bool = False):
         """Opens the array's directory; with ``follow_links`` a symbolic link may lead out of the checkpoint."""
-        self._fence = Fence(root, follow_links=follow_links)
+        self._contained = ContainedDirectory(root, follow_links=follow_links)
         self._root = root
         self._location = location
         self.leaf = leaf
-        self._fd = self._fence.open_dir(location, leaf)
+        self._fd = self._contained.open_dir(location, leaf)
 
     def __enter__(self) -> Self:
         return self
@@ -177,4 +177,4 @@ class ChunkFiles:
         )
 
     def _open(self, name: str) -> tuple[int, int]:
-        return self._fence.open_file((self._fd, self._location), name, self.leaf)
+        return self._contained.open_file(self._fd, self._location, name, self.leaf)

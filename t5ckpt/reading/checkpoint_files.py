@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import T5CkptError
-from t5ckpt.reading.contained_open import Fence, check_size
+from t5ckpt.reading.contained_open import ContainedDirectory, check_size
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['Scanner', 'in_threads']
+__all__ = ['CheckpointFiles', 'in_threads']
 
 _BLOCK = 2**20
 _PAGE = 4096
@@ -35,16 +36,21 @@ _MIN_THREADS = 8
 _AHEAD = 8
 
 
-class Scanner:
+class CheckpointFiles:
     """Reads files of one checkpoint. Safe from any thread."""
 
     def __init__(self, storage: Storage, directory: str, *, follow_links: bool = False):
         """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
-        self._storage = storage
-        self._directory = directory
+        self.storage = storage
+        self.directory = directory
         root = storage.local_path(directory)
-        self._fence = None if root is None else Fence(root, follow_links=follow_links)
+        self._contained = None if root is None else ContainedDirectory(root, follow_links=follow_links)
         self._local = threading.local()
+
+    @classmethod
+    def of(cls, located: Located) -> CheckpointFiles:
+        """The files of a located checkpoint."""
+        return cls(located.storage, located.directory, follow_links=located.follow_links)
 
     def check(self, name: str, leaf: str) -> None:
         """Checks a name and everything below it for links out and special files, before another library reads it.
@@ -53,9 +59,9 @@ class Scanner:
           FormatError: there is such a link or file.
           StorageError: a directory cannot be read.
         """
-        if self._fence is not None:
-            with foreign_errors(self._storage.url(join(self._directory, name))):
-                self._fence.check(name, leaf)
+        if self._contained is not None:
+            with foreign_errors(self.storage.url(join(self.directory, name))):
+                self._contained.check(name, leaf)
 
     def read(self, file: str, limit: int | None = None) -> bytes:
         """All bytes of a small file.
@@ -65,17 +71,17 @@ class Scanner:
           CorruptCheckpointError: the file has more than ``limit`` bytes. In a bucket its size is known only after the read.
         """
         if limit is not None:
-            key = join(self._directory, file)
-            size = self._storage.size(key) if self._fence is not None else None
-            check_size(size or 0, limit, self._storage.url(key))
+            key = join(self.directory, file)
+            size = self.storage.size(key) if self._contained is not None else None
+            check_size(size or 0, limit, self.storage.url(key))
         return b''.join(bytes(block) for block in self._blocks(file))
 
     def read_with_version(self, file: str) -> tuple[bytes, Any]:
         """All bytes of a small file, and its ``Storage.version``."""
-        key = join(self._directory, file)
-        if self._fence is None:
-            return self._storage.read_with_version(key)
-        version = self._storage.version(key)
+        key = join(self.directory, file)
+        if self._contained is None:
+            return self.storage.read_with_version(key)
+        version = self.storage.version(key)
         return self.read(file), version
 
     def digest(self, file: str) -> tuple[int, str]:
@@ -100,16 +106,12 @@ class Scanner:
 
     def _blocks(self, file: str) -> Iterator[memoryview]:
         """Yields the blocks of a file; each block is overwritten by the next."""
-        key = join(self._directory, file)
-        if self._fence is None:
-            yield memoryview(self._storage.read(key))
+        key = join(self.directory, file)
+        if self._contained is None:
+            yield memoryview(self.storage.read(key))
             return
-        with foreign_errors(self._storage.url(key)):
-            directory = self._fence.open_dir('', file)
-            try:
-                fd, _ = self._fence.open_file((directory, ''), file, file)
-            finally:
-                os.close(directory)
+        with foreign_errors(self.storage.url(key)):
+            fd, _ = self._contained.open(file, file)
             try:
                 yield from self._file_blocks(fd)
             finally:

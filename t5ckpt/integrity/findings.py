@@ -1,0 +1,83 @@
+"""Collects the damages that a verification finds, each with the leaf, the chunk and the elements that it affects."""
+
+from __future__ import annotations
+
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError, UnsafeSpecError
+from t5ckpt.format.chunk_grid import ChunkIndex
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry
+from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.integrity.implied_files import placed
+from t5ckpt.integrity.report import Damage
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+
+__all__ = ['Findings']
+
+
+class Findings:
+    """What a verification has found so far.
+
+    Attributes:
+      damages: in the order in which they were found.
+      leaves: name and stored leaf, by the directory of its array.
+    """
+
+    def __init__(self, files: CheckpointFiles):
+        """Takes what reads the checkpoint's files."""
+        self._files = files
+        self.damages: list[Damage] = []
+        self.leaves: dict[str, tuple[str, StoredLeaf]] = {}
+
+    def differs(self, name: str, recorded: FileEntry, found: FileEntry, checksums: FileChecksums) -> None:
+        """Adds a file whose size or checksum is not the recorded one; the message names another file with these bytes."""
+        if found[0] != recorded[0]:
+            self.size_differs(name, found[0], recorded[0])
+            return
+        text = f'xxh3-64 is {found[1]}, recorded is {recorded[1]}'
+        other = next((file for file, entry in checksums.items() if entry == found and file != name), None)
+        offsets = (0, found[0])
+        if other is not None:
+            text += f'; these are the bytes of {other}'
+        elif (zeros := self._hole(name)) is not None:
+            text += f'; the bytes from {zeros[0]:,} to {zeros[1]:,} may be a hole'
+        self.add('checksum', name, text, offsets=offsets)
+
+    def _hole(self, name: str) -> tuple[int, int] | None:
+        try:
+            return self._files.zeros(name)
+        except T5CkptError:
+            # Gone since its checksum was taken; that it differs is known.
+            return None
+
+    def size_differs(self, name: str, found: int, recorded: int) -> None:
+        """Adds a file of another size than the recorded one."""
+        offsets = (min(found, recorded), max(found, recorded))
+        how = 'are missing' if found < recorded else 'are too many'
+        text = f'has {found:,} bytes, recorded are {recorded:,}: those from {offsets[0]:,} to {offsets[1]:,} {how}'
+        self.add('size', name, text, offsets=offsets)
+
+    def failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:
+        """Adds a file that cannot be read or decoded."""
+        match error:
+            case UnsafeSpecError():
+                kind = 'unsafe'
+            case CheckpointNotFoundError():
+                kind = 'missing'
+            case StorageError():
+                kind = 'unreadable'
+            case _:
+                kind = 'undecodable'
+        self.damages.append(self._located_in_leaf(Damage(kind, name, str(error), leaf, chunk_index)))
+
+    def add(self, kind: str, name: str, text: str, *, offsets: tuple[int, int] | None = None) -> None:
+        """Adds a damage of a kind of ``Damage``."""
+        self.damages.append(self._located_in_leaf(Damage(kind, name, text, offsets=offsets)))
+
+    def _located_in_leaf(self, damage: Damage) -> Damage:
+        """With the leaf, the chunk and the elements that a file holds."""
+        parts = damage.file.split('/')
+        for length in range(len(parts), 0, -1):
+            location = '/'.join(parts[:length])
+            if location in self.leaves:
+                name, leaf = self.leaves[location]
+                return placed(damage, name, leaf, '/'.join(parts[length:]))
+        return damage

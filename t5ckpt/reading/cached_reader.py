@@ -30,7 +30,6 @@ from t5ckpt.reading.checkpoint_files import in_threads
 from t5ckpt.reading.contents import Contents
 from t5ckpt.reading.size_limits import check_chunk, check_memory
 from t5ckpt.storage import foreign_errors
-from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.forked import use_tensorstore
 
 __all__ = ['CachedReader']
@@ -42,10 +41,10 @@ _Part = tuple[int, slice, slice]
 class CachedReader(ArrayReader):
     """An ArrayReader that caches the files that it fetches. Safe from any thread."""
 
-    def __init__(self, contents: Contents, storage: BucketStorage, *, checks: bool):
-        """Takes a checkpoint in this storage; with ``checks`` nothing but what it lists is accepted."""
+    def __init__(self, contents: Contents, *, checks: bool):
+        """Takes a checkpoint in a storage with a cache; with ``checks``, only files with a recorded checksum are accepted."""
         super().__init__(contents.located, checksums=contents.checksums if checks else None, identity=contents.identity)
-        self._bucket = storage
+        self._bucket = contents.located.storage
         self._base = contents.located.directory
         self._checksums = contents.checksums or FileChecksums()
         self._memory = ts.Context({'cache_pool': {'total_bytes_limit': 0}})

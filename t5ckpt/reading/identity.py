@@ -97,10 +97,14 @@ class Identity:
 
         Raises:
           CheckpointNotFoundError: it is not; chained to ``cause``.
+          StorageError: the check failed, so that a CorruptCheckpointError is not proven.
         """
         try:
             change = self._change()
-        except T5CkptError:
+        except T5CkptError as error:
+            if isinstance(error, StorageError) and isinstance(cause, CorruptCheckpointError):
+                # A storage that fails now may have failed before, and no damage is proven.
+                raise error from cause
             # The check itself failed; the first error is more useful.
             return
         cure = 'Read another step, or pin one that is to stay' if change == 'deleted' else 'Open it again'

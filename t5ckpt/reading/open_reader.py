@@ -13,7 +13,6 @@ from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.cached_reader import CachedReader
 from t5ckpt.reading.contents import Contents, check_step
 from t5ckpt.storage import Storage
-from t5ckpt.storage.bucket import BucketStorage
 
 __all__ = ['VERIFY_LEVELS', 'ReadOptions', 'lazy_leaf', 'reader_of']
 
@@ -38,8 +37,8 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
     """
     located = contents.located
     check_step(contents, strictly=reading.verify == 'full')
-    if isinstance(located.storage, BucketStorage) and located.storage.cache is not None:
-        return CachedReader(contents, located.storage, checks=reading.verify == 'full')
+    if located.storage.caches:
+        return CachedReader(contents, checks=reading.verify == 'full')
     only_whole_chunks = reading.verify == 'auto'
     return ArrayReader(
         located,
@@ -77,5 +76,4 @@ class ReadOptions:
         On storage without local files, verification would fetch each file twice, except through a cache.
         """
         reads_whole_chunks = storage.local_path('') is not None and not self.mmap and not lazy
-        is_cached = getattr(storage, 'cache', None) is not None
-        return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or is_cached))
+        return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or storage.caches))

@@ -34,7 +34,7 @@ from t5ckpt.reading.local.direct_reader import ReadRequest
 from t5ckpt.reading.local.uncompressed import has_plain_chunks
 from t5ckpt.reading.size_limits import check_memory
 from t5ckpt.restore.device_put import device_put
-from t5ckpt.storage import foreign_errors
+from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
 
 __all__ = ['read_arrays']
 
@@ -149,7 +149,7 @@ class _RestoreScheduler:
                         future.cancel()
                     else:
                         # Its buffer must outlive it.
-                        with contextlib.suppress(ValueError, T5CkptError):
+                        with contextlib.suppress(*TENSORSTORE_ERRORS, T5CkptError):
                             self._reader.wait(future)
                 self._budget.release(item.size)
             for _, size in self._moving:

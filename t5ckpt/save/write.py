@@ -363,9 +363,7 @@ class _Writer:
     def read_back(self) -> None:
         """Computes the digests of encoded chunks from their files."""
         for key in self._unread:
-            with foreign_errors(self._storage.url(join(self._job.directory, key))):
-                data = bytes(self._storage.wait(self._kvstore.read(key)).value)
-            self.digests[key] = entry_of(data)
+            self.digests[key] = entry_of(self._storage.read(join(self._job.directory, key)))
 
     def file_versions(self) -> dict[str, tuple[int, ...] | None]:
         """The versions of all files. Detects a file whose rename was lost without an error."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5ckpt.storage.error_mapping import foreign_errors
@@ -55,6 +55,8 @@ class Storage(ABC):
     """Whether Orbax writes in place here, and shows with a file ``commit_success.txt`` that it has written everything."""
     is_shared = True
     """Whether other processes can see the same root, as far as it can be known."""
+    caches = False
+    """Whether ``read_cached`` keeps files on this machine."""
     driver: str
     """The kvstore driver that a manifest names for arrays written here: 'file' or 'gcs', the two T5X accepts."""
 
@@ -69,6 +71,19 @@ class Storage(ABC):
     def read_range(self, key: str, start: int, stop: int) -> bytes:
         """Bytes of a key from ``start`` to ``stop``; fewer where the file ends before."""
         return self.read(key)[start:stop]
+
+    def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
+        """Reads a key through the cache of this machine, where the storage has one (``caches``).
+
+        Args:
+          key: the file.
+          is_good: whether bytes from the cache are those of the file; None to compare the file's version instead.
+
+        Raises:
+          CheckpointNotFoundError: the key does not exist.
+        """
+        del is_good
+        return self.read(key)
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:

@@ -3,8 +3,6 @@
 There is no rename, so checkpoints are written in place, with the manifest last. A PUT is atomic. If its reply is lost it may
 have been applied, so after a failed write the key is read and compared.
 
-Waits for a server that does not answer are bounded, see ``wait``.
-
 Notes: a listing pages through all keys below a prefix, since TensorStore has no delimiter, and reports no sizes. Checking
 whether a key exists costs one HEAD request.
 """
@@ -12,10 +10,6 @@ whether a key exists costs one HEAD request.
 from __future__ import annotations
 
 import errno
-import os
-import threading
-import time
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -26,17 +20,14 @@ from t5ckpt.core.text import counted
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage._key_ranges import after, gaps
 from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.connection import NOTHING, Connection
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, bucket_errors, map_bucket_error
 from t5ckpt.storage.file_cache import CachedFile, FileCache
-from t5ckpt.storage.forked import use_tensorstore
-from t5ckpt.storage.options import Retries, retries_within, stall_environment
-from t5ckpt.storage.outage import PROBE_RETRIES, Outage, probe
 from t5ckpt.storage.process_locks import ProcessLock
 
 __all__ = ['BucketStorage']
 
-_NOTHING = slice(0, 0)
-# A key that is never written: asking for it shows whether the server answers, and whether it lets us in.
+# A key that is never written. Reading it shows whether the server answers and grants access.
 _PROBE = '.t5ckpt/probe'
 
 # What TensorStore says of a range of bytes that the file ends before.
@@ -50,36 +41,17 @@ class BucketStorage(Storage):
     _lists_truly = True
     """Whether an empty listing says that there is nothing."""
 
-    def __init__(self, bucket: str, prefix: str, patience: float | None = None, cache: FileCache | None = None):
-        """Takes the place; ``patience`` is the seconds that a silent server is waited for, None for any time."""
-        self.cache = cache
+    def __init__(self, bucket: str, prefix: str, connection: Connection, cache: FileCache | None = None):
+        """Takes the bucket, the prefix, and the connection, which belongs to this storage; sends nothing."""
+        self.caches = cache is not None
+        self._cache = cache
         self._bucket = bucket
         self._prefix = prefix.strip('/')
-        self._patience = patience
-        self._lock = threading.Lock()
-        self._context: ts.Context | None = None
-        self._kv: Any = None
-        self._probe_kv: Any = None
-        self._outage: Outage | None = None
-        # Whether the bucket is known to be there.
+        self._connection = connection
+        connection.url = self.url()
+        connection.probe_key = self._key(_PROBE)
+        # Whether the bucket is known to exist.
         self._is_found = False
-
-    @abstractmethod
-    def _base_spec(self) -> dict[str, Any]:
-        """The kvstore spec of the bucket's root."""
-
-    @abstractmethod
-    def _resources(self, retries: Retries | None) -> dict[str, Any]:
-        """TensorStore's context resources for it: concurrency, retries, credentials; None takes the driver's retries."""
-
-    def _new_context(self, retries: Retries | None = None) -> ts.Context:
-        if self._patience is not None:
-            usual = retries_within(self._patience)
-            for name, value in stall_environment(usual).items():
-                # TensorStore's HTTP client has no other place for it, and reads it before its first request.
-                os.environ.setdefault(name, value)
-            retries = retries or usual
-        return ts.Context({'cache_pool': {'total_bytes_limit': 0}, **self._resources(retries)})
 
     def _size_of(self, key: str) -> int | None:
         """The size that an entry of a listing gets."""
@@ -88,12 +60,10 @@ class BucketStorage(Storage):
     # --- keys ------------------------------------------------------------------------------------------------------
 
     def _kvstore(self) -> Any:
-        context = self.context()
-        with self._lock:
-            if self._kv is None:
-                with bucket_errors(self.url()):
-                    self._kv = ts.KvStore.open(self._base_spec(), context=context).result()
-            return self._kv
+        return self._connection.kvstore()
+
+    def wait(self, future: Any) -> Any:
+        return self._connection.wait(future)
 
     def _key(self, key: str) -> str:
         return join(self._prefix, key)
@@ -112,10 +82,9 @@ class BucketStorage(Storage):
 
     def _list(self, ranges: Sequence[Any]) -> list[bytes]:
         try:
-            futures = [self._kvstore().list(keys) for keys in ranges]
-            found = [name for future in futures for name in self.wait(future)]
+            found = [name for names in self._listed(ranges) for name in names]
         except TENSORSTORE_ERRORS:
-            # S3's driver parses an answer that is no listing, and does not say why the server refused.
+            # The error of S3's driver, which tries to parse a refusal as a listing, does not name its cause.
             self._explain(AccessDeniedError)
             raise
         if found:
@@ -124,67 +93,21 @@ class BucketStorage(Storage):
             self._check_nothing()
         return found
 
+    def _listed(self, ranges: Sequence[Any]) -> list[list[bytes]]:
+        """Returns the keys of each range."""
+        futures = [self._kvstore().list(keys) for keys in ranges]
+        return [self.wait(future) for future in futures]
+
     def _explain(self, kind: type[T5CkptError] = T5CkptError) -> None:
         """Asks for a key that is not there, which needs the same permission as a listing; raises a refusal of this kind."""
         try:
-            self.wait(self._kvstore().read(self._key(_PROBE), byte_range=_NOTHING))
+            self.wait(self._kvstore().read(self._connection.probe_key, byte_range=NOTHING))
         except TENSORSTORE_ERRORS as error:
             if isinstance(map_bucket_error(error, self.url()), kind):
                 raise
 
     def _check_nothing(self) -> None:
         """Raises where an empty listing does not say that there is nothing."""
-
-    # --- waiting ---------------------------------------------------------------------------------------------------
-
-    def wait(self, future: Any) -> Any:
-        """The result of a TensorStore future.
-
-        TensorStore gives up a request that fails or stalls in bounded time, but neither one that cannot connect nor
-        one that queues behind such. So when nothing came for half of the patience, the server is asked for something
-        small, beside the queue: if it answers in the other half, the wait goes on. Once it was silent, every wait begins
-        with that question, with a short time for the answer that grows from one failure to the next: nothing is refused
-        without a request, and the many requests of one operation do not each wait for all of the patience. An answer
-        after which TensorStore tries again, such as a 503, does not end the outage, and its error repeats it.
-
-        Raises:
-          StorageError: the server is silent, or fails each request; the future is left alone.
-        """
-        if self._patience is None:
-            return future.result()
-        while True:
-            started = time.monotonic()
-            outage = self._outage
-            if outage is not None and not future.done() and not self._answers(outage.seconds, outage.since):
-                raise self._silence()
-            try:
-                return future.result(timeout=self._patience / 2)
-            except TimeoutError:
-                if not self._answers(self._patience / 2, started):
-                    raise self._silence() from None
-
-    def _answers(self, seconds: float, since: float) -> bool:
-        """Asks the server for something small; ``since`` is when it was last waited for in vain."""
-        with self._lock:
-            if self._probe_kv is None:
-                context = self._new_context(PROBE_RETRIES)
-                self._probe_kv = ts.KvStore.open(self._base_spec(), context=context).result()
-            kv = self._probe_kv
-        failure = probe(lambda: kv.read(self._key(_PROBE), byte_range=_NOTHING), seconds)
-        if failure is None:
-            self._outage = None
-            return True
-        with self._lock:
-            self._outage = Outage.after(self._outage, since, self._patience or 0, failure)
-            # Requests that cannot connect keep their places in the queues for minutes: the next ones get new queues.
-            self._context = self._kv = self._probe_kv = None
-        return False
-
-    def _silence(self) -> StorageError:
-        outage = self._outage
-        if outage is None:
-            outage = Outage(time.monotonic() - (self._patience or 0), 0)
-        return StorageError(errno.ETIMEDOUT, f'{self.url()}: {outage.text(time.monotonic())}')
 
     # --- the interface ---------------------------------------------------------------------------------------------
 
@@ -214,31 +137,27 @@ class BucketStorage(Storage):
 
     def version(self, key: str) -> Any:
         with bucket_errors(self.url(key)):
-            found = self.wait(self._kvstore().read(self._key(key), byte_range=_NOTHING))
+            found = self.wait(self._kvstore().read(self._key(key), byte_range=NOTHING))
         return found.stamp.generation if found.state == 'value' else None
 
     def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
-        """The bytes of a key: those in the cache, if they are good or else the store has no newer ones.
-
-        Raises:
-          CheckpointNotFoundError: there is no such key.
-        """
-        if self.cache is None:
+        if self._cache is None:
             return self.read(key)
         # The same bucket name may stand for other things at another endpoint.
-        name = f'{self._base_spec()} {self._key(key)}'
-        held = self.cache.get(name)
+        name = f'{self._connection.spec} {self._key(key)}'
+        held = self._cache.get(name)
         if held is not None and is_good is not None and is_good(held.data):
             return held.data
         known = held.generation if held is not None and is_good is None else None
         with bucket_errors(self.url(key)):
-            found = self.wait(self._kvstore().read(self._key(key), if_not_equal=known))
+            request = self._kvstore().read(self._key(key), if_not_equal=known)
+            found = self._connection.wait(request, is_conditional=known is not None)
         if held is not None and known is not None and found.state == 'unspecified':
             return held.data
         if found.state != 'value':
             raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
         data = bytes(found.value)
-        self.cache.put(name, CachedFile(data, found.stamp.generation))
+        self._cache.put(name, CachedFile(data, found.stamp.generation))
         return data
 
     def write(self, key: str, data: bytes) -> None:
@@ -261,7 +180,7 @@ class BucketStorage(Storage):
         return self.are_files([key])[0]
 
     def are_files(self, keys: Sequence[str]) -> list[bool]:
-        futures = [self._kvstore().read(self._key(key), byte_range=_NOTHING) for key in keys]
+        futures = [self._kvstore().read(self._key(key), byte_range=NOTHING) for key in keys]
         found: list[bool] = []
         for key, future in zip(keys, futures, strict=True):
             with bucket_errors(self.url(key)):
@@ -308,8 +227,9 @@ class BucketStorage(Storage):
             for gap in gaps(below + each, [f'{below}{name}/' for name in without if name.startswith(each)])
         ]
         with bucket_errors(self.url(key)):
-            futures = [self._kvstore().list(ts.KvStore.KeyRange(*ends)) for ends in ranges]
-            keys = [raw.decode()[len(below) :] for future in futures for raw in self.wait(future)]
+            # Not ``_listed``: most of the ranges are empty, and a store that asks again for those would ask twice for all.
+            found = BucketStorage._listed(self, [ts.KvStore.KeyRange(*ends) for ends in ranges])
+        keys = [raw.decode()[len(below) :] for names in found for raw in names]
         return sorted({name.partition('/')[0] for name in keys})
 
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
@@ -350,18 +270,14 @@ class BucketStorage(Storage):
             )
 
     def context(self) -> ts.Context:
-        use_tensorstore()
-        with self._lock:
-            if self._context is None:
-                self._context = self._new_context()
-            return self._context
+        return self._connection.context()
 
     def open_kvstore(self, key: str) -> ts.KvStore:
         with bucket_errors(self.url(key)):
             return super().open_kvstore(key)
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
-        return {**self._base_spec(), 'path': self._below(key)}
+        return {**self._connection.spec, 'path': self._below(key)}
 
 
 def _range(prefix: str) -> Any:

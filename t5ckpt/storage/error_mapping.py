@@ -25,6 +25,7 @@ _DAMAGED = {'DATA_LOSS', 'FAILED_PRECONDITION', 'INVALID_ARGUMENT', 'NOT_FOUND',
 
 __all__ = [
     'TENSORSTORE_ERRORS',
+    'UNMET_CONDITION',
     'bucket_errors',
     'foreign_errors',
     'map_bucket_error',
@@ -35,6 +36,12 @@ __all__ = [
 
 # What a future of TensorStore raises: the second for UNIMPLEMENTED, such as an HTTP 501.
 TENSORSTORE_ERRORS = (ValueError, NotImplementedError)
+
+UNMET_CONDITION = (
+    'ABORTED: the server answered that a condition is not met (HTTP 304 or 412), but the request has no condition. Check the '
+    'policies of the bucket and of its organization, and any proxy in between.'
+)
+"""The text of a ValueError for such an answer, which TensorStore does not report as a failure."""
 
 _OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
 _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
@@ -135,7 +142,7 @@ def map_bucket_error(error: Exception, where: str) -> T5CkptError:
     Bytes are not interpreted there, so no answer of a server says that a checkpoint is damaged.
     """
     mapped = map_tensorstore_error(error, where, writing=True)
-    if type(mapped) is not StorageError or _RETRIED in str(error):
+    if type(mapped) is not StorageError or _RETRIED in str(error) or str(error) == UNMET_CONDITION:
         return mapped
     return StorageError(errno.EIO, f'{mapped.strerror}. {_NO_BUCKET}')
 

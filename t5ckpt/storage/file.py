@@ -1,55 +1,42 @@
 """POSIX file systems.
 
-Small files go through ``os.open``/``fsync``; chunk files past the page cache (``storage/direct_io.py``), or through TensorStore's
-file driver, which writes to ``<name>.__lock``, fsyncs and renames. None of them makes directory entries durable, so
-``sync_tree`` fsyncs every directory from the leaves up, and ``publish`` fsyncs the parent after the rename.
+Small files are written with ``os.write`` and ``fsync``. Chunk files are written past the page cache
+(``storage/direct_io.py``), or by TensorStore's file driver, which writes to ``<name>.__lock``, fsyncs and renames. Neither makes
+directory entries durable, so ``sync_tree`` fsyncs every directory from the leaves up, and ``publish`` fsyncs the parent after
+the rename.
 
-The owner's lock is ``flock`` on the directory itself: the kernel lets go of it when the process dies, however it dies,
-and it leaves no file behind. Files get the umask's permissions.
+Files get the umask's permissions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5ckpt.core.keys import join
 from t5ckpt.storage.base import Entry, Storage
-from t5ckpt.storage.checked_rename import check_renamed, exchange, leads_to
+from t5ckpt.storage.checked_rename import check_renamed
+from t5ckpt.storage.directory_lock import lock_directory
+from t5ckpt.storage.durable import exchange_durably, rename_durably, sync_dir, write_synced
 from t5ckpt.storage.error_mapping import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
-from t5ckpt.storage.options import FileOptions
+from t5ckpt.storage.options import FileOptions, parse_options
 
 if TYPE_CHECKING:
     import numpy as np
     import tensorstore as ts
 
-__all__ = ['FileStorage']
+__all__ = ['FileStorage', 'open_at']
 
 # As many open files as TensorStore may hold; 32 keeps a disk busy and stays far from ulimit -n.
 _IO_CONCURRENCY = 32
 # Each attempt ends when the other process has removed something.
 _RIVAL_ATTEMPTS = 1000
-_VISIBLE = 'the rename is visible, but may be gone after a power cut'
-
-
-class _DirectoryLock:
-    """An open directory, and whether its flock is held; ``close`` releases it."""
-
-    def __init__(self, fd: int, is_held: bool):
-        self._fd = fd
-        self.is_held = is_held
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
@@ -117,27 +104,14 @@ class FileStorage(Storage):
         partial = f'{path}.__partial'
         with foreign_errors(self.url(key)):
             try:
-                written = self._write_synced(partial, data)
+                written = write_synced(partial, data)
                 os.replace(partial, path)
                 check_renamed(written, partial)
-                self._sync_dir(os.path.dirname(path))
+                sync_dir(os.path.dirname(path))
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(partial)
                 raise
-
-    @staticmethod
-    def _write_synced(path: str, data: bytes) -> os.stat_result:
-        # A link that somebody left there would lead the write to another place.
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            os.fsync(fd)
-            return os.fstat(fd)
-        finally:
-            os.close(fd)
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
         is_direct = {'auto': in_background, 'always': True, 'never': False}[self._options.direct_io]
@@ -219,7 +193,7 @@ class FileStorage(Storage):
             for directory in reversed(missing):
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(directory)
-                self._sync_dir(os.path.dirname(directory))
+                sync_dir(os.path.dirname(directory))
             try:
                 os.mkdir(path)
             except FileExistsError:
@@ -231,36 +205,7 @@ class FileStorage(Storage):
 
     def try_lock(self, key: str) -> Any:
         with foreign_errors(self.url(key)):
-            try:
-                fd = os.open(self._path(key), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return None
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_removed = not leads_to(self._path(key), os.fstat(fd))
-            except BlockingIOError:
-                os.close(fd)
-                return None
-            except OSError:
-                # A file system without locks: garbage collection goes by the time in the name of the directory.
-                return _DirectoryLock(fd, False)
-        if is_removed:
-            # By another process, between our open and our lock.
-            os.close(fd)
-            return None
-        return _DirectoryLock(fd, True)
-
-    @staticmethod
-    def _sync_dir(path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            # Some network file systems cannot fsync a directory; there the rename is durable by itself or never.
-            if error.errno != errno.EINVAL:
-                raise
-        finally:
-            os.close(fd)
+            return lock_directory(self._path(key))
 
     def sync_tree(self, key: str, below: Sequence[str]) -> None:
         parents = {key}
@@ -271,44 +216,15 @@ class FileStorage(Storage):
         with foreign_errors(self.url(key)):
             # Leaves first: a directory is there for good only when its parent says so.
             for directory in sorted(parents, key=lambda name: (-name.count('/'), name)):
-                self._sync_dir(self._path(directory))
+                sync_dir(self._path(directory))
 
     def publish(self, source: str, target: str) -> None:
         with foreign_errors(self.url(target)):
-            before = os.stat(self._path(source))
-            try:
-                os.rename(self._path(source), self._path(target))
-            except OSError:
-                # A network file system may have done it and lost the answer.
-                if not leads_to(self._path(target), before):
-                    raise
-            check_renamed(before, self._path(source))
-            try:
-                self._sync_dir(os.path.dirname(self._path(target)))
-            except OSError as error:
-                # Not durable, so not done: the caller is told that nothing has changed.
-                self._take_back(source, target, error)
-                raise
+            rename_durably(self._path(source), self._path(target))
 
     def exchange(self, source: str, target: str) -> bool:
         with foreign_errors(self.url(target)):
-            if not exchange(self._path(source), self._path(target)):
-                return False
-            try:
-                self._sync_dir(os.path.dirname(self._path(target)))
-            except OSError as error:
-                try:
-                    exchange(self._path(source), self._path(target))
-                except OSError:
-                    raise OSError(error.errno, f'{error.strerror}; {_VISIBLE}') from error
-                raise
-        return True
-
-    def _take_back(self, source: str, target: str, cause: OSError) -> None:
-        try:
-            os.rename(self._path(target), self._path(source))
-        except OSError:
-            raise OSError(cause.errno, f'{cause.strerror}; {_VISIBLE}') from cause
+            return exchange_durably(self._path(source), self._path(target))
 
     def link_from(self, other: Storage, source: str, target: str) -> bool:
         path = other.local_path(source)
@@ -328,7 +244,7 @@ class FileStorage(Storage):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path(key))
             with contextlib.suppress(FileNotFoundError):
-                self._sync_dir(os.path.dirname(self._path(key)))
+                sync_dir(os.path.dirname(self._path(key)))
 
     def delete_tree(self, key: str) -> None:
         path = self._path(key)
@@ -354,3 +270,9 @@ class FileStorage(Storage):
                 }
             )
         return self._context
+
+
+def open_at(bucket: str, path: str, given: Mapping[str, Any] | None) -> FileStorage:
+    """Opens a directory with ``storage_options``; ``bucket`` is empty."""
+    del bucket
+    return FileStorage(path, parse_options(FileOptions, given, path))

@@ -8,18 +8,30 @@ credentials through Google's XML API, which speaks S3's protocol.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
 
 from t5ckpt.storage.bucket import BucketStorage
+from t5ckpt.storage.connection import Connection, http_contexts
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS
-from t5ckpt.storage.options import GcsOptions, Retries, S3Options, file_cache, retries_within, retry_context
+from t5ckpt.storage.options import (
+    GcsOptions,
+    Retries,
+    S3Options,
+    file_cache,
+    parse_options,
+    retries_within,
+    retry_context,
+)
 from t5ckpt.storage.s3 import S3Storage
 
-__all__ = ['AnonymousGcsStorage', 'GcsStorage', 'open_gcs']
+__all__ = ['AnonymousGcsStorage', 'GcsStorage', 'open_at']
 
 _ENDPOINT = 'TENSORSTORE_GCS_HTTP_URL'
+# Google lists at most so many keys in one answer.
+_PAGE_KEYS = 1000
 _PUBLIC = 'https://storage.googleapis.com'
 
 
@@ -32,20 +44,43 @@ class GcsStorage(BucketStorage):
 
     def __init__(self, bucket: str, prefix: str, options: GcsOptions):
         """Takes the bucket, the prefix and the options."""
-        super().__init__(bucket, prefix, options.retry_seconds, file_cache(options))
-        self._options = options
+        project = options.user_project
+
+        def resources(retries: Retries) -> dict[str, Any]:
+            return {
+                'gcs_request_concurrency': {'limit': options.concurrency},
+                'gcs_request_retries': retry_context(retries),
+                'gcs_user_project': {} if project is None else {'project_id': project},
+            }
+
+        spec = {'driver': 'gcs', 'bucket': bucket}
+        connection = Connection(spec, http_contexts(options.retry_seconds, resources), options.retry_seconds)
+        super().__init__(bucket, prefix, connection, file_cache(options))
+        self._retries = retries_within(options.retry_seconds)
         if options.endpoint is not None:
             _set_endpoint(options.endpoint)
 
     def url(self, key: str = '') -> str:
         return f'gs://{self._bucket}/{self._key(key)}'.rstrip('/')
 
-    def _base_spec(self) -> dict[str, Any]:
-        return {'driver': 'gcs', 'bucket': self._bucket}
+    def _listed(self, ranges: Sequence[Any]) -> list[list[bytes]]:
+        # TensorStore takes a page that Google refuses (401, 404, 412, ...) for an empty last one. So where a listing could
+        # have ended early, its rest is asked for until that is empty.
+        return [self._completed(keys, asked) for keys, asked in zip(super()._listed(ranges), ranges, strict=True)]
+
+    def _completed(self, keys: Sequence[bytes], asked: ts.KvStore.KeyRange) -> list[bytes]:
+        found, rest = list(keys), list(keys)
+        while not found or (rest and len(found) >= _PAGE_KEYS):
+            start = max(found) + b'\0' if found else asked.inclusive_min
+            [rest] = super()._listed([ts.KvStore.KeyRange(start, asked.exclusive_max)])
+            if not rest:
+                break
+            found += rest
+        return found
 
     def _check_nothing(self) -> None:
-        # TensorStore takes every listing that Google refuses for an empty one: where it may not, and where there is no
-        # bucket. Reading a key needs the same permission, but does not tell a bucket that is not there from an empty one.
+        # The rest of a refused listing is refused, too. Reading a key needs the same permission as a listing, but does not
+        # distinguish a missing bucket from an empty one.
         self._explain()
         if not self._is_found and self._is_missing():
             raise ValueError(f"NOT_FOUND: the bucket {self._bucket!r} does not exist [http_response_code='404']")
@@ -54,22 +89,13 @@ class GcsStorage(BucketStorage):
     def _is_missing(self) -> bool:
         """Asks for the bucket's own description, without credentials; a bucket that is there is shown or refused."""
         base = os.environ.get(_ENDPOINT) or _PUBLIC
-        retries = retries_within(self._options.retry_seconds)
-        resources = {'cache_pool': {'total_bytes_limit': 0}, 'http_request_retries': retry_context(retries)}
+        resources = {'cache_pool': {'total_bytes_limit': 0}, 'http_request_retries': retry_context(self._retries)}
         spec = {'driver': 'http', 'base_url': base, 'path': f'/storage/v1/b/{self._bucket}'}
         try:
             found = ts.KvStore.open(spec, context=ts.Context(resources)).result().read('')
             return self.wait(found).state == 'missing'
         except TENSORSTORE_ERRORS:
             return False
-
-    def _resources(self, retries: Retries | None) -> dict[str, Any]:
-        project = self._options.user_project
-        return {
-            'gcs_request_concurrency': {'limit': self._options.concurrency},
-            'gcs_request_retries': retry_context(retries or retries_within(self._options.retry_seconds)),
-            'gcs_user_project': {} if project is None else {'project_id': project},
-        }
 
 
 class AnonymousGcsStorage(S3Storage):
@@ -89,8 +115,9 @@ def _set_endpoint(endpoint: str) -> None:
         )
 
 
-def open_gcs(bucket: str, prefix: str, options: GcsOptions) -> BucketStorage:
-    """The storage for these options."""
+def open_at(bucket: str, prefix: str, given: Mapping[str, Any] | None) -> BucketStorage:
+    """Opens ``gs://bucket/prefix`` with ``storage_options``."""
+    options = parse_options(GcsOptions, given, f'gs://{bucket}/{prefix}')
     if not options.anonymous:
         return GcsStorage(bucket, prefix, options)
     if options.user_project is not None:

@@ -8,15 +8,16 @@ manifest comes last, exactly as on an object store.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import tensorstore as ts
 
 from t5ckpt.storage.bucket import BucketStorage
-from t5ckpt.storage.forked import use_tensorstore
-from t5ckpt.storage.options import Retries
+from t5ckpt.storage.connection import Connection
+from t5ckpt.storage.options import MemoryOptions, parse_options
 
-__all__ = ['MemoryStorage']
+__all__ = ['MemoryStorage', 'open_at']
 
 _contexts: dict[str, ts.Context] = {}
 _guard = threading.Lock()
@@ -35,19 +36,18 @@ class MemoryStorage(BucketStorage):
     is_shared = False
     driver = 'file'
 
+    def __init__(self, bucket: str, prefix: str):
+        """Takes the name of the store and the prefix."""
+        super().__init__(bucket, prefix, Connection({'driver': 'memory'}, lambda _: _context_of(bucket)))
+
     def url(self, key: str = '') -> str:
         return f'memory://{self._bucket}/{self._key(key)}'.rstrip('/')
 
-    def _base_spec(self) -> dict[str, Any]:
-        return {'driver': 'memory'}
-
-    def _resources(self, retries: Retries | None) -> dict[str, Any]:
-        del retries
-        return {}
-
-    def context(self) -> ts.Context:
-        use_tensorstore()
-        return _context_of(self._bucket)
-
     def _size_of(self, key: str) -> int | None:
         return self.size(key)
+
+
+def open_at(name: str, prefix: str, given: Mapping[str, Any] | None) -> MemoryStorage:
+    """Opens ``memory://name/prefix``, which has no ``storage_options``."""
+    parse_options(MemoryOptions, given, f'memory://{name}/{prefix}')
+    return MemoryStorage(name, prefix)

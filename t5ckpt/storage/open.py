@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import urllib.parse
@@ -15,10 +16,18 @@ from t5ckpt.storage.base import Storage
 
 __all__ = ['is_same_kind', 'open_storage', 'split_path']
 
-_BUCKETS = ('gs', 'memory', 's3')
+# The module of each scheme's backend. Its ``open_at`` makes the storage. It is imported when a path of the scheme is opened,
+# because TensorStore's import takes most of the time of `t5ckpt ls`.
+_BACKENDS = {
+    'file': 't5ckpt.storage.file',
+    'gs': 't5ckpt.storage.gcs',
+    'memory': 't5ckpt.storage.memory',
+    's3': 't5ckpt.storage.s3',
+}
+_BUCKETS = sorted(_BACKENDS.keys() - {'file'})
 _URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
 # 'gs:x' and 'gs:/x': a slash was forgotten, or pathlib took one. A directory of that name is './gs:x'.
-_HALF_URL = re.compile(r'(gs|memory|s3):(?!//)/*(.*)', re.DOTALL | re.IGNORECASE)
+_HALF_URL = re.compile(rf'({"|".join(_BUCKETS)}):(?!//)/*(.*)', re.DOTALL | re.IGNORECASE)
 _FILE_URL = re.compile(r'file:(//(?P<host>[^/]*))?(?P<path>/.*)?', re.DOTALL | re.IGNORECASE)
 _BAD_ESCAPE = re.compile('%(?![0-9A-Fa-f]{2})')
 
@@ -162,33 +171,9 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
             raise ValueError('storage_options: a Storage was opened with its own.')
         return path
     found = _parse(path)
-    if found.scheme != 'file':
-        return _open_bucket(found.scheme, found.bucket, found.path, storage_options)
-    from t5ckpt.storage.file import FileStorage
-    from t5ckpt.storage.options import FileOptions, parse_options
-
-    return FileStorage(found.path, parse_options(FileOptions, storage_options, found.path))
-
-
-def _open_bucket(scheme: str, bucket: str, prefix: str, given: Mapping[str, Any] | None) -> Storage:
-    from t5ckpt.storage.options import GcsOptions, MemoryOptions, S3Options, parse_options
-
-    path = f'{scheme}://{bucket}/{prefix}'
-    match scheme:
-        case 'gs':
-            from t5ckpt.storage.gcs import open_gcs
-
-            return open_gcs(bucket, prefix, parse_options(GcsOptions, given, path))
-        case 's3':
-            from t5ckpt.storage.s3 import S3Storage
-
-            return S3Storage(bucket, prefix, parse_options(S3Options, given, path))
-        case 'memory':
-            from t5ckpt.storage.memory import MemoryStorage
-
-            parse_options(MemoryOptions, given, path)
-            return MemoryStorage(bucket, prefix)
-        case _:
-            raise UnsupportedFormatError(
-                f'{path}: {scheme!r} is not served, only {sorted(["file", *_BUCKETS])}. Copy the checkpoint to a disk first.'
-            )
+    if found.scheme not in _BACKENDS:
+        raise UnsupportedFormatError(
+            f'{found.scheme}://{found.bucket}/{found.path}: {found.scheme!r} is not served, only {sorted(_BACKENDS)}. Copy the '
+            'checkpoint to a disk first.'
+        )
+    return importlib.import_module(_BACKENDS[found.scheme]).open_at(found.bucket, found.path, storage_options)

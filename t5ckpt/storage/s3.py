@@ -12,18 +12,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.storage.bucket import BucketStorage
+from t5ckpt.storage.connection import Connection, http_contexts
 from t5ckpt.storage.options import (
     Retries,
     S3Options,
     file_cache,
-    retries_within,
+    parse_options,
     retry_context,
     s3_credentials,
     s3_endpoint,
     s3_region,
 )
 
-__all__ = ['S3Storage']
+__all__ = ['S3Storage', 'open_at']
 
 
 class S3Storage(BucketStorage):
@@ -36,25 +37,28 @@ class S3Storage(BucketStorage):
 
     def __init__(self, bucket: str, prefix: str, options: S3Options, environ: Mapping[str, str] = os.environ):
         """Takes the bucket, the prefix and the options; what these leave open, the environment says."""
-        super().__init__(bucket, prefix, options.retry_seconds, file_cache(options))
-        self._options = options
-        self._spec: dict[str, Any] = {'driver': 's3', 'bucket': bucket, 'requester_pays': options.requester_pays}
+        spec: dict[str, Any] = {'driver': 's3', 'bucket': bucket, 'requester_pays': options.requester_pays}
         endpoint, region = s3_endpoint(options, environ), s3_region(options, environ)
         if endpoint is not None:
-            self._spec['endpoint'] = endpoint
+            spec['endpoint'] = endpoint
         if region is not None:
-            self._spec['aws_region'] = region
-        self._credentials = s3_credentials(options, environ)
+            spec['aws_region'] = region
+        credentials = s3_credentials(options, environ)
+
+        def resources(retries: Retries) -> dict[str, Any]:
+            return {
+                'aws_credentials': credentials,
+                's3_request_concurrency': {'limit': options.concurrency},
+                's3_request_retries': retry_context(retries),
+            }
+
+        connection = Connection(spec, http_contexts(options.retry_seconds, resources), options.retry_seconds)
+        super().__init__(bucket, prefix, connection, file_cache(options))
 
     def url(self, key: str = '') -> str:
         return f'{self.scheme}://{self._bucket}/{self._key(key)}'.rstrip('/')
 
-    def _base_spec(self) -> dict[str, Any]:
-        return self._spec
 
-    def _resources(self, retries: Retries | None) -> dict[str, Any]:
-        return {
-            'aws_credentials': self._credentials,
-            's3_request_concurrency': {'limit': self._options.concurrency},
-            's3_request_retries': retry_context(retries or retries_within(self._options.retry_seconds)),
-        }
+def open_at(bucket: str, prefix: str, given: Mapping[str, Any] | None) -> S3Storage:
+    """Opens ``s3://bucket/prefix`` with ``storage_options``."""
+    return S3Storage(bucket, prefix, parse_options(S3Options, given, f's3://{bucket}/{prefix}'))

@@ -7,7 +7,7 @@ chunks are mostly written by TensorStore behind the storage's back; asking for t
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class FaultyStorage(Storage):
         self.seeks = inner.seeks
         self.orbax_commits = inner.orbax_commits
         self.is_shared = inner.is_shared
+        self.caches = inner.caches
         self.driver = inner.driver
         self.operations: list[tuple[str, str]] = []
         self._inner = inner
@@ -68,6 +69,10 @@ class FaultyStorage(Storage):
     def read_range(self, key: str, start: int, stop: int) -> bytes:
         self._count('read_range', key)
         return self._inner.read_range(key, start, stop)
+
+    def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
+        self._count('read_cached', key)
+        return self._inner.read_cached(key, is_good)
 
     def write(self, key: str, data: bytes) -> None:
         self._count('write', key)

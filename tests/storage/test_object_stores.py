@@ -393,9 +393,9 @@ REQUESTS = {
         {'read': 5, 'list': 2, 'head': 2},
     ],
     'gs': [
-        {'write': 8, 'read': 3, 'list': 2, 'delete': 1},
-        {'write': 9, 'read': 10, 'list': 9, 'delete': 9},
-        {'read': 8, 'list': 5},
+        {'write': 8, 'read': 3, 'list': 3, 'delete': 1},
+        {'write': 9, 'read': 10, 'list': 11, 'delete': 9},
+        {'read': 8, 'list': 6},
     ],
 }
 

@@ -139,7 +139,7 @@ def test_a_kind_of_request_fails_from_some_time_on(bucket, fault):
             leaves_nothing_behind(url, clock)
 
 
-@pytest.mark.parametrize('fault', ['dropped', 'lost', '500', '403'])
+@pytest.mark.parametrize('fault', ['dropped', 'lost', '500', '403', '412'])
 def test_the_manifest_is_not_written_or_its_reply_is_lost(bucket, fault):
     """Nothing is assumed: it is read again. A refused one is not there, one whose reply was lost is."""
     url, clock = bucket.url(), FakeClock()
@@ -353,6 +353,24 @@ def test_the_name_of_a_bucket_that_cannot_be(bucket, name):
     for text in refusals(url, every_way_in(url)):
         assert 'bucket name' in text
         assert "check the bucket's name" in text
+
+
+def test_a_condition_that_no_request_has_is_not_met(bucket):
+    """Such as of an organization's policy: TensorStore reports a write as done, and a read as of a missing key."""
+    url = bucket.url()
+    checkpointer(url, FakeClock()).save(state(1), step=1)
+    view = t5ckpt.open_checkpoint(url)
+    bucket.proxy.choose = lambda kind, key: '412'
+    for call in (
+        lambda: checkpointer(url, FakeClock()).save(state(2), step=2),
+        lambda: checkpointer(url, FakeClock()).restore(step=1),
+        lambda: view['w'][0],
+        lambda: open_storage(url).delete_file('checkpoint_1/checkpoint'),
+    ):
+        with pytest.raises(errors.StorageError, match=r"HTTP 304 or 412\)|http_response_code='412'"):
+            call()
+    bucket.proxy.choose = lambda kind, key: None
+    check(url, must=(1,))
 
 
 def test_a_page_in_the_place_of_an_answer(bucket):

@@ -16,14 +16,41 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-# What can happen to a request. 'lost' is applied by the server, and its reply never comes.
-STATUSES = {status: int(status) for status in ('400', '403', '429', '500', '501', '503')}
-FAULTS = ('500', '503', '429', '403', 'dropped', 'lost', 'truncated', 'slow')
-_SLOW_SECONDS = 0.2
+# Faults that the server never sees, by the answer that is given in its place: status, content type, body.
+_JSON, _XML, _HTML = 'application/json', 'application/xml', 'text/html'
 # As Google says it; nothing in it is a listing.
 _REPLY = b'{"error": {"message": "injected"}}'
 # What stands between a machine and the network in hotels and on trains.
 _PORTAL = b'<html><body>Sign in to the network</body></html>'
+
+
+def _xml(code: str) -> bytes:
+    return f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>injected</Message></Error>'.encode()
+
+
+ANSWERS = {
+    **{status: (int(status), _JSON, _REPLY) for status in ('400', '403', '429', '500', '501', '503')},
+    **{status: (int(status), _JSON, _REPLY) for status in ('401', '404', '408', '409', '412', '416', '502', '504')},
+    **{status: (int(status), _JSON, b'') for status in ('204', '304')},
+    'empty': (200, _JSON, b''),
+    'html': (200, _HTML, _PORTAL),
+    'html 500': (500, _HTML, _PORTAL),
+    'html 502': (502, _HTML, _PORTAL),
+    'SlowDown': (503, _XML, _xml('SlowDown')),
+    'ExpiredToken': (400, _XML, _xml('ExpiredToken')),
+    'RequestTimeTooSkewed': (403, _XML, _xml('RequestTimeTooSkewed')),
+    'PermanentRedirect': (301, _XML, _xml('PermanentRedirect')),
+    'TemporaryRedirect': (307, _XML, _xml('TemporaryRedirect')),
+    'NoSuchBucket': (404, _XML, _xml('NoSuchBucket')),
+}
+# 'lost' is applied by the server, and its reply never comes.
+FAULTS = ('500', '503', '429', '403', 'dropped', 'lost', 'truncated', 'slow')
+# What is done to the bytes on their way: 'cut' resets while the request is being sent; 'truncated' and 'closed' end the
+# connection in the middle of the reply, by a reset or in order; 'stalled' ends it never; 'short' sends half of the reply as
+# if it were all; 'twice' hands the request to the server once more after its reply.
+ON_THE_WAY = ('dropped', 'cut', 'lost', 'truncated', 'closed', 'stalled', 'short', 'twice')
+_SLOW_SECONDS = 0.2
+_STALL_SECONDS = 30
 _HOP = {'connection', 'content-length', 'keep-alive', 'transfer-encoding'}
 
 
@@ -113,32 +140,38 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Nothing on standard error."""
 
     def _do(self) -> None:
-        body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
+        length = int(self.headers.get('Content-Length') or 0)
         kind, key = describe(self.command, self.path)
-        self.owner.watch(kind, key, body)
         fault = self.owner.choose(kind, key)
-        if fault == 'dropped':
+        body = self.rfile.read(length // 2 if fault == 'cut' else length)
+        self.owner.watch(kind, key, body)
+        if fault in ('dropped', 'cut'):
             self._note(kind, key, 0, len(body), 0, fault)
             return self._reset()
-        if fault in STATUSES:
-            self._note(kind, key, STATUSES[fault], len(body), 0, fault)
-            return self._reply(STATUSES[fault], [], _REPLY)
-        if fault == 'html':
-            self._note(kind, key, 200, len(body), len(_PORTAL), fault)
-            return self._reply(200, [('Content-Type', 'text/html')], _PORTAL)
+        if fault in ANSWERS:
+            status, content_type, data = ANSWERS[fault]
+            self._note(kind, key, status, len(body), len(data), fault)
+            return self._reply(status, [('Content-Type', content_type)], data)
         if fault == 'slow':
             time.sleep(_SLOW_SECONDS)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
-        headers |= {'Content-Length': str(len(body)), 'Host': self.owner.target}
-        self._upstream.request(self.command, self.path, body, headers)
-        reply = self._upstream.getresponse()
-        data = reply.read()
+        reply, data = self._ask_server(body)
+        if fault == 'twice':
+            self._ask_server(body)
         self._note(kind, key, reply.status, len(body), len(data), fault)
         if fault == 'lost':
             return self._reset()
         length = reply.getheader('Content-Length') if self.command == 'HEAD' else None
-        self._reply(reply.status, reply.getheaders(), data, fault == 'truncated', length)
+        if fault == 'short':
+            data = data[: len(data) // 2]
+        self._reply(reply.status, reply.getheaders(), data, fault, length)
         return None
+
+    def _ask_server(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+        headers |= {'Content-Length': str(len(body)), 'Host': self.owner.target}
+        self._upstream.request(self.command, self.path, body, headers)
+        reply = self._upstream.getresponse()
+        return reply, reply.read()
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815
 
@@ -149,7 +182,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.owner.record(Request(kind, key, status, sent, received, headers, fault, project))
 
     def _reply(
-        self, status: int, headers: list[tuple[str, str]], data: bytes, cut: bool = False, length: str | None = None
+        self,
+        status: int,
+        headers: list[tuple[str, str]],
+        data: bytes,
+        fault: str | None = None,
+        length: str | None = None,
     ) -> None:
         self.send_response_only(status)
         for name, value in headers:
@@ -157,10 +195,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header('Content-Length', str(len(data)) if length is None else length)
         self.end_headers()
-        if cut:
+        if fault in ('truncated', 'closed', 'stalled'):
             self.wfile.write(data[: len(data) // 2])
             self.wfile.flush()
-            return self._reset()
+            if fault == 'stalled':
+                # Until the client has had enough.
+                self.connection.settimeout(_STALL_SECONDS)
+                self.connection.recv(1)
+            self.close_connection = True
+            return None if fault == 'closed' else self._reset()
         if self.command != 'HEAD':
             self.wfile.write(data)
         return None

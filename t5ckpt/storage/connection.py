@@ -1,0 +1,162 @@
+"""The connection of an object store: TensorStore's contexts, the bucket's kvstore, and waits that end.
+
+Waits for a server that does not answer are bounded, see :meth:`Connection.wait`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorstore as ts
+
+from t5ckpt.errors import StorageError
+from t5ckpt.storage.error_mapping import UNMET_CONDITION, bucket_errors
+from t5ckpt.storage.forked import use_tensorstore
+from t5ckpt.storage.options import Retries, retries_within, stall_environment
+from t5ckpt.storage.outage import PROBE_RETRIES, Outage, probe
+
+__all__ = ['NOTHING', 'Connection', 'http_contexts']
+
+NOTHING = slice(0, 0)
+"""The range of bytes of a read that asks only whether a key exists."""
+
+
+def http_contexts(
+    patience: float, resources: Callable[[Retries], dict[str, Any]]
+) -> Callable[[Retries | None], ts.Context]:
+    """Returns a function that makes the context of a store that is reached by HTTP.
+
+    Args:
+      patience: seconds in which the requests of one operation end; they set the usual retries.
+      resources: TensorStore's context resources for some retries: concurrency, retries, credentials.
+    """
+    usual = retries_within(patience)
+
+    def new_context(retries: Retries | None) -> ts.Context:
+        for name, value in stall_environment(usual).items():
+            # TensorStore's HTTP client has no other place for it, and reads it before its first request.
+            os.environ.setdefault(name, value)
+        return ts.Context({'cache_pool': {'total_bytes_limit': 0}, **resources(retries or usual)})
+
+    return new_context
+
+
+class Connection:
+    """TensorStore's access to one bucket. Safe from any thread."""
+
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        new_context: Callable[[Retries | None], ts.Context],
+        patience: float | None = None,
+    ):
+        """Sends nothing yet.
+
+        Args:
+          spec: the kvstore spec of the bucket's root.
+          new_context: makes a TensorStore context with some retries; None for the usual ones.
+          patience: the seconds that a silent server is waited for; None for any time.
+        """
+        self.spec = dict(spec)
+        self.patience = patience
+        # Set by the storage: its address for errors, and a key that is never written.
+        self.url = ''
+        self.probe_key = ''
+        self._new_context = new_context
+        self._lock = threading.Lock()
+        self._context: ts.Context | None = None
+        self._kv: Any = None
+        self._probe_kv: Any = None
+        self._outage: Outage | None = None
+
+    def context(self) -> ts.Context:
+        """Returns the TensorStore context of all requests; an error in a process forked after a first use."""
+        use_tensorstore()
+        with self._lock:
+            if self._context is None:
+                self._context = self._new_context(None)
+            return self._context
+
+    def kvstore(self) -> Any:
+        """Returns the kvstore of the bucket's root."""
+        context = self.context()
+        with self._lock:
+            if self._kv is None:
+                with bucket_errors(self.url):
+                    self._kv = ts.KvStore.open(self.spec, context=context).result()
+            return self._kv
+
+    def wait(self, future: Any, *, is_conditional: bool = False) -> Any:
+        """Returns the result of a TensorStore future.
+
+        TensorStore ends a request that fails or stalls in bounded time, but neither a request that cannot connect nor
+        one that queues behind such a request. If a future has no result after half of the patience, a small probe is sent
+        beside the queue. If the server answers it in the other half, the wait continues.
+
+        After an outage, every wait begins with a probe. The time for its answer is short at first and grows from one
+        failure to the next. So no operation is refused without a request, and the many requests of one operation do not
+        each wait for all of the patience. An answer after which TensorStore tries again, such as a 503, does not end
+        the outage, and the error repeats this answer.
+
+        Args:
+          future: of a request.
+          is_conditional: whether the request has a condition.
+
+        Raises:
+          StorageError: the server is silent or fails each request; the future is left alone.
+          ValueError: what TensorStore raises, for the caller to map; also for an answer that a condition is not met where
+            the request has none. TensorStore reports such a write as done and such a read as empty.
+        """
+        result = self._result(future)
+        if not is_conditional and _is_unmet(result):
+            raise ValueError(UNMET_CONDITION)
+        return result
+
+    def _result(self, future: Any) -> Any:
+        if self.patience is None:
+            return future.result()
+        while True:
+            started = time.monotonic()
+            outage = self._outage
+            if outage is not None and not future.done() and not self._answers(outage.seconds, outage.since):
+                raise self._silence()
+            try:
+                return future.result(timeout=self.patience / 2)
+            except TimeoutError:
+                if not self._answers(self.patience / 2, started):
+                    raise self._silence() from None
+
+    def _answers(self, seconds: float, since: float) -> bool:
+        """Sends a probe; ``since`` is when the server was last waited for without an answer."""
+        with self._lock:
+            if self._probe_kv is None:
+                context = self._new_context(PROBE_RETRIES)
+                self._probe_kv = ts.KvStore.open(self.spec, context=context).result()
+            kv = self._probe_kv
+        failure = probe(lambda: kv.read(self.probe_key, byte_range=NOTHING), seconds)
+        if failure is None:
+            self._outage = None
+            return True
+        with self._lock:
+            self._outage = Outage.after(self._outage, since, self.patience or 0, failure)
+            # Requests that cannot connect keep their places in the queues for minutes: the next ones get new queues.
+            self._context = self._kv = self._probe_kv = None
+        return False
+
+    def _silence(self) -> StorageError:
+        outage = self._outage
+        if outage is None:
+            outage = Outage(time.monotonic() - (self.patience or 0), 0)
+        return StorageError(errno.ETIMEDOUT, f'{self.url}: {outage.text(time.monotonic())}')
+
+
+def _is_unmet(result: Any) -> bool:
+    """Whether a server answered that the condition of a request is not met (HTTP 304 or 412)."""
+    if isinstance(result, ts.KvStore.ReadResult):
+        return result.state == 'unspecified'
+    return isinstance(result, ts.KvStore.TimestampedStorageGeneration) and result.generation == b''

@@ -1,0 +1,54 @@
+"""The lock of a directory: ``flock`` on the directory itself.
+
+The kernel releases it when the process ends, in whatever way, and it leaves no file behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from t5ckpt.storage.checked_rename import leads_to
+
+__all__ = ['DirectoryLock', 'lock_directory']
+
+
+class DirectoryLock:
+    """An open directory, and whether its flock is held; ``close`` releases it."""
+
+    def __init__(self, fd: int, is_held: bool):
+        """Takes the open directory."""
+        self._fd = fd
+        self.is_held = is_held
+
+    def close(self) -> None:
+        """Releases the lock."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def lock_directory(path: str) -> DirectoryLock | None:
+    """Locks a directory without waiting.
+
+    Returns:
+      None where the directory does not exist or another process has the lock. On a file system without locks, a lock that
+      is not held: garbage collection uses the time in the name of the directory there.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_removed = not leads_to(path, os.fstat(fd))
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        return DirectoryLock(fd, False)
+    if is_removed:
+        # By another process, between our open and our lock.
+        os.close(fd)
+        return None
+    return DirectoryLock(fd, True)

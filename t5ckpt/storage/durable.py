@@ -1,0 +1,89 @@
+"""Writes and renames that are durable when they return.
+
+A rename whose directory cannot be synchronized is undone, so that an error means that nothing has changed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from t5ckpt.storage.checked_rename import check_renamed, exchange, leads_to
+
+__all__ = ['exchange_durably', 'rename_durably', 'sync_dir', 'write_synced']
+
+_VISIBLE = 'the rename is visible, but may be gone after a power cut'
+
+
+def sync_dir(path: str) -> None:
+    """Makes the entries of a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network file systems cannot fsync a directory; there the rename is durable by itself or never.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(fd)
+
+
+def write_synced(path: str, data: bytes) -> os.stat_result:
+    """Writes a file and makes its bytes durable; its directory entry is not."""
+    # A link that somebody left there would lead the write to another place.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def rename_durably(source: str, target: str) -> None:
+    """Renames a directory onto a name that does not exist.
+
+    Raises:
+      OSError: nothing has changed, unless the message says that the rename is visible.
+    """
+    before = os.stat(source)
+    try:
+        os.rename(source, target)
+    except OSError:
+        # A network file system may have done it and lost the answer.
+        if not leads_to(target, before):
+            raise
+    check_renamed(before, source)
+    try:
+        sync_dir(os.path.dirname(target))
+    except OSError as error:
+        try:
+            os.rename(target, source)
+        except OSError:
+            raise _only_visible(error) from error
+        raise
+
+
+def exchange_durably(source: str, target: str) -> bool:
+    """Swaps two directories; returns False where the system cannot.
+
+    Raises:
+      OSError: as for :func:`rename_durably`.
+    """
+    if not exchange(source, target):
+        return False
+    try:
+        sync_dir(os.path.dirname(target))
+    except OSError as error:
+        try:
+            exchange(source, target)
+        except OSError:
+            raise _only_visible(error) from error
+        raise
+    return True
+
+
+def _only_visible(cause: OSError) -> OSError:
+    return OSError(cause.errno, f'{cause.strerror}; {_VISIBLE}')

@@ -20,7 +20,7 @@ from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention, missing_from_all
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.convert.tf.restore import FromTensorFlow
-from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer, number
+from t5ckpt.core.arguments import check_callables, check_flags, check_kind, given_step, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite, warn_caller
 from t5ckpt.core.leaf_path import Path
@@ -734,6 +734,7 @@ def _check_restored(step: Any, path: Any) -> None:
     if step is not None and not hasattr(step, '__index__'):
         cure = 'Pass it as path=.' if isinstance(step, (str, os.PathLike)) else template
         raise ValueError(f'step must be an integer, got {step!r:.80}. {cure}')
+    given_step(step)
 
 
 def _latest(keep: int | None) -> KeepPolicy:

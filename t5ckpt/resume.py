@@ -22,7 +22,7 @@ from t5ckpt.catalog.foreign_layouts import unread_contents
 from t5ckpt.catalog.locate import listing
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.removal import renamed
-from t5ckpt.core.arguments import check_patterns
+from t5ckpt.core.arguments import check_patterns, given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
@@ -109,6 +109,7 @@ class WarmStart:
     def __post_init__(self) -> None:
         if self.missing not in ('error', 'init'):
             raise ValueError(f"missing is 'error' or 'init', got {self.missing!r:.40}.")
+        given_step(self.step)
         for field, pattern in (('take', self.take), ('leave', self.leave)):
             check_patterns(() if pattern is None else (pattern,), f'WarmStart: {field}')
         rules: Any = self.rename

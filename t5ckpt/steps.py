@@ -25,6 +25,7 @@ from t5ckpt.catalog.locate import (
     steps_in,
 )
 from t5ckpt.catalog.pins import is_pinned_at, pin_at, unpin_at
+from t5ckpt.core.arguments import integer
 from t5ckpt.format.names import (
     step_dir,
 )
@@ -54,7 +55,8 @@ def get_checkpoint_dir(
       step_format_fixed_length: pads the number with zeros to so many digits, as in T5X. Neither writes such a directory;
         both list it.
     """
-    return f'{os.fspath(checkpoints_dir).rstrip("/")}/{step_dir(step, step_format_fixed_length or 0)}'
+    name = step_dir(integer('step', step), step_format_fixed_length or 0)
+    return os.path.join(os.fspath(checkpoints_dir), name)
 
 
 def all_steps(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from t5ckpt.catalog.locate import steps_in
 from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.core.arguments import integer
 from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['checkpoints_iterator']
@@ -44,6 +45,7 @@ def checkpoints_iterator(
         raise ValueError(f'hold_seconds must be above 0, got {hold_seconds}.')
     if poll_seconds < 0 or (timeout is not None and timeout < 0):
         raise ValueError(f'timeout={timeout}, poll_seconds={poll_seconds}: neither may be below 0.')
+    after = None if after is None else integer('after', after, least=-1)
     storage = open_storage(directory)
     return _steps(storage, after, every, _waiter(timeout, poll_seconds), hold_seconds)
 

@@ -22,6 +22,7 @@ __all__ = [
     'detect_checkpoint_type',
     'foreign_file',
     'foreign_layout',
+    'model_file',
     'no_checkpoint',
     'not_a_run',
     'unread_contents',
@@ -58,7 +59,7 @@ _FILES = (
     (
         ('.safetensors', '.safetensors.index.json'),
         'a safetensors file',
-        'restore(path=...), load_t5x_checkpoint and open_checkpoint read it, t5ckpt import safetensors makes a checkpoint of it',
+        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import safetensors makes a checkpoint of it',
     ),
     ('.npz', 'an npz file', 'numpy.load reads it, t5ckpt import npz makes a checkpoint of it'),
     ('.npy', 'one array of numpy', 'numpy.load reads it'),
@@ -105,9 +106,14 @@ def foreign_layout(storage: Storage) -> str | None:
     return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
 
 
+def model_file(storage: Storage) -> str | None:
+    """The file by which the safetensors model in a directory is opened; None where there is none."""
+    return next((name for name in WHOLE_NAMES if storage.is_file(name)), None)
+
+
 def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
     """The error of a directory without a checkpoint: what it holds, and which of its files can be read."""
-    model = next((name for name in WHOLE_NAMES if storage.is_file(name)), None)
+    model = model_file(storage)
     cure = 'Check the path.' if model is None else f'Give the path of the file: {storage.url(model)}'
     return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {_contents_text(storage)}. {cure}')
 

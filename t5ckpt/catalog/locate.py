@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.foreign_layouts import foreign_file, no_checkpoint, not_a_run
+from t5ckpt.catalog.foreign_layouts import foreign_file, model_file, no_checkpoint, not_a_run
 from t5ckpt.catalog.layouts import (
     ListedStep,
     Listing,
@@ -17,6 +17,7 @@ from t5ckpt.catalog.layouts import (
     step_around,
 )
 from t5ckpt.catalog.step_index import indexed_steps, newest_indexed_step
+from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, UnsupportedFormatError
@@ -30,7 +31,7 @@ from t5ckpt.format.names import (
     parse_step_name,
     step_dir,
 )
-from t5ckpt.format.safetensors import WHOLE_NAMES, is_safetensors
+from t5ckpt.format.safetensors import is_safetensors
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 __all__ = [
@@ -161,7 +162,19 @@ def locate(
     *,
     tensors: bool = False,
 ) -> Located:
-    """Resolves a path as :func:`find_checkpoint` does, to parts that can be read; with ``tensors`` also safetensors files."""
+    """Resolves a path as :func:`find_checkpoint` does, to parts that can be read.
+
+    Args:
+      path: of a run, a step or a file.
+      step: which step, where ``path`` is a run's directory; None takes the latest.
+      storage_options: see docs/storage.md.
+      tensors: also a safetensors file, or a directory without a checkpoint that holds a model of them.
+
+    Raises:
+      ValueError: ``step`` is not an integer of at least 0.
+      CheckpointNotFoundError: with what is there instead.
+    """
+    step = given_step(step)
     parent, name = split_path(path)
     storage = open_storage(path, storage_options)
     outer = open_storage(parent, storage_options) if name else storage
@@ -182,12 +195,14 @@ def locate(
         return Located(outer, '', name, number)
     if storage.renames and storage.kind('') != 'dir':
         raise CheckpointNotFoundError(f'{path}: no such file or directory, so no checkpoint.')
-    if tensors and step is None and storage.local_path('') is not None and not storage.is_file(MANIFEST):
-        # Of a bucket nothing more is asked: safetensors there are named by their file.
-        file = next((file for file in WHOLE_NAMES if storage.is_file(file)), None)
-        if file is not None and not _holds_steps(storage):
-            return Located(outer, name, file, None)
-    return _locate_in_dir(storage, outer, name, step)
+    try:
+        return _locate_in_dir(storage, outer, name, step)
+    except CheckpointNotFoundError:
+        # Looked for last: in a bucket each look is a request, and an export that lies in a run is not what its path means.
+        file = model_file(storage) if tensors and step is None else None
+        if file is None:
+            raise
+        return Located(outer, name, file, None)
 
 
 def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None) -> Located:
@@ -270,9 +285,3 @@ def refuse_within(target: Storage | None, located: Located) -> None:
 def _damaged_steps(storage: Storage) -> list[int]:
     steps = {parse_step_dir(entry.name): entry.name for entry in storage.entries() if entry.is_dir}
     return [step for step, name in steps.items() if step is not None and storage.is_file(join(name, MANIFEST))]
-
-
-def _holds_steps(storage: Storage) -> bool:
-    """Whether a directory is a run, or a step of Orbax: an export that lies in it, too, is not what its path means."""
-    found = listing(storage)
-    return bool(found.steps or found.unreadable or _damaged_steps(storage)) or is_orbax(storage, '')

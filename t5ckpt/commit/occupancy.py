@@ -11,7 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, has_placeholder, inspect_name, inspect_others, orbax_marks
+from t5ckpt.catalog.layouts import (
+    ORBAX,
+    T5X,
+    ListedStep,
+    has_placeholder,
+    inspect_name,
+    inspect_others,
+    orbax_marks,
+    other_layout,
+)
 from t5ckpt.commit.removal import few, foreign_files
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
@@ -139,10 +148,8 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
     directory = step_dir(step)
     found = occupancy(storage, step).found
     if found is not None and not found.is_t5x:
-        raise UnsupportedFormatError(
-            f'{storage.url(found.name)} is a checkpoint of {found.layout.capitalize()}, which is not replaced. Move it away, '
-            'or write to another directory.'
-        )
+        cure = 'Move it away, or write to another directory.'
+        raise other_layout(storage.url(found.name), found.layout, 'which is not replaced', cure)
     where = storage.url(directory)
     if found is None:
         foreign = [] if overwrite or not storage.renames else _foreign_at(storage, directory)

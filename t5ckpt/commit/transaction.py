@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.step_index import Index, mark_step
 from t5ckpt.commit.in_place import remove_step
 from t5ckpt.commit.occupancy import listed_elsewhere, occupancy
@@ -133,7 +134,8 @@ def begin(
     if not storage.renames:
         found = listed_elsewhere(storage, step, () if index is None else index.others)
         if found is not None:
-            raise AlreadyCommittedError(f'{storage.url(found.name)} is in the layout of {found.layout}')
+            cure = 'Move it away, or write to another directory.'
+            raise other_layout(storage.url(found.name), found.layout, 'which is not replaced', cure)
         return _begin_in_place(storage, step, clock, index)
     unix = int(clock())
     while True:

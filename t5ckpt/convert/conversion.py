@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.core.arguments import given_step
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path
@@ -57,8 +58,9 @@ class ConvertOptions:
         if self.compression not in CODECS:
             raise ValueError(f'compression is one of {list(CODECS)}, got {self.compression!r}.')
         bytes_of_gb(self.concurrent_gb)
-        if self.step is not None and not 0 <= self.step < MAX_STEP:
-            raise ValueError(f'step must be at least 0 and below 10^18, got {self.step}.')
+        step = given_step(self.step)
+        if step is not None and step >= MAX_STEP:
+            raise ValueError(f'step must be below 10^18, got {step}.')
 
     @property
     def cast(self) -> Cast | None:

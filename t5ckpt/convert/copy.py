@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt._version import __version__
+from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_within, with_links
 from t5ckpt.catalog.step_index import ensured_index
 from t5ckpt.commit.in_place import remove_step
@@ -171,7 +172,8 @@ def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) 
         return begin(storage, step, clock, facts) if again is None else again
     found = listed_elsewhere(storage, step, ensured_index(storage).others)
     if found is not None:
-        raise AlreadyCommittedError(storage.url(found.name))
+        cure = 'Move it away, or write to another directory.'
+        raise other_layout(storage.url(found.name), found.layout, 'which is not replaced', cure)
     work = Workspace(storage, step, step_dir(step), lease=acquire_lease(storage, step, clock))
     try:
         if resume_text(storage, work.directory) != facts['resume']:

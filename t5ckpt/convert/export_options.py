@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from t5ckpt.core.arguments import given_step
 from t5ckpt.core.protocols import Progress
 from t5ckpt.errors import OutputExistsError
 from t5ckpt.format.dtypes import Cast
@@ -19,13 +20,15 @@ LAYOUT_KEY = 't5ckpt'
 """In a Hugging Face file's metadata: how T5X kept the arrays, for the way back."""
 
 
-class _Casting:
-    """The cast that the options of an export or an import ask for; checked when they are made."""
+class _Checked:
+    """The step and the cast that the options of an export or an import ask for; checked when they are made."""
 
+    step: int | None
     dtype: Any
     cast_leaves: str | re.Pattern[str] | None
 
     def __post_init__(self) -> None:
+        given_step(self.step)
         _ = self.cast
 
     @property
@@ -35,7 +38,7 @@ class _Casting:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportOptions(_Casting):
+class ExportOptions(_Checked):
     """How to export.
 
     Attributes:
@@ -62,7 +65,7 @@ class ExportOptions(_Casting):
 
 
 @dataclasses.dataclass(frozen=True)
-class ImportOptions(_Casting):
+class ImportOptions(_Checked):
     """How to import.
 
     Attributes:

@@ -18,6 +18,7 @@ __all__ = [
     'check_kind',
     'check_patterns',
     'check_policies',
+    'given_step',
     'given_steps',
     'integer',
     'native_dtype',
@@ -63,6 +64,15 @@ def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:
         tail = f' {otherwise}' if otherwise else ''
         raise ValueError(f'{name} must be an integer of at least {least}, got {value!r:.80}.{tail}')
     return found
+
+
+def given_step(step: Any) -> int | None:
+    """A step that a caller names, or None for the latest.
+
+    Raises:
+      ValueError: not an integer of at least 0.
+    """
+    return None if step is None else integer('step', step)
 
 
 def number(name: str, value: Any, *, least: float | None = None) -> float:

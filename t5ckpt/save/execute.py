@@ -11,6 +11,7 @@ import numpy as np
 
 from t5ckpt._version import __version__
 from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.occupancy import listed_elsewhere
 from t5ckpt.commit.transaction import CommittedCheckpoint, Workspace, begin, commit, rollback, writer_facts
 from t5ckpt.commit.write_lease import AlreadyCommittedError
 from t5ckpt.core.gc_pause import paused
@@ -29,7 +30,7 @@ from t5ckpt.policies import fields_of
 from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.codec_selection import choose_codec
-from t5ckpt.save.prepare import PreparedSave, is_free
+from t5ckpt.save.prepare import PreparedSave, is_free, is_replaced
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.train_state import OWN_STEPS
@@ -114,6 +115,9 @@ class _Leader:
         try:
             _, index = collect(request.storage, request.clock)
             request.retention.note_index(index)
+            other = None if index is None else listed_elsewhere(request.storage, request.step, index.others)
+            if other is not None and not is_replaced(request, other):
+                return {'skip': True}
             facts = writer_facts(__version__)
             self._work = begin(request.storage, request.step, request.clock, facts, index)
             # Where the storage cannot rename nothing is replaced, and ``begin`` has looked under the write lease.

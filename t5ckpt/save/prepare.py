@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import other_layout
+from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.commit.occupancy import occupancy
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.format.codecs import AUTO
@@ -88,13 +88,22 @@ def is_free(request: SaveRequest) -> bool:
         # ``begin`` detects steps that another process wrote after the latest step of this one.
         return True
     found = occupancy(request.storage, request.step).found
-    if found is None or (found.is_t5x and request.replaces()):
+    return found is None or is_replaced(request, found)
+
+
+def is_replaced(request: SaveRequest, found: ListedStep) -> bool:
+    """Whether the save replaces a complete step. Where it does not, the log says that the save is skipped.
+
+    Raises:
+      UnsupportedFormatError: it is to be replaced, and is in another layout.
+    """
+    if found.is_t5x and request.replaces():
         return True
     where = request.storage.url(found.name)
     if request.call.overwrite and not found.is_t5x:
         cure = 'Remove it with the program that wrote it, or save as another step.'
         raise other_layout(where, found.layout, 'which t5ckpt does not replace', cure)
-    written = '' if found.is_t5x else f', in the layout of {found.layout.capitalize()}'
+    written = '' if found.is_t5x else f', in the layout of {found.layout}'
     _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', request.step, where, written)
     return False
 

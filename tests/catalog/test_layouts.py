@@ -119,7 +119,7 @@ def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplo
         assert ck.restored_step == 7
         caplog.clear()
         assert ck.save(state(7), step=7) is None
-        assert 'already exists' in caplog.text
+        assert f'already exists, in the layout of {layout})' in caplog.text
         ck.save(state(8), step=8)
         ck.save(state(9), step=9)
         assert ck.restore()['w'][0] == 9
@@ -134,6 +134,12 @@ def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplo
     assert layout in CliRunner().invoke(app, ['ls', str(run_dir)]).output
     assert layout in str(CliRunner().invoke(app, ['rm', str(run_dir), '--step', '7', '--yes']).exception)
     (theirs,) = {key.partition('/')[0] for key in before}
+    open_ck(tmp_path / 'ours').save(state(7))
+    with pytest.raises(
+        errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}, which is not'
+    ) as no:
+        t5ckpt.copy_checkpoint(tmp_path / 'ours', run_dir, options=t5ckpt.CopyOptions(overwrite=True))
+    assert ('Rename it to checkpoint_7 first.' if layout == 't5x-padded' else 'Move it away') in str(no.value)
     with open_ck(run_dir) as ck:
         for use in (ck.metrics, ck.delete, lambda step: ck.save(state(step), step=step, overwrite=True)):
             with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}'):
@@ -221,6 +227,58 @@ def test_a_bucket_knows_steps_of_others_by_markers(bucket, tmp_path):
         assert kinds.count('list') <= (1 if bucket.scheme == 's3' else 12)
         assert len(kinds) < 40
         assert [float(ck.restore(step=step)['w'][0]) for step in (3, 4, 5, 6, 7, 9)] == [3, 4, 5, 6, 7, 9]
+
+
+@pytest.mark.parametrize(('make', 'layout'), [*MAKERS, (BOTH, 'orbax')])
+def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, layout, caplog):
+    """Before the run has an index of its steps, and after the first save, which makes one."""
+    run, url = tmp_path / 'run', bucket.url()
+    run.mkdir()
+    make(run, 7)
+    for key, data in tree(run).items():
+        bucket.put(f'{url}/{key}', data)
+    (theirs,) = {key.partition('/')[0] for key in tree(run)}
+    if make == placeholders and bucket.scheme == 'gs':
+        bucket.put(f'{url}/{theirs}/commit_success.txt', b'')
+    ours = tmp_path / 'ours'
+    open_ck(ours).save(state(7))
+    np.savez(tmp_path / 'w.npz', w=np.ones(3))
+    with open_ck(url, keep=1) as ck:
+        for steps in ([7], [7, 9]):
+            newest = steps[-1]
+            assert ck.restore()['w'][0] == newest
+            assert ck.all_steps() == t5ckpt.all_steps(url) == steps
+            assert ck.latest_step() == t5ckpt.latest_step(url) == newest
+            assert t5ckpt.find_checkpoint(url) == t5ckpt.find_checkpoint(url, newest)
+            assert t5ckpt.find_checkpoint(url, 7).startswith(f'{url}/{theirs}')
+            assert list(t5ckpt.checkpoints_iterator(url, timeout=0, every=True)) == steps
+            assert t5ckpt.restore_or_init(ck, lambda: pytest.fail('a fresh start'))['w'][0] == newest
+            assert ck.restored_step == newest
+            listed = [(7, layout), (9, 't5x')][: len(steps)]
+            run_ = t5ckpt.open_run(url)
+            assert [(each.step, each.layout) for each in run_.summaries()] == listed
+            shown = json.loads(CliRunner().invoke(app, ['ls', url, '--json']).output)
+            assert [(each['step'], each['layout']) for each in shown] == listed
+            assert run_[7]['w'][0] == ck.restore(7)['w'][0] == t5ckpt.load_t5x_checkpoint(url, 7)['w'][0] == 7
+            caplog.clear()
+            assert ck.save(state(7), step=7) is None
+            assert f'already exists, in the layout of {layout})' in caplog.text
+            for refused in (
+                ck.metrics,
+                ck.delete,
+                lambda step: ck.save(state(step), step=step, overwrite=True),
+                lambda _: t5ckpt.pin_checkpoint(f'{url}/{theirs}'),
+                lambda step: t5ckpt.copy_checkpoint(ours, url, step),
+                lambda step: import_npz(tmp_path / 'w.npz', url, ImportOptions(step=step)),
+            ):
+                with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}'):
+                    refused(7)
+            if newest == 7:
+                ck.save(state(8), step=8)
+                ck.save(state(9), step=9)
+                # Until what retention has hidden is gone.
+                ck._retention.wait()
+    assert all(bucket.raw(f'{url}/{key}') == data for key, data in tree(run).items())
 
 
 @pytest.mark.parametrize(('make', 'step'), [(t5x_orbax, 'checkpoint_5'), (manager, '5')])
@@ -335,7 +393,7 @@ def test_a_file_where_a_run_is_expected_is_named(tmp_path):
     t5ckpt.export_safetensors(tmp_path / 'run', tensors)
     text.write_text('import numpy as np\n')
     wanted = {
-        tensors: 'w.safetensors is a safetensors file, not a checkpoint',
+        tensors: 'w.safetensors is a safetensors file, not a checkpoint: .* t5ckpt show lists it',
         text: 't9.py is a file, not the directory of a run',
     }
     for path, said in wanted.items():

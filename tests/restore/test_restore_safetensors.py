@@ -214,13 +214,26 @@ def test_from_a_bucket(s3, one_file, shards):
         restore(f'{url}/short.safetensors')
     with pytest.raises(CheckpointNotFoundError):
         restore(f'{url}/none.safetensors')
-    s3.put(f'{url}/hub/model.safetensors', one_file.read_bytes())
-    for read in (restore, t5ckpt.open_checkpoint):
-        with pytest.raises(
-            CheckpointNotFoundError, match=r'Give the path of the file: .*/hub/model\.safetensors$'
-        ) as said:
-            read(f'{url}/hub')
-    check(restore(str(said.value).rpartition(' ')[2])['params'])
+
+
+@pytest.mark.parametrize('files', ['one_file', 'shards'])
+def test_a_directory_with_a_model_is_read_on_a_bucket_as_on_a_disk(bucket, request, files):
+    url, path = bucket.url(), request.getfixturevalue(files)
+    for file in path.parent.iterdir():
+        bucket.put(f'{url}/hub/{file.name}', file.read_bytes())
+    for place in (f'{url}/hub', path.parent):
+        check(restore(place)['params'])
+        assert set(t5ckpt.open_checkpoint(place)) == set(t5ckpt.load_t5x_checkpoint(place)) == set(TENSORS)
+        # It is no run: nothing of it is listed or saved to.
+        assert t5ckpt.all_steps(place) == []
+        with pytest.raises(CheckpointNotFoundError, match=r'Give the path of the file: .*/model\.safetensors'):
+            t5ckpt.find_checkpoint(place)
+        with pytest.raises(CheckpointNotFoundError, match='step 7 is not there'):
+            t5ckpt.open_checkpoint(place, 7)
+    # A run that holds an export is the run.
+    with Checkpointer({'w': np.ones(2)}, checkpoints_dir=f'{url}/hub') as checkpointer:
+        checkpointer.save({'w': np.ones(2)}, step=3)
+    assert t5ckpt.open_checkpoint(f'{url}/hub').step == 3
 
 
 def received(bucket) -> int:

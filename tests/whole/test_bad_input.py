@@ -395,6 +395,31 @@ def test_the_steps_there_are_named(saved):
     assert_says(error, 'checkpoint_4', 'complete steps are: 3')
 
 
+@pytest.mark.parametrize('step', ['3', 'latest', 3.0, True, -1])
+@pytest.mark.parametrize(
+    'read',
+    [
+        t5ckpt.load_t5x_checkpoint,
+        t5ckpt.open_checkpoint,
+        t5ckpt.find_checkpoint,
+        t5ckpt.get_checkpoint_dir,
+        t5ckpt.verify,
+        lambda run, step: t5ckpt.open_run(run)[step],
+        lambda run, step: restore(run, state_of(), step=step),
+        lambda run, step: t5ckpt.copy_checkpoint(run, run.with_name('copy'), step),
+        lambda run, step: t5ckpt.repair(run, run.with_name('repaired'), step),
+        lambda run, step: t5ckpt.WarmStart(run, step=step),
+        lambda run, step: t5ckpt.checkpoints_iterator(run, after=-2 if step == -1 else step),
+        lambda run, step: t5ckpt.ConvertOptions(step=step),
+        lambda run, step: t5ckpt.ImportOptions(step=step),
+        lambda run, step: t5ckpt.export_npz(run, run.with_name('a.npz'), t5ckpt.ExportOptions(step=step)),
+    ],
+)
+def test_a_step_that_is_no_step(saved, read, step):
+    with pytest.raises(ValueError, match=r'(step|after) must be an integer.*, got '):
+        read(saved, step)
+
+
 def test_a_directory_named_checkpoint(tmp_path):
     """No manifest: the step is not complete, so it is not there."""
     (tmp_path / 'checkpoint_3' / 'checkpoint').mkdir(parents=True)

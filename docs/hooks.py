@@ -1,26 +1,57 @@
-"""What mkdocs asks for: neither the navigation nor the API reference is short of what mkdocs.yml or docs/api.md does not name."""
+"""What mkdocs calls while it builds the site: notebooks become pages, and links to a notebook lead to its page."""
 
 from __future__ import annotations
 
-import pathlib
+import html
+import re
 from typing import Any
 
-import t5ckpt
+import nbformat
+from mkdocs.structure.files import File
+
+# The outputs of each notebook, by the name of its page. Markdown would change their HTML, so they take the place of a
+# paragraph once the page is rendered.
+_OUTPUTS: dict[str, list[str]] = {}
 
 
-def on_config(config: Any) -> Any:
-    """Called once: pages that the navigation does not name yet stand at its end."""
-    named = str(config.nav)
-    more = [path.name for path in sorted(pathlib.Path(config.docs_dir).glob('*.md')) if f"'{path.name}'" not in named]
-    config.nav += [{'More': more}] if more else []
-    return config
+def on_files(files: Any, config: Any) -> Any:
+    """Called once: adds a page for each notebook."""
+    for notebook in [file for file in files if file.src_uri.endswith('.ipynb')]:
+        name = notebook.src_uri.removesuffix('.ipynb') + '.md'
+        files.append(File.generated(config, name, content=_page(nbformat.reads(notebook.content_string, 4), name)))
+        files.remove(notebook)
+    return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called for each page before it is rendered: public names that the reference does not group yet stand at its end."""
-    if page.file.src_uri != 'api.md':
-        return markdown
-    listed = set(markdown.split())
-    names = [f't5ckpt.{name}' for name in t5ckpt.__all__ if not name.startswith('__')]
-    more = ''.join(f'::: {name}\n\n' for name in names if name not in listed)
-    return markdown.replace('## Errors', f'## More\n\n{more}## Errors') if more else markdown
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called for each page before it is rendered."""
+    return markdown.replace('.ipynb)', '.md)')
+
+
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    """Called for each page after it was rendered."""
+    outputs = _OUTPUTS.get(page.file.src_uri, [])
+    return re.sub(r'<p>@output (\d+)</p>', lambda match: outputs[int(match[1])], content)
+
+
+def _page(book: Any, name: str) -> str:
+    """The notebook as Markdown."""
+    parts: list[str] = []
+    outputs = _OUTPUTS[name] = []
+    for cell in book.cells:
+        parts.append(cell.source if cell.cell_type == 'markdown' else f'```python\n{cell.source}\n```')
+        for output in cell.get('outputs', []):
+            parts.append(f'@output {len(outputs)}')
+            outputs.append(f'<div class="output">{_html(output)}</div>')
+    return '\n\n'.join(parts)
+
+
+def _html(output: Any) -> str:
+    """What the notebook shows for one output of a cell."""
+    data = output.get('data', {})
+    if 'image/png' in data:
+        png = data['image/png'].replace('\n', '')
+        return f'<img src="data:image/png;base64,{png}" alt="The plot of the cell above">'
+    if 'text/html' in data:
+        return data['text/html']
+    return f'<pre>{html.escape(data.get("text/plain", output.get("text", "")))}</pre>'

@@ -4,10 +4,12 @@ import inspect
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
+from support.pages import python_of
 
 import t5ckpt
 
@@ -31,25 +33,75 @@ def test_every_page_is_there(site):
     assert {page for page in pages if not (site / page).is_file()} == set()
 
 
-def test_every_page_is_in_the_navigation(site):
-    navigation = (site / 'index.html').read_text(encoding='utf-8').partition('md-content')[0]
-    pages = sorted(path.with_suffix('.html').name for path in (ROOT / 'docs').glob('*.md') if path.name != 'index.md')
-    assert [page for page in pages if f'href="{page}"' not in navigation] == []
+def test_every_page_is_in_the_navigation_once():
+    text = (ROOT / 'mkdocs.yml').read_text(encoding='utf-8')
+    listed = re.findall(r'^ +- ([\w/-]+\.md)$', text, re.MULTILINE)
+    docs = ROOT / 'docs'
+    pages = [path.name for path in docs.glob('*.md')] + [f'notebooks/{path.stem}.md' for path in docs.rglob('*.ipynb')]
+    assert sorted(listed) == sorted(pages)
 
 
-def test_every_public_name_is_in_the_api_reference(site):
+@pytest.mark.parametrize('page', sorted((ROOT / 'docs').glob('*.md')), ids=lambda page: page.name)
+def test_a_page_begins_with_code(page):
+    """Within the first screen; performance.md begins with its table, and decisions.md is for contributors."""
+    lines = page.read_text(encoding='utf-8').splitlines()
+    shown = [number for number, line in enumerate(lines) if line.startswith('```')]
+    assert page.name in {'performance.md', 'decisions.md'} or shown[0] < 25
+
+
+def test_the_api_reference_lists_every_public_name_once():
+    """In docs/api.md as it stands; warnings are in its table, and are described with the errors."""
+    page = (ROOT / 'docs' / 'api.md').read_text(encoding='utf-8')
+    names = [name for name in t5ckpt.__all__ if not name.startswith('__')]
+    warned = {name for name in names if name.endswith('Warning')}
+    assert sorted(re.findall(r'^\| \[`(\w+)`\]', page, re.MULTILINE)) == sorted(names)
+    assert sorted(re.findall(r'^::: t5ckpt\.(\w+)$', page, re.MULTILINE)) == sorted(
+        {*names, 'errors', 'training'} - warned
+    )
+    used = set(re.findall(r'\bt5ckpt\.(\w+)', python_of(page)))
+    assert {*names} - warned <= used, 'a name without an example'
+
+
+def test_every_public_name_is_described_once(site):
     text = (site / 'api.html').read_text(encoding='utf-8')
-    missing = [name for name in t5ckpt.__all__ if not name.startswith('__') and f'id="t5ckpt.{name}"' not in text]
-    missing += [
-        name for name in t5ckpt.errors.__all__ if name[0].isupper() and f'id="t5ckpt.errors.{name}"' not in text
-    ]
-    assert missing == []
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert sorted(name for name in set(ids) if ids.count(name) > 1) == []
+    warned = [name for name in t5ckpt.errors.__all__ if name[0].isupper()]
+    expected = {f't5ckpt.errors.{name}' for name in warned}
+    expected |= {f't5ckpt.{name}' for name in t5ckpt.__all__ if not name.startswith('__') and name not in warned}
+    assert expected - set(ids) == set()
+    internal = ('PendingSave.start', 'PendingSave.complete', 'Checkpointer.agree', 'errors.with_cures')
+    assert [name for name in internal if f't5ckpt.{name}' in ids] == []
 
 
 def test_it_asks_no_other_host_for_anything(site):
     """It reads offline, and tells nobody who reads it."""
     asked = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:)?//', re.IGNORECASE)
-    assert [page.name for page in site.glob('*.html') if asked.search(page.read_text(encoding='utf-8'))] == []
+    assert [page.name for page in site.rglob('*.html') if asked.search(page.read_text(encoding='utf-8'))] == []
+
+
+def test_notebooks_are_pages(site):
+    """With what their cells show; links to a notebook lead to its page."""
+    page = (site / 'notebooks' / 'what-is-in-this-checkpoint.html').read_text(encoding='utf-8')
+    assert '<img src="data:image/png;base64,' in page
+    assert 'token_embedder' in page
+    assert '@output' not in page
+    assert [path for path in site.rglob('*.html') if '.ipynb"' in path.read_text(encoding='utf-8')] == []
+
+
+@pytest.mark.skipif(shutil.which('chromium') is None, reason='needs chromium')
+def test_the_search_works_from_a_disk(site, tmp_path):
+    options = [
+        '--headless',
+        '--no-sandbox',
+        '--disable-gpu',
+        f'--user-data-dir={tmp_path}',
+        '--virtual-time-budget=20000',
+    ]
+    url = f'{(site / "index.html").as_uri()}?q=preemption'
+    done = subprocess.run(['chromium', *options, '--dump-dom', url], capture_output=True, text=True, check=True)
+    assert re.search(r'md-search-result__meta">[^<]*\d+ matching documents', done.stdout)
+    assert re.search(r'href="file:[^"]+/frameworks\.html\?h=', done.stdout)
 
 
 @pytest.mark.parametrize('name', [name for name in t5ckpt.__all__ if not name.startswith('__')])

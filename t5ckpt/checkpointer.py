@@ -19,7 +19,6 @@ from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention, missing_from_all
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.convert.tf.restore import FromTensorFlow
 from t5ckpt.core.arguments import check_callables, check_flags, check_kind, given_step, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite, warn_caller
@@ -69,16 +68,18 @@ from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.schedule import Environment, SaveSchedule
 from t5ckpt.save.stage import STAGING_MODES
+from t5ckpt.save.stream_writer import StreamRequest
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
+from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_of
 
 __all__ = ['Checkpointer']
 
 
-class Checkpointer(FromTensorFlow):
+class Checkpointer:
     """Saves and restores a train state, in T5X's format. The signatures are T5X's, plus keywords.
 
     Args:
@@ -515,24 +516,30 @@ class Checkpointer(FromTensorFlow):
         """
         _check_restored(step, path)
         check_transforms(state_transformation_fns)
-        request = RestoreRequest(
-            storage=self._storage,
+        return self._restored(
             step=step,
             # T5X's programs pass the empty path where they have none.
             path=None if path == '' else path,
-            storage_options=self._storage_options,
-            round=self._round('a restore'),
             transforms=state_transformation_fns,
             fallback=fallback_state,
             lazy=lazy_parameters,
-            cast=self._restore_cast(),
             resize=Resize(resize),
-            progress=self._progress,
             strict=self._strictness(strict),
             donate=donate,
-            reading=self._reading,
             leaves_iterator=not restore_iterator,
+        )
+
+    def _restored(self, **asked: Any) -> Any:
+        """What a restore returns; ``asked`` are the fields of ``RestoreRequest`` that the call determines."""
+        request = RestoreRequest(
+            storage=self._storage,
+            storage_options=self._storage_options,
+            round=self._round('a restore'),
+            cast=self._restore_cast(),
+            progress=self._progress,
+            reading=self._reading,
             notices=self._notices,
+            **asked,
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 
@@ -563,25 +570,77 @@ class Checkpointer(FromTensorFlow):
           strict: how alike the leaves must be.
           resize: patterns for whole names of leaves.
         """
-        request = RestoreRequest(
-            storage=self._storage,
-            step=None,
+        return self._restored(
             path=path,
-            storage_options=self._storage_options,
-            round=self._round('a restore'),
             transforms=state_transformation_fns,
-            fallback=None,
-            lazy=False,
-            cast=self._restore_cast(),
             resize=Resize(resize),
-            progress=self._progress,
             strict=self._strictness(strict),
-            reading=self._reading,
             leaves_iterator=True,
             only=frozenset(leaves),
-            notices=self._notices,
         )
-        return run_restore(request, self._train_state, self._partitioner, self._dataset)
+
+    def restore_from_tf_checkpoint(
+        self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: CheckpointTranslator | None = None
+    ) -> Any:
+        """Restores a train state of the constructor's structure from a TensorFlow checkpoint of Mesh-TensorFlow's T5.
+
+        Args:
+          path_or_dir: a directory, or the prefix of a checkpoint's files.
+          strict: False leaves out what the template lacks. Every leaf of the template must be there either way.
+          translator: rules from TensorFlow's names; None takes those of T5 (``convert/tf_rules.py``).
+
+        Raises:
+          TreeMismatchError: checkpoint and template differ, or a name has no rule; the error lists all of it.
+        """
+        from t5ckpt.convert.tf import open_tf, tf_leaves
+        from t5ckpt.convert.tf.model import restore_tf
+
+        restore_round = self._round('a restore')
+        try:
+            found = tf_leaves(open_tf(path_or_dir), translator)
+            restored = restore_tf(found, self._restore_cast(), self._train_state, self._partitioner, strict=strict)
+        except BaseException as error:
+            restore_round.fail('restore', error)
+            raise
+        restore_round.reduce_on_leader('restore', None, lambda _: None)
+        return restored
+
+    def convert_from_tf_checkpoint(
+        self,
+        path_or_dir: str | os.PathLike[str],
+        *,
+        state_transformation_fns: Sequence[SaveStateTransformationFn] = (),
+        concurrent_gb: float = 16,
+        translator: CheckpointTranslator | None = None,
+    ) -> CommittedCheckpoint | None:
+        """Writes a TensorFlow checkpoint as a step of ``checkpoints_dir``, tensor by tensor; process 0 does it alone.
+
+        What the template lacks is left out. A conversion that was killed goes on where it was.
+
+        Args:
+          path_or_dir: see :meth:`restore_from_tf_checkpoint`.
+          state_transformation_fns: as in ``save``.
+          concurrent_gb: gigabytes (10^9 bytes) of values in flight.
+          translator: see :meth:`restore_from_tf_checkpoint`.
+
+        Returns:
+          The checkpoint, in process 0; None elsewhere, and when a complete one of this step was there already.
+        """
+        from t5ckpt.convert.tf import open_tf, tf_leaves
+        from t5ckpt.convert.tf.model import convert_tf_to_model
+
+        require_directory(self._storage)
+        budget = bytes_of_gb(concurrent_gb)
+        request = StreamRequest(self._storage, 0, self._options, budget, progress=self._progress, clock=self._clock)
+        committed: CommittedCheckpoint | None = None
+
+        def convert(_: Sequence[Any]) -> None:
+            nonlocal committed
+            found = tf_leaves(open_tf(path_or_dir), translator)
+            committed = convert_tf_to_model(found, request, self._axes, state_transformation_fns)
+
+        self._round('a conversion').reduce_on_leader('convert', None, convert)
+        return committed
 
     def open_elsewhere(self, path: str | os.PathLike[str], step: int | None = None) -> CheckpointView:
         """Opens a checkpoint of another run as a view, as :meth:`restore` with ``path`` opens it; for ``restore_or_init``."""

@@ -27,19 +27,19 @@ class RestoreRequest:
     """
 
     storage: Storage
-    step: int | None
-    path: str | os.PathLike[str] | None
     storage_options: Mapping[str, Any] | None
     round: CoordinationRound
-    transforms: Sequence[Any]
-    fallback: Mapping[str, Any] | None
-    lazy: bool
     cast: Cast | None
-    resize: Resize
     progress: Progress | None
-    strict: str = 'up_to_dtype'
+    reading: ReadOptions
+    notices: Notices
+    resize: Resize
+    strict: str
+    transforms: Sequence[Any]
+    step: int | None = None
+    path: str | os.PathLike[str] | None = None
+    fallback: Mapping[str, Any] | None = None
+    lazy: bool = False
     donate: bool = False
-    reading: ReadOptions = dataclasses.field(default_factory=ReadOptions)
     leaves_iterator: bool = False
     only: frozenset[Path] | None = None
-    notices: Notices = dataclasses.field(default_factory=Notices)

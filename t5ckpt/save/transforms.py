@@ -33,21 +33,16 @@ class LeafAxes:
 
     def __init__(self, partitioner: Partitioner | None, template: Any):
         """Stores its arguments; the partitioner is called on first use."""
-        self._partitioner = partitioner
-        self._template = template
-
-    @property
-    def is_partitioned(self) -> bool:
-        """Whether there is a partitioner."""
-        return self._partitioner is not None
+        self.partitioner = partitioner
+        self.template = template
 
     @functools.cached_property
     def by_path(self) -> dict[Path, Any]:
         """By path of each leaf that is an array, its PartitionSpec, or None."""
-        if self._partitioner is None:
+        if self.partitioner is None:
             return {}
-        tree = axes_tree(self._partitioner, self._template)
-        paths = [path for path, leaf in flatten_state(self._template).table.items() if hasattr(leaf, 'shape')]
+        tree = axes_tree(self.partitioner, self.template)
+        paths = [path for path, leaf in flatten_state(self.template).table.items() if hasattr(leaf, 'shape')]
         found = {path: lookup(tree, path, _UNKNOWN) for path in paths}
         return {path: axes for path, axes in found.items() if axes is not _UNKNOWN}
 
@@ -65,7 +60,7 @@ class LeafAxes:
         spec = functools.partial(_array_spec, name, shape, leaf.dtype)
         if axes is _UNKNOWN:
             return ParameterInfo(name, shape, spec)
-        chunk_info = getattr(self._partitioner, 'get_local_chunk_info', None)
+        chunk_info = getattr(self.partitioner, 'get_local_chunk_info', None)
         local = None if chunk_info is None else functools.partial(chunk_info, shape, axes)
         return ParameterInfo(name, shape, spec, local, axes)
 
@@ -135,7 +130,7 @@ def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> 
             'the parameter infos that the state transformations returned name leaves that the state dict lacks: '
             f'{some_of([leaf_name(path) for path in stray], 5)}. A function that moves or drops a leaf does so with its info.'
         )
-    if not axes.is_partitioned:
+    if axes.partitioner is None:
         return Transformed(leaves, infos, {})
     rule = {path: info is None or not info.is_stored for path, info in moved.items() if info is None or path in infos}
     return Transformed(leaves, infos, rule)

@@ -19,7 +19,7 @@ from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention, missing_from_all
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_callables, check_flags, check_kind, given_step, integer, number
+from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite, warn_caller
 from t5ckpt.core.leaf_path import Path
@@ -52,7 +52,7 @@ from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.reading.open_reader import ReadOptions
 from t5ckpt.restore.pipeline import fit_leaves, run_restore
-from t5ckpt.restore.request import RestoreRequest
+from t5ckpt.restore.request import RestoreRequest, check_source
 from t5ckpt.save import (
     Notices,
     Reuse,
@@ -514,7 +514,7 @@ class Checkpointer:
           TreeMismatchError: checkpoint and template differ; the error lists every difference.
           FormatError, StorageError: the checkpoint cannot be read.
         """
-        _check_restored(step, path)
+        check_source(step, path)
         check_transforms(state_transformation_fns)
         return self._restored(
             step=step,
@@ -781,19 +781,6 @@ def _check_no_directory(**options: Any) -> None:
                 f'{name} is {value!r:.80}, which looks like a directory. Pass it as checkpoints_dir=: '
                 'Checkpointer(train_state, checkpoints_dir=...).'
             )
-
-
-def _check_restored(step: Any, path: Any) -> None:
-    """Raises ValueError unless at most one of the two is given, and is what it should be."""
-    template = 'The structure to restore goes to the constructor: Checkpointer(state, checkpoints_dir=...).'
-    if path is not None and not isinstance(path, (str, bytes, os.PathLike)):
-        raise ValueError(f'path must be the path of a checkpoint, got a {type(path).__name__}. {template}')
-    if step is not None and path is not None:
-        raise ValueError(f'step={step!r:.40} and path={os.fspath(path)!r} both say what to restore: pass one of them.')
-    if step is not None and not hasattr(step, '__index__'):
-        cure = 'Pass it as path=.' if isinstance(step, (str, os.PathLike)) else template
-        raise ValueError(f'step must be an integer, got {step!r:.80}. {cure}')
-    given_step(step)
 
 
 def _latest(keep: int | None) -> KeepPolicy:

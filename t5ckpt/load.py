@@ -20,7 +20,6 @@ from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.cached_reader import CachedReader
 from t5ckpt.reading.contents import leaves_of, read_contents, read_raw
 from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, reader_of
 from t5ckpt.restore.read_arrays import read_arrays
@@ -87,15 +86,14 @@ def load_t5x_checkpoint(
     reader = reader_of(contents, reading)
     check_cast(cast, {path: array_dtype(leaf) for path, leaf in leaves.items()})
     if lazy_parameters:
-        table = {path: _lazy(reader, (path, leaf), cast, facts) for path, leaf in leaves.items()}
+        table = {path: _lazy(reader, path, leaf, cast, facts) for path, leaf in leaves.items()}
     else:
         with contents.identity.reading():
             table = _read_all(reader, leaves, cast, facts)
     return unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 
 
-def _lazy(reader: ArrayReader, item: tuple[Path, Any], cast: Cast | None, facts: TreeFacts) -> Any:
-    path, leaf = item
+def _lazy(reader: ArrayReader, path: Path, leaf: Any, cast: Cast | None, facts: TreeFacts) -> Any:
     if not hasattr(leaf, 'dtype') or path in facts.python:
         return _inline(path, leaf, cast, facts)
     return lazy_leaf(reader, leaf, leaf_name(path), cast_dtype(path, np.dtype(leaf.dtype), cast))
@@ -107,7 +105,7 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: 
         for path, leaf in leaves.items()
         if isinstance(leaf, StoredLeaf)
     ]
-    if isinstance(reader, CachedReader):
+    if reader.is_cached:
         # One after another: each is fetched by many threads.
         whole = {read.path: reader.read(read.leaf, read.name).astype(read.dtype, copy=False) for read in reads}
         return {

@@ -1,8 +1,8 @@
 """Reads stored arrays by index: whole, or the chunks that a slice overlaps.
 
-Each array is read in the first of three ways that it supports: memory-mapped (``reading/local/mmap_reader.py``, with
-``mmap``), directly from its files into the buffers (``reading/local/direct_reader.py``, in a restore), or through
-TensorStore, which reads every array.
+Each array is read in the first of four ways that it supports: through a cache of chunks (``reading/cached_chunks.py``),
+memory-mapped (``reading/local/mmap_reader.py``, with ``mmap``), directly from its files into the buffers
+(``reading/local/direct_reader.py``, in a restore), or through TensorStore, which reads every array.
 
 The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found.
 A missing chunk is an error (``fill_missing_data_reads`` is off). A missing ``.zarray`` is replaced by the manifest's metadata.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +20,6 @@ import tensorstore as ts
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
-from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.format.dtypes import from_stored, zarr_typestr
@@ -29,7 +28,10 @@ from t5ckpt.format.names import DATASET_REMOVED
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
 from t5ckpt.planning.restore_plan import StoredRead
+from t5ckpt.reading.aligned_memory import aligned_empty
+from t5ckpt.reading.basic_index import basic_index, steps_of
 from t5ckpt.reading.byte_ranges import RangeReader
+from t5ckpt.reading.cached_chunks import CachedChunks
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.identity import Identity
@@ -39,7 +41,7 @@ from t5ckpt.reading.local.uncompressed import chunk_of_file
 from t5ckpt.reading.size_limits import check_chunk, check_count, check_memory
 from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
 
-__all__ = ['ArrayReader', 'aligned_empty', 'basic_index', 'start_read']
+__all__ = ['ArrayReader', 'start_read']
 
 # Of a database's compressed index; far above any real one.
 _CHUNKS_PER_BYTE = 64
@@ -58,6 +60,7 @@ class ArrayReader:
         checksums: FileChecksums | None = None,
         only_whole_chunks: bool = False,
         identity: Identity | None = None,
+        cache: CachedChunks | None = None,
     ):
         """Makes a reader.
 
@@ -68,6 +71,7 @@ class ArrayReader:
           only_whole_chunks: but no chunk that is not wanted whole anyway.
           identity: each :meth:`read` looks whether the checkpoint is still this one; None where the caller does, for
             many reads together.
+          cache: through which chunks of an object store are fetched.
         """
         self._storage = storage = located.storage
         self._directory = directory = located.directory
@@ -81,6 +85,12 @@ class ArrayReader:
         self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
         self.direct = None if root is None else DirectReader(root, checks=self.checks, follow_links=follow_links)
         self._ranges = RangeReader(storage, directory)
+        self._cache = cache
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether chunks are fetched through a cache, by many threads for each array."""
+        return self._cache is not None
 
     def url(self, array: StoredArray) -> str:
         """Where an array lies, for messages."""
@@ -193,6 +203,8 @@ class ArrayReader:
             return self._read(leaf, name, index)
 
     def _compares_all(self) -> bool:
+        if self._cache is not None:
+            return self._cache.has_checksums
         return self.checks is not None and not self.checks.only_whole_chunks
 
     def in_one(self) -> Self:
@@ -206,6 +218,9 @@ class ArrayReader:
         if basic is None:
             return self._read(leaf, name, ...)[index]
         slices, after = basic
+        cached = None if self._cache is None else self._cache.read(leaf, name, slices)
+        if cached is not None:
+            return from_stored(cached, leaf.dtype)[after]
         for task in self.check_tasks(leaf.array, name, [Box.from_slices(slices, leaf.shape)]):
             task()
         if leaf.array.container == 'file':
@@ -232,7 +247,7 @@ class ArrayReader:
             tasks = self.direct.tasks(request, chunk_of_file(leaf.array)) or ()
         for task in tasks:
             task()
-        return out[_steps(slices)]
+        return out[steps_of(slices)]
 
     def check_tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
         """The checks to run before boxes are read by a reader that does not verify checksums."""
@@ -262,7 +277,7 @@ class ArrayReader:
         if whole:
             return views[box]
         # A copy of the slice, since a view would keep the whole map alive.
-        return views[box][_steps(slices)].copy()
+        return views[box][steps_of(slices)].copy()
 
     def map_leaf(self, read: StoredRead) -> dict[Box, np.ndarray] | None:
         """The mapped buffers of a leaf, if they have the right dtype and can be used without a copy."""
@@ -283,76 +298,3 @@ def start_read(view: Any, out: np.ndarray) -> Any:
     if view.rank:
         view = view[ts.d[:].translate_to[0]]
     return ts.array(out).write(view)
-
-
-def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
-    """Splits a numpy basic index into forward slices to read, one per dimension, and an index for numpy on the result.
-
-    Returns:
-      None for an advanced index (arrays, lists), which numpy applies to the whole array.
-
-    Raises:
-      IndexError: too many indices, or one out of bounds.
-    """
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(part is None or part is Ellipsis or isinstance(part, slice) or _is_integer(part) for part in parts):
-        return None
-    used = sum(part is not None and part is not Ellipsis for part in parts)
-    if used > len(shape) or sum(part is Ellipsis for part in parts) > 1:
-        raise IndexError(f'{index!r:.80}: does not fit an array of {len(shape)} dimensions')
-    if not any(part is Ellipsis for part in parts):
-        parts = (*parts, Ellipsis)
-    read: list[slice] = []
-    after: list[Any] = []
-    for part in parts:
-        if part is None:
-            after.append(None)
-        elif part is Ellipsis:
-            rest = len(shape) - used
-            read += [slice(0, size) for size in shape[len(read) : len(read) + rest]]
-            after += [slice(None)] * rest
-        else:
-            forward, then = _axis_index(part, shape[len(read)], len(read))
-            read.append(forward)
-            after.append(then)
-    return tuple(read), tuple(after)
-
-
-def _steps(slices: Sequence[slice]) -> tuple[slice, ...]:
-    """The forward slices relative to the box that they span."""
-    return tuple(slice(None, None, part.step) for part in slices)
-
-
-def _is_integer(part: Any) -> bool:
-    return hasattr(part, '__index__') and np.ndim(part) == 0 and not isinstance(part, (bool, np.bool_))
-
-
-def _axis_index(part: Any, size: int, axis: int) -> tuple[slice, Any]:
-    if not isinstance(part, slice):
-        position = part.__index__()
-        if not -size <= position < size:
-            raise IndexError(f'index {position} is out of bounds for axis {axis} with size {size}')
-        return slice(position % size, position % size + 1), 0
-    chosen = range(*part.indices(size))
-    if not chosen:
-        return slice(0, 0), slice(None)
-    if chosen.step > 0:
-        return slice(chosen[0], chosen[-1] + 1, chosen.step), slice(None)
-    return slice(chosen[-1], chosen[0] + 1, -chosen.step), slice(None, None, -1)
-
-
-_ALIGNMENT = 64
-
-
-def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised C-order array whose data begins at a multiple of 64 bytes, as XLA wants its buffers."""
-    size = math.prod(shape) * dtype.itemsize
-    try:
-        raw = np.empty(size + _ALIGNMENT, np.uint8)
-    except (MemoryError, ValueError) as error:
-        raise CorruptCheckpointError(
-            f'an array of shape {tuple(shape)} and dtype {dtype.name} needs {size} bytes, which cannot be allocated. Read a '
-            'slice of it; if you saved no array of this size, the manifest is damaged.'
-        ) from error
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)

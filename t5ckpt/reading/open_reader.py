@@ -10,7 +10,7 @@ import numpy as np
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.cached_reader import CachedReader
+from t5ckpt.reading.cached_chunks import CachedChunks
 from t5ckpt.reading.contents import Contents, check_step
 from t5ckpt.storage import Storage
 
@@ -38,7 +38,8 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
     located = contents.located
     check_step(contents, strictly=reading.verify == 'full')
     if located.storage.caches:
-        return CachedReader(contents, checks=reading.verify == 'full')
+        checksums = contents.checksums if reading.verify == 'full' else None
+        return ArrayReader(located, checksums=checksums, identity=contents.identity, cache=CachedChunks(contents))
     only_whole_chunks = reading.verify == 'auto'
     return ArrayReader(
         located,

@@ -24,7 +24,7 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.planning.device_boxes import boxes_wanted
 from t5ckpt.planning.resizing import resized
 from t5ckpt.planning.restore_plan import InlineRead
-from t5ckpt.reading.array_reader import aligned_empty
+from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.tree.leaf_values import as_instance, base_number
 from t5ckpt.tree.template import LeafTemplate, canonical_dtype
 

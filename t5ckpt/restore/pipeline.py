@@ -112,9 +112,7 @@ def _read(
         _free(view.table, [fallback[path] for path in plan.fallback])
     with contents.identity.reading():
         values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, final_shardings)
-    values |= {
-        path: _fallback_value(request, path, fallback[path], (view, state, partitioner)) for path in plan.fallback
-    }
+    values |= {path: _fallback_value(request, path, fallback[path], targets[path]) for path in plan.fallback}
     if not request.leaves_iterator:
         _move_iterator(request, reader, located, dataset)
     only = request.only
@@ -250,12 +248,8 @@ def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> Lazy
     return LazyThreadPoolArray(shape, read.dtype, lambda: resized(found.get(), shape)) if read.resizes else found
 
 
-def _fallback_value(
-    request: RestoreRequest, path: Path, value: Any, template: tuple[StateView, Any, Partitioner | None]
-) -> Any:
+def _fallback_value(request: RestoreRequest, path: Path, value: Any, target: LeafTemplate) -> Any:
     """A fallback value, placed as the template asks; jax.Arrays stay on their devices."""
-    view, state, partitioner = template
-    target = _targets(StateView({path: view.table[path]}, view.rebuild), state, partitioner)[path]
     to_template = request.cast is not None and request.cast.dtype is None
     array = value if is_jax_array(value) else np.asarray(value.get() if isinstance(value, LazyArray) else value)
     casts = to_template and isinstance(array.dtype, np.dtype)

@@ -29,7 +29,8 @@ from t5ckpt.format.dtypes import from_stored
 from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
 from t5ckpt.planning.resizing import clipped
 from t5ckpt.planning.restore_plan import StoredRead
-from t5ckpt.reading.array_reader import ArrayReader, aligned_empty, start_read
+from t5ckpt.reading.aligned_memory import aligned_empty
+from t5ckpt.reading.array_reader import ArrayReader, start_read
 from t5ckpt.reading.local.direct_reader import ReadRequest
 from t5ckpt.reading.local.uncompressed import has_plain_chunks
 from t5ckpt.reading.size_limits import check_memory

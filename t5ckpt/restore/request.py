@@ -1,4 +1,4 @@
-"""The request of one restore."""
+"""The request of one restore, and the check of its step or path."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt.core.arguments import given_step
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.distributed.rounds import CoordinationRound
@@ -16,7 +17,7 @@ from t5ckpt.reading.open_reader import ReadOptions
 from t5ckpt.save.notices import Notices
 from t5ckpt.storage import Storage
 
-__all__ = ['RestoreRequest']
+__all__ = ['RestoreRequest', 'check_source']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,3 +44,20 @@ class RestoreRequest:
     donate: bool = False
     leaves_iterator: bool = False
     only: frozenset[Path] | None = None
+
+
+def check_source(step: Any, path: Any) -> None:
+    """Checks what a restore is to restore.
+
+    Raises:
+      ValueError: both a step and a path are given, or one of them is of another type.
+    """
+    template = 'The structure to restore goes to the constructor: Checkpointer(state, checkpoints_dir=...).'
+    if path is not None and not isinstance(path, (str, bytes, os.PathLike)):
+        raise ValueError(f'path must be the path of a checkpoint, got a {type(path).__name__}. {template}')
+    if step is not None and path is not None:
+        raise ValueError(f'step={step!r:.40} and path={os.fspath(path)!r} both say what to restore: pass one of them.')
+    if step is not None and not hasattr(step, '__index__'):
+        cure = 'Pass it as path=.' if isinstance(step, (str, os.PathLike)) else template
+        raise ValueError(f'step must be an integer, got {step!r:.80}. {cure}')
+    given_step(step)

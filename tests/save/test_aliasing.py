@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import t5ckpt
 from t5ckpt.core.private_memory import is_private
-from t5ckpt.reading.array_reader import aligned_empty
+from t5ckpt.reading.aligned_memory import aligned_empty
 
 SIZE = 200_000
 STAGING = ('auto', 'copy', 'view', 'pinned_host')

@@ -1,4 +1,4 @@
-"""Reads arrays of an object store through a cache on the local disk (``storage_options={'cache_dir': ...}``).
+"""Reads the chunks of arrays of an object store through a cache on the local disk (``storage_options={'cache_dir': ...}``).
 
 A cached file is valid if it has the checksum that the checkpoint records, which needs no request. If the checkpoint records
 none (T5X), the version of the object is compared, with one small request per chunk. A slice fetches whole chunks, since only
@@ -12,8 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorstore as ts
@@ -22,48 +21,50 @@ from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex, ceil_div
-from t5ckpt.format.dtypes import from_stored
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.stored_leaf import StoredLeaf
-from t5ckpt.reading.array_reader import ArrayReader, aligned_empty, basic_index
+from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.checkpoint_files import in_threads
 from t5ckpt.reading.contents import Contents
 from t5ckpt.reading.size_limits import check_chunk, check_memory
 from t5ckpt.storage import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
 
-__all__ = ['CachedReader']
+__all__ = ['CachedChunks']
 
 _THREADS = 16
 _Part = tuple[int, slice, slice]
 
 
-class CachedReader(ArrayReader):
-    """An ArrayReader that caches the files that it fetches. Safe from any thread."""
+class CachedChunks:
+    """The chunk files of one checkpoint, fetched through the cache of its storage. Safe from any thread."""
 
-    def __init__(self, contents: Contents, *, checks: bool):
-        """Takes a checkpoint in a storage with a cache; with ``checks``, only files with a recorded checksum are accepted."""
-        super().__init__(contents.located, checksums=contents.checksums if checks else None, identity=contents.identity)
-        self._bucket = contents.located.storage
+    def __init__(self, contents: Contents):
+        """Takes a checkpoint in a storage with a cache."""
+        self._storage = contents.located.storage
         self._base = contents.located.directory
         self._checksums = contents.checksums or FileChecksums()
         self._memory = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
 
-    def _compares_all(self) -> bool:
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the files that are read are compared with recorded checksums."""
         return bool(self._checksums)
 
-    def _read(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:
-        basic = basic_index(index, leaf.shape)
-        if basic is None:
-            return self._read(leaf, name, ...)[index]
+    def read(self, leaf: StoredLeaf, name: str, slices: Sequence[slice]) -> np.ndarray | None:
+        """Reads forward slices of an array, in its dtype on disk; None for an array that is not cached.
+
+        Raises:
+          CorruptCheckpointError: a chunk is missing or damaged.
+          StorageError: a file cannot be read.
+        """
         if leaf.array.container != 'dir' or leaf.array.driver != 'zarr':
-            return super()._read(leaf, name, index)
+            return None
         try:
             zarray = self._file(f'{leaf.array.location}/.zarray')
         except CheckpointNotFoundError:
-            return super()._read(leaf, name, index)
-        slices, after = basic
-        where = f'{name} ({self.url(leaf.array)})'
+            return None
+        where = f'{name} ({self._storage.url(join(self._base, leaf.array.location))})'
         with foreign_errors(where):
             array = _InMemory(leaf.array, zarray, self._memory)
         shape = tuple(len(range(part.start, part.stop, part.step or 1)) for part in slices)
@@ -77,7 +78,7 @@ class CachedReader(ArrayReader):
                 data = self._file(file)
             except CheckpointNotFoundError as error:
                 raise CorruptCheckpointError(
-                    f'{name}: the chunk {self._bucket.url(join(self._base, file))} is missing. Restore an older step, or '
+                    f'{name}: the chunk {self._storage.url(join(self._base, file))} is missing. Restore an older step, or '
                     'copy the checkpoint again.'
                 ) from error
             check_chunk(array.chunk_bytes, lambda: len(data), where)
@@ -91,17 +92,17 @@ class CachedReader(ArrayReader):
             for _, error in in_threads(itertools.product(*per_axis), take, _THREADS):
                 if isinstance(error, T5CkptError):
                     raise error
-        return from_stored(out, leaf.dtype)[after]
+        return out
 
     def _file(self, name: str) -> bytes:
         """The bytes of a file, from the cache if the cached copy is still valid."""
         is_listed = name in self._checksums
         key = join(self._base, name)
-        data = self._bucket.read_cached(
+        data = self._storage.read_cached(
             key, (lambda data: self._checksums.matches(name, entry_of(data))) if is_listed else None
         )
         if is_listed:
-            self._checksums.check(name, entry_of(data), self._bucket.url(key))
+            self._checksums.check(name, entry_of(data), self._storage.url(key))
         return data
 
 

@@ -56,7 +56,14 @@ class Findings:
         self.add('size', name, text, offsets=offsets)
 
     def failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:
-        """Adds a file that cannot be read or decoded."""
+        """Adds a file that cannot be read or decoded.
+
+        Raises:
+          StorageError: an object store failed or refused the request, which tells nothing about the file. On a disk the
+            failure may be that of the file's sectors, and the others are still verified.
+        """
+        if isinstance(error, StorageError) and self._files.storage.local_path('') is None:
+            raise error
         match error:
             case UnsafeSpecError():
                 kind = 'unsafe'

@@ -20,7 +20,7 @@ class Damage:
 
     Attributes:
       kind: ``'missing'``, ``'size'``, ``'checksum'``, ``'undecodable'``, ``'contradiction'`` (two files that do not belong
-        together), ``'unsafe'`` (it leads outside the checkpoint) or ``'unreadable'`` (the storage said no).
+        together), ``'unsafe'`` (it leads outside the checkpoint) or ``'unreadable'`` (the file system failed).
       file: relative to the checkpoint's directory.
       text: what was found and what was expected.
       leaf: the leaf whose values are affected; empty where it is none or all.

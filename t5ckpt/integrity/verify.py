@@ -80,6 +80,7 @@ def verify(
     Raises:
       CheckpointNotFoundError: there is no checkpoint, or it was deleted meanwhile.
       UnsupportedFormatError: what is there is not one that t5ckpt reads.
+      StorageError: an object store failed or refused a request.
 
     Notes: any checkpoint that restores can be verified, also those of T5X and Orbax. Full runs at the disk's speed.
     """

@@ -49,6 +49,9 @@ _REFUSED = 'Check the credentials, and what they may do in this bucket.'
 # What TensorStore adds to a message and nobody can read; what the server said stands after it.
 _SPEC = re.compile(r" \[(tensorstore_spec|http_response_body)='(?:[^'\\]|\\.)*'\]")
 _REFUSALS = ('PERMISSION_DENIED', 'UNAUTHENTICATED')
+# S3 answers with HTTP 400 where the keys of a role have expired.
+_EXPIRED = re.compile(r'\b(ExpiredToken|InvalidToken|TokenRefreshRequired): ')
+_RENEW = 'The credentials have expired or are not valid: renew them.'
 _DENIED = 'Check the permissions and the mount; nothing that was there was changed.'
 _NOT_HERE = 'Nothing can be created there: give a directory on a disk that is mounted and writable.'
 _RETRIED = 'retry attempts failed'
@@ -57,6 +60,8 @@ _LAST_ATTEMPT = re.compile(rf'{_RETRIED}: (?:Unknown ?)?(.*)', re.DOTALL)
 _OF_THE_KEY = {'404', '416'}
 _HTTP_CODE = re.compile(r" ?\[http_response_code='(\d+)'\]")
 _NO_BUCKET = "The server's answer is not that of a bucket: check the bucket's name, the endpoint and the network."
+# The answer to a HEAD has no text.
+_OR_RENEW = 'Where the credentials may have expired, renew them.'
 _OTHER = 'The disk or the file system failed (see dmesg); try again, or use another directory.'
 
 _CONFUSED = 'A file stands where a directory should be, or the other way round.'
@@ -115,8 +120,9 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
         return map_os_error(OSError(int(system.group(1)), _OS_CODE.sub('', text)), where, writing=writing)
     if 'no space left' in lowered or 'quota exceeded' in lowered:
         return NoSpaceError(errno.ENOSPC, f'{where}: {text}. {_NO_SPACE}')
-    if 'permission denied' in lowered or 'read-only file system' in lowered or text.startswith(_REFUSALS):
-        cure = _REFUSED if 'http_response_code' in text else _DENIED
+    is_expired = _EXPIRED.search(text) is not None
+    if is_expired or 'permission denied' in lowered or 'read-only file system' in lowered or text.startswith(_REFUSALS):
+        cure = _RENEW if is_expired else _REFUSED if 'http_response_code' in text else _DENIED
         return AccessDeniedError(errno.EACCES, f'{where}: {text}. {cure}')
     if 'not a directory' in lowered or 'is a directory' in lowered:
         return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move the file that stands there away.')
@@ -144,7 +150,9 @@ def map_bucket_error(error: Exception, where: str) -> T5CkptError:
     mapped = map_tensorstore_error(error, where, writing=True)
     if type(mapped) is not StorageError or _RETRIED in str(error) or str(error) == UNMET_CONDITION:
         return mapped
-    return StorageError(errno.EIO, f'{mapped.strerror}. {_NO_BUCKET}')
+    status = _HTTP_CODE.search(str(error))
+    renew = f' {_OR_RENEW}' if status is not None and status[1] == '400' else ''
+    return StorageError(errno.EIO, f'{mapped.strerror}. {_NO_BUCKET}{renew}')
 
 
 def transient_answer(error: Exception) -> str | None:

@@ -66,7 +66,7 @@ def _parse(path: str | bytes | os.PathLike[str]) -> _Location:
         raise InvalidPathError(f'{text}: write {half.group(1)}://{half.group(2)}, with two slashes.')
     match = _URL.fullmatch(text)
     if match is None:
-        return _Location('file', '', os.path.abspath(_with_home(text)))
+        return _Location('file', '', _absolute(_with_home(text)))
     scheme, rest = match.group(1).lower(), match.group(2)
     bucket, _, prefix = rest.partition('/')
     if scheme in _BUCKETS:
@@ -109,7 +109,17 @@ def _path_of_url(text: str) -> str:
         raise InvalidPathError(f"{text}: '%' begins an escape such as %20. Write %25, or the path without file:.")
     decoded = os.fsdecode(urllib.parse.unquote_to_bytes(path))
     _check_text(decoded)
-    return os.path.abspath(decoded)
+    return _absolute(decoded)
+
+
+def _absolute(path: str) -> str:
+    absolute = os.path.abspath(path)
+    if '\\' in absolute:
+        raise InvalidPathError(
+            f'{absolute}: the path has a backslash in it, which TensorStore reads as a slash: it would write to another '
+            'directory. Rename the directory, or make a symbolic link to it.'
+        )
+    return absolute
 
 
 def _with_home(text: str) -> str:

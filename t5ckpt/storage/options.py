@@ -91,13 +91,13 @@ class S3Options(_BucketOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Retries:
-    """How often and how patiently, so that all of it ends in time.
+    """When TensorStore sends a failed request again.
 
     Attributes:
-      count: further attempts after the first.
-      stall_seconds: an attempt in which no byte moves for so long has failed.
-      first_delay: before the second attempt; it doubles from one to the next.
-      last_delay: where doubling ends.
+      count: attempts after the first.
+      stall_seconds: an attempt in which no byte moves for this time has failed.
+      first_delay: before the second attempt; it doubles from one attempt to the next.
+      last_delay: the largest delay.
     """
 
     count: int
@@ -169,20 +169,20 @@ def file_cache(options: _BucketOptions) -> FileCache | None:
 
 
 def retries_within(seconds: float) -> Retries:
-    """As many attempts as surely end within ``seconds``, even if the server is silent in each of them.
+    """Returns as many retries as fit into ``seconds`` where each attempt is refused at once, as by a throttling server.
 
-    With 50 s: six attempts, the first delay half a second, the last 8 s, and 5 s of silence end one. TensorStore adds up
-    to ``first_delay`` to each delay.
+    With 50 s: nine attempts, the first delay half a second, the last 8 s, and an attempt ends after 5 s without a byte.
+    TensorStore adds up to ``first_delay`` to each delay. A server that is silent in each attempt takes longer; if it is silent
+    to every request, ``Connection.wait`` ends the wait after ``seconds``.
     """
     stall = max(_MIN_STALL_SECONDS, int(seconds / 10))
     first, last = seconds / 100, seconds / 6
-    count, spent, delay = 0, float(stall), first
-    while spent + delay + first + stall <= seconds:
-        spent += delay + first + stall
+    count, spent, delay = 0, 0.0, first
+    while spent + delay + first <= seconds:
+        spent += delay + first
         delay = min(2 * delay, last)
         count += 1
-    # TensorStore cannot be told to try once only.
-    return Retries(max(1, count), stall, first, last)
+    return Retries(count, stall, first, last)
 
 
 def retry_context(retries: Retries) -> dict[str, Any]:

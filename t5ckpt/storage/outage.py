@@ -15,7 +15,7 @@ __all__ = ['PROBE_RETRIES', 'Outage', 'probe']
 # A probe repeats its request itself, so that it sees each answer.
 PROBE_RETRIES = Retries(1, 1, 0.001, 0.001)
 _FIRST_PROBE_SECONDS = 1.0
-_REPEAT_SECONDS = 0.1
+_REPEAT_SECONDS, _MAX_REPEAT_SECONDS = 0.1, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def probe(ask: Callable[[], Any], seconds: float) -> str | None:
     Returns:
       None where it answered, also where it refused. Else how it failed the last request; empty where it was silent.
     """
-    deadline, last = time.monotonic() + seconds, ''
+    deadline, last, pause = time.monotonic() + seconds, '', _REPEAT_SECONDS
     while True:
         try:
             ask().result(timeout=max(0.0, deadline - time.monotonic()))
@@ -67,6 +67,8 @@ def probe(ask: Callable[[], Any], seconds: float) -> str | None:
             last = answer
         else:
             return None
-        if time.monotonic() + _REPEAT_SECONDS > deadline:
+        if time.monotonic() + pause > deadline:
             return last
-        time.sleep(_REPEAT_SECONDS)
+        time.sleep(pause)
+        # A server that throttles gets few requests.
+        pause = min(2 * pause, _MAX_REPEAT_SECONDS)

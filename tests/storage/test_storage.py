@@ -100,6 +100,8 @@ PATHS = {
     b'run-\xff': 'not UTF-8',
     'run-\udcff': 'not UTF-8',
     's3://bucket/\udcff': 'not UTF-8',
+    'run\\a': 'reads as a slash',
+    'file:///tmp/run%5Ca': 'reads as a slash',
     '~no-such-user/run': 'no home directory for ~no-such-user. Write ./~no-such-user/run',
 }
 

@@ -281,6 +281,16 @@ def test_a_server_that_fails_each_request_is_not_called_silent(bucket):
             storage.entries()
 
 
+@pytest.mark.parametrize('fault', ['429', 'SlowDown', 'html 500'])
+def test_a_server_that_throttles_for_half_of_the_time_delays_a_save(bucket, fault):
+    url, until = bucket.url(), time.monotonic() + 1.5
+    bucket.proxy.choose = lambda kind, key: fault if time.monotonic() < until else None
+    ck = checkpointer(url, FakeClock(), storage_options={'retry_seconds': 3})
+    assert ck.save(state(1), step=1) is not None
+    assert time.monotonic() > until
+    check(url, must=(1,))
+
+
 @pytest.mark.parametrize('status', ['400', '501'])
 def test_an_answer_that_says_nothing_of_a_key_is_the_storage_s_error(bucket, status):
     """Neither a raw error nor a damaged checkpoint, whether a manifest, a chunk or a listing is asked for."""
@@ -290,9 +300,9 @@ def test_an_answer_that_says_nothing_of_a_key_is_the_storage_s_error(bucket, sta
     bucket.proxy.choose = lambda kind, key: status
     for call in (
         lambda: np.asarray(view['w']),
-        lambda: t5ckpt.load_t5x_checkpoint(url, 1),
-        lambda: t5ckpt.all_steps(url),
-        lambda: checkpointer(url, FakeClock()).save(state(2), step=2),
+        lambda: t5ckpt.load_t5x_checkpoint(url, 1, storage_options={'retry_seconds': 1}),
+        lambda: t5ckpt.all_steps(url, storage_options={'retry_seconds': 1}),
+        lambda: checkpointer(url, FakeClock(), storage_options={'retry_seconds': 1}).save(state(2), step=2),
     ):
         with pytest.raises(errors.StorageError, match=status) as caught:
             call()
@@ -371,6 +381,35 @@ def test_a_condition_that_no_request_has_is_not_met(bucket):
             call()
     bucket.proxy.choose = lambda kind, key: None
     check(url, must=(1,))
+
+
+def test_credentials_that_expire_during_a_save(s3):
+    """S3 answers with 400. The error says what to renew, the step before is complete, and the next save is committed."""
+    url, clock = s3.url(), FakeClock()
+    ck = checkpointer(url, clock)
+    ck.save(state(1), step=1)
+    for last in ('busy/2', '/w/0.0', 'checkpoint_2/checkpoint'):
+        expired = threading.Event()
+        s3.proxy.choose = lambda kind, key, expired=expired, last=last: (
+            'ExpiredToken' if expired.is_set() or (key.endswith(last) and not expired.set()) else None
+        )
+        with pytest.raises(errors.AccessDeniedError, match=r'(?s)ExpiredToken.*renew them'):
+            ck.save(state(2), step=2)
+        s3.proxy.choose = lambda kind, key: None
+        check(url, must=(1,))
+    assert ck.save(state(2), step=2) is not None
+    check(url, must=(1, 2))
+
+
+@pytest.mark.parametrize('kind', ['list', 'read'])
+@pytest.mark.parametrize('fault', ['401', '501', 'dropped'])
+def test_verify_calls_no_checkpoint_damaged_where_the_server_fails(bucket, kind, fault):
+    url = bucket.url()
+    checkpointer(url, FakeClock()).save(state(1), step=1)
+    bucket.proxy.choose = lambda one, key: fault if one == kind or key.endswith('.t5ckpt/probe') else None
+    for full in (False, True):
+        with pytest.raises(errors.StorageError, match='test-bucket'):
+            t5ckpt.verify(f'{url}/checkpoint_1', full=full, storage_options={'retry_seconds': 1})
 
 
 def test_a_page_in_the_place_of_an_answer(bucket):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import click
@@ -39,6 +40,10 @@ def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> N
       t5ckpt best run eval/loss --mode min
       t5ckpt cp run weights --step $(t5ckpt best run eval/loss --mode min)
     """
+    if metric is not None and os.path.isdir(metric) and not os.path.exists(path):
+        raise click.UsageError(
+            f'{metric} is a directory, {path} is none. PATH comes first: t5ckpt best {metric} {path}'
+        )
     storage = run_at(path)
     retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
     policy = retention.recorded_policy()

@@ -34,6 +34,10 @@ def monitored(known: Sequence[tuple[str, str]], metric: str | None, mode: str | 
       ValueError: the policies name no metric, or more than one.
     """
     check_kind('metric', metric, str, "'eval/accuracy'")
+    if metric in ('max', 'min') and mode not in ('max', 'min', None):
+        raise ValueError(
+            f'best_step({metric!r}, {mode!r}): the metric comes first. Pass best_step({mode!r}, {metric!r}).'
+        )
     if mode is not None:
         check_metric_mode(mode)
     found = candidates(known, metric, mode)

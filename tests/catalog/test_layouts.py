@@ -394,7 +394,8 @@ def test_a_file_where_a_run_is_expected_is_named(tmp_path):
     t5ckpt.export_safetensors(tmp_path / 'run', tensors)
     text.write_text('import numpy as np\n')
     wanted = {
-        tensors: 'w.safetensors is a safetensors file, not a checkpoint: restore(path=...) and open_checkpoint read it, t5ckpt show',
+        tensors: 'w.safetensors is a safetensors file, not a checkpoint: restore(path=...) and open_checkpoint read it, '
+        't5ckpt show lists it',
         text: 't9.py is a file, not the directory of a run',
     }
     for path, said in wanted.items():

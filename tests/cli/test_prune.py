@@ -123,6 +123,7 @@ def test_best_prints_the_step_that_best_step_returns(tmp_path):
     assert json.loads(found_best(tmp_path, '--json')) == {'step': 2, 'metric': 'loss', 'mode': 'min', 'value': 1.0}
     assert 'loss (min)). Pass METRIC and --mode' in found_best(tmp_path, 'accuracy', code=2)
     assert 'there are: accuracy, loss' in found_best(tmp_path, 'los', '--mode', 'max', code=2)
+    assert f'PATH comes first: t5ckpt best {tmp_path} loss' in found_best('loss', tmp_path, code=2)
     save(tmp_path / 'bare', range(2))
     assert 'no step has a value of loss' in found_best(tmp_path / 'bare', 'loss', '--mode', 'max', code=1)
 

@@ -108,6 +108,8 @@ def test_best_step_and_metrics(tmp_path):
         assert ck.best_step('acc', 'min') == 0
         with pytest.raises(ValueError, match="no step has the metric 'lss'; there are: acc, loss"):
             ck.best_step('lss', 'min')
+        with pytest.raises(ValueError, match=r"the metric comes first\. Pass best_step\('loss', 'min'\)"):
+            ck.best_step('min', 'loss')
         assert ck.metrics(1) == {'loss': 1.0, 'acc': -1.0}
         assert ck.metrics() == {'loss': 2.0, 'acc': -2.0}
         with pytest.raises(CheckpointNotFoundError, match='no step 7; complete steps are: 0, 1, 2, 3, 4'):

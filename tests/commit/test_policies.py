@@ -30,6 +30,7 @@ from t5ckpt.save_policies import (
     SaveLast,
     SaveOnImprovement,
     SaveOnPreemption,
+    SaveWhenIdle,
     YoungDaly,
 )
 
@@ -233,6 +234,22 @@ def moments(policy, calls):
 )
 def test_when_is_saved(policy, calls, expected):
     assert moments(policy, calls) == expected
+
+
+@pytest.mark.parametrize(
+    'policy',
+    [
+        SaveEvery(1, 3),
+        SaveEverySeconds(1, 3),
+        SaveWhenIdle(3),
+        SaveOnImprovement('m', min_step=3),
+        YoungDaly(1, min_step=3),
+    ],
+)
+def test_no_step_below_min_step_is_saved(policy):
+    """Each of them is due at every step."""
+    due = [Moment(step, step - 1, None, 1e9, metrics={'m': 1.0}) for step in range(1, 6)]
+    assert [moment.step for moment in due if policy.reason(moment) is not None] == [3, 4, 5]
 
 
 def test_young_daly_takes_the_measured_cost_and_never_less_than_the_write():

@@ -201,6 +201,36 @@ def test_save_transforms_say_what_is_inlined(run_dir):
     assert_reads_back(step_dir, flat)
 
 
+class Chunks(partitioner.Partitioner):
+    """With T5X's answer to where this host's part of an array lies."""
+
+    def get_local_chunk_info(self, global_shape, mesh_axes):
+        return tuple(global_shape), mesh_axes
+
+
+def test_save_transforms_build_infos_as_in_t5x(run_dir):
+    """By position, of the fields of another leaf's info, with a spec of their own."""
+    flat = wide_arrays()
+    del flat['flax_mutables/statistics/mean']
+    parts = Chunks(partitioner.mesh(), wide_rules)
+
+    def tie(state_dict, infos):
+        tree, info = state_dict['target'], infos['target']['mlp']['wi']['kernel']
+        assert info.local_chunk_info == ((8, 16_384), PartitionSpec(None, 'model'))
+        assert infos['state']['param_states']['mlp']['wi']['kernel']['v_col'].local_chunk_info is None
+        assert infos['state']['step'].local_chunk_info is None
+        spec = info.ts_spec.to_json()
+        spec['kvstore']['path'] = 'target.tied'
+        made = t5ckpt.ParameterInfo('target/tied', info.shape, ts.Spec(spec), info.local_chunk_info, info.axes)
+        assert (made.mesh_axes, made.local_chunk_info) == (info.axes, info.local_chunk_info)
+        infos['target']['tied'] = made
+        return {**state_dict, 'target': {**tree, 'tied': tree['mlp']['wi']['kernel']}}, infos
+
+    step_dir = saved(states.t5x_state(flat, parts.mesh, wide_rules), run_dir, parts, state_transformation_fns=[tie])
+    assert t5x_rules.check(step_dir)['target/tied']['kvstore']['path'] == 'target.tied/'
+    assert_reads_back(step_dir, flat | {'target/tied': flat['target/mlp/wi/kernel']})
+
+
 def test_a_huge_leaf_of_a_manifest_is_split_as_flax_splits_it():
     """msgpack's lengths end at 2^32; Flax splits at 2^30 bytes."""
     from flax import serialization

@@ -1,12 +1,12 @@
 """Which steps a run on an object store has, without walking its chunks.
 
 A listing there has no directories: to see the names of 100 checkpoints of 10,000 chunks is to page through a million
-keys. So a small key ``.t5ckpt/steps/<step>`` is written after each commit, and ``.t5ckpt/busy/<step>`` says while a step
+keys. So a small key ``.t5ckpt/steps/<step>`` is written after each commit, and ``.t5ckpt/busy/<step>.<who>`` says while a step
 is written or deleted. Both come in one listing. The manifests have the last word: a step is listed if its manifest is
 there, whatever the markers say, and each is asked for.
 
     steps/<step>   committed, and not deleted by us since
-    busy/<step>    being written or deleted, or left by who died over it; see commit/write_lease.py
+    busy/<step>.<who>   a write lease: being written or deleted, or left by a process that died; see commit/write_lease.py
     others/<name>  a step in another layout lies under this name, see catalog/layouts.py
     complete.<hash of the run's address>   every step that was there has its marker
     held_...       read leases, see commit/read_lease.py; here, so that they come in the same listing
@@ -35,6 +35,7 @@ from t5ckpt.format.names import (
     MANIFEST,
     STEP_PREFIX,
     ReadLease,
+    WriteLeaseName,
     index_complete,
     is_index_complete,
     other_marker,
@@ -42,6 +43,7 @@ from t5ckpt.format.names import (
     parse_other,
     parse_prefixed_step,
     parse_read_lease,
+    parse_write_lease,
     step_dir,
     step_marker,
 )
@@ -73,8 +75,8 @@ class Index:
       is_complete: every step that is not busy had a marker when the run was last walked.
       others: names of steps in other layouts.
       read_leases: the read leases, also expired ones.
+      write_leases: those of the steps in ``busy``, also of processes that ended.
       elsewhere: keys that say of other addresses that they are complete.
-      is_fresh: nothing was asked of the store since it was listed.
     """
 
     steps: frozenset[int]
@@ -83,7 +85,7 @@ class Index:
     others: frozenset[str] = frozenset()
     read_leases: tuple[ReadLease, ...] = ()
     elsewhere: tuple[str, ...] = ()
-    is_fresh: bool = True
+    write_leases: tuple[WriteLeaseName, ...] = ()
 
 
 def read_index(storage: Storage) -> Index:
@@ -97,8 +99,17 @@ def read_index(storage: Storage) -> Index:
     own = index_complete(storage.url())
     elsewhere = tuple(key for key in keys if is_index_complete(key) and key != own)
     read_leases = tuple(lease for key in keys if (lease := parse_read_lease(key.removeprefix(f'{INDEX}/'))) is not None)
+    write_leases = tuple(found for key in keys if (found := parse_write_lease(key)) is not None)
     others = frozenset(name for key in keys if (name := parse_other(key)) is not None)
-    return Index(frozenset(marked['steps']), frozenset(marked['busy']), own in keys, others, read_leases, elsewhere)
+    return Index(
+        frozenset(marked['steps']),
+        frozenset(marked['busy']),
+        own in keys,
+        others,
+        read_leases,
+        elsewhere,
+        write_leases,
+    )
 
 
 def indexed_steps(storage: Storage) -> list[ListedStep]:
@@ -173,7 +184,13 @@ def ensured_index(storage: Storage, *, again: bool = False) -> Index:
     for key in index.elsewhere:
         # From now on the run here may get steps that it says nothing of.
         storage.delete_file(key)
-    return Index(index.steps | steps, index.busy, True, index.others | others, index.read_leases, is_fresh=False)
+    return dataclasses.replace(
+        index,
+        steps=index.steps | steps,
+        is_complete=True,
+        others=index.others | others,
+        elsewhere=(),
+    )
 
 
 def reindex_steps(

@@ -10,8 +10,9 @@ import contextlib
 import logging
 from collections.abc import Collection, Generator, Sequence
 
+from t5ckpt.commit.lease_owner import MEND
 from t5ckpt.commit.removal import is_pinned
-from t5ckpt.commit.write_lease import AlreadyCommittedError, acquire_lease
+from t5ckpt.commit.write_lease import StepTakenError, acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
@@ -44,7 +45,7 @@ def remove_old_datasets(
             with _leased(storage, step, clock) as is_there:
                 if is_there:
                     _remove(storage, step, files[step])
-        except (AlreadyCommittedError, CheckpointNotFoundError):
+        except (StepTakenError, CheckpointNotFoundError):
             # Another process deletes the step, or its iterator's files.
             continue
         except T5CkptError as error:
@@ -57,7 +58,7 @@ def _leased(storage: Storage, step: int, clock: Clock) -> Generator[bool]:
     if storage.renames:
         yield True
         return
-    lease = acquire_lease(storage, step, clock)
+    lease = acquire_lease(storage, step, clock, MEND)
     try:
         yield storage.is_file(join(step_dir(step), MANIFEST))
     finally:

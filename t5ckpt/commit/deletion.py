@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 
 from t5ckpt.catalog.layouts import inspect_name, other_layout
 from t5ckpt.catalog.locate import listing
-from t5ckpt.catalog.step_index import Index
 from t5ckpt.commit.in_place import Hidden, hide_in_place, remove_in_place
+from t5ckpt.commit.lease_owner import DELETE
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import (
     check_known,
     is_pinned,
-    kept_by,
     kept_error,
     remove_checkpoint,
     renamed_for_deletion,
+    renamed_for_replacement,
 )
+from t5ckpt.commit.write_lease import BeingWrittenError, acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.format.names import MANIFEST, PINNED, step_dir
 from t5ckpt.policies import HELD, Decision
 from t5ckpt.storage import Storage
@@ -29,25 +31,14 @@ __all__ = ['decide_deletion', 'delete_step', 'hide_checkpoint', 'remove_hidden']
 _log = logging.getLogger('t5ckpt')
 
 
-def hide_checkpoint(
-    storage: Storage,
-    step: int,
-    clock: Clock,
-    *,
-    even_pinned: bool = False,
-    has_looked: bool = False,
-    index: Index | None = None,
-) -> Hidden | None:
-    """Makes a step invisible, in one atomic operation. With ``has_looked`` the caller has just found no read lease on it.
+def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Hidden | None:
+    """Makes a step invisible, in one atomic operation, under the write lease of the step.
 
-    With ``index``, the markers of an object store as they were just listed, one request less is needed.
+    A reader that leases the step in the meantime finds the write lease and waits, see ``commit/read_lease.py``. A pin that is
+    set in the meantime is found afterwards, and the step is made visible again, unless ``even_pinned`` is given.
 
     A step of a newer program is refused, see ``check_known``. On an object store only the manifest is read, and the caller
     checks the sidecar.
-
-    A reader that leases the step in the meantime checks, after it wrote its lease, that the step still exists. If its lease
-    is found now, it may have begun to read, and the step is made visible again. So is a step that was pinned in the meantime,
-    unless ``even_pinned`` is given.
 
     Returns:
       What :func:`remove_hidden` is to remove; None where the step has a read lease or is pinned.
@@ -57,27 +48,34 @@ def hide_checkpoint(
       UnsupportedFormatError: a newer program wrote it, and it is there whole.
       StorageError: it could not be made invisible, and is there whole.
     """
-
-    def is_kept(pinned: bool) -> bool:
-        reason = kept_by(storage, step, clock, pinned=pinned)
-        return reason is not None and (reason == HELD or not even_pinned or step in leased_steps(storage, clock))
-
-    if not has_looked and step in leased_steps(storage, clock):
-        return None
-    if storage.renames:
-        check_known(storage, step_dir(step))
-        doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
-        if is_kept(is_pinned(storage, doomed)):
-            storage.publish(doomed, step_dir(step))
+    if not storage.renames:
+        return hide_in_place(storage, step, clock, lambda keys: PINNED in keys and not even_pinned)
+    check_known(storage, step_dir(step))
+    try:
+        lease = acquire_lease(storage, step, clock, DELETE)
+    except BeingWrittenError as error:
+        raise StorageError(errno.EBUSY, str(error)) from error
+    try:
+        if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
             return None
-        return Hidden(doomed, step)
-    return hide_in_place(storage, step, clock, lambda keys: is_kept(PINNED in keys), index)
+        doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
+        if even_pinned or not is_pinned(storage, doomed):
+            return Hidden(doomed, step)
+        try:
+            storage.publish(doomed, step_dir(step))
+        except StorageError:
+            # A writer has taken the place. Garbage collection brings back what is pinned and has this name.
+            renamed_for_replacement(storage, doomed, step, clock)
+            raise
+        return None
+    finally:
+        lease.release()
 
 
 def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
     """Removes what :func:`hide_checkpoint` left, unless garbage collection does; after a crash, the next one does."""
     if hidden.lease is not None:
-        remove_in_place(storage, hidden, hidden.lease, clock)
+        remove_in_place(storage, hidden, hidden.lease)
         return
     lock = storage.try_lock(hidden.directory)
     if lock is None:
@@ -130,7 +128,7 @@ def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool 
     found = decide_deletion(storage, step, clock, even_pinned=even_pinned)
     hidden = None
     if not found.keep:
-        hidden = hide_checkpoint(storage, step, clock, even_pinned=even_pinned, has_looked=True)
+        hidden = hide_checkpoint(storage, step, clock, even_pinned=even_pinned)
     if hidden is None:
         if not found.keep:
             # Something has kept it since.

@@ -11,20 +11,20 @@ after they expired, since clocks differ. Object stores have their own rules (``c
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterable
 
 from t5ckpt.catalog.step_index import Index, read_index
 from t5ckpt.commit.in_place import collect_in_place
-from t5ckpt.commit.read_lease import leased_directory, list_read_leases
+from t5ckpt.commit.lease_files import Leases, leased_directory, list_leases
+from t5ckpt.commit.lease_owner import has_ended, parse_owner
 from t5ckpt.commit.removal import remove_checkpoint, renamed_for_deletion
 from t5ckpt.commit.replacement import is_still_kept, put_back
-from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, has_ended, parse_owner
+from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
-from t5ckpt.format.names import SIDECAR, Leftover, ReadLease, parse_leftover
+from t5ckpt.format.names import SIDECAR, Leftover, parse_leftover
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.storage import Storage
 
@@ -47,12 +47,14 @@ def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SEC
     """The same; also returns the index of an object store, which one listing shows together with the read leases."""
     index = None if storage.renames else read_index(storage)
     expired = clock() - TAKE_OVER_SECONDS
-    doomed = [
-        lease for lease in (list_read_leases(storage) if index is None else index.read_leases) if lease.until < expired
-    ]
-    _remove_read_leases(storage, doomed)
+    leases = list_leases(storage) if index is None else Leases((), index.read_leases)
+    doomed = [lease for lease in leases.of_readers if lease.until < expired]
+    _remove_leases(storage, [join(leased_directory(storage), lease.name) for lease in doomed])
     if index is not None:
-        return collect_in_place(storage, dataclasses.replace(index, is_fresh=not doomed), clock, stale_after)
+        return collect_in_place(storage, index, clock, stale_after)
+    # On object stores the write lease of a step goes when its leftovers are gone. Here it has none.
+    ended = [each.key for each in leases.of_writers if not has_live_lease(storage, [each], clock, stale_after)]
+    _remove_leases(storage, ended)
     removed: list[str] = []
     for entry in storage.entries():
         leftover = parse_leftover(entry.name) if entry.is_dir else None
@@ -71,9 +73,9 @@ def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SEC
     return removed, None
 
 
-def _remove_read_leases(storage: Storage, leases: Iterable[ReadLease]) -> None:
-    """Removes the leases of readers that were killed."""
-    for key in (join(leased_directory(storage), lease.name) for lease in leases):
+def _remove_leases(storage: Storage, keys: Iterable[str]) -> None:
+    """Removes the leases of readers and deleters that were killed."""
+    for key in keys:
         try:
             storage.delete_file(key)
         except T5CkptError as error:

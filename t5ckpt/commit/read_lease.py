@@ -1,24 +1,33 @@
 """Read leases: a file beside the steps whose name has the step and the expiry, see ``format/names.py``.
 
-A reader checks that the step still exists after it wrote its lease. A deleter lists the leases after it made the step
-invisible. The later of the two sees the other, so no step is deleted while a reader has a lease on it. A lease that a crash
-left expires.
+    reader    +read lease, [no deleter?], [is the step there?], reads, -read lease
+    deleter   +write lease, [no read lease?], hides the step, -write lease
+
+Each announces itself before it looks for the other, so the later of the two sees the other. A reader that sees a deleter
+waits until it has hidden the step or let it be. So a step with a read lease is never hidden, not even for a moment, and a
+deleter that is killed leaves it where it is. A lease that a crash left expires.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 
 from t5ckpt.catalog.locate import has_step
+from t5ckpt.commit.lease_files import leased_directory, list_leases, live_steps
+from t5ckpt.commit.write_lease import is_being_deleted
 from t5ckpt.core.keys import join
+from t5ckpt.core.polling import attempts
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError
-from t5ckpt.format.names import INDEX, READ_LEASE_PREFIX, ReadLease, parse_read_lease, read_lease_file
+from t5ckpt.format.names import read_lease_file
 from t5ckpt.storage import Storage
 
-__all__ = ['leased_directory', 'leased_steps', 'list_read_leases', 'live_steps', 'read_lease']
+__all__ = ['leased_steps', 'read_lease']
+
+# A deleter hides a step, or lets it be, within a few requests.
+_DELETER_SECONDS = 5.0
 
 
 @contextlib.contextmanager
@@ -38,27 +47,22 @@ def read_lease(storage: Storage, step: int, seconds: float, clock: Clock) -> Gen
             'hold_seconds out; a keep policy may then delete the step while it is read.',
         ) from error
     try:
-        yield has_step(storage, step)
+        yield _stays(storage, step, clock)
     finally:
         storage.delete_file(name)
 
 
+def _stays(storage: Storage, step: int, clock: Clock) -> bool:
+    """Returns whether a step is there and nobody hides it; False where a deleter has not decided after some seconds."""
+    for has_time in attempts(_DELETER_SECONDS):
+        if not is_being_deleted(storage, step, clock):
+            return has_step(storage, step)
+        # A deleter keeps its lease while it removes the files of what it has hidden.
+        if not has_time or not has_step(storage, step):
+            break
+    return False
+
+
 def leased_steps(storage: Storage, clock: Clock) -> set[int]:
     """Returns the steps with a read lease that has not expired."""
-    return live_steps(list_read_leases(storage), clock())
-
-
-def live_steps(leases: Iterable[ReadLease], now: float) -> set[int]:
-    """Returns the steps of those leases that have not expired."""
-    return {lease.step for lease in leases if lease.until >= now}
-
-
-def list_read_leases(storage: Storage) -> list[ReadLease]:
-    """Lists all read leases, also expired ones."""
-    found = storage.names(leased_directory(storage), READ_LEASE_PREFIX)
-    return [lease for name in found if (lease := parse_read_lease(name)) is not None]
-
-
-def leased_directory(storage: Storage) -> str:
-    """Returns the directory of the leases."""
-    return '' if storage.renames else INDEX
+    return live_steps(list_leases(storage).of_readers, clock())

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from t5ckpt.commit.read_lease import list_read_leases, live_steps
+from t5ckpt.commit.lease_files import list_leases, live_steps
+from t5ckpt.commit.lease_owner import DELETE
 from t5ckpt.commit.removal import (
     check_known,
     is_pinned,
-    kept_by,
     kept_error,
     renamed_for_deletion,
     renamed_for_replacement,
 )
+from t5ckpt.commit.write_lease import acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StorageError, T5CkptError
@@ -36,8 +37,10 @@ class NotPutBackError(StorageError):
     """The old checkpoint, which is kept, lies under the name of the new one, since the second exchange failed, too."""
 
 
-def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, is_whole: bool) -> str:
-    """Puts a written directory in the place of the one that stands there.
+def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, is_whole: bool) -> str | None:
+    """Puts a written directory in the place of the one that stands there, under the write lease of the step.
+
+    A reader that leases the old one meanwhile waits for the lease. A pin that is set meanwhile is found afterwards.
 
     Args:
       storage: the run, which renames.
@@ -48,32 +51,36 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
         if a reader holds it, also where either has come to be since the save began.
 
     Returns:
-      Where the old one lies now, to be removed.
+      Where the old one lies now, to be removed; None where another process has deleted it.
 
     Raises:
       StepKeptError: it stays.
       UnsupportedFormatError: so does one of a newer program.
+      BeingWrittenError: another process replaces or deletes it.
       StorageError: nothing has changed.
     """
     final = step_dir(step)
     is_new_pinned = is_pinned(storage, directory)
 
-    def check(old: str) -> None:
-        reason = kept_by(storage, step, clock, pinned=is_pinned(storage, old)) if is_whole else None
-        if reason is not None and (reason == HELD or not is_new_pinned):
-            raise kept_error(storage, step, reason, 'replaced')
+    def check_pin(old: str) -> None:
+        if is_whole and not is_new_pinned and is_pinned(storage, old):
+            raise kept_error(storage, step, 'pinned', 'replaced')
 
-    check(final)
-    if is_whole:
-        check_known(storage, final)
     with contextlib.ExitStack() as stack:
-        lock = storage.try_lock(final)
-        if lock is not None:
-            # Garbage collection leaves it alone meanwhile.
-            stack.callback(lock.close)
+        # With the lock of the old directory: garbage collection leaves it alone meanwhile.
+        lease = acquire_lease(storage, step, clock, DELETE)
+        stack.callback(lease.release)
+        if storage.kind(final) is None:
+            storage.publish(directory, final)
+            return None
+        if is_whole and step in lease.read_steps:
+            raise kept_error(storage, step, HELD, 'replaced')
+        check_pin(final)
+        if is_whole:
+            check_known(storage, final)
         if storage.exchange(directory, final):
             try:
-                check(directory)
+                check_pin(directory)
             except T5CkptError as error:
                 _exchange_back(storage, directory, final, error)
                 raise
@@ -81,7 +88,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
         rename = renamed_for_replacement if is_whole else renamed_for_deletion
         old = rename(storage, final, step, clock)
         try:
-            check(old)
+            check_pin(old)
             storage.publish(directory, final)
         except T5CkptError:
             if is_whole:
@@ -119,7 +126,7 @@ def is_still_kept(storage: Storage, leftover: Leftover, now: float) -> bool:
         else:
             _log.warning('t5ckpt: %s stays, because it is pinned. Move it away', storage.url(leftover.name))
         return True
-    return leftover.step in live_steps(list_read_leases(storage), now)
+    return leftover.step in live_steps(list_leases(storage).of_readers, now)
 
 
 def put_back(storage: Storage, leftover: Leftover) -> bool:

@@ -22,7 +22,8 @@ from t5ckpt.catalog.step_index import Index, read_index, steps_of
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.commit.in_place import Hidden
-from t5ckpt.commit.read_lease import leased_steps, live_steps
+from t5ckpt.commit.lease_files import live_steps
+from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known, is_pinned, kept_by
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, MetricSource
@@ -274,15 +275,10 @@ class Retention:
         return done
 
     def _hidden(self, step: int) -> Hidden | None:
-        """Makes a step invisible; None where it is kept. On object stores one listing shows the leases of readers and writers."""
-        if self._storage.renames:
-            return hide_checkpoint(self._storage, step, self._clock)
-        index = read_index(self._storage)
-        if step in live_steps(index.read_leases, self._clock()):
-            return None
-        if step not in self._known:
+        """Makes a step invisible; None where it is kept."""
+        if not self._storage.renames and step not in self._known:
             check_known(self._storage, step_dir(step), manifest=b'')
-        return hide_checkpoint(self._storage, step, self._clock, has_looked=True, index=index)
+        return hide_checkpoint(self._storage, step, self._clock)
 
     def _note_lacking(self, infos: Sequence[StepInfo], just_saved: int | None) -> None:
         """A metric source may learn the metrics of a step after its save, so the latest one is not looked at."""

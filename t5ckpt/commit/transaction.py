@@ -26,6 +26,7 @@ from typing import Any
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.step_index import Index, mark_step
 from t5ckpt.commit.in_place import remove_step
+from t5ckpt.commit.lease_owner import process_facts
 from t5ckpt.commit.occupancy import listed_elsewhere, occupancy
 from t5ckpt.commit.removal import (
     move_aside,
@@ -36,9 +37,9 @@ from t5ckpt.commit.removal import (
 from t5ckpt.commit.replacement import NotPutBackError, put_in_place
 from t5ckpt.commit.write_lease import (
     AlreadyCommittedError,
+    BeingWrittenError,
     WriteLease,
     acquire_lease,
-    process_facts,
     sidecar_record,
 )
 from t5ckpt.core.keys import join
@@ -56,7 +57,6 @@ from t5ckpt.reading.contents import check_opens
 from t5ckpt.storage import Storage
 
 __all__ = [
-    'AlreadyCommittedError',
     'CommittedCheckpoint',
     'Workspace',
     'begin',
@@ -163,7 +163,7 @@ def _has_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> bool
 
 
 def _begin_in_place(storage: Storage, step: int, clock: Clock, index: Index | None) -> Workspace:
-    lease = acquire_lease(storage, step, clock, index)
+    lease = acquire_lease(storage, step, clock, index=index)
     work = Workspace(storage, step, step_dir(step), lease=lease)
     try:
         has_leftovers = bool(storage.names(step_dir(step), ''))
@@ -227,7 +227,7 @@ def _commit_in_place(work: Workspace, lease: WriteLease, manifest: bytes) -> Non
     storage = work.storage
     if not lease.is_ours():
         work.keep_files = True
-        raise AlreadyCommittedError(
+        raise BeingWrittenError(
             f'{storage.url(work.directory)} was taken over by another writer, since the write lease of this one expired'
         )
     try:

@@ -1,23 +1,29 @@
 """Write leases: the record of the process that writes or deletes a step, with its heartbeat.
 
-On object stores, where a step is written in place, the lease of ``checkpoint_<step>`` is the object ``.t5ckpt/busy/<step>``.
-It names the process, its machine and the time of the last heartbeat; a thread renews it every minute. The lease is written
-before anything else and removed last. Every leftover of a crash has a lease, and garbage collection removes nothing without
-one.
+On object stores, where a step is written in place, a lease of ``checkpoint_<step>`` is the object
+``.t5ckpt/busy/<step>.<nonce>``. Where directories can be renamed, a save has its lease in its temporary directory, and who
+hides or replaces a step has the file ``deleting_<step>.<nonce>``. It names the process, its machine and the time of the last
+heartbeat; a thread renews it every minute. The lease is written before anything else and removed last. Every leftover of a
+crash has a lease, and garbage collection removes nothing without one.
 
-    save     busy, arrays, sidecar, [is the lease still ours?], manifest, steps marker, -busy
-    delete   busy, -manifest, [no pin?], [no read lease?], -steps marker, [is the lease still ours?], -everything, -busy
+    save     +lease, [alone?], arrays, sidecar, [is the lease still there?], manifest, steps marker, -lease
+    delete   +lease, [alone? no read lease?], -manifest, [no pin?], -steps marker, [is the lease still there?], -files, -lease
+    read     +read lease, [no deleter?], [is the manifest there?], ..., -read lease
+
+Two processes never have a lease of one step at once. Each writes a record under a name of its own, and then lists: the later
+of the two sees the other. Of two that see each other the one with the smaller nonce waits for the other to step back.
+A reader and a deleter exclude each other in the same way, and before anything is hidden: see ``commit/read_lease.py``.
 
 A lease ends with its process, which is visible on the same machine. Otherwise it expires without a heartbeat: after ten
-minutes for another writer of the same step, and after an hour for garbage collection. If the manifest exists then, the step
+minutes for another writer of the same step, and after an hour for garbage collection. Who takes the step over removes the
+expired record before anything else, so its owner, if it still runs, finds it gone. If the manifest exists then, the step
 is committed and gets its steps marker; otherwise its files are removed.
 
 A manifest whose PUT failed may still arrive, so its arrays and the lease stay. If it arrives, the checkpoint is complete. If
 not, garbage collection removes the arrays and the lease.
 
-Notes: two writers of one step detect each other by reading the lease again after writing it. In a window of one request
-both may go on; the writer whose lease was overwritten drops its save before its manifest. The clocks of machines that share
-a run must differ by less than ten minutes.
+Notes: a process that is stopped for ten minutes between its last look at its lease and its manifest may write that into a
+step that another one has taken over. The clocks of machines that share a run must differ by less than ten minutes.
 """
 
 from __future__ import annotations
@@ -27,128 +33,51 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import secrets
-import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from t5ckpt.catalog.step_index import Index
+from t5ckpt.commit.lease_files import list_leases, live_steps, write_lease_key, write_leases_of
+from t5ckpt.commit.lease_owner import DELETE, SAVE, UNKNOWN, Owner, end_owner, new_owner, read_owner
+from t5ckpt.core.polling import attempts
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
-from t5ckpt.format.names import busy_marker, step_dir
+from t5ckpt.errors import T5CkptError
+from t5ckpt.format.names import WriteLeaseName, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.storage import Storage
 
 __all__ = [
     'TAKE_OVER_SECONDS',
     'AlreadyCommittedError',
-    'Owner',
+    'BeingWrittenError',
+    'StepTakenError',
     'WriteLease',
     'acquire_lease',
-    'has_ended',
-    'parse_owner',
-    'process_facts',
-    'read_owner',
+    'has_live_lease',
+    'is_being_deleted',
     'sidecar_record',
 ]
 
 TAKE_OVER_SECONDS = 600.0
 _BEAT_SECONDS = 60.0
+# How long to wait for another process that begins or hides the same step, which takes a few requests.
+_RIVAL_SECONDS = 5.0
 _log = logging.getLogger('t5ckpt')
 
 
-class AlreadyCommittedError(Exception):
-    """Another writer has committed this step, or is writing it."""
+class StepTakenError(Exception):
+    """The step cannot be written, because of what another process has done or does."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Owner:
-    """The contents of a write lease: ``place`` names the machine's boot and the container, in which ``pid`` is a process.
-
-    ``host`` is for people alone: machines of one job may all have the same name.
-    """
-
-    nonce: str
-    host: str
-    place: str
-    pid: int
-    born: str
-    beat: float
-
-    def is_dead(self, now: float, stale_after: float) -> bool:
-        """Returns whether the lease has expired. The caller holds the lock of the directory in this process."""
-        if self.place and self.place == _boot_id():
-            return self.pid == os.getpid() or _process_start_time(self.pid) != self.born
-        return now - self.beat > stale_after
+class AlreadyCommittedError(StepTakenError):
+    """The step has a complete checkpoint."""
 
 
-# An object is never half written, so a record that does not parse is of another program.
-_UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
-
-
-def _boot_id() -> str:
-    """Returns the boot id of this machine and the pid namespace; '' where /proc has none."""
-    try:
-        with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as file:
-            return f'{file.read().strip()}/{os.readlink("/proc/self/ns/pid")}'
-    except OSError:
-        return ''
-
-
-def _process_start_time(pid: int) -> str:
-    """Returns the start time of a process in clock ticks since boot; '' if there is no such process."""
-    try:
-        with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
-            return file.read().rpartition(')')[2].split()[19]
-    except (OSError, IndexError):
-        return ''
-
-
-def process_facts() -> dict[str, Any]:
-    """Returns the facts that identify this process, for :func:`has_ended`."""
-    return {'place': _boot_id(), 'born': _process_start_time(os.getpid())}
-
-
-def has_ended(writer: Any) -> bool:
-    """Returns whether the writer that a finished sidecar names was a process of this machine that has ended."""
-    if not isinstance(writer, Mapping) or not isinstance(writer.get('pid'), int) or not writer.get('place'):
-        return False
-    return writer['place'] == _boot_id() and (
-        writer['pid'] == os.getpid() or _process_start_time(writer['pid']) != writer.get('born')
-    )
-
-
-def parse_owner(data: Any) -> Owner | None:
-    """Returns the owner of a decoded record; None where a field is missing."""
-    names = {field.name for field in dataclasses.fields(Owner)}
-    if not isinstance(data, Mapping) or not names <= data.keys():
-        return None
-    return Owner(**{name: data[name] for name in names})
-
-
-def read_owner(storage: Storage, key: str) -> Owner | None:
-    """Returns the owner in a lease; None where there is no lease. A lease that cannot be parsed never expires."""
-    try:
-        data = storage.read(key)
-    except CheckpointNotFoundError:
-        return None
-    try:
-        record = json.loads(data)
-    except ValueError:
-        record = None
-    return parse_owner(_owner_part(record)) or _UNKNOWN
-
-
-def _owner_part(record: Any) -> Any:
-    """The owner in a record: all of it in a lease object, the entry ``writer`` in the sidecar of an unfinished directory."""
-    return record['writer'] if isinstance(record, Mapping) and 'writer' in record else record
-
-
-def _encode_marker(owner: Mapping[str, Any]) -> bytes:
-    return json.dumps(owner).encode()
+class BeingWrittenError(StepTakenError):
+    """Another writer or deleter has the write lease of the step."""
 
 
 def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[str, Any]], bytes]:
@@ -156,55 +85,92 @@ def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[st
     return lambda owner: encode_sidecar(Sidecar(extra={'writer': {**writer, **owner}, 'step': step}))
 
 
+def _encode_record(owner: Mapping[str, Any]) -> bytes:
+    return json.dumps(owner).encode()
+
+
 class WriteLease:
     """The write lease of this process on a step or a directory: the record, the heartbeat and the directory lock.
 
     The record is written anew each minute until the lease is closed or taken over.
+
+    Attributes:
+      nonce: which lease it is.
+      read_steps: for a lease of a step, the steps with a read lease, as listed after the record was written.
+      predecessors: for a lease of a step, the owners that died over it and whose records it has removed.
     """
 
+    read_steps: frozenset[int] = frozenset()
+    predecessors: tuple[Owner, ...] = ()
+
     def __init__(
-        self, storage: Storage, key: str, clock: Clock, dir_lock: Any, encode: Callable[[Mapping[str, Any]], bytes]
+        self,
+        storage: Storage,
+        key: str | Callable[[str], str],
+        clock: Clock,
+        dir_lock: Any,
+        encode: Callable[[Mapping[str, Any]], bytes] = _encode_record,
+        action: str = SAVE,
     ):
-        """Writes the record, which ``encode`` makes of the owner's facts."""
+        """Writes the record, which ``encode`` makes of the owner's facts; ``key`` is its name, or gives it for the nonce."""
+        self.nonce = secrets.token_hex(8)
+        self.key = key if isinstance(key, str) else key(self.nonce)
         self._storage = storage
-        self._key = key
         self._clock = clock
         self._dir_lock = dir_lock
         self._encode = encode
-        self.nonce = secrets.token_hex(8)
+        self._action = action
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._write()
+        self._beat = -math.inf
+        self._is_lost = False
+        try:
+            self._write()
+        except BaseException:
+            end_owner(self.nonce)
+            raise
 
     def _write(self) -> None:
-        owner = Owner(
-            self.nonce, socket.gethostname(), _boot_id(), os.getpid(), _process_start_time(os.getpid()), self._clock()
-        )
-        self._storage.write(self._key, self._encode(dataclasses.asdict(owner)))
+        beat = self._clock()
+        owner = new_owner(self.nonce, beat, self._action)
+        self._storage.write(self.key, self._encode(dataclasses.asdict(owner)))
+        self._beat = beat
 
     def start(self) -> None:
         """Begins to renew the record. Without a thread for it, the lease holds as long as the record is young."""
         if start_thread(self._renew, 't5ckpt-heart', daemon=True) is None:
-            _log.info('t5ckpt: %s is not renewed: no thread could be started', self._storage.url(self._key))
+            _log.info('t5ckpt: %s is not renewed: no thread could be started', self._storage.url(self.key))
 
     def _renew(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
             try:
                 with self._lock:
-                    if self._ended.is_set() or not self.is_ours():
+                    if self._ended.is_set() or not self.is_ours() or not self._beat_once():
                         return
-                    self._write()
             except T5CkptError as error:
-                _log.warning('t5ckpt: could not renew %s: %s', self._storage.url(self._key), error)
+                _log.warning('t5ckpt: could not renew %s: %s', self._storage.url(self.key), error)
+
+    def _beat_once(self) -> bool:
+        """Renews the record. Returns False where that is too late to be safe."""
+        before, is_alone = self._beat, self.nonce not in self.key
+        if not is_alone and self._clock() - before > TAKE_OVER_SECONDS:
+            # Whoever takes the step over removes the record. It must not be written again after that.
+            return False
+        self._write()
+        if not is_alone and self._clock() - before > TAKE_OVER_SECONDS:
+            # The process was stopped meanwhile, and the record may have been removed before it was written.
+            self._is_lost = True
+            return False
+        return True
 
     def is_ours(self) -> bool:
-        """Returns whether the record on storage is the one that this lease wrote."""
-        return self.rival() is None
+        """Returns whether the record on storage is the one that this lease wrote, and nobody can have taken the step over."""
+        return not self._is_lost and self.rival() is None
 
     def rival(self) -> Owner | None:
         """Returns the owner that overwrote the record: None where it is ours, an owner without a name where it was deleted."""
-        owner = read_owner(self._storage, self._key)
-        return None if owner is not None and owner.nonce == self.nonce else owner or _UNKNOWN
+        owner = read_owner(self._storage, self.key)
+        return None if owner is not None and owner.nonce == self.nonce else owner or UNKNOWN
 
     def stop(self) -> None:
         """Ends the heartbeat, and keeps the record and the lock."""
@@ -216,6 +182,7 @@ class WriteLease:
     def close(self) -> None:
         """Releases the lock and keeps the record, for garbage collection."""
         self.stop()
+        end_owner(self.nonce)
         self._dir_lock.close()
 
     def release(self) -> None:
@@ -223,49 +190,118 @@ class WriteLease:
         self.stop()
         with contextlib.closing(self._dir_lock):
             try:
-                self._storage.delete_file(self._key)
+                self._storage.delete_file(self.key)
             except T5CkptError as error:
-                _log.warning('t5ckpt: %s stays for the next save: %s', self._key, error)
+                _log.warning('t5ckpt: %s stays for the next save: %s', self.key, error)
+        end_owner(self.nonce)
 
 
-def acquire_lease(storage: Storage, step: int, clock: Clock, index: Index | None = None) -> WriteLease:
-    """Acquires the write lease of a step, for writing or deleting it.
+class _NoLock:
+    """Where the directory to lock is not there."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+def acquire_lease(
+    storage: Storage,
+    step: int,
+    clock: Clock,
+    action: str = SAVE,
+    *,
+    index: Index | None = None,
+    stale_after: float = TAKE_OVER_SECONDS,
+) -> WriteLease:
+    """Acquires the write lease of a step.
 
     Args:
       storage: the run.
       step: the step.
       clock: unix seconds.
-      index: the markers, if they were just listed; this saves one request.
+      action: what the lease is for, see ``commit/lease_owner.py``. Who saves or deletes waits for another process that does
+        the same, which may take a few requests.
+      index: the markers as they were listed before. A save that they show is not waited for.
+      stale_after: seconds after its last heartbeat when an owner on another machine counts as dead.
 
     Raises:
-      AlreadyCommittedError: another process has a lease that has not expired.
+      BeingWrittenError: another process has a lease that has not expired.
     """
+    if index is not None:
+        owners = _owners(storage, (each for each in index.write_leases if each.step == step))
+        owner = _first_live(owners, clock, stale_after)
+        if owner is not None and owner.action == SAVE:
+            raise BeingWrittenError(_owned_by_other(storage, step, owner))
+    seconds = _RIVAL_SECONDS if action in (SAVE, DELETE) else 0.0
+    for has_time in attempts(seconds):
+        try:
+            return _acquire(storage, step, clock, action, stale_after, seconds)
+        except BeingWrittenError:
+            if not has_time:
+                raise
+    raise AssertionError('the last attempt returns or raises')
+
+
+def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after: float, seconds: float) -> WriteLease:
     lock = storage.try_lock(step_dir(step))
-    if lock is None:
-        raise AlreadyCommittedError(f'{storage.url(step_dir(step))} is being written by another save of this process')
+    if lock is None and not storage.renames:
+        raise BeingWrittenError(f'{storage.url(step_dir(step))} is being written by another save of this process')
+    lock = _NoLock() if lock is None else lock
     try:
-        lease = _acquire(storage, step, clock, lock, index)
+        lease = WriteLease(storage, lambda nonce: write_lease_key(storage, step, nonce), clock, lock, action=action)
     except BaseException:
         lock.close()
+        raise
+    try:
+        _await_alone(storage, step, lease, clock, stale_after, seconds)
+    except BaseException:
+        lease.release()
         raise
     lease.start()
     return lease
 
 
-def _acquire(storage: Storage, step: int, clock: Clock, dir_lock: Any, index: Index | None) -> WriteLease:
-    is_known_free = index is not None and index.is_fresh and step not in index.busy
-    owner = None if is_known_free else read_owner(storage, busy_marker(step))
-    if owner is not None and not owner.is_dead(clock(), TAKE_OVER_SECONDS):
-        raise AlreadyCommittedError(_owned_by_other(storage, step, owner))
-    lease = WriteLease(storage, busy_marker(step), clock, dir_lock, _encode_marker)
-    rival = lease.rival()
-    if rival is not None:
-        raise AlreadyCommittedError(_owned_by_other(storage, step, rival))
-    return lease
+def _await_alone(
+    storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float, seconds: float
+) -> None:
+    """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
+    for has_time in attempts(seconds):
+        listed = list_leases(storage)
+        others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
+        owners = _owners(storage, others)
+        owner = _first_live(owners, clock, stale_after)
+        if owner is None:
+            lease.predecessors = tuple(owners)
+            for each in others:
+                storage.delete_file(each.key)
+            lease.read_steps = frozenset(live_steps(listed.of_readers, clock()))
+            return
+        if owner.nonce < lease.nonce or not has_time:
+            raise BeingWrittenError(_owned_by_other(storage, step, owner))
+
+
+def _owners(storage: Storage, leases: Iterable[WriteLeaseName]) -> list[Owner]:
+    return [owner for each in leases if (owner := read_owner(storage, each.key)) is not None]
+
+
+def _first_live(owners: Iterable[Owner], clock: Clock, stale_after: float) -> Owner | None:
+    """Returns the live owner with the smallest nonce; None where there is none."""
+    live = [owner for owner in owners if not owner.is_dead(clock(), stale_after)]
+    return min(live, key=lambda owner: owner.nonce, default=None)
+
+
+def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Clock, stale_after: float) -> bool:
+    """Returns whether one of the leases is of a process that has not ended."""
+    return _first_live(_owners(storage, leases), clock, stale_after) is not None
+
+
+def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:
+    """Returns whether a process is about to hide the step, or has hidden it and removes its files."""
+    owners = _owners(storage, write_leases_of(storage, step))
+    return any(owner.action == DELETE and not owner.is_dead(clock(), TAKE_OVER_SECONDS) for owner in owners)
 
 
 def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:
-    who = 'another writer' if owner is _UNKNOWN else f'process {owner.pid} on {owner.host}'
+    who = 'another writer' if owner is UNKNOWN else f'process {owner.pid} on {owner.host}'
     return (
         f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that process is dead, '
         f'its write lease expires {TAKE_OVER_SECONDS / 60:g} minutes after its last heartbeat'

@@ -29,7 +29,7 @@ from t5ckpt.commit.in_place import remove_step
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere
 from t5ckpt.commit.resume import resume_text, unfinished
 from t5ckpt.commit.transaction import Workspace, begin, commit, release, writer_facts
-from t5ckpt.commit.write_lease import AlreadyCommittedError, acquire_lease
+from t5ckpt.commit.write_lease import StepTakenError, acquire_lease
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
@@ -149,7 +149,7 @@ def copy_checkpoint(
     try:
         with source_now.told('copied'):
             return _Copy(source_now, storage, number, progress, options).run(started)
-    except AlreadyCommittedError as error:
+    except StepTakenError as error:
         raise CheckpointExistsError(f'{error}. Copy to another run, or try again.') from error
 
 

@@ -16,6 +16,7 @@ t5ckpt's names:
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
     held_<step>.<unix>.<who>               a read lease, which keeps the step from being deleted until that second
+    deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
     .t5ckpt/                               on object stores, see ``catalog/step_index.py``
 
 :func:`foreign_keys` is the only place that decides which files in a step's directory belong to T5X or t5ckpt.
@@ -30,6 +31,7 @@ from collections.abc import Collection, Iterable
 
 __all__ = [
     'DATASET_REMOVED',
+    'DELETING_PREFIX',
     'INDEX',
     'MANIFEST',
     'PINNED',
@@ -39,11 +41,13 @@ __all__ = [
     'TRAIN_DS_PREFIX',
     'Leftover',
     'ReadLease',
+    'WriteLeaseName',
     'array_dirs',
-    'busy_marker',
+    'busy_key',
     'damaged_dir',
     'dataset_prefix',
     'deleted_dir',
+    'deleting_file',
     'file_checksums_name',
     'foreign_dir',
     'foreign_keys',
@@ -61,6 +65,7 @@ __all__ = [
     'parse_read_lease',
     'parse_step_dir',
     'parse_step_name',
+    'parse_write_lease',
     'read_lease_file',
     'replaced_dir',
     'step_dir',
@@ -77,6 +82,7 @@ _OF_OURS = (f'{TRAIN_DS_PREFIX}-', 'integrity.')
 STEP_PREFIX = 'checkpoint_'
 INDEX = '.t5ckpt'
 READ_LEASE_PREFIX = 'held_'
+DELETING_PREFIX = 'deleting_'
 _COMPLETE = '.t5ckpt/complete.'
 
 _FILE_CHECKSUMS = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
@@ -89,7 +95,8 @@ _OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
 _READ_LEASE = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
 _NUMBER = re.compile(r'[0-9]{1,18}')
 _PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*_([0-9]{1,18})')
-_MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})')
+_MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})(\.[0-9a-z]{1,32})?')
+_WRITE_LEASE = re.compile(r'(?:\.t5ckpt/busy/|deleting_)(0|[1-9][0-9]{0,17})(?:\.([0-9a-z]{1,32}))?')
 # A chunk in its array's directory; the array's metadata may set '/' as the separator.
 _CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
 _NESTED_CHUNK = re.compile(r'[0-9]+([./][0-9]+)*')
@@ -131,6 +138,21 @@ class ReadLease:
     name: str
     step: int
     until: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteLeaseName:
+    """The record of a process that writes or deletes a step.
+
+    Attributes:
+      key: the file's.
+      step: the step.
+      nonce: tells the leases of a step apart; '' in the records of versions before that, of which there was one a step.
+    """
+
+    key: str
+    step: int
+    nonce: str
 
 
 def step_dir(step: int, digits: int = 0) -> str:
@@ -191,9 +213,20 @@ def step_marker(step: int) -> str:
     return f'{INDEX}/steps/{step}'
 
 
-def busy_marker(step: int) -> str:
-    """The write lease of a step that is being written or deleted."""
-    return f'{INDEX}/busy/{step}'
+def busy_key(step: int, nonce: str) -> str:
+    """The key on an object store that says that a step is being written or deleted, and by whom."""
+    return f'{INDEX}/busy/{step}.{nonce}'
+
+
+def deleting_file(step: int, nonce: str) -> str:
+    """The file beside the steps, where directories can be renamed, that says that one is about to be hidden or replaced."""
+    return f'{DELETING_PREFIX}{step}.{nonce}'
+
+
+def parse_write_lease(key: str) -> WriteLeaseName | None:
+    """What a key of :func:`busy_key` or :func:`deleting_file` says, or None for any other key."""
+    match = _WRITE_LEASE.fullmatch(key)
+    return None if match is None else WriteLeaseName(key, int(match.group(1)), match.group(2) or '')
 
 
 def other_marker(name: str) -> str:
@@ -220,7 +253,9 @@ def is_index_complete(key: str) -> bool:
 def parse_index(key: str) -> tuple[str, int] | None:
     """``('steps', 5)`` or ``('busy', 5)``, or None for any other key."""
     match = _MARKER.fullmatch(key)
-    return None if match is None else (match.group(1), int(match.group(2)))
+    if match is None or (match.group(3) is not None and match.group(1) == 'steps'):
+        return None
+    return match.group(1), int(match.group(2))
 
 
 def parse_step_dir(name: str) -> int | None:

@@ -19,7 +19,7 @@ from t5ckpt.catalog.locate import Located, open_run_storage, refuse_within
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.transaction import Workspace, begin, commit, rollback, writer_facts
-from t5ckpt.commit.write_lease import AlreadyCommittedError
+from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.errors import (
@@ -174,7 +174,7 @@ class _RepairWriter:
         _, index = collect(self._target, self._clock)
         try:
             work = begin(self._target, self._step, self._clock, writer_facts(__version__), index)
-        except AlreadyCommittedError as error:
+        except StepTakenError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
         work.replaces = in_place
         try:
@@ -265,7 +265,7 @@ class _RepairWriter:
     def _commit_as(self, work: Workspace, sidecar: bytes | None, directories: Sequence[str]) -> None:
         try:
             commit(work, self._plan.manifest, sidecar, directories, self._clock)
-        except AlreadyCommittedError as error:
+        except StepTakenError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
 
     def _manifest_time(self) -> float:

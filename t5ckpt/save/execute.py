@@ -13,7 +13,7 @@ from t5ckpt._version import __version__
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import listed_elsewhere
 from t5ckpt.commit.transaction import CommittedCheckpoint, Workspace, begin, commit, rollback, writer_facts
-from t5ckpt.commit.write_lease import AlreadyCommittedError
+from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
@@ -122,7 +122,7 @@ class _Leader:
             self._work = begin(request.storage, request.step, request.clock, facts, index)
             # Where the storage cannot rename nothing is replaced, and ``begin`` has looked under the write lease.
             self._work.replaces = request.storage.renames and request.replaces()
-        except AlreadyCommittedError as error:
+        except StepTakenError as error:
             return _dropped(request.step, error)
         return {'directory': self._work.directory, 'reuse': reuse, 'codecs': codecs}
 
@@ -145,7 +145,7 @@ class _Leader:
         directories = [array.location for array in report.arrays.values()] + below
         try:
             commit(work, manifest, sidecar, directories, request.clock)
-        except AlreadyCommittedError as error:
+        except StepTakenError as error:
             return _dropped(request.step, error)
         # Committed: a later failure must not remove it.
         self._work = None
@@ -202,7 +202,7 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
     return report, entry_of(checksums)
 
 
-def _dropped(step: int, error: AlreadyCommittedError) -> dict[str, Any]:
+def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
     _log.warning('t5ckpt: step %d is saved by another writer, this save is dropped: %s', step, error)
     return {'skip': True}
 

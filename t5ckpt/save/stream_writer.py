@@ -36,7 +36,7 @@ from t5ckpt.commit.transaction import (
     rollback,
     writer_facts,
 )
-from t5ckpt.commit.write_lease import AlreadyCommittedError
+from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock, Progress
@@ -130,7 +130,7 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     plan = plan_save(table, {}, request.options, rule=request.rule)
     try:
         work = _workspace(request, plan)
-    except AlreadyCommittedError as error:
+    except StepTakenError as error:
         raise CheckpointExistsError(f'{error}. Write to another directory, or try again.') from error
     try:
         nbytes = _fill_and_commit(request, plan, work)
@@ -196,7 +196,7 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) ->
     try:
         locations = [array.location for array in report.arrays.values()] + _parents(request.files)
         commit(work, manifest, encode_sidecar(Sidecar(plan.facts, extra)), locations, request.clock)
-    except AlreadyCommittedError as error:
+    except StepTakenError as error:
         raise CheckpointExistsError(f'{error} was saved by another writer in the meantime.') from error
     return sum(size for size, _ in (*digests.values(), *files.values()))
 

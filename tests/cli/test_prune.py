@@ -19,14 +19,12 @@ from t5ckpt.cli.app import app
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.commit.garbage_collection import collect_leftovers
-from t5ckpt.commit.in_place import hide_in_place
 from t5ckpt.commit.read_lease import leased_directory, read_lease
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.write_lease import acquire_lease
 from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.format.names import busy_marker
+from t5ckpt.format.names import busy_key
 from t5ckpt.storage import open_storage
-from t5ckpt.storage.file import FileStorage
 from t5ckpt.testing import FakeClock
 
 
@@ -155,75 +153,27 @@ def test_a_held_step_is_not_deleted(tmp_path, kind):
     assert not storage.names(leased_directory(storage), 'held_')
 
 
-class Late(FileStorage):
-    """A reader takes hold between the deleter's look and the deleter's rename."""
-
-    holding = None
-
-    def publish(self, source, target):
-        if source == 'checkpoint_0' and self.holding is None:
-            self.holding = read_lease(FileStorage(self.url()), 0, 60, time.time)
-            assert self.holding.__enter__()
-        super().publish(source, target)
-
-
-def test_a_hold_that_comes_at_the_last_moment_brings_the_step_back(tmp_path):
-    save(tmp_path, [0, 1])
-    storage = Late(str(tmp_path))
-    assert hide_checkpoint(storage, 0, time.time) is None
-    assert t5ckpt.all_steps(tmp_path) == [0, 1]
-    assert t5ckpt.load_t5x_checkpoint(tmp_path, 0)['params']['w'].sum() == 8
-    storage.holding.__exit__(None, None, None)
-    assert hide_checkpoint(storage, 0, time.time) is not None
-
-
 def rival_of(storage, step):
-    """The marker of a live process elsewhere."""
+    """The write lease of a live process elsewhere."""
     owner = {'nonce': 'rival', 'host': 'elsewhere', 'place': 'boot', 'pid': 1, 'born': '1', 'beat': time.time()}
-    storage.write(busy_marker(step), json.dumps(owner).encode())
+    storage.write(busy_key(step, 'rival'), json.dumps(owner).encode())
 
 
-@pytest.mark.parametrize('rival', ['none', 'live', 'done', 'written anew'])
-def test_what_is_hidden_is_removed_by_whose_marker_it_is(tmp_path, rival):
-    """Two deleters on a store without rename whose markers were written over each other in the same moment."""
+@pytest.mark.parametrize('is_taken_over', [False, True])
+def test_what_is_hidden_is_removed_by_whose_lease_it_is(tmp_path, is_taken_over):
     storage = open_storage(f'memory://{tmp_path.name}/run')
     save(storage.url(), [0, 1])
-    manifest = storage.read('checkpoint_0/checkpoint')
     hidden = hide_checkpoint(storage, 0, time.time)
     assert hidden is not None
-    assert storage.is_file(busy_marker(0))
     assert t5ckpt.all_steps(storage.url()) == [1]
-    if rival == 'live':
+    if is_taken_over:
+        storage.delete_file(hidden.lease.key)
         rival_of(storage, 0)
-    elif rival != 'none':
-        storage.delete_file(busy_marker(0))
-    if rival == 'written anew':
-        storage.write('checkpoint_0/checkpoint', manifest)
+    before = storage.names('.t5ckpt/busy', '')
+    assert len(before) == 1
     remove_hidden(storage, hidden, time.time)
-    assert bool(storage.names('checkpoint_0', '')) == (rival in ('live', 'written anew'))
-    assert storage.is_file(busy_marker(0)) == (rival == 'live')
-    if rival != 'live':
-        acquire_lease(storage, 0, time.time).release()
-
-
-@pytest.mark.parametrize('has_rival', [False, True])
-def test_a_step_comes_back_by_whose_marker_it_is(tmp_path, has_rival):
-    storage = open_storage(f'memory://{tmp_path.name}/run')
-    save(storage.url(), [0, 1])
-
-    def is_wanted(_):
-        if has_rival:
-            rival_of(storage, 0)
-        return True
-
-    if has_rival:
-        with pytest.raises(CheckpointNotFoundError, match='another process'):
-            hide_in_place(storage, 0, time.time, is_wanted)
-    else:
-        assert hide_in_place(storage, 0, time.time, is_wanted) is None
-    assert storage.is_file('checkpoint_0/checkpoint') is not has_rival
-    assert storage.is_file(busy_marker(0)) is has_rival
-    assert storage.names('checkpoint_0', '') != []
+    assert bool(storage.names('checkpoint_0', '')) == is_taken_over
+    assert storage.names('.t5ckpt/busy', '') == (before if is_taken_over else [])
 
 
 @pytest.mark.parametrize('kind', ['file', 'memory'])
@@ -388,7 +338,7 @@ def test_iterator_files_of_a_step_that_is_deleted_meanwhile(tmp_path, state):
         lease.release()
         remove_old_datasets(storage, [0, 1], 1, None, time.time)
         assert storage.names('checkpoint_0', 'train_ds') == []
-    assert not storage.is_file(busy_marker(0))
+    assert storage.names('.t5ckpt/busy', '') == []
 
 
 @pytest.mark.parametrize('keeper', ['pin', 'reader'])

@@ -249,7 +249,8 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
             with pytest.raises(SystemExit):
                 run(verb)
         assert {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')} == before
-        assert not storage.is_file('.t5ckpt/busy/1')
+        assert not storage.renames or storage.names('', 'deleting_') == []
+        assert storage.names('.t5ckpt/busy', '') == []
     with pytest.raises(UnsupportedFormatError, match=r'version'):
         Checkpointer(state(), checkpoints_dir=str(tmp_path / 'run')).save(state(4.0), step=1, overwrite=True)
     assert (tmp_path / 'run/checkpoint_1/t5ckpt.json').exists()
@@ -402,8 +403,10 @@ def test_what_is_pinned_or_not_ours_is_not_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize('exchanges', [True, False])
-@pytest.mark.parametrize('keeps', ['pin', 'reader'])
-@pytest.mark.parametrize('when', ['before', 'meanwhile', 'at the swap'])
+@pytest.mark.parametrize(
+    ('keeps', 'when'),
+    [('pin', 'before'), ('pin', 'meanwhile'), ('pin', 'at the swap'), ('reader', 'before'), ('reader', 'meanwhile')],
+)
 def test_what_is_kept_while_it_is_replaced(tmp_path, keeps, when, exchanges):
     """A pin and a read lease that come at any time before the commit hold; nothing is left over."""
     run = tmp_path / 'run'

@@ -388,13 +388,13 @@ def test_damage_is_an_error(bucket):
 # What docs/storage.md says: requests of a save of two chunks, of one that also deletes a step, and of a restore of one of three.
 REQUESTS = {
     's3': [
-        {'write': 8, 'read': 2, 'list': 2, 'delete': 1},
-        {'write': 9, 'read': 5, 'list': 5, 'head': 3, 'delete': 9},
+        {'write': 8, 'read': 1, 'list': 3, 'delete': 1},
+        {'write': 9, 'read': 3, 'list': 5, 'head': 3, 'delete': 9},
         {'read': 5, 'list': 2, 'head': 2},
     ],
     'gs': [
-        {'write': 8, 'read': 3, 'list': 3, 'delete': 1},
-        {'write': 9, 'read': 10, 'list': 11, 'delete': 9},
+        {'write': 8, 'read': 2, 'list': 4, 'delete': 1},
+        {'write': 9, 'read': 7, 'list': 10, 'delete': 9},
         {'read': 8, 'list': 6},
     ],
 }

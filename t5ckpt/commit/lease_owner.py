@@ -1,0 +1,137 @@
+"""The owner of a write lease: which process on which machine it is, and whether it has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.storage import Storage
+
+__all__ = [
+    'DELETE',
+    'MEND',
+    'SAVE',
+    'UNKNOWN',
+    'Owner',
+    'end_owner',
+    'has_ended',
+    'new_owner',
+    'parse_owner',
+    'process_facts',
+    'read_owner',
+]
+
+SAVE = 'save'
+"""The owner writes the step."""
+DELETE = 'delete'
+"""The owner is about to hide the step, or removes its files."""
+MEND = 'mend'
+"""The owner changes something of the step that no reader needs: garbage collection, and files of data iterators."""
+
+# The leases that this process holds, by nonce. A record of this process that is not among them was left behind.
+_open_nonces: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """The contents of a write lease: ``place`` names the machine's boot and the container, in which ``pid`` is a process.
+
+    ``host`` is for people alone: machines of one job may all have the same name. ``action`` is one of ``SAVE``, ``DELETE``
+    and ``MEND``.
+    """
+
+    nonce: str
+    host: str
+    place: str
+    pid: int
+    born: str
+    beat: float
+    action: str = SAVE
+
+    def is_dead(self, now: float, stale_after: float) -> bool:
+        """Returns whether the lease has expired, or its process or, in this process, the owner of the lease has ended."""
+        if self.place and self.place == _boot_id():
+            if self.pid == os.getpid():
+                return self.nonce not in _open_nonces
+            return _process_start_time(self.pid) != self.born
+        return now - self.beat > stale_after
+
+
+# An object is never half written, so a record that does not parse is of another program.
+UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
+
+
+def _boot_id() -> str:
+    """Returns the boot id of this machine and the pid namespace; '' where /proc has none."""
+    try:
+        with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as file:
+            return f'{file.read().strip()}/{os.readlink("/proc/self/ns/pid")}'
+    except OSError:
+        return ''
+
+
+def _process_start_time(pid: int) -> str:
+    """Returns the start time of a process in clock ticks since boot; '' if there is no such process."""
+    try:
+        with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
+            return file.read().rpartition(')')[2].split()[19]
+    except (OSError, IndexError):
+        return ''
+
+
+def process_facts() -> dict[str, Any]:
+    """Returns the facts that identify this process, for :func:`has_ended`."""
+    return {'place': _boot_id(), 'born': _process_start_time(os.getpid())}
+
+
+def has_ended(writer: Any) -> bool:
+    """Returns whether the writer that a finished sidecar names was a process of this machine that has ended."""
+    if not isinstance(writer, Mapping) or not isinstance(writer.get('pid'), int) or not writer.get('place'):
+        return False
+    return writer['place'] == _boot_id() and (
+        writer['pid'] == os.getpid() or _process_start_time(writer['pid']) != writer.get('born')
+    )
+
+
+def parse_owner(data: Any) -> Owner | None:
+    """Returns the owner of a decoded record; None where a field is missing."""
+    fields = {field.name: field.default for field in dataclasses.fields(Owner)}
+    if not isinstance(data, Mapping):
+        return None
+    values = {name: data.get(name, default) for name, default in fields.items()}
+    return None if dataclasses.MISSING in values.values() else Owner(**values)
+
+
+def read_owner(storage: Storage, key: str) -> Owner | None:
+    """Returns the owner in a lease; None where there is no lease. A lease that cannot be parsed never expires."""
+    try:
+        data = storage.read(key)
+    except CheckpointNotFoundError:
+        return None
+    try:
+        record = json.loads(data)
+    except ValueError:
+        record = None
+    return parse_owner(_owner_part(record)) or UNKNOWN
+
+
+def _owner_part(record: Any) -> Any:
+    """The owner in a record: all of it in a lease object, the entry ``writer`` in the sidecar of an unfinished directory."""
+    return record['writer'] if isinstance(record, Mapping) and 'writer' in record else record
+
+
+def new_owner(nonce: str, beat: float, action: str) -> Owner:
+    """Returns this process as the owner of a lease, which ends with :func:`end_owner`."""
+    _open_nonces.add(nonce)
+    return Owner(nonce, socket.gethostname(), _boot_id(), os.getpid(), _process_start_time(os.getpid()), beat, action)
+
+
+def end_owner(nonce: str) -> None:
+    """Says that this process holds a lease no more."""
+    _open_nonces.discard(nonce)

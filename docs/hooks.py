@@ -13,6 +13,9 @@ from mkdocs.structure.files import File
 # paragraph once the page is rendered.
 _OUTPUTS: dict[str, list[str]] = {}
 
+# For the tables of pandas.
+_STYLE = '<style>.dataframe { border-collapse: collapse } .dataframe :is(td, th) { padding: .2em .6em }</style>'
+
 
 def on_files(files: Any, config: Any) -> Any:
     """Called once: adds a page for each notebook."""
@@ -42,7 +45,9 @@ def _page(book: Any, name: str) -> str:
         parts.append(cell.source if cell.cell_type == 'markdown' else f'```python\n{cell.source}\n```')
         for output in cell.get('outputs', []):
             parts.append(f'@output {len(outputs)}')
-            outputs.append(f'<div class="output">{_html(output)}</div>')
+            # A shadow root keeps the styles of the theme and of the output apart.
+            shadow = f'<template shadowrootmode="open">{_STYLE}{_html(output)}</template>'
+            outputs.append(f'<div class="output">{shadow}</div>')
     return '\n\n'.join(parts)
 
 
@@ -51,7 +56,7 @@ def _html(output: Any) -> str:
     data = output.get('data', {})
     if 'image/png' in data:
         png = data['image/png'].replace('\n', '')
-        return f'<img src="data:image/png;base64,{png}" alt="The plot of the cell above">'
+        return f'<img style="max-width: 100%" src="data:image/png;base64,{png}" alt="The plot of the cell above">'
     if 'text/html' in data:
         return data['text/html']
     return f'<pre>{html.escape(data.get("text/plain", output.get("text", "")))}</pre>'

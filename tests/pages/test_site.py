@@ -35,7 +35,7 @@ def test_every_page_is_there(site):
 
 def test_every_page_is_in_the_navigation_once():
     text = (ROOT / 'mkdocs.yml').read_text(encoding='utf-8')
-    listed = re.findall(r'^ +- ([\w/-]+\.md)$', text, re.MULTILINE)
+    listed = re.findall(r'^ +- (?:Overview: )?([\w/-]+\.md)$', text, re.MULTILINE)
     docs = ROOT / 'docs'
     pages = [path.name for path in docs.glob('*.md')] + [f'notebooks/{path.stem}.md' for path in docs.rglob('*.ipynb')]
     assert sorted(listed) == sorted(pages)
@@ -80,10 +80,17 @@ def test_it_asks_no_other_host_for_anything(site):
     assert [page.name for page in site.rglob('*.html') if asked.search(page.read_text(encoding='utf-8'))] == []
 
 
+def test_messages_are_wrapped(site):
+    """docs/site.css wraps the blocks of this class."""
+    text = (site / 'errors.html').read_text(encoding='utf-8')
+    assert text.count('<div class="language-text highlight">') == 25
+    assert '.language-text code' in (site / 'site.css').read_text(encoding='utf-8')
+
+
 def test_notebooks_are_pages(site):
     """With what their cells show; links to a notebook lead to its page."""
     page = (site / 'notebooks' / 'what-is-in-this-checkpoint.html').read_text(encoding='utf-8')
-    assert '<img src="data:image/png;base64,' in page
+    assert ' src="data:image/png;base64,' in page
     assert 'token_embedder' in page
     assert '@output' not in page
     assert [path for path in site.rglob('*.html') if '.ipynb"' in path.read_text(encoding='utf-8')] == []

@@ -300,8 +300,8 @@ class Checkpointer:
           concurrent_gb: gigabytes (10^9 bytes) of host memory in flight; a larger array is written alone.
           step: the step to save as; without it the state's own. Where the two differ, StepMismatchWarning says so once.
           metrics: numbers by name, kept in the sidecar, for keep policies and for people; process 0's count.
-          overwrite: replaces a complete checkpoint of the step, once the new one is whole. Not on object stores, which
-            cannot swap two directories: ``delete(step)`` there first.
+          overwrite: replaces a complete checkpoint of the step, once the new one is whole. On object stores not where the
+            old or the new one has positions of data iterators, or T5X wrote the old one: ``delete(step)`` there first.
           custom_metadata: a dict of JSON's types, kept in the sidecar; ``open_checkpoint(...).custom_metadata`` has it.
             Process 0's counts.
 
@@ -311,6 +311,7 @@ class Checkpointer:
         Raises:
           UnsupportedLeafError: a leaf cannot be written; nothing was.
           StepKeptError: the step to overwrite is pinned, or a reader holds it.
+          CheckpointExistsError: the step to overwrite lies on an object store and cannot be replaced by one write.
           UnsupportedFormatError: the step to overwrite is in the layout of Orbax or Flax.
           TreeMismatchError: with ``strict_save``, the state does not fit the constructor's; nothing was written.
           StorageError: the checkpoint did not become visible, and what was written of it is gone.

@@ -20,8 +20,9 @@ from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.contents import leaves_of, read_contents, read_raw
+from t5ckpt.reading.contents import leaves_of, read_contents
 from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, reader_of
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
 from t5ckpt.tree.template import LeafTemplate

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from t5ckpt.catalog.step_index import Index, ensured_index, mark_step
 from t5ckpt.commit.lease_owner import DELETE, MEND
 from t5ckpt.commit.removal import check_known, keys_below, remove_own_keys
+from t5ckpt.commit.swap import finish_swap
 from t5ckpt.commit.write_lease import BeingWrittenError, WriteLease, acquire_lease, has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -163,10 +164,14 @@ def _collect_one(storage: Storage, index: Index, step: int, clock: Clock, stale_
         return False
     try:
         is_committed = storage.is_file(join(step_dir(step), MANIFEST))
+        if not is_committed:
+            remove_step(storage, step)
+        elif lease.replaces and step not in lease.read_steps:
+            finish_swap(storage, step)
         if is_committed:
             mark_step(storage, step)
-        else:
-            remove_step(storage, step)
+        # A reader may need the files of the checkpoint that was replaced.
+        lease.replaces = lease.replaces and is_committed and step in lease.read_steps
     except BaseException:
         lease.close()
         raise

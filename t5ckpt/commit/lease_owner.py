@@ -15,6 +15,7 @@ from t5ckpt.storage import Storage
 
 __all__ = [
     'DELETE',
+    'EXPIRED_REPLACEMENT',
     'MEND',
     'SAVE',
     'UNKNOWN',
@@ -43,7 +44,7 @@ class Owner:
     """The contents of a write lease: ``place`` names the machine's boot and the container, in which ``pid`` is a process.
 
     ``host`` is for people alone: machines of one job may all have the same name. ``action`` is one of ``SAVE``, ``DELETE``
-    and ``MEND``.
+    and ``MEND``. ``replaces``: files of an overwrite in place may have been left, see ``commit/swap.py``.
     """
 
     nonce: str
@@ -53,6 +54,7 @@ class Owner:
     born: str
     beat: float
     action: str = SAVE
+    replaces: bool = False
 
     def is_dead(self, now: float, stale_after: float) -> bool:
         """Returns whether the lease has expired, or its process or, in this process, the owner of the lease has ended."""
@@ -65,6 +67,8 @@ class Owner:
 
 # An object is never half written, so a record that does not parse is of another program.
 UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
+# Left by an owner that took over the lease of such an overwrite, and did something else.
+EXPIRED_REPLACEMENT = Owner('', '', '', 0, '', 0.0, MEND, replaces=True)
 
 
 def _boot_id() -> str:

@@ -20,7 +20,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.layouts import other_layout
@@ -35,6 +35,7 @@ from t5ckpt.commit.removal import (
     renamed_for_replacement,
 )
 from t5ckpt.commit.replacement import NotPutBackError, put_in_place
+from t5ckpt.commit.swap import Swap
 from t5ckpt.commit.write_lease import (
     AlreadyCommittedError,
     BeingWrittenError,
@@ -98,6 +99,7 @@ class Workspace:
       dir_lock: the lock of a temporary directory, and its write lease once there is one.
       replaces: whether the commit may replace a complete checkpoint of the step.
       lease: the write lease of a step on an object store.
+      swap: there, the overwrite of a complete checkpoint.
       keep_files: whether a rollback must leave the files: another process has the step, or the commit may still arrive.
     """
 
@@ -108,6 +110,12 @@ class Workspace:
     replaces: bool = False
     lease: WriteLease | None = None
     keep_files: bool = False
+    swap: Swap | None = None
+
+    @property
+    def generation(self) -> str:
+        """The directory, in that of the checkpoint, of the arrays and file checksums; '' if they lie in that itself."""
+        return '' if self.swap is None else self.swap.generation
 
 
 def writer_facts(version: str) -> dict[str, Any]:
@@ -123,12 +131,18 @@ def take_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> None
 
 
 def begin(
-    storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any], index: Index | None = None
+    storage: Storage,
+    step: int,
+    clock: Clock,
+    writer: Mapping[str, Any],
+    index: Index | None = None,
+    may_replace: Callable[[], bool] = lambda: False,
 ) -> Workspace:
     """Makes the directory that a save writes into, and locks it.
 
     The caller collects garbage before, which returns ``index``. On object stores that also writes missing steps markers, which
-    no listing looks for after the marker of this step exists.
+    no listing looks for after the marker of this step exists. ``may_replace`` is asked there under the write lease: whether a
+    complete checkpoint of the step is to be replaced.
     """
     storage.make_dir('')
     if not storage.renames:
@@ -136,7 +150,7 @@ def begin(
         if found is not None:
             cure = 'Move it away, or write to another directory.'
             raise other_layout(storage.url(found.name), found.layout, 'which is not replaced', cure)
-        return _begin_in_place(storage, step, clock, index)
+        return _begin_in_place(storage, step, clock, index, may_replace)
     unix = int(clock())
     while True:
         directory = tmp_dir(step, unix)
@@ -162,24 +176,40 @@ def _has_lease(work: Workspace, clock: Clock, writer: Mapping[str, Any]) -> bool
     return True
 
 
-def _begin_in_place(storage: Storage, step: int, clock: Clock, index: Index | None) -> Workspace:
+def _begin_in_place(
+    storage: Storage, step: int, clock: Clock, index: Index | None, may_replace: Callable[[], bool]
+) -> Workspace:
     lease = acquire_lease(storage, step, clock, index=index)
     work = Workspace(storage, step, step_dir(step), lease=lease)
     try:
         has_leftovers = bool(storage.names(step_dir(step), ''))
         if has_leftovers:
-            _check_replaceable(work)
+            work.swap = _swap_of(storage, step, lease, may_replace)
     except BaseException:
         # Nothing was written, and garbage collection must not remove the files of others.
         lease.release()
         raise
-    if has_leftovers:
+    if has_leftovers and work.swap is None:
         try:
             remove_step(storage, step)
         except BaseException:
             lease.close()
             raise
     return work
+
+
+def _swap_of(storage: Storage, step: int, lease: WriteLease, may_replace: Callable[[], bool]) -> Swap | None:
+    """The overwrite of a complete step that is there; None where what is there is broken.
+
+    Raises:
+      AlreadyCommittedError: it is complete and is not to be replaced.
+    """
+    found = occupancy(storage, step).found
+    if found is None:
+        return None
+    if not (found.is_t5x and may_replace()):
+        raise AlreadyCommittedError(storage.url(found.name))
+    return Swap(storage, step, lease)
 
 
 def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories: Sequence[str], clock: Clock) -> str:
@@ -206,6 +236,10 @@ def commit(work: Workspace, manifest: bytes, sidecar: bytes | None, directories:
         raise SaveFailedError(
             f'{storage.url(final)}: nothing is committed, because it could not be opened again: {error}'
         ) from error
+    if work.swap is not None and work.lease is not None and sidecar is not None:
+        work.swap.commit(manifest, sidecar, clock)
+        work.lease.release()
+        return final
     if sidecar is None:
         storage.delete_file(join(work.directory, SIDECAR))
     else:
@@ -306,9 +340,12 @@ def rollback(work: Workspace) -> None:
     """Removes the files of a failed save. A failure is logged, and garbage collection removes them later."""
     storage = work.storage
     try:
-        if work.keep_files:
+        if work.keep_files or (work.swap is not None and work.swap.is_unknown):
             return
-        if work.lease is not None:
+        if work.swap is not None and work.lease is not None:
+            work.swap.abandon()
+            work.lease.release()
+        elif work.lease is not None:
             # A save writes its manifest last, so one that is there is another writer's; so is a step with another lease.
             # Such a step stays listed by the lease's marker, until the next garbage collection gives it its own.
             if work.lease.is_ours() and not storage.is_file(join(work.directory, MANIFEST)):

@@ -19,6 +19,9 @@ minutes for another writer of the same step, and after an hour for garbage colle
 expired record before anything else, so its owner, if it still runs, finds it gone. If the manifest exists then, the step
 is committed and gets its steps marker; otherwise its files are removed.
 
+An overwrite in place says so in its lease (``replaces``): garbage collection then removes what ``commit/swap.py`` left. Who takes
+over such a lease and does something else leaves it expired, and does not remove it.
+
 A manifest whose PUT failed may still arrive, so its arrays and the lease stay. If it arrives, the checkpoint is complete. If
 not, garbage collection removes the arrays and the lease.
 
@@ -40,7 +43,16 @@ from typing import Any
 
 from t5ckpt.catalog.step_index import Index
 from t5ckpt.commit.lease_files import list_leases, live_steps, write_lease_key, write_leases_of
-from t5ckpt.commit.lease_owner import DELETE, SAVE, UNKNOWN, Owner, end_owner, new_owner, read_owner
+from t5ckpt.commit.lease_owner import (
+    DELETE,
+    EXPIRED_REPLACEMENT,
+    SAVE,
+    UNKNOWN,
+    Owner,
+    end_owner,
+    new_owner,
+    read_owner,
+)
 from t5ckpt.core.polling import attempts
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
@@ -97,11 +109,13 @@ class WriteLease:
     Attributes:
       nonce: which lease it is.
       read_steps: for a lease of a step, the steps with a read lease, as listed after the record was written.
+      replaces: whether an overwrite in place, of this owner or of one that died, may have left files.
       predecessors: for a lease of a step, the owners that died over it and whose records it has removed.
     """
 
     read_steps: frozenset[int] = frozenset()
     predecessors: tuple[Owner, ...] = ()
+    replaces = False
 
     def __init__(
         self,
@@ -132,7 +146,7 @@ class WriteLease:
 
     def _write(self) -> None:
         beat = self._clock()
-        owner = new_owner(self.nonce, beat, self._action)
+        owner = dataclasses.replace(new_owner(self.nonce, beat, self._action), replaces=self.replaces)
         self._storage.write(self.key, self._encode(dataclasses.asdict(owner)))
         self._beat = beat
 
@@ -172,6 +186,12 @@ class WriteLease:
         owner = read_owner(self._storage, self.key)
         return None if owner is not None and owner.nonce == self.nonce else owner or UNKNOWN
 
+    def note_replacement(self) -> None:
+        """Writes into the record that the step is overwritten in place, or was by an owner that died."""
+        with self._lock:
+            self.replaces = True
+            self._write()
+
     def stop(self) -> None:
         """Ends the heartbeat, and keeps the record and the lock."""
         self._ended.set()
@@ -186,11 +206,14 @@ class WriteLease:
         self._dir_lock.close()
 
     def release(self) -> None:
-        """Removes the record and releases the lock."""
+        """Removes the record, or leaves it expired for garbage collection, and releases the lock."""
         self.stop()
         with contextlib.closing(self._dir_lock):
             try:
-                self._storage.delete_file(self.key)
+                if self.replaces:
+                    self._storage.write(self.key, self._encode(dataclasses.asdict(EXPIRED_REPLACEMENT)))
+                else:
+                    self._storage.delete_file(self.key)
             except T5CkptError as error:
                 _log.warning('t5ckpt: %s stays for the next save: %s', self.key, error)
         end_owner(self.nonce)
@@ -271,6 +294,8 @@ def _await_alone(
         owner = _first_live(owners, clock, stale_after)
         if owner is None:
             lease.predecessors = tuple(owners)
+            if any(each.replaces for each in owners):
+                lease.note_replacement()
             for each in others:
                 storage.delete_file(each.key)
             lease.read_steps = frozenset(live_steps(listed.of_readers, clock()))

@@ -46,10 +46,12 @@ from t5ckpt.format.names import (
     is_file_checksums,
     parse_step_dir,
     step_dir,
+    superseded,
 )
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
+from t5ckpt.reading.raw_files import sidecar_name
 from t5ckpt.storage import Storage, foreign_errors, split_path
 
 __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
@@ -209,8 +211,14 @@ class _Copy:
         sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
         left_out = () if sizes.pop(PINNED, _ABSENT) is _ABSENT else (PINNED,)
         manifest = self._read(self._manifest_name, None)
-        sidecar = self._read(SIDECAR, None) if SIDECAR in sizes else None
+        name = sidecar_name(manifest, sizes)
+        sidecar = self._read(name, None) if name in sizes else None
         checksums = self._file_checksums(sidecar, sizes)
+        if sidecar is not None:
+            # Files of a checkpoint that this one has replaced, and that are not removed yet.
+            sizes = {key: sizes[key] for key in sizes.keys() - superseded(sizes, checksums) - {name}} | {
+                SIDECAR: sizes[name]
+            }
         self._compare(self._manifest_name, manifest, checksums)
         lost = sorted(set(checksums) - set(sizes))
         removed = [name for name in lost if name.startswith(f'{TRAIN_DS_PREFIX}-') and DATASET_REMOVED in sizes]

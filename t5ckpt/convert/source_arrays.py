@@ -18,9 +18,10 @@ from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.contents import leaves_of, read_contents, read_raw
+from t5ckpt.reading.contents import leaves_of, read_contents
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.open_reader import lazy_leaf
+from t5ckpt.reading.raw_files import read_raw
 
 __all__ = ['Source', 'Sources', 'cast', 'open_sources', 'slices_of']
 

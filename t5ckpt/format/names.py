@@ -15,6 +15,8 @@ t5ckpt's names:
     checkpoint_<step>.replaced-<unix>      the old or the new step during a replacement
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
+    checkpoint_<step>/t5ckpt-<hex>/        arrays and file checksums of a step that was overwritten, see ``commit/swap.py``
+    checkpoint_<step>/t5ckpt.<hex>.json    the sidecar of the manifest with this checksum, during such an overwrite
     held_<step>.<unix>.<who>               a read lease, which keeps the step from being deleted until that second
     deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
     .t5ckpt/                               on object stores, see ``catalog/step_index.py``
@@ -51,9 +53,12 @@ __all__ = [
     'file_checksums_name',
     'foreign_dir',
     'foreign_keys',
+    'generation_dir',
+    'generation_of',
     'index_complete',
     'is_file_checksums',
     'is_index_complete',
+    'is_swap_sidecar',
     'other_marker',
     'parse_damaged',
     'parse_foreign',
@@ -68,8 +73,10 @@ __all__ = [
     'parse_write_lease',
     'read_lease_file',
     'replaced_dir',
+    'sidecar_of',
     'step_dir',
     'step_marker',
+    'superseded',
     'tmp_dir',
 ]
 
@@ -78,14 +85,16 @@ SIDECAR = 't5ckpt.json'
 PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds'
-_OF_OURS = (f'{TRAIN_DS_PREFIX}-', 'integrity.')
+_OF_OURS = (f'{TRAIN_DS_PREFIX}-', 'integrity.', 't5ckpt-', 't5ckpt.')
 STEP_PREFIX = 'checkpoint_'
 INDEX = '.t5ckpt'
 READ_LEASE_PREFIX = 'held_'
 DELETING_PREFIX = 'deleting_'
 _COMPLETE = '.t5ckpt/complete.'
 
-_FILE_CHECKSUMS = re.compile(r'integrity\.(0|[1-9][0-9]{0,9})\.json')
+_GENERATION = re.compile(r't5ckpt-[0-9a-f]{16}')
+_SIDECAR_OF = re.compile(r't5ckpt\.[0-9a-f]{16}\.json')
+_FILE_CHECKSUMS = re.compile(r'(t5ckpt-[0-9a-f]{16}/)?integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _PADDED = re.compile(r'checkpoint_(0[0-9]{1,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)-([0-9]{1,12})')
@@ -300,6 +309,44 @@ def is_file_checksums(name: str) -> bool:
     return _FILE_CHECKSUMS.fullmatch(name) is not None
 
 
+def generation_dir(nonce: str) -> str:
+    """The directory, in that of a step, with the arrays and file checksums of a checkpoint that replaced another in place.
+
+    Args:
+      nonce: 16 hexadecimal digits that no other overwrite has.
+    """
+    return f't5ckpt-{nonce}'
+
+
+def generation_of(key: str) -> str:
+    """The first component of a key where it is a :func:`generation_dir`, else ''."""
+    top = key.partition('/')[0]
+    return top if _GENERATION.fullmatch(top) else ''
+
+
+def sidecar_of(manifest_checksum: str) -> str:
+    """The name of the sidecar of the manifest with this xxh3-64, while ``t5ckpt.json`` may be that of another manifest."""
+    return f't5ckpt.{manifest_checksum}.json'
+
+
+def is_swap_sidecar(name: str) -> bool:
+    """Whether a name is that of :func:`sidecar_of`, of whichever manifest."""
+    return _SIDECAR_OF.fullmatch(name) is not None
+
+
+def superseded(keys: Collection[str], known: Collection[str]) -> set[str]:
+    """The files in a step's directory of a checkpoint that another replaced in place, or was to replace.
+
+    Args:
+      keys: all files of the directory, relative to it.
+      known: the files of the checkpoint that is there, as its file checksums and its sidecar name them.
+    """
+    if not any(generation_of(key) or is_swap_sidecar(key) for key in keys):
+        return set()
+    fixed = {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED, *known, *foreign_keys(keys)}
+    return {key for key in keys if key not in fixed and not key.startswith(f'{TRAIN_DS_PREFIX}-')}
+
+
 def dataset_prefix(shard_id: int, num_shards: int) -> str:
     """The prefix of a data shard's iterator files, T5X's ``train_ds-000-of-001``."""
     return f'{TRAIN_DS_PREFIX}-{shard_id:03}-of-{num_shards:03}'
@@ -309,7 +356,7 @@ def foreign_keys(keys: Iterable[str]) -> list[str]:
     """The files in a step's directory that neither T5X nor t5ckpt writes, decided by their names.
 
     T5X and t5ckpt write the manifest, the sidecar, the file checksums, ``PINNED``, ``DATASET_REMOVED``, names that begin with
-    ``train_ds-``, and metadata and chunks in the directories of arrays.
+    ``train_ds-``, and metadata and chunks in the directories of arrays; the last also in a :func:`generation_dir`.
 
     Args:
       keys: all files of the directory, relative to it.
@@ -326,10 +373,14 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     for suffix in _PARTIAL:
         key = key.removesuffix(suffix)
     top, slash, _ = key.partition('/')
-    if top.startswith(f'{TRAIN_DS_PREFIX}-'):
+    if top.startswith(f'{TRAIN_DS_PREFIX}-') or is_file_checksums(key):
         return True
     if not slash:
-        return top in (MANIFEST, SIDECAR, PINNED, DATASET_REMOVED) or is_file_checksums(top)
+        return top in (MANIFEST, SIDECAR, PINNED, DATASET_REMOVED) or is_swap_sidecar(top)
+    if generation_of(top):
+        # All arrays lie directly below it, and all of its files are t5ckpt's.
+        name = key.rpartition('/')[2]
+        return key.count('/') == 2 and (name == _ARRAY_METADATA or _CHUNK.fullmatch(name) is not None)
     directory, _, name = key.rpartition('/')
     if name == _ARRAY_METADATA:
         return directory in arrays or '/' not in directory

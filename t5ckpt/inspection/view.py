@@ -21,8 +21,9 @@ from t5ckpt.inspection.stats import CheckpointStats, checkpoint_stats
 from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_heatmap
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.contents import Contents, leaves_of, read_contents, read_raw
+from t5ckpt.reading.contents import Contents, leaves_of, read_contents
 from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, reader_of
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 __all__ = ['CheckpointView', 'open_checkpoint']

@@ -17,11 +17,21 @@ from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Forma
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
-from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX, is_file_checksums
+from t5ckpt.format.names import (
+    DATASET_REMOVED,
+    MANIFEST,
+    PINNED,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    is_file_checksums,
+    is_swap_sidecar,
+    superseded,
+)
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.report import Damage, VerifyReport, listed
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
+from t5ckpt.reading.raw_files import sidecar_name
 
 __all__ = ['ZARRAY', 'RecoveryRecords', 'Source', 'below', 'files_of', 'is_own', 'source_of', 'unrecoverable_text']
 
@@ -44,7 +54,8 @@ def source_of(located: Located) -> Source:
     files = CheckpointFiles(located.storage, located.directory)
     there = {entry.name: entry for entry in located.storage.entries(located.directory)}
     written = there[located.manifest].mtime if located.manifest in there else 0.0
-    return files.read(located.manifest), _read(files, SIDECAR), written
+    manifest = files.read(located.manifest)
+    return manifest, _read(files, sidecar_name(manifest, there)), written
 
 
 class RecoveryRecords:
@@ -72,10 +83,12 @@ class RecoveryRecords:
         _refuse(located, [damage for damage in report.damages if _is_unrecoverable(damage, located.manifest)])
         self.source = source_of(located)
         self.manifest: Manifest = decode_manifest(self.source[0], located.url)
-        there = {entry.name for entry in located.storage.entries(located.directory)}
+        there = files_of(located)
         raw = self.source[1]
         self.sidecar = None if SIDECAR in wrong or not raw else decode_sidecar(raw, SIDECAR)
         lists = {name for name in (*there, *wrong) if is_file_checksums(name)}
+        if self.sidecar is not None:
+            lists -= superseded(there, FileChecksums.recorded_by(self.sidecar, SIDECAR))
         self.had_checksums = bool(lists) or SIDECAR in wrong or self.sidecar is not None
         self.unusable_lists = lists & wrong
         is_lost = self.had_checksums and self.sidecar is None
@@ -196,7 +209,7 @@ def _is_standard(zarray: Mapping[str, Any] | None) -> bool:
 
 def is_own(name: str) -> bool:
     """Whether a file is one of the checkpoint's own, not one of an array or an iterator."""
-    return name in {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED} or is_file_checksums(name)
+    return name in {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED} or is_file_checksums(name) or is_swap_sidecar(name)
 
 
 def files_of(located: Located) -> list[str]:

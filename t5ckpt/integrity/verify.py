@@ -39,6 +39,7 @@ from t5ckpt.format.names import (
     is_file_checksums,
     parse_step_dir,
     step_dir,
+    superseded,
 )
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
@@ -46,8 +47,9 @@ from t5ckpt.integrity.findings import Findings
 from t5ckpt.integrity.implied_files import ArrayFiles, Implied
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
-from t5ckpt.reading.contents import Contents, RawFiles, leaves_of, read_contents
+from t5ckpt.reading.contents import Contents, leaves_of, read_contents
 from t5ckpt.reading.identity import Identity
+from t5ckpt.reading.raw_files import RawFiles, find_sidecar
 from t5ckpt.storage import Entry, open_storage, split_path
 
 __all__ = ['locate_or_broken', 'verify', 'verify_located']
@@ -179,10 +181,11 @@ class _Check:
             self.findings.add(
                 'missing', SIDECAR, 'it records the checksums of the others, and is missing or not readable'
             )
+        replaced = superseded({*top, *self.dirs}, recorded)
         for name in sorted(lists):
             if sidecar is None or name in recorded:
                 self._read_list(name, recorded, name in top)
-            else:
+            elif name not in replaced:
                 self.findings.add(
                     'contradiction', name, f'{SIDECAR} does not record it: it belongs to another checkpoint'
                 )
@@ -192,13 +195,14 @@ class _Check:
             self.raw = RawFiles(data, self.raw.sidecar)
 
     def _sidecar(self, top: Mapping[str, Entry]) -> Sidecar | None:
-        if SIDECAR not in top or not self.located.manifest:
+        name = find_sidecar(self.files, self.located.manifest, top)
+        if name not in top or not self.located.manifest:
             return None
-        data = self._read(SIDECAR, FileChecksums())
+        data = self._read(name, FileChecksums())
         try:
-            sidecar = None if data is None else decode_sidecar(data, SIDECAR)
+            sidecar = None if data is None else decode_sidecar(data, name)
         except CorruptCheckpointError as error:
-            self.findings.add('checksum', SIDECAR, str(error))
+            self.findings.add('checksum', name, str(error))
             return None
         self.raw = RawFiles(None, data)
         return sidecar

@@ -21,26 +21,26 @@ from t5ckpt.errors import (
 from t5ckpt.format.array_spec import is_spec, typed_by_zarray, untyped_specs
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
-from t5ckpt.format.names import MANIFEST, SIDECAR, is_file_checksums, parse_step_dir
+from t5ckpt.format.names import MANIFEST, SIDECAR, parse_step_dir
 from t5ckpt.format.safetensors import is_safetensors
 from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.format.stored_leaf import checkpoint_leaves, with_facts
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.orbax import has_placeholders, read_orbax, resolve_placeholders
-from t5ckpt.reading.safetensors import decode_tensors, read_tensors
+from t5ckpt.reading.raw_files import RawFiles, read_raw
+from t5ckpt.reading.safetensors import decode_tensors
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
 
 __all__ = [
     'Contents',
-    'RawFiles',
     'check_opens',
     'check_step',
     'file_checksums_of',
     'leaves_of',
+    'listed_files',
     'read_contents',
-    'read_raw',
 ]
 
 _log = logging.getLogger('t5ckpt')
@@ -48,23 +48,6 @@ _CURE = (
     'Restore an older step, or copy the checkpoint again. If it was edited on purpose, remove t5ckpt.json and '
     'integrity.*.json.'
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class RawFiles:
-    """The undecoded manifest, sidecar and file checksums; all empty for an Orbax directory.
-
-    Attributes:
-      manifest: the file ``checkpoint``.
-      sidecar: ``t5ckpt.json``, if there is one.
-      checksum_lists: the files with the file checksums by name, if checksums are to be compared.
-      versions: of the manifest and of the sidecar, by name, see ``Storage.version``.
-    """
-
-    manifest: bytes | None = None
-    sidecar: bytes | None = None
-    checksum_lists: Mapping[str, bytes] | None = None
-    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,37 +71,6 @@ class Contents:
     def identity(self) -> Identity:
         """The identity of the checkpoint."""
         return Identity(self.located, self.versions)
-
-
-def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
-    """Reads a checkpoint's own files; with ``checksums`` also its file checksums.
-
-    Raises:
-      CheckpointNotFoundError: the checkpoint was deleted since it was located.
-      UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
-    """
-    storage, directory = located.storage, located.directory
-    if not located.manifest:
-        return RawFiles()
-    if is_safetensors(located.manifest):
-        data, found = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
-        return RawFiles(data, versions=found)
-    files = CheckpointFiles.of(located)
-    versions: dict[str, Any] = {}
-    manifest, versions[located.manifest] = files.read_with_version(located.manifest)
-    sidecar = None
-    try:
-        # In a bucket the read itself reports a missing file.
-        if not storage.renames or storage.is_file(join(directory, SIDECAR)):
-            sidecar, versions[SIDECAR] = files.read_with_version(SIDECAR)
-    except CheckpointNotFoundError:
-        if storage.renames:
-            raise
-    lists = None
-    if checksums:
-        names = [entry.name for entry in storage.entries(directory) if is_file_checksums(entry.name)]
-        lists = {name: files.read(name) for name in names}
-    return RawFiles(manifest, sidecar, lists, versions)
 
 
 def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
@@ -218,6 +170,18 @@ def file_checksums_of(located: Located) -> FileChecksums | None:
     where = located.storage.url(join(located.directory, SIDECAR))
     sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
     return _file_checksums(located, raw, FileChecksums.recorded_by(sidecar, where))
+
+
+def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
+    """All files that the sidecar and the file checksums name, of a checkpoint that was read with them.
+
+    Raises:
+      CorruptCheckpointError: the sidecar or one of the files that hold the checksums is missing or damaged.
+    """
+    where = located.storage.url(join(located.directory, SIDECAR))
+    sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
+    recorded = FileChecksums.recorded_by(sidecar, where)
+    return recorded.merged(_file_checksums(located, raw, recorded) or {})
 
 
 def check_step(contents: Contents, *, strictly: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -119,12 +120,13 @@ class _Leader:
             if other is not None and not is_replaced(request, other):
                 return {'skip': True}
             facts = writer_facts(__version__)
-            self._work = begin(request.storage, request.step, request.clock, facts, index)
-            # Where the storage cannot rename nothing is replaced, and ``begin`` has looked under the write lease.
+            self._work = begin(request.storage, request.step, request.clock, facts, index, request.replaces)
+            # Where the storage cannot rename, ``begin`` has asked under the write lease.
             self._work.replaces = request.storage.renames and request.replaces()
         except StepTakenError as error:
             return _dropped(request.step, error)
-        return {'directory': self._work.directory, 'reuse': reuse, 'codecs': codecs}
+        place = {'directory': self._work.directory, 'generation': self._work.generation}
+        return {**place, 'reuse': reuse, 'codecs': codecs}
 
     def commit(self, votes: Sequence[Any], report: WriteReport, manifest: bytes) -> dict[str, Any]:
         """Commits, after all processes have written their chunks."""
@@ -132,14 +134,15 @@ class _Leader:
         if work is None:
             raise SaveFailedError(f'the save of step {request.step} has no directory; nothing is committed.')
         files = {MANIFEST: entry_of(manifest)}
-        files |= {file_checksums_name(index): tuple(vote['integrity']) for index, vote in enumerate(votes)}
+        lists = [join(work.generation, file_checksums_name(index)) for index in range(len(votes))]
+        files |= {name: tuple(vote['integrity']) for name, vote in zip(lists, votes, strict=True)}
         arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
         expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
         if arrays['files'] != expected:
             raise SaveFailedError(
                 f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
             )
-        facts = _sidecar(self._job, arrays, files)
+        facts = _sidecar(self._job, arrays, files, work.generation)
         sidecar = encode_sidecar(facts)
         below = sorted({name for vote in votes for name in vote['directories']})
         directories = [array.location for array in report.arrays.values()] + below
@@ -181,7 +184,8 @@ def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
 
 def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[int, str]]:
     """Writes the chunks of this process; returns the report, and (bytes, digest) of the file of their checksums."""
-    request, directory = job.request, started['directory']
+    request, generation = job.request, started['generation']
+    directory = join(started['directory'], generation)
     write_job = WriteJob(
         request.storage,
         directory,
@@ -196,10 +200,23 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         if parent:
             request.storage.make_dir(join(directory, parent))
         request.storage.write(join(directory, name), data)
+    report = _below(generation, report)
     files = report.digests | {name: entry_of(data) for name, data in job.dataset.items()}
     checksums = FileChecksums(files).encode()
     request.storage.write(join(directory, file_checksums_name(request.round.processes.index)), checksums)
     return report, entry_of(checksums)
+
+
+def _below(generation: str, report: WriteReport) -> WriteReport:
+    """The report with the arrays and files as the manifest and the file checksums name them."""
+    if not generation:
+        return report
+    arrays = {
+        path: dataclasses.replace(array, location=join(generation, array.location))
+        for path, array in report.arrays.items()
+    }
+    digests = {join(generation, name): entry for name, entry in report.digests.items()}
+    return dataclasses.replace(report, arrays=arrays, digests=digests)
 
 
 def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
@@ -243,7 +260,9 @@ def _check_step(request: SaveRequest, table: LeafTable) -> None:
         request.notices.warn('step', StepMismatchWarning(text), request.site)
 
 
-def _sidecar(job: PreparedSave, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]]) -> Sidecar:
+def _sidecar(
+    job: PreparedSave, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]], generation: str
+) -> Sidecar:
     extra: dict[str, Any] = {
         'writer': writer_facts(__version__),
         'created_unix': round(job.request.clock(), 3),
@@ -259,4 +278,5 @@ def _sidecar(job: PreparedSave, arrays: Mapping[str, int], files: Mapping[str, t
         extra['metrics'] = dict(job.request.call.metrics)
     if (keep := fields_of(job.request.retention.policy)) is not None:
         extra['keep'] = keep
-    return Sidecar(job.facts, extra)
+    stored = {join(generation, directory): dtype for directory, dtype in job.facts.stored.items()}
+    return Sidecar(dataclasses.replace(job.facts, stored=stored), extra)

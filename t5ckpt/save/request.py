@@ -7,12 +7,12 @@ import time
 
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.swap import check_swappable
 from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
-from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.arguments import SaveCall
@@ -56,7 +56,7 @@ class SaveRequest:
 
         Raises:
           StepKeptError: it is pinned, or a reader holds it. The commit checks again, since the save may take long.
-          CheckpointExistsError: the storage cannot swap two directories.
+          CheckpointExistsError: it cannot be replaced by one write, see ``commit/swap.py``.
         """
         storage, directory = self.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):
@@ -65,10 +65,7 @@ class SaveRequest:
         if kept is not None:
             raise kept_error(storage, self.step, kept, 'replaced')
         if not storage.renames:
-            raise CheckpointExistsError(
-                f'{storage.url(directory)}: overwrite=True needs a storage that renames; on this one the old checkpoint would '
-                f'be gone before the new one is complete. Call delete({self.step}) before the save.'
-            )
+            check_swappable(storage, self.step, has_positions=self.dataset is not None)
         return True
 
 

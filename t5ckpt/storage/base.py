@@ -145,6 +145,16 @@ class Storage(ABC):
         version = self.version(key)
         return self.read(key), version
 
+    def replace(self, key: str, data: bytes, version: Any) -> Any:
+        """Writes a key if its ``version`` is still this one. Returns the new version, or None if it is another by now.
+
+        An object store compares and writes in one request, as far as it can; the rest of the storages in two.
+        """
+        if self.version(key) != version:
+            return None
+        self.write(key, data)
+        return self.version(key)
+
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:
         """What lies directly below ``key``, by name; empty when there is nothing."""

@@ -170,6 +170,20 @@ class BucketStorage(Storage):
             if not self._holds(key, data):
                 raise
 
+    def replace(self, key: str, data: bytes, version: Any) -> Any:
+        try:
+            with bucket_errors(self.url(key)):
+                request = self._kvstore().write(self._key(key), data, if_equal=version)
+                written = self._connection.wait(request, is_conditional=True).generation
+        except AccessDeniedError:
+            raise
+        except StorageError:
+            if not self._holds(key, data):
+                raise
+            written = b''
+        # A retry whose first attempt was applied, and only its reply lost, finds its own version.
+        return written or (self.version(key) if self._holds(key, data) else None)
+
     def _holds(self, key: str, data: bytes) -> bool:
         try:
             return self.read(key) == data

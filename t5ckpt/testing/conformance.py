@@ -115,6 +115,18 @@ class StorageConformance:
         storage.delete_file('ta')
         _check(self.raw(storage, 'ta') is None and self.raw(storage, 't2/a') == b'x', 'delete_file took the wrong key')
 
+    def test_replace(self, tmp_path: pathlib.Path) -> None:
+        """A key is written where it has the version that was read, and nowhere else."""
+        storage = self.make(tmp_path)
+        storage.make_dir('r')
+        storage.write('r/a', b'one')
+        _, first = storage.read_with_version('r/a')
+        second = storage.replace('r/a', b'second', first)
+        _check(second is not None and second == storage.version('r/a'), 'replace gave another version')
+        _check(self.raw(storage, 'r/a') == b'second', 'replace wrote something else')
+        _check(storage.replace('r/none', b'x', first) is None, 'replace wrote a key that is not there')
+        _check(self.raw(storage, 'r/none') is None, 'replace wrote a key that is not there')
+
     def test_locks_exclude_each_other(self, tmp_path: pathlib.Path) -> None:
         """One owner at a time."""
         storage = self.make(tmp_path)

@@ -78,6 +78,10 @@ class FaultyStorage(Storage):
         self._count('write', key)
         self._inner.write(key, data)
 
+    def replace(self, key: str, data: bytes, version: Any) -> Any:
+        self._count('replace', key)
+        return self._inner.replace(key, data, version)
+
     def direct_bytes(self, *, in_background: bool) -> int | None:
         return self._inner.direct_bytes(in_background=in_background)
 

@@ -26,7 +26,6 @@ from t5ckpt import (
 )
 from t5ckpt.cli.app import run
 from t5ckpt.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     NoSpaceError,
@@ -504,17 +503,6 @@ def test_a_fault_at_every_operation_of_a_replacement(tmp_path, exchanges, sticky
         reached += len(storage.operations) > at
         at += 1
     assert at > 20
-
-
-def test_a_bucket_cannot_swap(bucket):
-    url = bucket.url()
-    with Checkpointer(state(), checkpoints_dir=url) as ck:
-        ck.save(state(1), step=1, overwrite=True)
-        with pytest.raises(CheckpointExistsError, match=r'Call delete\(1\) before the save'):
-            ck.save(state(2), step=1, overwrite=True)
-        assert value_of(url, 1) == 1
-        ck.delete(1)
-        assert ck.save(state(2), step=1, overwrite=True).step == 1
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------

@@ -51,3 +51,14 @@ def test_retention_and_a_step_that_is_there(job_and_bucket):
     assert job.run('save', url, 3, 5) == [[1, None]] * 4
     names = {key.partition('/')[0] for key, _ in open_storage(url).walk('')}
     assert names == {'.t5ckpt', 'checkpoint_2', 'checkpoint_3'}
+
+
+def test_replace_and_delete(job_and_bucket):
+    """All processes write below the one name that process 0 has chosen for the new arrays."""
+    job, bucket = job_and_bucket
+    url = bucket.url()
+    answers = job.run('replace_and_delete', url)
+    assert [answer[-2:] for answer in answers] == [[[1, 4], {'by': 0}]] * 4
+    report = t5ckpt.verify(url, 1, full=True)
+    assert (report.ok, report.notes) == (True, ())
+    assert not list(open_storage(url).walk('.t5ckpt/busy'))

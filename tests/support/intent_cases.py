@@ -576,8 +576,10 @@ CHECKPOINTER: list[Case] = [
         'Checkpointer.save',
         'overwrite',
         errors.CheckpointExistsError,
-        'overwrite=True needs a storage that renames',
-        lambda s, _: Checkpointer(STATE, checkpoints_dir=s.memory).save(STATE, overwrite=True),
+        'positions of data iterators is not replaced',
+        lambda s, _: Checkpointer(STATE, checkpoints_dir=s.memory, dataset_iterator=Position()).save(
+            STATE, overwrite=True
+        ),
     ),
     (
         'Checkpointer.save',

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import http.server
+import json
 import socket
 import struct
 import threading
@@ -154,6 +155,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._reply(status, [('Content-Type', content_type)], data)
         if fault == 'slow':
             time.sleep(_SLOW_SECONDS)
+        if self._is_outdated():
+            self._note(kind, key, 412, len(body), 0, fault)
+            return self._reply(412, [('Content-Type', 'application/json')], b'{}')
         reply, data = self._ask_server(body)
         if fault == 'twice':
             self._ask_server(body)
@@ -174,6 +178,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return reply, reply.read()
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815
+
+    def _is_outdated(self) -> bool:
+        """Google's precondition of an upload, which fake-gcs-server does not check."""
+        parts = urllib.parse.urlsplit(self.path)
+        query = urllib.parse.parse_qs(parts.query)
+        if 'ifGenerationMatch' not in query:
+            return False
+        name = urllib.parse.quote(query['name'][0], safe='')
+        self._upstream.request('GET', f'{parts.path.removeprefix("/upload")}/{name}', headers=self._credentials())
+        reply = self._upstream.getresponse()
+        data = reply.read()
+        found = json.loads(data)['generation'] if reply.status == 200 else '0'
+        return found != query['ifGenerationMatch'][0]
+
+    def _credentials(self) -> dict[str, str]:
+        return {name: value for name, value in self.headers.items() if name.lower() == 'authorization'}
 
     def _note(self, kind: str, key: str, status: int, sent: int, received: int, fault: str | None) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}

@@ -1,0 +1,127 @@
+"""Reads the manifest, the sidecar and the file checksums of a located checkpoint, undecoded.
+
+While a step is overwritten in place, ``t5ckpt.json`` is for a moment the sidecar of another manifest, and after a crash until
+garbage collection. The sidecar that belongs to the manifest then has another name, see ``commit/swap.py``.
+
+Notes: one checksum of the manifest; no request more than one for each file, unless manifest and sidecar do not match.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Container, Mapping
+from typing import Any
+
+from t5ckpt.catalog.locate import Located
+from t5ckpt.core.keys import join
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.names import SIDECAR, is_file_checksums, is_swap_sidecar, sidecar_of
+from t5ckpt.format.safetensors import is_safetensors
+from t5ckpt.format.sidecar import Sidecar, decode_sidecar
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.safetensors import read_tensors
+
+__all__ = ['RawFiles', 'find_sidecar', 'is_sidecar_of', 'read_raw', 'sidecar_name']
+
+# So often is a step read anew that is overwritten between the reads of its manifest and of its sidecar.
+_OVERWRITES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class RawFiles:
+    """The undecoded manifest, sidecar and file checksums; all empty for an Orbax directory.
+
+    Attributes:
+      manifest: the file ``checkpoint``.
+      sidecar: ``t5ckpt.json``, if there is one.
+      checksum_lists: the files with the file checksums by name, if checksums are to be compared.
+      versions: of the manifest and of the sidecar, by name, see ``Storage.version``.
+    """
+
+    manifest: bytes | None = None
+    sidecar: bytes | None = None
+    checksum_lists: Mapping[str, bytes] | None = None
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
+    """Reads a checkpoint's own files; with ``checksums`` also its file checksums.
+
+    Raises:
+      CheckpointNotFoundError: the checkpoint was deleted since it was located.
+      UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
+    """
+    storage, directory = located.storage, located.directory
+    if not located.manifest:
+        return RawFiles()
+    if is_safetensors(located.manifest):
+        data, found = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
+        return RawFiles(data, versions=found)
+    files = CheckpointFiles.of(located)
+    raw = _read_pair(located, files)
+    for _ in range(_OVERWRITES):
+        if raw.manifest is None or raw.sidecar is None or is_sidecar_of(raw.manifest, raw.sidecar):
+            break
+        name = sidecar_of(digest(raw.manifest))
+        if storage.is_file(join(directory, name)):
+            with contextlib.suppress(CheckpointNotFoundError):
+                versions = {located.manifest: raw.versions[located.manifest]}
+                raw = dataclasses.replace(raw, sidecar=files.read(name), versions=versions)
+                break
+        before, raw = raw, _read_pair(located, files)
+        if raw == before:
+            # The checkpoint is damaged, as its readers will find.
+            break
+    return dataclasses.replace(raw, checksum_lists=_read_lists(located, files, raw.sidecar)) if checksums else raw
+
+
+def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
+    """The manifest and ``t5ckpt.json``, which may be of two checkpoints while one is replaced."""
+    storage, versions = located.storage, dict[str, Any]()
+    manifest, versions[located.manifest] = files.read_with_version(located.manifest)
+    sidecar = None
+    try:
+        # In a bucket the read itself reports a missing file.
+        if not storage.renames or storage.is_file(join(located.directory, SIDECAR)):
+            sidecar, versions[SIDECAR] = files.read_with_version(SIDECAR)
+    except CheckpointNotFoundError:
+        if storage.renames:
+            raise
+    return RawFiles(manifest, sidecar, None, versions)
+
+
+def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None) -> dict[str, bytes]:
+    """The files with the file checksums: those that the sidecar records, and those beside it."""
+    names = {entry.name for entry in located.storage.entries(located.directory) if is_file_checksums(entry.name)}
+    found = {name: files.read(name) for name in names}
+    with contextlib.suppress(CorruptCheckpointError):
+        recorded = FileChecksums.recorded_by(
+            Sidecar() if sidecar is None else decode_sidecar(sidecar, SIDECAR), SIDECAR
+        )
+        for name in recorded.lists:
+            with contextlib.suppress(CheckpointNotFoundError):
+                if name not in found:
+                    found[name] = files.read(name)
+    return found
+
+
+def sidecar_name(manifest: bytes, names: Container[str]) -> str:
+    """The file with the sidecar of a manifest, among those of the step's directory."""
+    name = sidecar_of(digest(manifest))
+    return name if name in names else SIDECAR
+
+
+def find_sidecar(files: CheckpointFiles, manifest: str, names: Collection[str]) -> str:
+    """The same for a manifest that was not read yet; it is read only if a step that was overwritten may have two sidecars."""
+    if any(map(is_swap_sidecar, names)):
+        with contextlib.suppress(T5CkptError):
+            return sidecar_name(files.read(manifest), names)
+    return SIDECAR
+
+
+def is_sidecar_of(manifest: bytes, sidecar: bytes | None) -> bool:
+    """Whether a sidecar records the checksum of a manifest; the sidecar is not decoded."""
+    return sidecar is not None and digest(manifest).encode() in sidecar

@@ -1,0 +1,478 @@
+"""``save(..., overwrite=True)`` where nothing can be renamed: one write of the manifest swaps the old checkpoint for the new."""
+
+import contextlib
+import logging
+import uuid
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+from flax import serialization
+from support import independent_reader
+
+import t5ckpt
+from t5ckpt import Checkpointer
+from t5ckpt.cli.app import run as run_cli
+from t5ckpt.commit.garbage_collection import collect_leftovers
+from t5ckpt.commit.write_lease import read_owner
+from t5ckpt.errors import (
+    AccessDeniedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StepKeptError,
+    StorageError,
+    T5CkptError,
+)
+from t5ckpt.format.names import foreign_keys, superseded
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FakeClock, FaultyStorage
+
+OPTIONS = {'inline_bytes': 64, 'chunk_bytes': 2048}
+
+
+def state(value):
+    return {
+        'w': np.full((32, 32), value, np.float32),
+        'f8': np.full((16, 16), value, ml_dtypes.float8_e4m3fn),
+        'small': np.full(3, value, np.float32),
+        'n': int(value),
+        'nothing': {},
+    }
+
+
+def checkpointer(url, **options):
+    return Checkpointer(state(0), checkpoints_dir=url, **OPTIONS, **options)
+
+
+def save(url, value, step=1, **options):
+    with checkpointer(url, clock=options.pop('clock', FakeClock())) as ck:
+        return ck.save(state(value), step=step, **options)
+
+
+def value_of(url, step=1):
+    """The value that all leaves of a restored step have."""
+    with checkpointer(url) as ck:
+        found = ck.restore(step)
+    values = {float(np.asarray(found[name]).reshape(-1)[0]) for name in ('w', 'f8', 'small', 'n')}
+    assert found['nothing'] == {}
+    assert len(values) == 1, f'a mixed checkpoint: {found}'
+    return values.pop()
+
+
+@pytest.fixture
+def url():
+    return f'memory://{uuid.uuid4().hex}/run'
+
+
+@pytest.fixture(params=['memory', 'gs', 's3'])
+def run(request, url):
+    return url if request.param == 'memory' else request.getfixturevalue(request.param).url()
+
+
+def keys(storage, below='checkpoint_1'):
+    return {key.removeprefix(f'{below}/') for key, _ in storage.walk(below)}
+
+
+def leases(storage):
+    return [key for key, _ in storage.walk('.t5ckpt/busy')]
+
+
+# --- what it gives ---------------------------------------------------------------------------------------------------
+
+
+def test_overwrite(run, capsys):
+    storage = open_storage(run)
+    save(run, 1, metrics={'loss': 1.0})
+    first = keys(storage)
+    for value in (2, 3):
+        assert save(run, value) is None
+        assert save(run, value, overwrite=True, metrics={'loss': float(value)}).step == 1
+        assert value_of(run) == value
+        report = t5ckpt.verify(run, 1, full=True)
+        assert report.ok
+        assert report.has_checksums
+        assert not report.notes
+        assert t5ckpt.all_steps(run) == [1]
+        assert 't5ckpt.json' in keys(storage)
+        assert len(keys(storage)) == len(first)
+        assert not keys(storage).intersection(first) - {'checkpoint', 't5ckpt.json'}
+        assert not leases(storage)
+    with checkpointer(run) as ck:
+        assert ck.metrics(1) == {'loss': 3.0}
+        # Where nothing is there it is a save.
+        assert ck.save(state(5), step=2, overwrite=True).step == 2
+        assert 'w/.zarray' in keys(storage, 'checkpoint_2')
+        ck.delete(1)
+    assert keys(storage) == set()
+    with pytest.raises(SystemExit, match='0'):
+        run_cli(['ls', run])
+    assert capsys.readouterr().out.count('complete') == 1
+
+
+def test_tensorstore_reads_the_manifest(run):
+    """As T5X does: the path in the manifest, below the step's directory, and nothing else."""
+    save(run, 1)
+    save(run, 2, overwrite=True)
+    storage = open_storage(run)
+    manifest = serialization.msgpack_restore(storage.read('checkpoint_1/checkpoint'))
+    spec = manifest['optimizer']['w']
+    spec['kvstore'] = storage.array_kvstore(f'checkpoint_1/{spec["kvstore"]["path"]}')
+    values = ts.open(spec, open=True, context=storage.context()).result().read().result()
+    np.testing.assert_array_equal(values, state(2)['w'])
+
+
+def test_a_copy_on_a_disk(url, tmp_path):
+    save(url, 1)
+    save(url, 2, overwrite=True)
+    t5ckpt.copy_checkpoint(url, tmp_path)
+    assert value_of(tmp_path) == 2
+    assert t5ckpt.verify(tmp_path, full=True).ok
+    np.testing.assert_array_equal(independent_reader.read(tmp_path / 'checkpoint_1')['w'], state(2)['w'])
+    # There an overwrite is a rename, and the directory goes as a whole.
+    save(tmp_path, 3, overwrite=True)
+    assert value_of(tmp_path) == 3
+    assert not list((tmp_path / 'checkpoint_1').glob('t5ckpt-*'))
+
+
+def test_names():
+    own = ['checkpoint', 't5ckpt.json', 't5ckpt.0123456789abcdef.json', 't5ckpt-0123456789abcdef/integrity.3.json']
+    own += ['t5ckpt-0123456789abcdef/a.b/.zarray', 't5ckpt-0123456789abcdef/a.b/0.1', 'a.b/0.1']
+    others = ['t5ckpt-0123456789abcdef/notes.txt', 't5ckpt-01/w/x', 't5ckpt.01.json', 't5ckpt-0123456789abcdef/a/b/c']
+    assert foreign_keys([*own, *others]) == others
+    assert superseded([*own, *others, 'train_ds-000-of-001.index'], own[-2:]) == set(own[2:5])
+    assert superseded(['checkpoint', 'a.b/0.1', 'integrity.0.json'], ['checkpoint']) == set()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Position:
+    def save(self, filename):
+        with open(f'{filename}.index', 'w', encoding='utf-8') as file:
+            file.write('7')
+
+    def load(self, filename):
+        del filename
+
+
+@pytest.mark.parametrize('which', ['old', 'new'])
+def test_positions_are_not_overwritten(url, which):
+    first, second = (Position(), None) if which == 'old' else (None, Position())
+    with checkpointer(url, dataset_iterator=first) as ck:
+        ck.save(state(1), step=1)
+    before = keys(open_storage(url))
+    with checkpointer(url, dataset_iterator=second) as ck:
+        with pytest.raises(CheckpointExistsError, match=r'positions of data iterators .* Call delete\(1\)'):
+            ck.save(state(2), step=1, overwrite=True)
+        assert keys(open_storage(url)) == before
+        ck.delete(1)
+        assert ck.save(state(2), step=1, overwrite=True).step == 1
+
+
+def test_a_step_without_a_sidecar_is_not_overwritten(url):
+    save(url, 1)
+    open_storage(url).delete_file('checkpoint_1/t5ckpt.json')
+    with pytest.raises(CheckpointExistsError, match=r'without a t5ckpt.json .* Call delete\(1\)'):
+        save(url, 2, overwrite=True)
+    assert not leases(open_storage(url))
+
+
+class Acting(FaultyStorage):
+    """Does something once, before or after an operation on a key."""
+
+    def __init__(self, inner, when, act, *, after=False):
+        super().__init__(inner)
+        self.when, self.act, self.after = when, act, after
+
+    def replace(self, key, data, version):
+        found = super().replace(key, data, version)
+        if self.after and self.act is not None:
+            self.act, act = None, self.act
+            act()
+        return found
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if not self.after and self.act is not None and name == self.when and 'checkpoint_1' in key:
+            self.act, act = None, self.act
+            act()
+
+
+@pytest.mark.parametrize('keeps', ['pin', 'reader'])
+@pytest.mark.parametrize('when', ['before', 'write', 'replace', 'after replace'])
+def test_what_is_kept_while_it_is_replaced(url, keeps, when):
+    save(url, 1)
+    steps = t5ckpt.checkpoints_iterator(url, timeout=0, hold_seconds=60)
+
+    def keep():
+        t5ckpt.pin_checkpoint(f'{url}/checkpoint_1') if keeps == 'pin' else next(steps)
+
+    before = keys(open_storage(url))
+    if when == 'before':
+        keep()
+    acting = Acting(open_storage(url), when, None if when == 'before' else keep, after=when == 'after replace')
+    with checkpointer(acting) as ck:
+        with pytest.raises(StepKeptError, match='was not replaced'):
+            ck.save(state(2), step=1, overwrite=True)
+        assert acting.act is None
+    assert value_of(url) == 1
+    assert keys(open_storage(url)) - {'PINNED'} == before
+    assert t5ckpt.verify(url, full=True).ok
+    t5ckpt.unpin_checkpoint(f'{url}/checkpoint_1')
+    steps.close()
+    assert save(url, 2, overwrite=True).step == 1
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+def test_readers_at_each_operation(url, tmp_path):
+    """A restore, a verification and a copy between any two requests of an overwrite find the one or the other, whole."""
+    save(url, 1)
+    found = []
+
+    class Watched(FaultyStorage):
+        def _count(self, name, key):
+            super()._count(name, key)
+            copy = tmp_path / str(len(found))
+            t5ckpt.copy_checkpoint(url, copy)
+            found.append(value_of(url))
+            assert t5ckpt.verify(url, full=True).ok
+            assert t5ckpt.verify(copy, full=True).ok
+            assert value_of(copy) == found[-1]
+            assert not list(copy.glob('checkpoint_1/t5ckpt.*.json'))
+
+    with checkpointer(Watched(open_storage(url))) as ck:
+        ck.save(state(2), step=1, overwrite=True)
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
+
+
+@pytest.mark.parametrize('reads', ['a chunk', 'an array'])
+def test_a_reader_over_the_swap(run, reads):
+    save(run, 1)
+    view = t5ckpt.open_checkpoint(run)
+    save(run, 2, overwrite=True)
+    with pytest.raises(CheckpointNotFoundError, match=r'was replaced while it was being read. Open it again'):
+        view['w'][:1] if reads == 'a chunk' else view['w'].get()
+    assert t5ckpt.open_checkpoint(run)['w'][0, 0] == 2
+
+
+def test_a_manifest_of_one_checkpoint_with_the_sidecar_of_the_next(url):
+    """A reader that has the old manifest and finds the new sidecar reads both again."""
+    save(url, 1)
+
+    class Late(FaultyStorage):
+        overwritten = False
+
+        def read_with_version(self, key):
+            if key.endswith('t5ckpt.json') and not self.overwritten:
+                self.overwritten = True
+                save(url, 2, overwrite=True)
+            return self._inner.read_with_version(key)
+
+    with checkpointer(Late(open_storage(url))) as ck:
+        assert ck.restore(1)['n'] == 2
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+class Applied(FaultyStorage):
+    """Fails an operation after it was applied: its reply is lost."""
+
+    def _late(self, operation, name, key, *arguments):
+        index, operations = len(self.operations), self.operations
+        self.operations = []
+        fail_at, self._fail_at = self._fail_at, None
+        try:
+            found = operation(key, *arguments)
+        finally:
+            self.operations, self._fail_at = operations, fail_at
+        assert len(operations) == index
+        self._count(name, key)
+        return found
+
+    def write(self, key, data):
+        self._late(super().write, 'write', key, data)
+
+    def replace(self, key, data, version):
+        return self._late(super().replace, 'replace', key, data, version)
+
+    def delete_file(self, key):
+        self._late(super().delete_file, 'delete_file', key)
+
+
+def operations_of(kind):
+    url = f'memory://{uuid.uuid4().hex}/run'
+    save(url, 1)
+    storage = kind(open_storage(url))
+    save(storage, 2, overwrite=True)
+    return len(storage.operations)
+
+
+@pytest.mark.parametrize('kind', [FaultyStorage, Applied])
+@pytest.mark.parametrize('sticky', [False, True])
+def test_a_failure_at_each_operation(kind, sticky, caplog):
+    """The step is the old checkpoint or the new one, whole; what is left over goes with the next save."""
+    caplog.set_level(logging.CRITICAL, 't5ckpt')
+    count, found = operations_of(kind), []
+    for fail_at in range(count):
+        url = f'memory://{uuid.uuid4().hex}/run'
+        save(url, 1)
+        clean = keys(open_storage(url))
+        storage = kind(open_storage(url), fail_at, sticky=sticky)
+        try:
+            saved = save(storage, 2, overwrite=True) is not None
+        except StorageError:
+            saved = False
+        value = value_of(url)
+        found.append(value)
+        assert value == 2 or not saved
+        assert t5ckpt.verify(url, full=True).ok, storage.operations[fail_at]
+        assert t5ckpt.all_steps(url) == [1]
+        # The process has ended; another one saves the next step.
+        collect_leftovers(open_storage(url), FakeClock(2**31))
+        assert value_of(url) == value
+        left = keys(open_storage(url))
+        assert len(left) == len(clean), (storage.operations[fail_at], left)
+        report = t5ckpt.verify(url, full=True)
+        assert report.ok
+        assert not report.notes
+        assert not leases(open_storage(url))
+    assert set(found) == {1, 2}
+
+
+def _killed(url, at):
+    """An overwrite that ended at its n-th operation, and its lease with it."""
+    save(url, 1)
+    with contextlib.suppress(StorageError):
+        save(FaultyStorage(open_storage(url), at, sticky=True), 2, overwrite=True)
+    return open_storage(url)
+
+
+def _manifest_put(url):
+    save(url, 1)
+    storage = FaultyStorage(open_storage(url))
+    save(storage, 2, overwrite=True)
+    return [name for name, _ in storage.operations].index('replace')
+
+
+@pytest.mark.parametrize('then', ['skip', 'overwrite', 'delete', 'keep_dataset_checkpoints'])
+def test_the_lease_of_a_killed_overwrite_is_taken_over(url, then):
+    """Whatever takes it over, its leftovers go."""
+    at = _manifest_put(f'memory://{uuid.uuid4().hex}/run')
+    storage = _killed(url, at)
+    assert any(key.startswith('t5ckpt-') for key in keys(storage))
+    assert read_owner(storage, *leases(storage)).replaces
+    if then == 'delete':
+        with checkpointer(url) as ck:
+            ck.delete(1)
+    elif then == 'keep_dataset_checkpoints':
+        with checkpointer(url, dataset_iterator=Position(), keep_dataset_checkpoints=1) as ck:
+            ck.save(state(4), step=4)
+    else:
+        save(url, 3, overwrite=then == 'overwrite')
+    save(url, 5, step=5)
+    if then == 'delete':
+        assert not keys(storage)
+    else:
+        assert value_of(url) == (3 if then == 'overwrite' else 1)
+        assert t5ckpt.verify(url, 1, full=True).notes == ()
+    assert not leases(storage)
+
+
+def test_leftovers_stay_while_a_reader_holds_the_step(url):
+    storage = _killed(url, _manifest_put(f'memory://{uuid.uuid4().hex}/run') + 1)
+    before = keys(storage)
+    steps = t5ckpt.checkpoints_iterator(url, timeout=0, hold_seconds=60)
+    assert next(steps) == 1
+    save(url, 5, step=5)
+    assert keys(storage) == before
+    steps.close()
+    save(url, 6, step=6)
+    assert keys(storage) < before
+    assert t5ckpt.verify(url, 1, full=True).notes == ()
+
+
+# --- two writers ------------------------------------------------------------------------------------------------------
+
+
+def test_two_overwriters(run, caplog):
+    """One stalls until its lease expires and another has overwritten the step: the manifest is no longer the one it read."""
+    save(run, 1)
+
+    class Stalled(FaultyStorage):
+        def replace(self, key, data, version):
+            # After the last look at the lease.
+            (name,) = leases(self)
+            lease = self.read(name)
+            self.delete_file(name)
+            with other:
+                assert other.save(state(2), step=1, overwrite=True).step == 1
+            self.write(name, lease)
+            return super().replace(key, data, version)
+
+    other = Checkpointer(state(0), checkpoints_dir=Unlocked(open_storage(run)), **OPTIONS)
+    assert save(Stalled(open_storage(run)), 3, overwrite=True) is None
+    assert value_of(run) == 2
+    assert t5ckpt.verify(run, full=True).ok
+    assert 'was replaced or deleted by another program' in caplog.text
+
+
+class Unlocked(FaultyStorage):
+    """As in another process, which does not see the locks of this one."""
+
+    def try_lock(self, key):
+        return self._inner.try_lock(f'other/{key}')
+
+
+def test_a_store_that_refuses(url):
+    save(url, 1)
+
+    class Refusing(FaultyStorage):
+        def replace(self, key, data, version):
+            raise AccessDeniedError(13, 'refused')
+
+    before = keys(open_storage(url))
+    with pytest.raises(AccessDeniedError):
+        save(Refusing(open_storage(url)), 2, overwrite=True)
+    assert keys(open_storage(url)) == before
+    assert not leases(open_storage(url))
+
+
+def test_an_old_manifest_that_cannot_be_written_back(url):
+    """A pin came just before the manifest was replaced, and the store fails then: the new checkpoint stays, and is pinned."""
+    save(url, 1)
+    t5ckpt_pin = f'{url}/checkpoint_1'
+
+    class Failing(FaultyStorage):
+        puts = 0
+
+        def replace(self, key, data, version):
+            self.puts += 1
+            if self.puts == 2:
+                raise StorageError(5, 'injected')
+            found = super().replace(key, data, version)
+            t5ckpt.pin_checkpoint(t5ckpt_pin)
+            return found
+
+    with pytest.raises(StorageError, match=r'is pinned.* could not be written back: .*injected'):
+        save(Failing(open_storage(url)), 2, overwrite=True)
+    assert value_of(url) == 2
+    save(url, 3, step=3)
+    assert value_of(url) == 2
+    assert t5ckpt.verify(url, 1, full=True).notes == ()
+    assert t5ckpt.is_pinned_checkpoint(t5ckpt_pin)
+
+
+def test_a_damaged_manifest_keeps_the_leftovers(url, caplog):
+    storage = _killed(url, _manifest_put(f'memory://{uuid.uuid4().hex}/run'))
+    storage.write('checkpoint_1/checkpoint', storage.read('checkpoint_1/checkpoint') + b'\0')
+    before = keys(storage)
+    save(url, 5, step=5)
+    assert keys(storage) == before
+    assert 'no t5ckpt.json with the checksum of its manifest' in caplog.text
+    with pytest.raises(T5CkptError):
+        value_of(url)

@@ -44,7 +44,6 @@ __all__ = [
     'Leftover',
     'ReadLease',
     'WriteLeaseName',
-    'array_dirs',
     'busy_key',
     'damaged_dir',
     'dataset_prefix',
@@ -85,7 +84,6 @@ SIDECAR = 't5ckpt.json'
 PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds'
-_OF_OURS = (f'{TRAIN_DS_PREFIX}-', 'integrity.', 't5ckpt-', 't5ckpt.')
 STEP_PREFIX = 'checkpoint_'
 INDEX = '.t5ckpt'
 READ_LEASE_PREFIX = 'held_'
@@ -112,9 +110,6 @@ _NESTED_CHUNK = re.compile(r'[0-9]+([./][0-9]+)*')
 _ARRAY_METADATA = '.zarray'
 # Suffixes of files that t5ckpt or TensorStore is writing.
 _PARTIAL = ('.__partial', '.__lock')
-# One component of a file key. Slashes, control characters and leading dots are not written to disk.
-_SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
-_MAX_COMPONENT = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,45 +384,3 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
         return True
     parents = [directory[: match.start()] for match in re.finditer('/', directory)]
     return any(array in arrays and _NESTED_CHUNK.fullmatch(key[len(array) + 1 :]) for array in parents)
-
-
-def array_dirs(names: Iterable[str]) -> dict[str, str]:
-    """Assigns a separate directory to each stored leaf.
-
-    Some names get a suffix from a hash of the leaf's name: those that T5X would map to one directory ('a.b/c' and 'a/b.c'), those
-    that differ only in case (one file on macOS), and those that no file system accepts ('..', 300 letters). Readers take the
-    path from the spec, so they do not depend on this mapping.
-
-    Args:
-      names: leaf names or explicit array names, each with '/' between components.
-
-    Returns:
-      From the name to the directory, without a trailing slash.
-    """
-    ordered = list(names)
-    plain = {name: name.replace('/', '.') for name in ordered}
-    seen: dict[str, int] = {}
-    for text in plain.values():
-        seen[text.casefold()] = seen.get(text.casefold(), 0) + 1
-    return {
-        name: text if seen[text.casefold()] == 1 and _is_safe(text) else _hashed(name, text)
-        for name, text in plain.items()
-    }
-
-
-def _is_safe(text: str) -> bool:
-    return (
-        len(text) <= _MAX_COMPONENT
-        and _SAFE.fullmatch(text) is not None
-        and not text.endswith(('.__lock', '.', ' '))
-        and text.casefold() not in {MANIFEST, SIDECAR, PINNED.casefold(), DATASET_REMOVED.casefold()}
-        and not text.casefold().startswith(_OF_OURS)
-    )
-
-
-def _hashed(name: str, text: str) -> str:
-    cleaned = re.sub(r'[^A-Za-z0-9_.\-]', '_', text).strip('.')[:120]
-    digest = hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]
-    # A directory with the prefix of data iterators would be deleted with their files.
-    start = 'leaf_' if cleaned.casefold().startswith(_OF_OURS) else ''
-    return f'{start}{cleaned or "leaf"}~{digest}'

@@ -27,11 +27,11 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import ParameterInfo
 from t5ckpt.core.text import lines
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.format.array_dirs import array_dirs
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, dtype_from_name, name_of, stored_dtype
-from t5ckpt.format.names import array_dirs
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.planning.write_assignment import HeldShard, WriteAssignment, chunk_shape_for

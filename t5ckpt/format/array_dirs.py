@@ -1,0 +1,59 @@
+"""Names the directories of stored arrays. No files are read or written here."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX
+
+__all__ = ['array_dirs']
+
+# What other files of a step begin with.
+_OF_OURS = (f'{TRAIN_DS_PREFIX}-', 'integrity.', 't5ckpt-', 't5ckpt.')
+# One component of a file key. Slashes, control characters and leading dots are not written to disk.
+_SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
+_MAX_COMPONENT = 200
+
+
+def array_dirs(names: Iterable[str]) -> dict[str, str]:
+    """Assigns a separate directory to each stored leaf.
+
+    Some names get a suffix from a hash of the leaf's name: those that T5X would map to one directory ('a.b/c' and 'a/b.c'), those
+    that differ only in case (one file on macOS), and those that no file system accepts ('..', 300 letters). Readers take the
+    path from the spec, so they do not depend on this mapping.
+
+    Args:
+      names: leaf names or explicit array names, each with '/' between components.
+
+    Returns:
+      From the name to the directory, without a trailing slash.
+    """
+    ordered = list(names)
+    plain = {name: name.replace('/', '.') for name in ordered}
+    seen: dict[str, int] = {}
+    for text in plain.values():
+        seen[text.casefold()] = seen.get(text.casefold(), 0) + 1
+    return {
+        name: text if seen[text.casefold()] == 1 and _is_safe(text) else _hashed(name, text)
+        for name, text in plain.items()
+    }
+
+
+def _is_safe(text: str) -> bool:
+    return (
+        len(text) <= _MAX_COMPONENT
+        and _SAFE.fullmatch(text) is not None
+        and not text.endswith(('.__lock', '.', ' '))
+        and text.casefold() not in {MANIFEST, SIDECAR, PINNED.casefold(), DATASET_REMOVED.casefold()}
+        and not text.casefold().startswith(_OF_OURS)
+    )
+
+
+def _hashed(name: str, text: str) -> str:
+    cleaned = re.sub(r'[^A-Za-z0-9_.\-]', '_', text).strip('.')[:120]
+    digest = hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]
+    # A directory with the prefix of data iterators would be deleted with their files.
+    start = 'leaf_' if cleaned.casefold().startswith(_OF_OURS) else ''
+    return f'{start}{cleaned or "leaf"}~{digest}'

@@ -7,12 +7,12 @@ BIN := $(VENV)/bin
 # Set to run part of the tests: make test ARGS='tests/pages/test_readme.py -k notebook'
 ARGS ?=
 
-.PHONY: help demo test test-fast lint format bench fuzz soak docs transformers constraints clean
+.PHONY: help demo test test-all test-slow lint format bench fuzz soak docs transformers constraints clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo         train a tiny T5, kill it, resume it, look at its checkpoints (a minute or two)'
-	@echo 'make test         all tests                     make test-fast    without those marked slow'
+	@echo 'make test         tests that take seconds       make test-all     all tests (make test-slow: the others)'
 	@echo 'make lint         ruff, import-linter, pyright            make format       rewrite the sources with ruff'
 	@echo 'make transformers two versions, which tests of exports to Hugging Face compute with'
 	@echo 'make soak         faults at random for 30 minutes, then power cuts'
@@ -23,16 +23,30 @@ help:
 demo: $(VENV)/installed-docs
 	$(BIN)/python examples/demo.py
 
-# Tests that start several processes have time-outs, so they come alone; 5 is pytest's "no test chosen".
+# 5 is pytest's "no test chosen", as with ARGS that name a slow test alone.
 PYTEST := $(BIN)/python -m pytest
 ALONG := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/installed-test
-	$(PYTEST) $(ALONG) -m 'not multiprocess' $(ARGS) || test $$? -eq 5
-	$(PYTEST) -m multiprocess $(ARGS) || test $$? -eq 5
+define fast_tests
+	$(PYTEST) $(ALONG) -m 'not slow' $(ARGS) || test $$? -eq 5
+endef
 
-test-fast: $(VENV)/installed-test
-	$(PYTEST) $(ALONG) -m 'not slow' $(ARGS)
+# Slow tests that start several processes have time-outs, so they come alone.
+define slow_tests
+	$(PYTEST) $(ALONG) -m 'slow and not multiprocess' $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m 'slow and multiprocess' $(ARGS) || test $$? -eq 5
+endef
+
+test: $(VENV)/installed-test
+	$(fast_tests)
+	@echo 'make test leaves out the tests marked slow: crashes, hostile files, large libraries. make test-all runs them, too.'
+
+test-slow: $(VENV)/installed-test
+	$(slow_tests)
+
+test-all: $(VENV)/installed-test
+	$(fast_tests)
+	$(slow_tests)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -81,7 +81,8 @@ $(BIN)/python:
 
 # Modules are compiled when first imported, which is less than pip compiling all of them.
 define install
-	@echo 'installing t5ckpt[$(EXTRAS)] into $(VENV)'
+	@echo 'pip downloads t5ckpt[$(EXTRAS)] and what it needs, such as JAX and Flax, into $(VENV). It prints nothing meanwhile;'
+	@echo 'that takes some minutes the first time, and is left out the next time.'
 	@pins=constraints/py$$($(BIN)/python -c 'import sys; print("%d%d" % sys.version_info[:2])').txt; \
 	if test -f $$pins; then set -- -c $$pins; \
 	else set --; echo "no $$pins: taking the newest versions, which nobody has tried"; fi; \
@@ -89,7 +90,7 @@ define install
 	@touch $@
 endef
 
-$(VENV)/installed-docs: EXTRAS := docs
+$(VENV)/installed-docs: EXTRAS := cli,docs
 $(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,site,test$(PEERS)
 $(VENV)/installed-fuzz: EXTRAS := cli,docs,hf,notebook,orbax,site,test,fuzz
 $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python

@@ -7,6 +7,8 @@ Exits with 1 if the resumed run differs from the killed one in a single bit of a
 
 import argparse
 import json
+import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import t5ckpt
 
 TRAINER = Path(__file__).with_name('train_t5.py')
 WEIGHT = 'params/token_embedder/embedding'
-PRINTABLE = slice(ord(' ') + 3, ord('~') + 4)  # the rows of the bytes one can see; 3 rows come before byte 0
+LETTERS = slice(ord('a') + 3, ord('z') + 4)  # rows of the embedding; 3 rows come before byte 0
 PATIENCE = 300.0  # seconds for the trainer to get to the step where it is killed
 
 
@@ -32,7 +34,7 @@ def read_losses(run_dir: Path) -> list[tuple[int, str]]:
 
 def train(args: argparse.Namespace, kill_at: int | None = None) -> None:
     """Runs the trainer to its end, or until it has logged step `kill_at`."""
-    options = ['--steps', str(args.steps), '--save-every', str(args.save_every)]
+    options = ['--steps', str(args.steps), '--save-every', str(args.save_every), '--eval-every', str(args.save_every)]
     with subprocess.Popen([sys.executable, str(TRAINER), str(args.run_dir), *options]) as trainer:
         deadline = time.monotonic() + PATIENCE
         while kill_at is not None and trainer.poll() is None and time.monotonic() < deadline:
@@ -69,31 +71,52 @@ def list_checkpoints(run_dir: Path) -> None:
         print(f'  step {step:4}   {size / 1e6:6.2f} MB in {len(files)} files')
 
 
-def plot(run_dir: Path) -> Path:
-    """Draws the printable characters' embeddings and how they moved; only the chunks that hold them are read."""
+def plot(run_dir: Path, before: list[tuple[int, str]], after: list[tuple[int, str]]) -> Path:
+    """Draws the losses before and after the kill, and how the embeddings of a to z moved; reads only their chunks."""
     import matplotlib as mpl
 
     mpl.use('Agg')  # a file, no window
     from matplotlib import pyplot as plt
 
+    figure, (curves, weight) = plt.subplots(1, 2, figsize=(15, 6.5), layout='constrained', width_ratios=(1, 1.2))
+    for label, losses, style in (
+        ('killed run', before, {'color': '#f4a261', 'linewidth': 6}),
+        ('resumed run', after, {'color': '#1d3557', 'linewidth': 1.5}),
+    ):
+        curves.plot([step for step, _ in losses], [float.fromhex(loss) for _, loss in losses], label=label, **style)
+    curves.axvline(before[-1][0], color='#c1121f', linestyle='--', label='SIGKILL')
+    curves.axvline(after[0][0], color='#6c757d', linestyle=':', label='restored checkpoint')
+    curves.set(title='The loss over the kill', xlabel='step', ylabel='loss in nats per token')
+    curves.legend()
+
     first, *_, last = t5ckpt.all_steps(run_dir)
-    before, now = (t5ckpt.open_checkpoint(run_dir, step)[WEIGHT][PRINTABLE] for step in (first, last))
-    figure, panels = plt.subplots(1, 2, figsize=(14, 9), sharey=True, layout='constrained')
-    titles = (f'{WEIGHT} at step {last}', f'what changed since step {first}')
-    for axes, title, values in zip(panels, titles, (now, now - before), strict=True):
-        limit = abs(values).max()
-        image = axes.imshow(values, cmap='RdBu_r', vmin=-limit, vmax=limit, aspect='auto', interpolation='nearest')
-        axes.set(title=title, xlabel='dimension')
-        figure.colorbar(image, fraction=0.04)
-    characters = [chr(ord(' ') + row) for row in range(len(now))]
-    panels[0].set_yticks(range(len(now)), characters, fontsize=6, family='monospace')
-    path = run_dir / 'embedding.png'
+    old, new = (t5ckpt.open_checkpoint(run_dir, step)[WEIGHT][LETTERS] for step in (first, last))
+    change = new - old
+    limit = abs(change).max()
+    image = weight.imshow(change, cmap='RdBu_r', vmin=-limit, vmax=limit, aspect='auto', interpolation='nearest')
+    weight.set(title=f'{WEIGHT}: change from step {first} to {last}', xlabel='dimension', ylabel='byte')
+    weight.set_yticks(range(len(change)), 'abcdefghijklmnopqrstuvwxyz', fontsize=11, family='monospace')
+    figure.colorbar(image, label='change of the weight')
+    path = run_dir / 'demo.png'
     figure.savefig(path, dpi=100)
     return path
 
 
+def suggest(run_dir: Path) -> None:
+    """Prints commands that look at the run of the demo, and one that continues it."""
+    python, command = (os.path.relpath(Path(sys.executable).with_name(name)) for name in ('python', 't5ckpt'))
+    first, *_, last = (os.path.join(run_dir, f'checkpoint_{step}') for step in t5ckpt.all_steps(run_dir))
+    steps = t5ckpt.latest_step(run_dir) + 50
+    for words in (
+        [command, 'ls', str(run_dir)],
+        [command, 'diff', first, last, '--top', '5'],
+        [python, os.path.relpath(TRAINER), str(run_dir), '--steps', str(steps)],
+    ):
+        print(f'   {shlex.join(words)}')
+
+
 def main() -> None:
-    """Trains, kills, resumes, compares, lists, plots."""
+    """Trains, kills, resumes, compares, lists, plots, suggests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run_dir', type=Path, nargs='?', default=Path('demo_run'))
     parser.add_argument('--steps', type=int, default=100)
@@ -112,13 +135,17 @@ def main() -> None:
     train(args)
 
     print('3. Losses before the kill and after it')
-    compare(before, read_losses(args.run_dir)[len(before) :])
+    after = read_losses(args.run_dir)[len(before) :]
+    compare(before, after)
 
     print(f'4. Checkpoints in {args.run_dir}')
     list_checkpoints(args.run_dir)
 
-    print('5. One weight')
-    print(f'   {plot(args.run_dir)}')
+    print('5. A picture of both loss curves, and of one weight')
+    print(f'   {plot(args.run_dir, before, after)}')
+
+    print('6. What to try next: list the checkpoints, compare two of them, train on')
+    suggest(args.run_dir)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
 """The demo as `make demo` runs it, in its own directory."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,14 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert 'every loss equal to the last bit' in done.stdout
     assert [line.split()[1] for line in done.stdout.splitlines() if ' MB in ' in line] == ['16', '20', '24']
-    assert (tmp_path / 'run' / 'embedding.png').read_bytes().startswith(PNG)
+    assert (tmp_path / 'run' / 'demo.png').read_bytes().startswith(PNG)
+    assert 'Warning' not in done.stderr
+    # What it suggests at its end works where it was typed; diff answers with 1: the checkpoints differ.
+    suggested = [shlex.split(line) for line in done.stdout.partition('6. What to try next')[2].splitlines()[1:]]
+    assert [words[1] for words in suggested[:2]] == ['ls', 'diff']
+    assert Path(suggested[2][1]).samefile(ROOT / 'examples' / 'train_t5.py')
+    for words, code in zip(suggested[:2], (0, 1), strict=True):
+        assert subprocess.run(words, env=env, capture_output=True, check=False).returncode == code
     # Its names are T5X's, so that what docs/hugging-face.md says can be tried on it.
     report = t5ckpt.export_hf(tmp_path / 'run', tmp_path / 'model')
     assert report.kind == 't5'

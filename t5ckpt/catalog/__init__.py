@@ -1,1 +1,1 @@
-"""Which checkpoints exist: locate, list, the index of steps on object stores, summaries, foreign layouts."""
+"""Finds checkpoints: locating, listing, the index of steps on object stores, summaries, foreign layouts."""

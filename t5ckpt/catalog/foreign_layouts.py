@@ -1,4 +1,4 @@
-"""Recognises directories of other programs, and names them with their steps and the program that reads them."""
+"""Recognises directories and files of other programs, for error messages that say how to read them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 _log = logging.getLogger('t5ckpt')
 
 _STEP = re.compile(r'(?:step[_-])?([0-9]+)')
-# What a directory is known by, the first that matches one of its names; for single checkpoints and files.
+# A directory is described by the first pattern that matches one of the names in it.
 _MARKS = (
     (
         r'\.metadata|.*\.distcp',
@@ -42,7 +42,7 @@ _MARKS = (
     (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
     (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
 )
-# The same for the directory of a step, by the files in it.
+# The same for the directory of a step: the files that it contains, a description, and how to read it.
 _STEP_MARKS = (
     (
         {'.metadata'},
@@ -54,7 +54,7 @@ _STEP_MARKS = (
 )
 
 
-# What a single file is known by, before it is read: it may be large.
+# A file is recognised by its name, because it may be too large to read.
 _FILES = (
     (
         ('.safetensors', '.safetensors.index.json'),
@@ -72,12 +72,12 @@ _FILES = (
 
 
 def foreign_file(name: str) -> str | None:
-    """What a file of this name is, and what reads it, for the end of a sentence; None for what may be a manifest."""
+    """Describes a file of another program by its name, with a cure, to end a sentence; None for a possible manifest."""
     return next((f'{what}, not a checkpoint: {cure}' for ends, what, cure in _FILES if name.endswith(ends)), None)
 
 
 def not_a_run(storage: Storage) -> T5CkptError:
-    """The error of a path that is to be a run's directory and is none: a file is named with what reads it."""
+    """The error for a path that is not the directory of a run; for a file it says which program reads it."""
     where = storage.url()
     if storage.kind('') is None:
         return CheckpointNotFoundError(f'{where}: there is no such directory.')
@@ -88,9 +88,9 @@ def not_a_run(storage: Storage) -> T5CkptError:
 
 
 def foreign_layout(storage: Storage) -> str | None:
-    """What a storage's root looks like, for the end of a sentence; None for what is not known.
+    """Describes the layout of a storage's root, to end a sentence; None for an unknown layout.
 
-    Looks at names only, in the directory and in one that is named like a step.
+    Compares only names: those in the directory, and those in the latest directory that is named like a step.
     """
     entries = storage.entries()
     steps = {entry.name: int(match[1]) for entry in entries if entry.is_dir and (match := _STEP.fullmatch(entry.name))}
@@ -107,12 +107,12 @@ def foreign_layout(storage: Storage) -> str | None:
 
 
 def model_file(storage: Storage) -> str | None:
-    """The file by which the safetensors model in a directory is opened; None where there is none."""
+    """The file with which the safetensors model in a directory is opened; None without a model."""
     return next((name for name in WHOLE_NAMES if storage.is_file(name)), None)
 
 
 def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
-    """The error of a directory without a checkpoint: what it holds, and which of its files can be read."""
+    """The error for a directory without a checkpoint; it lists the contents and names a file that can be read."""
     model = model_file(storage)
     cure = 'Check the path.' if model is None else f'Give the path of the file: {storage.url(model)}'
     return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {_contents_text(storage)}. {cure}')
@@ -130,12 +130,12 @@ def _contents_text(storage: Storage) -> str:
 
 
 def unread_contents(storage: Storage) -> str | None:
-    """What a run without a step holds that looks like one, for the end of a sentence; None where there is nothing."""
+    """Describes the steps in a run that t5ckpt does not read, to end a sentence; None if there are none."""
     known = foreign_layout(storage)
     if known is not None:
         return f'it looks like {known}'
     if not storage.renames:
-        # What a save left that was stopped lies there under the step's own name.
+        # On object stores, interrupted saves leave files under the name of the step.
         return None
     names = [entry.name for entry in storage.entries() if parse_step_dir(entry.name) is not None]
     holding = [name for name in names if storage.kind(name) == 'file' or storage.entries(name)]
@@ -143,7 +143,7 @@ def unread_contents(storage: Storage) -> str | None:
 
 
 class CheckpointTypes(enum.Enum):
-    """What T5X calls the formats that its programs meet (t5x/checkpoint_utils.py)."""
+    """T5X's names of checkpoint formats (t5x/checkpoint_utils.py)."""
 
     ORBAX = 'ORBAX'
     T5X = 'T5X'
@@ -160,15 +160,15 @@ def detect_checkpoint_type(
 
     Args:
       checkpoint_path: its file ``checkpoint``, or the directory of a step.
-      expected: the log says so where the format is another; nothing is raised.
+      expected: another format than this one is logged as a warning.
       storage_options: see docs/storage.md.
 
     Returns:
-      ORBAX where a ``_METADATA`` lies beside the file, T5X_TF for the state file of a TensorFlow checkpoint, else T5X.
+      ORBAX if the directory has a file ``_METADATA``, T5X_TF for the state file of a TensorFlow checkpoint, else T5X.
 
     Raises:
       CheckpointNotFoundError: there is no such file.
-      UnsupportedFormatError: the file holds neither that nor one whole msgpack map.
+      UnsupportedFormatError: the file is neither a state file of TensorFlow nor one complete msgpack map.
     """
     parent, name = split_path(checkpoint_path)
     storage = open_storage(parent, storage_options)
@@ -189,7 +189,7 @@ def _type_of(storage: Storage, name: str) -> CheckpointTypes:
         return CheckpointTypes.T5X_TF
     if not is_whole(data):
         raise UnsupportedFormatError(
-            f'{storage.url(name)} is neither one whole msgpack map nor the state file of a TensorFlow checkpoint, so its '
-            'format is not known. Check the path, or copy the checkpoint again.'
+            f'{storage.url(name)} is neither one complete msgpack map nor the state file of a TensorFlow checkpoint, so its '
+            'format is unknown. Check the path, or copy the checkpoint again.'
         )
     return CheckpointTypes.T5X

@@ -1,14 +1,15 @@
-"""In which layout a step of a run is stored: the one place that decides it, for every finder and every save.
+"""Determines the layout in which a step of a run is stored, for all listings, restores and saves.
 
-    t5x     ``checkpoint_<step>/checkpoint`` is a whole T5X manifest; what t5ckpt and T5X's own checkpointer write
+    t5x     ``checkpoint_<step>/checkpoint`` is a complete T5X manifest; written by t5ckpt and T5X's own checkpointer
     orbax   ``checkpoint_<step>`` as T5X writes it through Orbax, or ``<step>`` of an Orbax CheckpointManager,
             with its ``step_prefix`` and its padding; on Google's storage with ``commit_success.txt``
     flax    ``checkpoint_<step>`` is a file, as ``flax.training.checkpoints`` writes it
-    t5x-padded  as the first, with zeros before the number in the name; T5X lists it and writes none
+    t5x-padded  as t5x, with leading zeros in the number; T5X lists such steps but does not write them
 
-All are listed and restored. Only steps of the first are written, replaced, pruned or repaired.
+Steps in all layouts are listed and restored. Only steps in the layout t5x are written, replaced, pruned or repaired.
 
-Notes: a directory costs one read of its manifest and, where there is none, a look for five names. Loads no TensorStore.
+Notes: costs one read of the manifest for each directory and, without a manifest, a check for five names. Does not load
+TensorStore.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ __all__ = [
 ]
 
 T5X, ORBAX, FLAX, PADDED = 't5x', 'orbax', 'flax', 't5x-padded'
-# Larger manifests are taken to be whole: a listing must not read gigabytes.
+# Larger manifests count as complete without being read, because a listing must not read gigabytes.
 _WALKED_BYTES = 64 * 2**20
-# Orbax's older layout is Flax msgpack in which each array is this text.
+# In Orbax's older layout, this text replaces each array in Flax msgpack.
 _PLACEHOLDER = b'PLACEHOLDER://'
-# Items of a step one of which is a tree.
+# The usual names of the item that holds the tree.
 _ITEMS = ('state', 'default')
-# Orbax writes it last, and waits for it on Google's storage, where it writes a step in place.
+# Orbax writes this file last on Google's storage, where it writes a step in place.
 _COMMITTED = 'commit_success.txt'
 _ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
 
@@ -74,9 +75,9 @@ class ListedStep:
 
     Attributes:
       step: its number.
-      name: of its directory, or of its file in Flax's layout, below the run.
+      name: of its directory, or of its file in Flax's layout, in the run's directory.
       layout: ``'t5x'``, ``'orbax'``, ``'flax'`` or ``'t5x-padded'``.
-      manifest: the file to decode, in :attr:`directory`; '' where there is none, in Orbax's newer layout.
+      manifest: the file to decode, in :attr:`directory`; '' in Orbax's newer layout, which has none.
     """
 
     step: int
@@ -86,12 +87,12 @@ class ListedStep:
 
     @property
     def directory(self) -> str:
-        """The directory that the step's files lie in, a key of the run's storage; '' for a single file."""
+        """The directory of the step's files, a key of the run's storage; '' for a single file."""
         return '' if self.layout == FLAX else self.name
 
     @property
     def is_t5x(self) -> bool:
-        """Whether it is in T5X's layout, so that t5ckpt may replace and delete it."""
+        """Whether the step is in T5X's layout, so that t5ckpt may replace and delete it."""
         return self.layout == T5X
 
 
@@ -100,8 +101,8 @@ class Listing:
     """The steps of a run.
 
     Attributes:
-      steps: those that are complete, ascending, in whichever layout.
-      unreadable: why a name that is a step's cannot be looked at.
+      steps: the complete steps, ascending, in any layout.
+      unreadable: the error of each step whose files could not be inspected, by name.
     """
 
     steps: tuple[ListedStep, ...]
@@ -112,7 +113,7 @@ class Listing:
         """The numbers of the steps.
 
         Raises:
-          T5CkptError: one cannot be looked at. To leave it out would make the run seem shorter than it is.
+          T5CkptError: a step could not be inspected. Without it the run would seem shorter than it is.
         """
         for error in self.unreadable.values():
             raise error
@@ -123,7 +124,7 @@ class Listing:
         """The step with the largest number.
 
         Raises:
-          T5CkptError: one with a larger number cannot be looked at.
+          T5CkptError: a step with a larger number could not be inspected.
         """
         last = self.steps[-1] if self.steps else None
         for name, error in self.unreadable.items():
@@ -133,13 +134,13 @@ class Listing:
 
 
 def other_layout(where: str, layout: str, refused: str, cure: str) -> UnsupportedFormatError:
-    """The error of what t5ckpt does only with steps in T5X's layout.
+    """The error of an operation that t5ckpt does only on steps in T5X's layout.
 
     Args:
       where: the step.
       layout: its layout.
-      refused: what is not done with it, beginning with 'which' or the like, without a full stop.
-      cure: what to do instead; of a step with zeros in its name another one is given.
+      refused: a relative clause that names the operation, such as 'which are not pruned', without a full stop.
+      cure: the last sentence, which is replaced for a step with leading zeros in its name.
     """
     padded = parse_padded_step(where.rpartition('/')[2])
     if layout == PADDED and padded is not None:
@@ -148,26 +149,26 @@ def other_layout(where: str, layout: str, refused: str, cure: str) -> Unsupporte
 
 
 def orbax_marks(directory: str) -> list[str]:
-    """The files one of which every directory of Orbax has: a tree's, or those of items one of which is a tree."""
+    """Files of which each Orbax directory has at least one: those of a tree, or of the item with the tree."""
     marks = [*_ORBAX_MARKERS, *(f'{item}/_METADATA' for item in _ITEMS)]
     return [join(directory, mark) for mark in marks]
 
 
 def is_orbax(storage: Storage, directory: str) -> bool:
-    """Whether a directory looks like Orbax's."""
+    """Whether a directory contains one of :func:`orbax_marks`."""
     return any(storage.are_files(orbax_marks(directory)))
 
 
 def has_placeholder(manifest: bytes) -> bool:
-    """Whether a whole manifest is Orbax's, whose older layout has a text in place of each array."""
+    """Whether a complete manifest is in Orbax's older layout, in which a text replaces each array."""
     return _PLACEHOLDER in manifest
 
 
 def inspect_name(storage: Storage, name: str) -> ListedStep | None:
-    """What lies under a name of the run, if that is a complete step in one of the layouts.
+    """The complete step with this name in the run, in any layout; None if there is none.
 
     Raises:
-      StorageError: it cannot be looked at.
+      StorageError: its files cannot be inspected.
     """
     step = parse_step_name(name)
     if step is None:
@@ -197,7 +198,7 @@ def _inspect_prefixed(storage: Storage, name: str) -> ListedStep | None:
 
 
 def _is_prefixed(storage: Storage, name: str) -> bool:
-    """Whether what has a name with a prefix is a step of Orbax; mostly it is something else, which nobody may have to read."""
+    """Whether a directory with a prefix in its name is a step of Orbax; one that may not be read counts as another directory."""
     try:
         return is_orbax(storage, name) and _is_committed(storage, name)
     except StorageError as error:
@@ -207,14 +208,14 @@ def _is_prefixed(storage: Storage, name: str) -> bool:
 
 
 def _is_committed(storage: Storage, directory: str) -> bool:
-    """Whether Orbax has written the whole of a directory; where it can rename, it shows no other."""
+    """Whether Orbax has written a directory completely; on storages with rename, directories of Orbax are always complete."""
     if not storage.orbax_commits:
         return True
     return any(storage.are_files([join(directory, item, _COMMITTED) for item in ('', *_ITEMS)]))
 
 
 def inspect_all(storage: Storage) -> Listing:
-    """The steps of a run on a disk, and what cannot be looked at."""
+    """The steps of a run on a file system, and the errors of those that could not be inspected."""
     found: list[ListedStep] = []
     unreadable: dict[str, T5CkptError] = {}
     for entry in storage.entries():
@@ -230,7 +231,7 @@ def inspect_all(storage: Storage) -> Listing:
 
 
 def inspect_step(storage: Storage, step: int) -> ListedStep | None:
-    """A complete step by its number: under the usual names at once, else, with a prefix or zeros, by a listing."""
+    """The complete step with a number. Names with a prefix or leading zeros take a listing, on file systems only."""
     for name in (step_dir(step), str(step)):
         found = inspect_name(storage, name)
         if found is not None:
@@ -239,7 +240,7 @@ def inspect_step(storage: Storage, step: int) -> ListedStep | None:
 
 
 def inspect_others(storage: Storage, step: int) -> ListedStep | None:
-    """A step on a disk that has a prefix or zeros in its name, as Orbax's ``step_prefix`` and padding make them."""
+    """A step on a file system with a prefix or zeros in its name, from Orbax's ``step_prefix`` and padding."""
     known = (step_dir(step), str(step))
     names = [entry.name for entry in storage.entries() if entry.name not in known]
     others = [name for name in names if parse_prefixed_step(name) == step]
@@ -247,7 +248,7 @@ def inspect_others(storage: Storage, step: int) -> ListedStep | None:
 
 
 def _map_file(storage: Storage, key: str) -> bytes | None:
-    """A file that is one msgpack map to its end; of a large one nothing is read."""
+    """The bytes of a file that is one complete msgpack map, else None; b'' for a large file, which is not read."""
     if storage.renames:
         size = storage.size(key)
         if size is None:
@@ -257,18 +258,18 @@ def _map_file(storage: Storage, key: str) -> bytes | None:
     try:
         data = storage.read(key)
     except CheckpointNotFoundError:
-        # Deleted by another process since it was listed.
+        # Another process has deleted it since it was listed.
         return None
     return data if is_whole(data) else None
 
 
 def _is_flax_file(storage: Storage, name: str) -> bool:
-    # A bucket tells no sizes, and the file may be large.
+    # The size is unknown on a bucket, and the file may be large.
     return _map_file(storage, name) is not None if storage.renames else storage.is_file(name)
 
 
 def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
-    """Ascending, each number once: where a step is there in two layouts, T5X's counts."""
+    """Sorts steps by number; of a step in two layouts, keeps that in T5X's."""
     by_step: dict[int, ListedStep] = {}
     for each in sorted(found, key=lambda each: (each.step, each.is_t5x)):
         by_step[each.step] = each
@@ -276,17 +277,17 @@ def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
 
 
 def step_around(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> tuple[str, int] | None:
-    """The directory of the step that a storage's root is or lies in, and its number. Costs nothing where no name says so."""
+    """The directory and number of the step that a storage's root is or lies in; no request is made unless a name matches."""
     here = above = storage.url().rstrip('/')
     while '/' in above:
         parent, _, name = above.rpartition('/')
-        # A number alone names a step of Orbax, but mostly something else; on an object store a look is a request.
+        # A number alone may name a step of Orbax, but rarely does, and on an object store a check is a request.
         step = parse_prefixed_step(name) if storage.renames else parse_step_dir(name)
         if step is not None:
-            place = storage if above == here else open_storage(above, storage_options)
-            # TensorFlow's directories have a file of the manifest's name, too.
+            parent_storage = storage if above == here else open_storage(above, storage_options)
+            # TensorFlow's directories have a file with the name of the manifest, too.
             is_named = parse_step_name(name) is not None
-            if (is_named and place.is_file(MANIFEST)) or is_orbax(place, ''):
+            if (is_named and parent_storage.is_file(MANIFEST)) or is_orbax(parent_storage, ''):
                 return above, step
         above = parent
     return None

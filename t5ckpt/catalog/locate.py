@@ -53,14 +53,14 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """A checkpoint that was found.
+    """The location of a checkpoint.
 
     Attributes:
-      storage: whose root is the parent of the checkpoint's directory.
-      directory: the checkpoint's directory, a key of ``storage``; '' when the manifest lies at the root.
-      manifest: the manifest's file name; '' in an Orbax directory, which has none of ours.
+      storage: its root is the parent of the checkpoint's directory.
+      directory: the checkpoint's directory, a key of ``storage``; '' if the manifest is at the root.
+      manifest: the name of the manifest's file; '' in an Orbax directory without one.
       step: from the directory's name, or None.
-      follow_links: symbolic links may lead out of the directory.
+      follow_links: whether symbolic links may lead out of the directory.
     """
 
     storage: Storage
@@ -71,30 +71,30 @@ class Located:
 
     @property
     def url(self) -> str:
-        """The manifest, or the directory in Orbax's case, as a user would write it."""
+        """The path or URL of the manifest, or of the directory without one."""
         return self.storage.url(join(self.directory, self.manifest))
 
 
 def with_links(located: Located, follow_links: bool) -> Located:
-    """The same, with symbolic links that may lead out of its directory; warns where there are no links."""
+    """Sets ``follow_links``; warns on a storage that has no links."""
     if follow_links and located.storage.local_path('') is None:
         warn_caller(NoEffectWarning(no_links_text(located)))
     return dataclasses.replace(located, follow_links=follow_links)
 
 
 def no_links_text(located: Located) -> str:
-    """What to say to ``follow_links`` on a storage without links."""
+    """The warning for ``follow_links`` on a storage without links."""
     return f'follow_links has no effect: {located.storage.url()} is not on a local file system and has no links. Leave it out.'
 
 
 def open_run_storage(
     path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None
 ) -> Storage:
-    """Opens a run's directory; it need not exist. An empty path gives a storage that raises when it is used.
+    """Opens a run's directory, which need not exist. For an empty path, returns a storage that raises when it is used.
 
     Raises:
-      CheckpointNotFoundError: it is a step of a run, or lies in one. What would be saved there would lie within a
-        checkpoint, and go with it.
+      CheckpointNotFoundError: the directory is a step of a run or lies in one, so that its checkpoints would be deleted with
+        that step.
     """
     if isinstance(path, (str, bytes, os.PathLike)) and not os.fspath(path):
         return AbsentStorage()
@@ -104,39 +104,35 @@ def open_run_storage(
 
 
 def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Looks whether a directory that is to be a run's lies in that of a step.
-
-    Raises:
-      CheckpointNotFoundError: it does, or is a step's itself.
-    """
+    """Raises CheckpointNotFoundError if a run's directory is that of a step or lies in one."""
     found = step_around(storage, storage_options)
     if found is not None:
         here, (directory, step) = storage.url().rstrip('/'), found
         what = 'is' if directory == here else f'lies in {directory}, which is'
         raise CheckpointNotFoundError(
-            f'{here} {what} step {step} of a run, and no run. Give the run: {directory.rpartition("/")[0]}'
+            f'{here} {what} step {step} of a run, not a run. Pass the directory of the run: {directory.rpartition("/")[0]}'
         )
 
 
 def steps_in(storage: Storage) -> list[int]:
-    """The complete steps below a storage's root, ascending, in whichever layout."""
+    """The numbers of the complete steps in a run, ascending, in any layout."""
     return listing(storage).numbers
 
 
 def listing(storage: Storage) -> Listing:
-    """The same with the layout of each, and with what cannot be looked at."""
+    """The complete steps in a run, with their layouts, and the errors of those that could not be inspected."""
     if not storage.renames:
         return Listing(tuple(indexed_steps(storage)))
     return inspect_all(storage)
 
 
 def newest(storage: Storage) -> ListedStep | None:
-    """The step with the largest number, in whichever layout, or None."""
+    """The step with the largest number, in any layout, or None."""
     return listing(storage).newest if storage.renames else newest_indexed_step(storage)
 
 
 def dataset_steps_in(storage: Storage) -> list[int]:
-    """Likewise, below a storage's root; on an object store those of complete steps alone."""
+    """The steps with states of data iterators, ascending; on an object store only complete steps."""
     if storage.renames:
         names = [entry.name for entry in storage.entries() if entry.is_dir]
     else:
@@ -150,7 +146,7 @@ def dataset_steps_in(storage: Storage) -> list[int]:
 
 
 def _step_of(name: str) -> int | None:
-    """The step of a directory in T5X's layout, with or without zeros before its number."""
+    """The step of a directory in T5X's layout, with or without leading zeros."""
     step = parse_step_dir(name)
     return parse_padded_step(name) if step is None else step
 
@@ -162,17 +158,17 @@ def locate(
     *,
     tensors: bool = False,
 ) -> Located:
-    """Resolves a path as :func:`find_checkpoint` does, to parts that can be read.
+    """Resolves a path as :func:`find_checkpoint` does, to a location.
 
     Args:
       path: of a run, a step or a file.
-      step: which step, where ``path`` is a run's directory; None takes the latest.
+      step: which step, if ``path`` is a run's directory; None takes the latest.
       storage_options: see docs/storage.md.
-      tensors: also a safetensors file, or a directory without a checkpoint that holds a model of them.
+      tensors: also accepts a safetensors file, or a directory without a checkpoint that has a safetensors model.
 
     Raises:
       ValueError: ``step`` is not an integer of at least 0.
-      CheckpointNotFoundError: with what is there instead.
+      CheckpointNotFoundError: no checkpoint; the message lists the contents of the directory.
     """
     step = given_step(step)
     parent, name = split_path(path)
@@ -182,23 +178,25 @@ def locate(
         foreign = foreign_file(name)
         if foreign is not None and not (tensors and is_safetensors(name)):
             raise UnsupportedFormatError(f'{path} is {foreign}.')
-        # The bare file: its directory is the checkpoint's.
+        # The path is the manifest's file.
         grand, directory = split_path(parent)
         if step is not None and step != _step_of(directory):
-            raise CheckpointNotFoundError(f'{path}: is one checkpoint, not a run: step {step} cannot be taken from it.')
+            raise CheckpointNotFoundError(
+                f'{path} is one checkpoint, not a run with step {step}. Leave step out, or pass the directory of a run.'
+            )
         number = _step_of(directory)
         if number is None:
-            # A file of Flax says it itself.
+            # In Flax's layout the file has the number.
             number = parse_step_dir(name)
         if directory:
             return Located(open_storage(grand, storage_options), directory, name, number)
         return Located(outer, '', name, number)
     if storage.renames and storage.kind('') != 'dir':
-        raise CheckpointNotFoundError(f'{path}: no such file or directory, so no checkpoint.')
+        raise CheckpointNotFoundError(f'{path}: no such file or directory. Check the path.')
     try:
         return _locate_in_dir(storage, outer, name, step)
     except CheckpointNotFoundError:
-        # Looked for last: in a bucket each look is a request, and an export that lies in a run is not what its path means.
+        # Last, because each check is a request on a bucket, and the path of a run does not stand for an export in it.
         file = model_file(storage) if tensors and step is None else None
         if file is None:
             raise
@@ -214,10 +212,10 @@ def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None
 
 
 def _is_run_beside_file(storage: Storage, name: str) -> bool:
-    """Whether a directory with a file ``checkpoint`` is a run all the same, as where T5X goes on from a TensorFlow checkpoint.
+    """Whether a directory with a file ``checkpoint`` is a run, as it is when T5X continues from a TensorFlow checkpoint.
 
-    T5X takes its latest step. On an object store only the state file of TensorFlow is looked behind: to list the steps there
-    costs requests, which most of those who give the directory of a checkpoint would pay for nothing.
+    T5X restores the latest step of such a directory. On an object store, the steps are listed only if the file is the state
+    file of TensorFlow, because a listing costs requests.
     """
     if _step_of(name) is not None:
         return False
@@ -227,13 +225,13 @@ def _is_run_beside_file(storage: Storage, name: str) -> bool:
 
 
 def locate_step(storage: Storage, step: int | None) -> Located:
-    """Finds a step below a run's directory; None takes the latest.
+    """Finds a step in a run's directory; None takes the latest.
 
     Raises:
-      CheckpointNotFoundError: with the steps that are there.
+      CheckpointNotFoundError: with the existing steps.
     """
     if step is not None and storage.is_file(join(step_dir(step), MANIFEST)):
-        # Whole or not: its decoder says what is wrong with it.
+        # A damaged manifest is found, too, so that decoding it raises the error.
         return Located(storage, step_dir(step), MANIFEST, step)
     found = newest(storage) if step is None else inspect_step(storage, step)
     if found is not None:
@@ -241,45 +239,41 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     if storage.renames and storage.kind('') == 'file':
         raise not_a_run(storage)
     if step is None:
-        # A damaged step is opened when there is nothing better.
+        # If all steps are damaged, open one of them, so that decoding it raises the error.
         damaged = max(_damaged_steps(storage), default=None)
         if damaged is not None:
             return Located(storage, step_dir(damaged), MANIFEST, damaged)
         raise no_checkpoint(storage)
     if storage.is_file(MANIFEST):
         raise CheckpointNotFoundError(
-            f'{storage.url()} is one checkpoint, not a run: step {step} cannot be taken from it.'
+            f'{storage.url()} is one checkpoint, not a run with step {step}. Leave step out, or pass the directory of a run.'
         )
     steps = listing(storage).steps
     found = next((each for each in steps if each.step == step), None)
     if found is not None:
-        # On an object store, under a name that only a listing shows.
+        # On an object store, steps with a prefix in their names are found only by a listing.
         return Located(storage, found.directory, found.manifest, found.step)
     shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
     raise CheckpointNotFoundError(
-        f'{storage.url(step_dir(step))}: step {step} is not there, complete steps are: {shown}. Pass one of them, or none to '
-        'take the latest.'
+        f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are: {shown}. Pass one of them, or None '
+        'for the latest.'
     )
 
 
 def has_step(storage: Storage, step: int) -> bool:
-    """Whether a step is there, in whichever layout."""
+    """Whether a step exists, in any layout."""
     return storage.is_file(join(step_dir(step), MANIFEST)) or inspect_step(storage, step) is not None
 
 
 def refuse_within(target: Storage | None, located: Located) -> None:
-    """Keeps a copy from being written into what is copied.
-
-    Raises:
-      ValueError: the target lies in the checkpoint's directory.
-    """
+    """Raises ValueError if the target of a copy is the checkpoint's directory or lies in it."""
     inner = None if target is None else target.local_path('')
     outer = located.storage.local_path(located.directory)
     if inner is None or outer is None:
         return
     inner, outer = os.path.realpath(inner), os.path.realpath(outer)
     if inner == outer or inner.startswith(f'{outer}{os.sep}'):
-        raise ValueError(f'{inner} is inside of the checkpoint {outer} that is to be copied. Write elsewhere.')
+        raise ValueError(f'{inner} is inside the checkpoint to copy, {outer}. Pass another target.')
 
 
 def _damaged_steps(storage: Storage) -> list[int]:

@@ -1,23 +1,23 @@
-"""Which steps a run on an object store has, without walking its chunks.
+"""The index of steps on object stores: lists the steps of a run without listing the chunks.
 
-A listing there has no directories: to see the names of 100 checkpoints of 10,000 chunks is to page through a million
-keys. So a small key ``.t5ckpt/steps/<step>`` is written after each commit, and ``.t5ckpt/busy/<step>.<who>`` says while a step
-is written or deleted. Both come in one listing. The manifests have the last word: a step is listed if its manifest is
-there, whatever the markers say, and each is asked for.
+A listing of an object store has no directories: finding the names of 100 checkpoints of 10,000 chunks takes a listing of a
+million keys. So a small marker ``.t5ckpt/steps/<step>`` is written after each commit, and ``.t5ckpt/busy/<step>.<who>`` while a step
+is written or deleted. One listing returns all markers. The manifests decide: each marked step is checked, and it is listed if
+its manifest exists.
 
-    steps/<step>   committed, and not deleted by us since
-    busy/<step>.<who>   a write lease: being written or deleted, or left by a process that died; see commit/write_lease.py
-    others/<name>  a step in another layout lies under this name, see catalog/layouts.py
-    complete.<hash of the run's address>   every step that was there has its marker
-    held_...       read leases, see commit/read_lease.py; here, so that they come in the same listing
+    steps/<step>   committed, and not deleted by t5ckpt since
+    busy/<step>.<who>   a write lease of a step that is being written or deleted, see commit/write_lease.py
+    others/<name>  a step in another layout, see catalog/layouts.py
+    complete.<hash of the run's URL>   every step that existed has its marker
+    held_...       read leases, see commit/read_lease.py; here, so that the same listing returns them
 
-Without ``complete.*`` (a run that T5X or a copy made) everything is walked, once: the next save marks what it finds. A copy
-of a run to another place carries the hash of another address, and is walked again.
+In a run without ``complete.*``, which T5X or a copy has made, all keys are listed until the next save writes the markers. A copy
+of a run to another URL has the hash of the first URL, so it is listed again, too.
 
-With it, steps ``checkpoint_<step>`` that others add to the run are found where the store can list what lies between the
-known ones (Google's can: one request a step); S3, as TensorStore asks it, cannot. Steps that Orbax adds or finishes under
-their numbers are not looked for on either, since that is a request for each digit. ``reindex_steps`` looks for all of
-these. A step that is asked for by its number is always found.
+In a run with ``complete.*``, steps ``checkpoint_<step>`` of other programs are found if the store can list the names between the
+known ones: Google's storage can, with one request per step; S3 through TensorStore cannot. Steps that Orbax adds under their
+numbers are found on neither, since this would take a request for each digit. ``reindex_steps`` finds all of these. A step
+that is requested by its number is always found.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ __all__ = [
     'steps_of',
 ]
 
-# A step of an Orbax CheckpointManager is a directory whose name is its number.
+# The directory of a step in an Orbax CheckpointManager is its number.
 _STEP_PREFIXES = (STEP_PREFIX, *'0123456789')
 _log = logging.getLogger('t5ckpt')
 
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """The markers of a run, as one listing has them.
+    """The markers of a run, from one listing.
 
     Attributes:
-      steps: committed.
-      busy: being written or deleted.
-      is_complete: every step that is not busy had a marker when the run was last walked.
+      steps: committed steps.
+      busy: steps that are being written or deleted.
+      is_complete: whether every step that is not busy had a marker when all keys were last listed.
       others: names of steps in other layouts.
       read_leases: the read leases, also expired ones.
-      write_leases: those of the steps in ``busy``, also of processes that ended.
-      elsewhere: keys that say of other addresses that they are complete.
+      write_leases: the write leases of the steps in ``busy``, also of processes that ended.
+      elsewhere: ``complete.*`` keys of other URLs.
     """
 
     steps: frozenset[int]
@@ -89,7 +89,7 @@ class Index:
 
 
 def read_index(storage: Storage) -> Index:
-    """Lists the markers."""
+    """Lists the markers of a run."""
     keys = [key for key, _ in storage.walk(INDEX)]
     marked: dict[str, set[int]] = {'steps': set(), 'busy': set()}
     for key in keys:
@@ -113,12 +113,12 @@ def read_index(storage: Storage) -> Index:
 
 
 def indexed_steps(storage: Storage) -> list[ListedStep]:
-    """The complete steps of a run on a store without rename, ascending, in whichever layout."""
+    """The complete steps of a run on a store without rename, ascending, in any layout."""
     return steps_of(storage, read_index(storage))
 
 
 def newest_indexed_step(storage: Storage) -> ListedStep | None:
-    """The one with the largest number, or None. Smaller ones are asked for only where several layouts may have it."""
+    """The step with the largest number, or None. Checks the manifests of smaller steps only if there may be other layouts."""
     index = read_index(storage)
     unmarked = _unmarked(storage, index)
     if index.others or unmarked:
@@ -130,7 +130,7 @@ def newest_indexed_step(storage: Storage) -> ListedStep | None:
 
 
 def steps_of(storage: Storage, index: Index, assumed: Collection[int] = ()) -> list[ListedStep]:
-    """The complete steps, ascending. The manifests of those ``assumed`` to be there are not asked for."""
+    """The complete steps, ascending. The manifests of ``assumed`` steps are not checked."""
     return _steps(storage, index, _unmarked(storage, index), assumed)
 
 
@@ -139,7 +139,7 @@ def _steps(
 ) -> list[ListedStep]:
     known = sorted((index.steps | index.busy).difference(assumed))
     there = storage.are_files([join(step_dir(step), MANIFEST) for step in known])
-    # A manifest is one PUT, so one that we wrote is whole.
+    # t5ckpt writes a manifest in one PUT, so an existing one is complete.
     found = [*assumed, *(step for step, is_there in zip(known, there, strict=True) if is_there)]
     steps = [ListedStep(step, step_dir(step)) for step in found]
     looked_at = [inspect_name(storage, name) for name in sorted(index.others.union(unmarked))]
@@ -147,17 +147,17 @@ def _steps(
 
 
 def _unmarked(storage: Storage, index: Index) -> list[str]:
-    """The names of steps without a marker, where the index may lack some or the store can list the rest."""
+    """The names of steps without a marker, if the index may be incomplete or the store can list names between the known ones."""
     if index.is_complete and not storage.seeks:
         return []
     known = {*map(step_dir, index.steps | index.busy), *index.others}
     beginnings = (STEP_PREFIX,) if index.is_complete else _STEP_PREFIXES
     names = storage.names('', beginnings, known)
-    # A file is not left out with the directories.
+    # The listing leaves out known directories, but not files of these names.
     unmarked = [name for name in names if name not in known and parse_prefixed_step(name) is not None]
     if unmarked and not index.is_complete:
         _log.info(
-            't5ckpt: %s has no markers of its steps, so all its keys were listed; the next save writes them.',
+            't5ckpt: %s has no markers of its steps, so all its keys were listed. The next save writes the markers.',
             storage.url(),
         )
     return unmarked
@@ -169,7 +169,7 @@ def mark_step(storage: Storage, step: int) -> None:
 
 
 def ensured_index(storage: Storage, *, again: bool = False) -> Index:
-    """The index, after every step that is there got its marker, unless that was done before; with ``again`` also then."""
+    """Writes the missing markers of all steps and returns the index; does nothing to a complete index without ``again``."""
     index = read_index(storage)
     if index.is_complete and not again:
         return index
@@ -182,7 +182,7 @@ def ensured_index(storage: Storage, *, again: bool = False) -> Index:
         storage.write(other_marker(name), b'')
     storage.write(index_complete(storage.url()), b'')
     for key in index.elsewhere:
-        # From now on the run here may get steps that it says nothing of.
+        # Steps that this run gets from now on have no markers at the other URL.
         storage.delete_file(key)
     return dataclasses.replace(
         index,
@@ -196,14 +196,14 @@ def ensured_index(storage: Storage, *, again: bool = False) -> Index:
 def reindex_steps(
     checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Looks for steps that other tools added to a run on an object store, and marks them, so that listings show them.
+    """Finds steps that other tools added to a run on an object store, and adds them to the index for listings.
 
     Args:
       checkpoints_dir: the run's directory.
       storage_options: see docs/storage.md.
 
     Returns:
-      The steps that were not known. On a file system, which needs no markers, none.
+      The steps that were added to the index; empty on a file system, which has no index.
     """
     storage = open_storage(checkpoints_dir, storage_options)
     if storage.renames:

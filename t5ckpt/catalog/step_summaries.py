@@ -1,7 +1,6 @@
-"""What can be said of each step of a run without opening it: for ``ls``, and for who chooses among steps.
+"""Summarises each step of a run without opening it, for ``t5ckpt ls`` and for choosing a step.
 
-Notes: reads one small file a step where t5ckpt wrote it, and lists the step's files where somebody else did. Loads
-neither jax nor tensorstore.
+Notes: reads one small file per step that t5ckpt wrote, and lists the files of other steps. Does not load JAX or TensorStore.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ class StepSummary:
 
     Attributes:
       step: its number.
-      path: its directory, as a user would write it.
-      complete: whether readers see it.
-      state: ``'complete'``, ``'unreadable'``, ``'unfinished'``, ``'being deleted'``, ``'broken'``, ``'damaged'``, which a
-        restore has set aside, or ``'moved aside'``, which holds files of other programs.
-      nbytes: of all its files; None where neither a sidecar nor the storage's listing says it.
-      created: unix seconds of the save; of the manifest file where no sidecar says it; None where nothing does.
-      metrics: given to ``save``.
-      pinned: whether retention never deletes it.
-      writer: who wrote it, such as ``'t5ckpt 0.1.0'``; empty where it is not known.
-      kept: why it stays, in words, as far as that is known without a policy.
-      policy: the keep policy that it was saved under, see ``policies.policy_of``; None where nobody says.
+      path: the path or URL of its directory.
+      complete: whether readers can see it.
+      state: ``'complete'``, ``'unreadable'``, ``'unfinished'``, ``'being deleted'``, ``'broken'``, ``'damaged'`` (renamed by a
+        restore that could not read it), or ``'moved aside'`` (renamed by a save because it holds files of other programs).
+      nbytes: the bytes of all its files; None if neither a sidecar nor a listing has them.
+      created: when it was saved, in unix seconds; without a sidecar, the modification time of the manifest; or None.
+      metrics: the metrics passed to ``save``.
+      pinned: whether it is pinned.
+      writer: the program that wrote it, such as ``'t5ckpt 0.1.0'``; '' if unknown.
+      kept: the reasons why it is kept that do not depend on a policy.
+      policy: the keep policy of the save, see ``policies.policy_of``; None if it is not recorded.
       layout: ``'t5x'``, ``'orbax'``, ``'flax'`` or ``'t5x-padded'``, see ``catalog/layouts.py``.
       reason: why it is unreadable.
     """
@@ -69,9 +68,9 @@ class StepSummary:
 
 
 def summaries(storage: Storage) -> list[StepSummary]:
-    """Every step below a storage's root, ascending, with what is unfinished or broken.
+    """Every step of a run, ascending, including unfinished and broken ones.
 
-    A step that is deleted meanwhile is left out. One that cannot be looked at is there, with the reason.
+    A step that is deleted during the call is left out. One that could not be inspected is included with the reason.
     """
     listed = listing(storage)
     complete = {each.name: each for each in listed.steps}
@@ -101,14 +100,14 @@ def _unreadable(storage: Storage, entry: Entry, named: _Named, error: T5CkptErro
 def _directories(storage: Storage, complete: Mapping[str, ListedStep]) -> list[Entry]:
     if storage.renames:
         return storage.entries()
-    # There, to list the names is to list every chunk.
+    # On an object store, listing the names would list every chunk.
     names = {*complete, *map(step_dir, read_index(storage).busy)}
     return [Entry(name, True) for name in sorted(names)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """What a name and the listing say."""
+    """The state of a step by its name and the listing."""
 
     step: int
     state: str
@@ -145,7 +144,7 @@ def _summary(storage: Storage, entry: Entry, named: _Named, latest: int | None) 
     created = time_of(extra)
     if created is None:
         created = manifest.mtime if manifest is not None and manifest.mtime else None
-    # The keep policies are not asked about the others.
+    # Keep policies apply only to T5X's layout.
     kept = [f'in the layout of {named.layout}'] if named.layout != T5X else []
     kept += ['pinned'] * pinned + ['latest'] * (named.is_complete and named.step == latest)
     return StepSummary(
@@ -166,7 +165,7 @@ def _summary(storage: Storage, entry: Entry, named: _Named, latest: int | None) 
 
 
 def _files(storage: Storage, entry: Entry) -> dict[str, Entry]:
-    """What lies directly in a step's directory; on an object store only whether it is pinned."""
+    """The entries of a step's directory; on an object store only ``PINNED``, if it exists."""
     if not entry.is_dir:
         return {entry.name: entry}
     if storage.renames:
@@ -177,7 +176,7 @@ def _files(storage: Storage, entry: Entry) -> dict[str, Entry]:
 def _nbytes(storage: Storage, directory: str, extra: Mapping[str, Any], files: Mapping[str, Entry]) -> int | None:
     arrays, digests = extra.get('bytes'), extra.get('digests')
     if isinstance(arrays, int) and 0 <= arrays < 2**63:
-        # The sidecar counts what lies in the arrays' directories, and knows the files beside them, but not itself.
+        # ``bytes`` counts the files in the arrays' directories, and ``digests`` lists the other files but the sidecar.
         if storage.renames:
             return arrays + sum(item.size or 0 for item in files.values())
         try:
@@ -191,7 +190,7 @@ def _nbytes(storage: Storage, directory: str, extra: Mapping[str, Any], files: M
 
 
 def _sidecar(storage: Storage, entry: Entry) -> tuple[Mapping[str, Any], str]:
-    """What a step's sidecar says, and what is wrong with it."""
+    """The fields of a step's sidecar, and the text of the error if it is damaged."""
     key = join(entry.name, SIDECAR)
     if not entry.is_dir:
         return {}, ''

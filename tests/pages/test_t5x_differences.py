@@ -260,7 +260,7 @@ def test_the_type_of_a_checkpoint(tmp_path, golden, caplog):
     (tmp_path / 'run' / 'checkpoint_1' / '_METADATA').touch()
     assert t5ckpt.detect_checkpoint_type(manifest) is types.ORBAX
     state_file.write_bytes(b'rubbish')
-    with pytest.raises(ValueError, match='neither one whole msgpack map'):
+    with pytest.raises(ValueError, match='neither one complete msgpack map'):
         t5ckpt.detect_checkpoint_type(state_file)
     with pytest.raises(FileNotFoundError):
         t5ckpt.detect_checkpoint_type(tmp_path / 'nowhere')

@@ -173,7 +173,9 @@ def test_a_step_is_no_run(tmp_path):
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path).save(state, step=4)
     step = tmp_path / 'checkpoint_4'
     for opened in (lambda: t5ckpt.Checkpointer(state, checkpoints_dir=step), lambda: t5ckpt.open_run(step)):
-        with pytest.raises(errors.CheckpointNotFoundError, match=f'is step 4 of a run.*Give the run: {tmp_path}$'):
+        with pytest.raises(
+            errors.CheckpointNotFoundError, match=f'is step 4 of a run.*Pass the directory of the run: {tmp_path}$'
+        ):
             opened()
     # Only a name, so far.
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'checkpoint_5').save(state, step=1)

@@ -103,7 +103,7 @@ def decide_deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: b
                 raise other_layout(storage.url(each.name), each.layout, 'which t5ckpt does not delete', cure)
         shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
         raise CheckpointNotFoundError(
-            f'{storage.url(directory)}: step {step} is not there, complete steps are: {shown}.'
+            f'{storage.url(directory)}: step {step} does not exist, complete steps are: {shown}.'
         )
     check_known(storage, directory)
     pin = join(directory, PINNED)

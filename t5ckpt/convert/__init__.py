@@ -1,8 +1,7 @@
-"""From other formats and to them, and copies with changes.
+"""Converts from and to other formats, and copies checkpoints with changes.
 
-A reader gives a table of LazyArrays, a writer takes one; ``save/stream_writer.py`` is the writer of T5X's format. So
-every conversion reads one tensor, or a piece of one, at a time. What an optional dependency is needed for is imported
-when it is called.
+A reader returns a table of LazyArrays, and a writer takes one; ``save/stream_writer.py`` is the writer of T5X's format. So every
+conversion reads one tensor, or a part of one, at a time. Optional dependencies are imported when they are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from t5ckpt.translate import CheckpointTranslator
 __all__ = ['CODEC_NAMES', 'FORMATS', 'Conversion', 'ConvertOptions', 'convert_checkpoint']
 
 FORMATS = ('tf', *TREE_FORMATS)
-"""What :func:`convert_checkpoint` reads."""
+"""The formats that :func:`convert_checkpoint` reads."""
 
 CODEC_NAMES = tuple(codec for codec in CODECS if codec is not None)
 
@@ -38,7 +37,7 @@ def convert_checkpoint(
       source: the checkpoint.
       directory: the run's.
       options: see :class:`ConvertOptions`.
-      translator: rules from TensorFlow's names; for 'tf' alone.
+      translator: rules from TensorFlow's names; only for 'tf'.
     """
     if kind == 'tf':
         return convert_tf(source, directory, options, translator)

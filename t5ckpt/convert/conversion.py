@@ -1,4 +1,4 @@
-"""What all converters to T5X's format take, do last, and return."""
+"""The options, the last step and the result of all converters to T5X's format."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish', 'warn_no_optimizer
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
-    """How to convert.
+    """The options of a conversion.
 
     Attributes:
-      step: to write as; None takes the source's own.
+      step: the step of the new checkpoint; None takes the source's.
       save_dtype: floating leaves of ``target`` and ``params`` are cast to it; None casts nothing.
       cast_leaves: a pattern for the whole names, in what is written, of the leaves that are cast instead.
       compression: as in ``Checkpointer``.
       optimizer: False leaves the optimizer's state out.
       concurrent_gb: gigabytes (10^9 bytes) of values in flight.
-      overwrite: replaces a complete checkpoint of the step, once the new one is whole.
-      dry_run: reads no tensor and writes nothing; the result says what would be done.
+      overwrite: replaces a complete checkpoint of the step, after the new one is complete.
+      dry_run: reads no tensor and writes nothing; the result describes the conversion.
       progress: called with (bytes done, bytes in all).
     """
 
@@ -70,17 +70,17 @@ class ConvertOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What a conversion did, or with ``dry_run`` would do.
+    """The result of a conversion or, with ``dry_run``, its description.
 
     Attributes:
       step: of the checkpoint.
       path: its directory.
-      nbytes: bytes of all its files; 0 where nothing was written.
-      seconds: it took.
-      mapped: name in the source to leaf.
+      nbytes: bytes of all its files; 0 if nothing was written.
+      seconds: the duration.
+      mapped: from the name in the source to the name of the leaf.
       added: leaves that the source does not have.
       dropped: names in the source that were left out.
-      without_effect: options that found nothing to do: 'optimizer'.
+      without_effect: the names of options that had no effect: 'optimizer'.
     """
 
     step: int
@@ -95,20 +95,20 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A source, read as far as names, shapes and dtypes.
+    """A source of a conversion: names, shapes and dtypes, without values.
 
     Attributes:
       table: the leaves to write.
       step: the source's, or None.
-      source: what it is, of JSON's types; the same source again is resumed.
-      mapped: name in the source to leaf.
+      source: the identity of the source, of JSON's types; an interrupted conversion of the same source is resumed.
+      mapped: from the name in the source to the name of the leaf.
       added: leaves that the source does not have.
       dropped: names in the source that are left out.
-      files: what else belongs to the step, by name in its directory: a data iterator's state.
-      extra: fields of the sidecar that come along: metrics, the keep policy.
-      inline: leaves that the source holds in its manifest and that the copy is to hold there, too, whatever their size: T5X
-        cannot restore one without mesh axes that is stored.
-      without_effect: options that found nothing to do.
+      files: other files of the step, by name in its directory: the state of a data iterator.
+      extra: fields to copy into the sidecar: metrics, the keep policy.
+      inline: leaves in the source's manifest, which the copy keeps in its manifest whatever their size: T5X cannot restore a
+        stored leaf without mesh axes.
+      without_effect: the names of options that have no effect.
     """
 
     table: LeafTable
@@ -124,27 +124,27 @@ class Found:
 
 
 def warn_no_optimizer(roots: Sequence[str]) -> None:
-    """Says that ``optimizer=False`` found no optimizer state in a tree with these names at its root."""
+    """Warns that ``optimizer=False`` found no optimizer state in a tree with these roots."""
     warn_caller(
         NoEffectWarning(
-            f"optimizer=False (--no-optimizer) leaves nothing out: no leaf is under 'opt_state' or 'param_states'; the tree has "
+            f"optimizer=False (--no-optimizer) has no effect: no leaf is under 'opt_state' or 'param_states'; the tree has "
             f'{", ".join(roots[:8])}. Name other leaves with drop (t5ckpt cp --drop).'
         )
     )
 
 
 def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: ConvertOptions) -> Conversion:
-    """Writes what was found, as ``checkpoint_<step>`` in a run's directory.
+    """Writes a source as ``checkpoint_<step>`` in a run's directory.
 
     Raises:
-      ValueError: no step is known.
+      ValueError: neither the source nor the options have a step.
       CheckpointExistsError, UnsupportedLeafError, StorageError: see ``write_stream``.
     """
     step = found.step if options.step is None else options.step
     if step is None:
-        raise ValueError('the source does not say which step it is of: pass one (step=, --as-step).')
+        raise ValueError('the source has no step. Pass one (step=, --as-step).')
     if not isinstance(directory, Storage) and parse_step_dir(split_path(directory)[1]) is not None:
-        raise ValueError(f'{os.fspath(directory)} is a directory of a step. Give that of the run, its parent.')
+        raise ValueError(f'{os.fspath(directory)} is the directory of a step. Pass that of the run, its parent.')
     storage = open_run_storage(directory)
     request = StreamRequest(
         storage,

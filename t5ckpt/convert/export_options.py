@@ -1,4 +1,4 @@
-"""What all exports and imports take and tell."""
+"""The options and the result of all exports and imports."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from t5ckpt.storage import foreign_errors
 __all__ = ['LAYOUT_KEY', 'ExportOptions', 'ExportReport', 'ImportOptions', 'refuse_inside', 'refuse_options', 'stamp']
 
 LAYOUT_KEY = 't5ckpt'
-"""In a Hugging Face file's metadata: how T5X kept the arrays, for the way back."""
+"""The key in a Hugging Face file's metadata that describes T5X's layout of the arrays, for a later import."""
 
 
 class _Checked:
-    """The step and the cast that the options of an export or an import ask for; checked when they are made."""
+    """The step and the cast in the options of an export or an import; checked when the options are made."""
 
     step: int | None
     dtype: Any
@@ -39,17 +39,17 @@ class _Checked:
 
 @dataclasses.dataclass(frozen=True)
 class ExportOptions(_Checked):
-    """How to export.
+    """The options of an export.
 
     Attributes:
-      step: which step, where the path is a run's directory; None takes the latest.
+      step: which step, if the path is a run's directory; None takes the latest.
       dtype: floating arrays of ``target`` and ``params``, or all of a Hugging Face model, are cast to it; None casts nothing.
       cast_leaves: a pattern for the whole names of the arrays that are cast instead. Not for Hugging Face models.
-      select: a regular expression; only arrays whose name it is found in are exported. Not for Hugging Face models.
-      max_shard_bytes: of a Hugging Face model's files; a larger tensor has a file of its own.
-      force: replaces what an earlier export wrote.
-      dry_run: says what would be written, and writes nothing.
-      piece_bytes: of what is read at once, as long as no chunk is larger.
+      select: a regular expression; only arrays with a match in their names are exported. Not for Hugging Face models.
+      max_shard_bytes: the size of a Hugging Face model's files; a larger tensor has a separate file.
+      force: replaces the output of an earlier export.
+      dry_run: writes nothing; the result describes the export.
+      piece_bytes: how much is read at once, unless one chunk is larger.
       progress: called with (bytes done, bytes in all).
     """
 
@@ -66,16 +66,16 @@ class ExportOptions(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class ImportOptions(_Checked):
-    """How to import.
+    """The options of an import.
 
     Attributes:
-      step: to save as; None takes the step that an export wrote down, or 0.
+      step: the step of the new checkpoint; None takes the step that an export recorded, or 0.
       dtype: floating arrays of ``target`` and ``params`` are cast to it; None casts nothing.
       cast_leaves: a pattern for the whole names, in the checkpoint, of the arrays that are cast instead.
-      scanned: all layers in one array, as scalable_t5 has them; None: as before an export, else only for UMT5.
-      split_heads: an axis for heads; None: as for ``scanned``.
+      scanned: all layers in one array, as in scalable_t5; None: as before an export, else only for UMT5.
+      split_heads: a separate axis for heads; None: as for ``scanned``.
       force: replaces a complete checkpoint of that step.
-      dry_run: says what would be written, and writes nothing.
+      dry_run: writes nothing; the result describes the import.
       progress: called with (bytes done, bytes in all).
     """
 
@@ -91,17 +91,17 @@ class ImportOptions(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """What an export or an import did, or with ``dry_run`` would do.
+    """The result of an export or an import or, with ``dry_run``, its description.
 
     Attributes:
       output: the file, the directory or the checkpoint.
-      kind: 'safetensors', 'npz', or the model's type in Hugging Face's words.
-      files: written, below ``output`` where that is a directory.
+      kind: 'safetensors', 'npz', or Hugging Face's ``model_type``.
+      files: the files that were written, relative to ``output`` if that is a directory.
       bytes: of all values.
-      mapped: for each array of the T5X checkpoint, the names on the other side.
-      dropped: what was there and is not in the output: the optimizer's state, what is no array, doubles.
-      seconds: taken.
-      dry_run: nothing was written.
+      mapped: for each array of the T5X checkpoint, its names in the other format.
+      dropped: names that are not in the output: the optimizer's state, leaves that are not arrays, duplicates.
+      seconds: the duration.
+      dry_run: whether nothing was written.
     """
 
     output: str
@@ -115,11 +115,7 @@ class ExportReport:
 
 
 def refuse_options(options: ExportOptions | ImportOptions, names: Sequence[str], kind: str) -> None:
-    """Refuses options that a format has no use for.
-
-    Raises:
-      ValueError: naming those that are set.
-    """
+    """Raises ValueError if one of these options, which have no effect for a format, is set."""
     defaults = type(options)()
     idle = [name for name in names if getattr(options, name) != getattr(defaults, name)]
     if idle:
@@ -127,20 +123,16 @@ def refuse_options(options: ExportOptions | ImportOptions, names: Sequence[str],
 
 
 def refuse_inside(output: str, source: str | None) -> None:
-    """Keeps an export from replacing the checkpoint it reads, or a directory with that in it.
-
-    Raises:
-      OutputExistsError: naming both.
-    """
+    """Raises OutputExistsError if an export would replace the checkpoint that it reads, or a parent directory."""
     if source is None:
         return
     inner, outer = os.path.realpath(source), os.path.realpath(output)
     if os.path.commonpath([inner, outer]) == outer:
-        raise OutputExistsError(f'{output}: the checkpoint {source} is in it. Write somewhere else.')
+        raise OutputExistsError(f'{output} contains the checkpoint to export, {source}. Pass another output.')
 
 
 def stamp(path: str) -> list[Any]:
-    """What an input file is known by, should its import have to be taken up again."""
+    """The identity of an input file, by which an interrupted import is resumed: path, size, modification time in ns."""
     with foreign_errors(path):
         status = os.stat(path)
     return [os.path.abspath(path), status.st_size, status.st_mtime_ns]

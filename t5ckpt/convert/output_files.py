@@ -1,9 +1,9 @@
-"""Files and directories that appear whole or not at all, and are not overwritten unless asked.
+"""Writes the outputs of exports atomically: files and directories that appear complete, and replace others only on request.
 
-Exports go to a local file system. What is written lies under ``<name>.tmp-<pid>`` beside its target and is renamed when
-it is durable; a crash leaves that name behind, which nobody takes for the result. The next export to the same name removes it
-when no process has that number and nothing was written there for ten minutes, since other machines may share the directory.
-A directory that is replaced is moved to ``<name>.old-<pid>`` first: a crash between the two renames leaves it there.
+Exports go to a local file system. An output is written to ``<name>.tmp-<pid>`` next to its target and renamed when it is
+durable. A crash leaves the temporary name. The next export to the same name removes it if no process has that number and
+nothing was written to it for ten minutes, since other machines may share the directory. A directory that is replaced is first
+renamed to ``<name>.old-<pid>``, where a crash between the two renames leaves it.
 """
 
 from __future__ import annotations
@@ -31,54 +31,52 @@ def local_output(path: str | os.PathLike[str]) -> str:
     """
     if os.fspath(path) == '-':
         raise UnsupportedFormatError(
-            "'-': an export is not written to standard output, since it appears under its name when it is whole. Name a file; "
-            './- is one, too.'
+            "'-': exports are not written to standard output, because their files are renamed when they are complete. Name a "
+            'file, such as ./-.'
         )
     local = open_storage(path).local_path('')
     if local is None:
-        raise UnsupportedFormatError(f'{path}: exports are written to a local file system. Write there, then copy.')
+        raise UnsupportedFormatError(f'{path}: exports go to a local file system. Export to one, then copy the files.')
     local = local.rstrip('/') or '/'
     within = step_around(open_storage(os.path.realpath(os.path.dirname(local))))
     if within is not None:
         raise OutputExistsError(
-            f'{local} lies in {within[0]}, which is step {within[1]} of a run. Name a path outside of the checkpoint.'
+            f'{local} is inside {within[0]}, which is step {within[1]} of a run. Pass a path outside the checkpoint.'
         )
     return local
 
 
 def check_output(path: str, force: bool, is_ours: Callable[[str], bool] | None = None) -> None:
-    """Says before anything is read that something is in the way.
+    """Raises OutputExistsError if the output exists and may not be replaced; called before anything is read.
 
     Args:
       path: of the output.
-      force: a file may be replaced, and a directory in which ``is_ours`` is true of every name.
-      is_ours: whether an export writes a file of that name; None where the output is a file.
-
-    Raises:
-      OutputExistsError: something else is there. An empty directory is nothing, where a directory is to be.
+      force: allows to replace a file, or a directory in which ``is_ours`` is true for every name. An empty directory is always
+        replaced by a directory.
+      is_ours: whether an export writes a file with that name; None if the output is a file.
     """
     if not os.path.lexists(path):
         return
     is_dir = os.path.isdir(path) and not os.path.islink(path)
     if is_dir != (is_ours is not None):
         kinds = ('directory', 'file') if is_dir else ('file', 'directory')
-        raise OutputExistsError(f'{path} is a {kinds[0]}, and a {kinds[1]} is to be written. Choose another name.')
+        raise OutputExistsError(f'{path} is a {kinds[0]}, but the output is a {kinds[1]}. Choose another name.')
     names = sorted(os.listdir(path)) if is_dir else []
     foreign = [name for name in names if is_ours is not None and not is_ours(name)]
     if force and foreign:
         raise OutputExistsError(
-            f'{path} holds {", ".join(foreign[:5])}, which no export wrote, and is not replaced. Move it away yourself.'
+            f'{path} holds {", ".join(foreign[:5])}, which no export wrote, so it is not replaced. Move these files away.'
         )
     if not force and (names or not is_dir):
         raise OutputExistsError(
-            f'{path} is there already. Choose another name, or replace it: --force; in Python force=True, '
+            f'{path} exists. Choose another name, or replace it with --force; in Python force=True, '
             'or overwrite=True of a conversion.'
         )
 
 
 @contextlib.contextmanager
 def output(path: str, force: bool, is_ours: Callable[[str], bool] | None = None) -> Generator[str]:
-    """Gives the temporary path to write to; renames it to ``path`` at the end, and removes it after an error.
+    """Yields the temporary path to write to; renames it to ``path`` at the end, and removes it after an error.
 
     The arguments are those of :func:`check_output`; with ``is_ours`` the temporary path is a directory.
     """
@@ -101,7 +99,7 @@ def output(path: str, force: bool, is_ours: Callable[[str], bool] | None = None)
 
 
 def _remove_dead(path: str) -> None:
-    """Removes what exports to ``path`` that were killed left."""
+    """Removes the temporary files of exports to ``path`` that were killed."""
     beginning = f'{os.path.basename(path)}.tmp-'
     for name in os.listdir(os.path.dirname(path)):
         pid = name.removeprefix(beginning)
@@ -132,7 +130,7 @@ def _last_written(path: str) -> float:
 def _publish(temporary: str, path: str, force: bool, is_ours: Callable[[str], bool] | None) -> None:
     if os.path.isdir(temporary):
         _sync(temporary)
-    # Again, since it took a while.
+    # Another process may have written to the path since the first check.
     check_output(path, force, is_ours)
     old = f'{path}.old-{os.getpid()}'
     if os.path.isdir(path) and not os.path.islink(path):

@@ -1,11 +1,10 @@
-"""Any tree as a safetensors or an npz file under its own names, and back.
+"""Exports any tree to a safetensors or npz file, and imports these files, with the names of the leaves.
 
-An array is named as its leaf, ``target/encoder/layers_0/mlp/wi/kernel``. What is no array (None, text, empty containers)
-has no place in either format and is listed in the report. npz knows no bfloat16, no float8 and no int4: such an array is
-written as its bits, with the dtype at the end of its name, ``target/w::bfloat16``, which the import reads back.
+An array has the name of its leaf, ``target/encoder/layers_0/mlp/wi/kernel``. Neither format can hold other leaves (None, text,
+empty containers); the report lists them. npz has no bfloat16, float8 and int4: such an array is written as its bits, with the
+dtype at the end of its name, ``target/w::bfloat16``, and the import restores the dtype.
 
-Notes: an array, or a piece of one, is in memory at a time; an import from npz holds whole arrays. npz files are not
-compressed.
+Notes: holds one array or a part of one in memory at a time; an import from npz holds whole arrays. npz files are not compressed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = ['export_npz', 'export_safetensors', 'import_npz', 'import_safetensors
 
 _Piece = tuple[int, np.ndarray]
 _Item = tuple[TensorSpec, Iterator[_Piece]]
-# The dtypes that numpy has not of itself, by their bytes.
+# The dtype of the bits of an array whose dtype npz lacks, by itemsize.
 _BITS = {1: np.dtype('uint8'), 2: np.dtype('uint16')}
 
 
@@ -62,7 +61,7 @@ def export_safetensors(
     file: str | os.PathLike[str],
     options: ExportOptions = ExportOptions(),  # noqa: B008 - frozen
 ) -> ExportReport:
-    """Writes arrays of a checkpoint to one safetensors file, under their own names.
+    """Writes arrays of a checkpoint to one safetensors file, under the names of their leaves.
 
     Args:
       checkpoint: a run's directory, a step's directory, or the manifest file.
@@ -70,8 +69,8 @@ def export_safetensors(
       options: see :class:`ExportOptions`; ``select`` chooses the arrays, ``dtype`` casts those of ``target``.
 
     Raises:
-      UnsupportedLeafError: safetensors has no such dtype, or a cast would make a finite value infinite.
-      OutputExistsError: something is there, and ``options.force`` is not set.
+      UnsupportedLeafError: safetensors does not have the dtype, or a cast would make a finite value infinite.
+      OutputExistsError: the file exists, and ``options.force`` is not set.
       CheckpointNotFoundError: there is no such checkpoint; FormatError and StorageError if it cannot be read.
       ValueError: ``select`` is not a regular expression, or matches no name.
     """
@@ -83,16 +82,9 @@ def export_npz(
     file: str | os.PathLike[str],
     options: ExportOptions = ExportOptions(),  # noqa: B008 - frozen
 ) -> ExportReport:
-    """Writes arrays of a checkpoint to one npz file, which ``numpy.load`` reads, under their own names.
+    """Writes arrays of a checkpoint to one npz file, which ``numpy.load`` reads.
 
-    Args:
-      checkpoint: a run's directory, a step's directory, or the manifest file.
-      file: on a local file system.
-      options: as for :func:`export_safetensors`.
-
-    Raises:
-      UnsupportedLeafError: a cast would make a finite value infinite; and everything else that
-        :func:`export_safetensors` raises.
+    Takes the arguments and raises the errors of :func:`export_safetensors`, except that npz files hold all dtypes.
     """
     return _export(checkpoint, file, options, _write_npz)
 
@@ -122,11 +114,13 @@ def _export(
         if kind == 'safetensors':
             check_dtype(spec.name, spec.dtype)
         elif '\0' in name:
-            # zipfile ends the name there, without an error.
-            raise UnsupportedLeafError(f'{name!r:.120}: an npz file has no name with a NUL character. Rename the leaf.')
+            # zipfile would truncate the name there without an error.
+            raise UnsupportedLeafError(
+                f'{name!r:.120}: names in an npz file cannot contain a NUL character. Rename the leaf.'
+            )
         elif spec.name == name and _extended(name.rpartition('::')[2], spec.dtype) is not None:
             raise UnsupportedLeafError(
-                f'{name}: an npz file has another use for this end of a name, a dtype that numpy lacks. Rename the leaf.'
+                f'{name}: in an npz file, the end of this name would be read as the dtype of the array. Rename the leaf.'
             )
     if not options.dry_run:
         meter = Meter(options.progress, total)
@@ -140,7 +134,7 @@ def _export(
 
 
 def _pieces(source: Source, spec: TensorSpec, options: ExportOptions, meter: Meter) -> Iterator[_Piece]:
-    """The array along its first axis, as (first row, rows)."""
+    """Yields the array along its first axis, as (first row, rows)."""
     rest = tuple(slice(0, size) for size in source.shape[1:])
     for start, stop in slices_of(source, 0, options.piece_bytes) if source.shape else [(0, 0)]:
         values = source.read((slice(start, stop), *rest) if source.shape else ())
@@ -161,7 +155,7 @@ def _write_safetensors(path: str, items: Iterable[_Item]) -> None:
 
 
 def _write_npz(path: str, items: Iterable[_Item]) -> None:
-    """A zip of npy files, one after the other."""
+    """Writes a zip file of npy files, one after the other."""
     with foreign_errors(path, writing=True), open(path, 'xb') as file:
         with zipfile.ZipFile(file, 'w') as archive:
             for spec, pieces in items:
@@ -176,7 +170,7 @@ def _write_npy(member: IO[bytes], spec: TensorSpec, pieces: Iterator[_Piece]) ->
     header = {'descr': np.lib.format.dtype_to_descr(dtype), 'fortran_order': False, 'shape': spec.shape}
     np.lib.format.write_array_header_1_0(member, header)
     for _, values in pieces:
-        # Flat bytes, since a zip member asks for the length of what it is given.
+        # Flat bytes, because a zip member takes len() of its argument.
         member.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
@@ -200,9 +194,9 @@ def import_safetensors(
       options: see :class:`ImportOptions`. Without a step, ``state/step`` or ``step`` of the file names it, else it is 0.
 
     Raises:
-      CorruptCheckpointError: no safetensors, or damaged.
-      CheckpointExistsError: the step is there, and ``options.force`` is not set.
-      UnsupportedLeafError: a name leads through another.
+      CorruptCheckpointError: not a safetensors file, or damaged.
+      CheckpointExistsError: the step exists, and ``options.force`` is not set.
+      UnsupportedLeafError: one name is a prefix of another, so it would be both an array and a subtree.
     """
     path = os.fspath(file)
     reader = TensorReader(path)
@@ -220,13 +214,7 @@ def import_npz(
 ) -> ExportReport:
     """Writes the arrays of one npz file as a checkpoint; a '/' in a name begins a level of the tree.
 
-    Args:
-      file: on a local file system. Pickles in it are not read.
-      checkpoints_dir: a run's directory.
-      options: as for :func:`import_safetensors`.
-
-    Raises:
-      CorruptCheckpointError: no npz file, or damaged; and everything else that :func:`import_safetensors` raises.
+    Takes the arguments and raises the errors of :func:`import_safetensors`. Pickles in the file are not read.
     """
     path = os.fspath(file)
     with contextlib.ExitStack() as opened:
@@ -251,7 +239,7 @@ def _import(
     started = time.monotonic()
     refuse_options(options, ('scanned', 'split_heads'), 'a file, which keeps its names')
     if not arrays:
-        raise UnsupportedFormatError(f'{path} holds no array, and a checkpoint holds at least one.')
+        raise UnsupportedFormatError(f'{path} contains no array, but a checkpoint has at least one.')
     table: LeafTable = {}
     mapped: dict[str, tuple[str, ...]] = {}
     for there, (name, array) in arrays.items():
@@ -282,7 +270,7 @@ def _import(
 
 
 def _npy(archive: zipfile.ZipFile, member: str, path: str) -> LazyThreadPoolArray:
-    """One member, of which only the header has been read."""
+    """One array in the file; reads only its header."""
     where = f'{path}: {member}'
     with _npz_errors(where), archive.open(member) as file:
         version = np.lib.format.read_magic(file)
@@ -290,9 +278,7 @@ def _npy(archive: zipfile.ZipFile, member: str, path: str) -> LazyThreadPoolArra
         shape, _, dtype = read(file)
         header = file.tell()
     if dtype.hasobject or dtype.names is not None:
-        raise UnsupportedFormatError(
-            f'{where} is of dtype {dtype}, which only a pickle holds, or no checkpoint. Leave it out.'
-        )
+        raise UnsupportedFormatError(f'{where} has the dtype {dtype}, which a checkpoint cannot hold. Leave it out.')
     _check_size(archive.getinfo(member), header, math.prod(shape) * dtype.itemsize, where)
 
     def get() -> np.ndarray:
@@ -303,20 +289,20 @@ def _npy(archive: zipfile.ZipFile, member: str, path: str) -> LazyThreadPoolArra
 
 
 def _check_size(info: zipfile.ZipInfo, header: int, nbytes: int, where: str) -> None:
-    """Before memory is taken for an array: what the header says, what the archive says, and what there can be, agree.
+    """Compares the sizes in the header and in the archive with the compressed size, before an array is allocated.
 
     Raises:
-      CorruptCheckpointError: they do not.
-      UnsupportedFormatError: packed in a way that numpy does not pack.
+      CorruptCheckpointError: they do not match.
+      UnsupportedFormatError: a compression method that NumPy does not use.
     """
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise UnsupportedFormatError(
-            f'{where} is packed by method {info.compress_type}; numpy writes 0 and 8. Pack it again.'
+            f'{where} is compressed with method {info.compress_type}; numpy.savez uses 0 and 8. Save it again.'
         )
     packed = info.compress_size * (1 if info.compress_type == zipfile.ZIP_STORED else _DEFLATE_RATIO)
     if header + nbytes != info.file_size or nbytes > packed:
         raise CorruptCheckpointError(
-            f'{where}: its header says {nbytes:,} bytes of values, in the file there can be '
+            f'{where}: its header has {nbytes:,} bytes of values, but the file has room for '
             f'{max(0, min(info.file_size - header, packed)):,}. Copy the file again.'
         )
 
@@ -332,9 +318,9 @@ def _npz_errors(where: str) -> Generator[None]:
         ) from error
 
 
-# One byte of a deflate stream gives at most so many (zlib.net/zlib_tech.html, "Maximum Compression Factor").
+# The maximum number of bytes per byte of a deflate stream (zlib.net/zlib_tech.html, "Maximum Compression Factor").
 _DEFLATE_RATIO = 1032
-# What zipfile, zlib and numpy raise where a file is not what it says; RuntimeError is for what needs a password.
+# The errors of zipfile, zlib and NumPy for damaged files; RuntimeError is raised for an encrypted file.
 _DAMAGE = (
     EOFError,
     KeyError,
@@ -348,7 +334,7 @@ _DAMAGE = (
 
 
 def _extended(name: str, stored: np.dtype) -> np.dtype | None:
-    """The dtype at the end of a name, if it is one whose bits are stored."""
+    """The dtype at the end of a name, if npz lacks it and ``stored`` is the dtype of its bits."""
     try:
         dtype = dtype_from_name(name)
     except KeyError:
@@ -361,7 +347,7 @@ def _as_bits(array: LazyThreadPoolArray, dtype: np.dtype) -> LazyThreadPoolArray
 
 
 def _step(table: LeafTable) -> int:
-    """The step that the arrays name, or 0."""
+    """The value of ``state/step`` or ``step``, or 0."""
     for path in (('state', 'step'), ('step',)):
         array = table.get(path)
         if array is not None and array.shape == () and array.dtype.kind in 'iu':

@@ -1,8 +1,8 @@
-"""Copies with changes: leaves dropped, cast, renamed, averaged over checkpoints, or replaced by their moving averages.
+"""Copies checkpoints with changes: drops, casts, renames, averages leaves, or replaces them by their moving averages.
 
-One pass, in bounded memory. What stays as it is, is not read but to compare its checksum: its files are hard-linked where
-source and copy lie on one file system (``save/linked_arrays.py``). A source of T5X, Orbax or Flax does; what is written
-is T5X's format.
+One pass in bounded memory. The files of unchanged arrays are hard-linked if source and copy are on one file system, and read
+only to verify their checksums (``save/linked_arrays.py``). Sources may be in the format of T5X, Orbax or Flax; the copy is in
+T5X's.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _PARAMETERS = ('target', 'params')
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    r"""What is to be different; the order is that in which it is done.
+    r"""The changes of a copy, in the order in which they are applied.
 
     Attributes:
-      ema: where moving averages of the parameters are: a scope, ``'opt_state/0/ema'``, or a name in which ``{}`` stands for
-        the parameter's, ``'state/param_states/{}/ema'``. They are written in place of the parameters.
-      drop: patterns; leaves whose whole name one of them matches are left out.
-      rename: (pattern, replacement); the first pattern that matches a leaf's whole name gives its new one, with ``\1`` for
-        groups.
+      ema: the location of moving averages of the parameters: a scope, ``'opt_state/0/ema'``, or a name in which ``{}`` stands
+        for the parameter's, ``'state/param_states/{}/ema'``. They replace the parameters.
+      drop: patterns; leaves are left out if one of them matches the whole name.
+      rename: (pattern, replacement) pairs; the first pattern that matches a leaf's whole name determines its new name, with
+        ``\1`` for groups.
       parameters: a pattern for the whole names of the leaves that are averaged, or replaced by their moving averages; None
         stands for the leaves under ``target`` and ``params``.
     """
@@ -66,7 +66,7 @@ class Changes:
             try:
                 leaf_pattern(pattern).sub(new, '')
             except (re.error, IndexError) as error:
-                raise ValueError(f'rename: {new!r} cannot be filled in from {pattern!r}: {error}.') from error
+                raise ValueError(f'rename: {new!r} does not fit the pattern {pattern!r}: {error}.') from error
 
 
 def rewrite_checkpoint(
@@ -78,28 +78,28 @@ def rewrite_checkpoint(
     """Writes a changed copy of a checkpoint, or the average of several.
 
     Args:
-      sources: a checkpoint, or several whose floating parameters (``Changes.parameters``) are averaged, summed in float64; all
-        else is the last one's. Each is a run's directory (its latest step), a step's, or a manifest file.
-      directory: the run's to write to; ``checkpoint_<step>`` is made in it, with the step of the last source.
-      changes: what is to be different.
+      sources: a checkpoint, or several, whose floating parameters (``Changes.parameters``) are averaged in float64; all other
+        leaves are those of the last one. Each is a run's directory (its latest step), a step's, or a manifest file.
+      directory: of the run to write to; the copy is ``checkpoint_<step>`` in it, with the step of the last source.
+      changes: see :class:`Changes`.
       options: ``save_dtype`` casts, ``optimizer=False`` drops; see :class:`ConvertOptions`.
 
     Returns:
-      With ``mapped`` from old name to new, and what was dropped.
+      The result, with ``mapped`` from old to new names.
 
     Raises:
-      CheckpointExistsError: the step is there already.
-      UnmatchedPattern: a pattern matches nothing, or the cast is meant for no leaf.
-      TreeMismatchError: two leaves become one, or the checkpoints to be averaged differ.
-      MissingLeaves: no moving average for a parameter.
-      ValueError: ``parameters`` without anything to average.
+      CheckpointExistsError: the step exists.
+      UnmatchedPattern: a pattern or the cast matches no leaf.
+      TreeMismatchError: two leaves would get the same name, or the checkpoints to average differ.
+      MissingLeaves: a parameter has no moving average.
+      ValueError: ``parameters`` without ``ema`` and with one source.
     """
     changes = Changes() if changes is None else changes
     options = ConvertOptions() if options is None else options
     if changes.parameters is not None and changes.ema is None and isinstance(sources, (str, os.PathLike)):
         raise ValueError(
-            f'parameters={changes.parameters!r} has no effect: it names what is averaged or replaced by moving averages. Pass '
-            'several checkpoints or ema=, or leave it out; for a cast, pass cast_leaves=.'
+            f'parameters={changes.parameters!r} has no effect: it selects leaves to average or to replace by moving averages. '
+            'Pass several checkpoints or ema=, or leave it out. For a cast, pass cast_leaves=.'
         )
     several = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     if not several:
@@ -134,7 +134,7 @@ def rewrite_checkpoint(
 
 
 def _inline_of(contents: Sequence[Contents], names: Mapping[Path, Path]) -> set[Path]:
-    """The new names of the leaves that the last source's manifest holds; a manifest of Flax holds whatever there is."""
+    """The new names of the inline leaves of the last source; none for Flax's manifests, in which all leaves are inline."""
     last = contents[-1]
     if last.manifest.version == 0:
         return set()
@@ -148,7 +148,7 @@ def _stamp(located: Located) -> list[int] | None:
 
 
 def _iterator_files(located: Located) -> dict[str, bytes]:
-    """The data iterator's state, which belongs to the step."""
+    """The files of data iterators in the step's directory."""
     storage, directory = located.storage, located.directory
     names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(f'{TRAIN_DS_PREFIX}-')]
     files: dict[str, bytes] = {}
@@ -206,7 +206,7 @@ def _no_parameters(table: LeafTable, parameters: str | re.Pattern[str] | None, w
 def _differences(
     table: LeafTable, last: LeafTable, where: str, parameters: str | re.Pattern[str] | None
 ) -> list[LeafProblem]:
-    """What keeps the parameters of two checkpoints from being averaged."""
+    """The differences between the parameters of two checkpoints to average."""
     held, wanted = (
         {
             leaf_name(path): f'{leaf.dtype.name} {tuple(leaf.shape)}'
@@ -224,7 +224,7 @@ def _differences(
 
 
 def _mean(leaves: Sequence[Any]) -> LazyArray:
-    """The mean, read slice by slice."""
+    """The mean of several leaves as a lazy array."""
     shape, dtype = tuple(leaves[0].shape), np.dtype(leaves[0].dtype)
 
     def read(index: Any) -> np.ndarray:
@@ -240,7 +240,7 @@ def _mean(leaves: Sequence[Any]) -> LazyArray:
 
 
 def _with_ema(table: LeafTable, scope: str, parameters: str | re.Pattern[str] | None) -> LeafTable:
-    """The moving averages in the parameters' places, and nowhere else."""
+    """Replaces the parameters by their moving averages, and removes the moving averages from their old location."""
     pattern = scope if '{}' in scope else f'{scope.rstrip("/")}/{{}}'
     by_name = {leaf_name(path): path for path in table}
     taken: dict[Path, Path] = {}
@@ -252,14 +252,14 @@ def _with_ema(table: LeafTable, scope: str, parameters: str | re.Pattern[str] | 
         found = by_name.get(source)
         if found is None or tuple(table[found].shape) != tuple(leaf.shape):
             near = ', '.join(near_names(source, by_name)) if len(missing) < 3 else ''
-            held = 'is not there' if found is None else f'has the shape {tuple(table[found].shape)}, not {leaf.shape}'
+            held = 'does not exist' if found is None else f'has the shape {tuple(table[found].shape)}, not {leaf.shape}'
             missing.append(f'{leaf_name(path)}: {source} {held}. {f"Near: {near}." if near else ""}'.rstrip())
         else:
             taken[path] = found
     if not missing and not taken:
-        raise MissingLeaves(_no_parameters(table, parameters, 'no moving average would be taken'))
+        raise MissingLeaves(_no_parameters(table, parameters, 'no parameter would be replaced by its moving average'))
     if missing:
-        head = f'no moving average of every parameter at {pattern!r}:'
+        head = f'parameters without a moving average at {pattern!r}:'
         more = [f'and {len(missing) - 20} more'] if len(missing) > 20 else []
         raise MissingLeaves(lines(head, *missing[:20], *more, between='\n  '))
     gone = set(taken.values())
@@ -267,7 +267,7 @@ def _with_ema(table: LeafTable, scope: str, parameters: str | re.Pattern[str] | 
 
 
 def _recorded(changes: Changes) -> dict[str, Any]:
-    """The changes of JSON's types; a compiled pattern as its text and its flags."""
+    """The changes in types of JSON; a compiled pattern becomes its text and its flags."""
 
     def plain(pattern: str | re.Pattern[str]) -> Any:
         return pattern if isinstance(pattern, str) else [pattern.pattern, pattern.flags]
@@ -295,12 +295,12 @@ def _dropped(
     gone = set(dropped)
     kept = {path: leaf for path, leaf in table.items() if path not in gone}
     if not any(not isinstance(leaf, Empty) for leaf in kept.values()):
-        raise TreeMismatchError('nothing would be left of the checkpoint. Drop less.')
+        raise TreeMismatchError('the copy would have no leaves. Drop fewer of them.')
     return kept, dropped
 
 
 def _renamed(table: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]]) -> dict[Path, Path]:
-    """From each path to its new one."""
+    """The new path of each leaf, by its old path."""
     rules = [(leaf_pattern(pattern), new) for pattern, new in given]
     unused = {pattern for pattern, _ in rules}
     names: dict[Path, Path] = {}
@@ -321,9 +321,11 @@ def _renamed(table: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]
     for new, old in owners.items():
         above = next((owners[new[:length]] for length in range(1, len(new)) if new[:length] in owners), None)
         if above is not None:
-            clashes.append(f'{leaf_name(old)} would become {leaf_name(new)!r}, below what {leaf_name(above)} becomes')
+            clashes.append(
+                f'{leaf_name(old)} would become {leaf_name(new)!r}, below the new name of {leaf_name(above)}'
+            )
     if clashes:
-        raise TreeMismatchError(lines('the leaves cannot be renamed so:', *clashes[:20], between='\n  '))
+        raise TreeMismatchError(lines('names clash after the renaming:', *clashes[:20], between='\n  '))
     _refuse_unused([pattern.pattern for pattern, _ in rules if pattern in unused], table)
     return names
 
@@ -333,12 +335,12 @@ def _refuse_unused(patterns: Sequence[str], table: Iterable[Path]) -> None:
         names = [leaf_name(path) for path in table]
         shown = ', '.join(near_names(patterns[0], names) or names[:3])
         raise UnmatchedPattern(
-            f'the patterns {list(patterns)} match no leaf; leaves are {shown}, ... Correct or remove them.'
+            f'the patterns {list(patterns)} match no leaf; the leaves are {shown}, ... Correct or remove the patterns.'
         )
 
 
 def _extra(sidecar: Sidecar) -> dict[str, Any]:
-    """What comes along; of a checkpoint without a sidecar, that nothing is known of typed keys and the like."""
+    """The fields to copy into the sidecar; without one in the source, records that typed keys and the like are unknown."""
     if not sidecar.extra:
         return {'facts': 'unknown'}
     return {name: value for name, value in sidecar.extra.items() if name in ('facts', 'keep', 'metrics')}

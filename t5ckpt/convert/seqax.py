@@ -1,15 +1,15 @@
-"""seqax's checkpoints, both ways, so that a run can move over and back.
+"""Imports and exports seqax's checkpoints (seqax, docs/pytree-zarr-checkpoint.md).
 
-    <dir>/<step, 10 digits>/           a zarr v2 group, complete when ``write_completed`` is among its attributes
+    <dir>/<step, 10 digits>/           a zarr v2 group, complete when it has the attribute ``write_completed``
         .zgroup .zattrs
-        .weights.embed/{.zarray,0.0}   one array a leaf, named by ``jax.tree_util.keystr`` of its path
+        .weights.embed/{.zarray,0.0}   one array per leaf, named by ``jax.tree_util.keystr`` of its path
 
-(seqax, docs/pytree-zarr-checkpoint.md.) The name ``.weights.embed`` is ours ``weights/embed``, and so are
-``['weights']['embed']`` and the like: a checkpoint of this project does not tell an attribute from a key. Going back,
-``like=`` says which it was; without it names become attributes, which all of seqax's own states are made of.
+The names ``.weights.embed`` and ``['weights']['embed']`` both become the leaf ``weights/embed``, since a checkpoint of T5X does
+not distinguish attributes from keys. For an export, ``like=`` distinguishes them; without it, all names become attributes, as in
+seqax's own states.
 
-Notes: one process. Arrays are read and written chunk by chunk. A missing chunk is an error, where seqax would read
-whatever the memory holds. No pickle, and no zarr library.
+Notes: one process. Arrays are read and written chunk by chunk. A missing chunk is an error; seqax would read uninitialised
+memory. Needs neither pickle nor the zarr library.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _steps_in(storage: Storage) -> list[int]:
 
 
 def _is_done(storage: Storage, directory: str) -> bool:
-    """Seqax sets the attribute when all hosts have written; its value does not matter, as in seqax."""
+    """Whether seqax has set the attribute that it sets after all hosts have written; its value does not matter, as in seqax."""
     if storage.kind(join(directory, '.zattrs')) != 'file':
         return False
     try:
@@ -94,15 +94,15 @@ def _is_done(storage: Storage, directory: str) -> bool:
 
 
 def read_seqax(path: str | os.PathLike[str], step: int | None = None) -> tuple[LeafTable, int]:
-    """A checkpoint's leaves as LazyArrays by path, and its step; reads no values.
+    """Returns a checkpoint's leaves as LazyArrays by path, and its step; reads no values.
 
     Args:
       path: a run's directory, or a step's.
-      step: which step of a run; None takes the latest that is complete.
+      step: which step of a run; None takes the latest complete one.
 
     Raises:
-      CheckpointNotFoundError: no complete checkpoint, with the steps that are there.
-      FormatError: an array cannot be read, or has a name that ``keystr`` does not make.
+      CheckpointNotFoundError: no complete checkpoint; the message lists the complete steps.
+      FormatError: an array cannot be read, or its name is not one of ``keystr``.
     """
     storage, directory = _found(path, step)
     reader = ArrayReader(Located(storage, directory, '', int(directory)))
@@ -112,7 +112,7 @@ def read_seqax(path: str | os.PathLike[str], step: int | None = None) -> tuple[L
         leaf = _path_of(name, storage.url(directory))
         if leaf in table:
             raise UnsupportedFormatError(
-                f'{storage.url(directory)}: {name} and another array are both named {leaf_name(leaf)} here.'
+                f'{storage.url(directory)}: {name} and another array would both become the leaf {leaf_name(leaf)}.'
             )
         table[leaf] = lazy_leaf(reader, StoredLeaf(array, array.dtype), leaf_name(leaf))
     if not table:
@@ -135,17 +135,17 @@ def _found(path: str | os.PathLike[str], step: int | None) -> tuple[Storage, str
         directory = f'{steps[-1] if step is None else step:010}'
     if not _is_done(storage, directory):
         raise CheckpointNotFoundError(
-            f'{storage.url(directory)}: no {_DONE} among the attributes (.zattrs), so it was not written to its end, or is '
-            'no checkpoint of seqax.'
+            f'{storage.url(directory)} has no attribute {_DONE} (.zattrs): it is incomplete, or not a checkpoint of seqax. Pass '
+            'another step.'
         )
     return storage, directory
 
 
 def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]:
-    """Arrays of a group and of the groups in it, which zarr makes of a '/' in a name.
+    """The arrays of a group and of the groups in it, which zarr makes of a '/' in a name.
 
     Raises:
-      CorruptCheckpointError: a directory holds chunks, or nothing, and no ``.zarray``: an array would be left out.
+      CorruptCheckpointError: a directory holds chunks, or nothing, but no ``.zarray``, so that an array would be left out.
     """
     names: list[str] = []
     entries = storage.entries(join(directory, below))
@@ -153,7 +153,7 @@ def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]
     if below and (chunks or not entries or any(entry.name == '.zarray' for entry in entries)):
         held = f'{counted(len(chunks), "other file")} ({chunks[0]})' if chunks else 'nothing else'
         raise CorruptCheckpointError(
-            f'{storage.url(join(directory, below))}: no regular file .zarray there, and {held}. Copy the checkpoint again.'
+            f'{storage.url(join(directory, below))} has no regular file .zarray, but {held}. Copy the checkpoint again.'
         )
     for entry in entries:
         if entry.is_dir:
@@ -173,12 +173,12 @@ def _stored_array(storage: Storage, directory: str, name: str) -> StoredArray:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where}: .zarray does not decode ({error!s:.120}).') from error
     if dtype is None:
-        raise UnsupportedFormatError(f'{where}: dtype {metadata["dtype"]!r:.40} is not known.')
+        raise UnsupportedFormatError(f'{where}: the dtype {metadata["dtype"]!r:.40} is not supported.')
     return StoredArray(name, shape, dtype)
 
 
 def _path_of(name: str, where: str) -> Path:
-    """The path that ``keystr`` made a name of."""
+    """The inverse of ``jax.tree_util.keystr``."""
     path: list[str] = []
     at = 0
     while at < len(name):
@@ -199,16 +199,15 @@ def import_seqax(
     step: int | None = None,
     overwrite: bool = False,
 ) -> CommittedCheckpoint:
-    """Writes a checkpoint of seqax as one of this project, under the same step.
+    """Converts a checkpoint of seqax to T5X's format, with the same step.
 
-    seqax's states hold no step: ``Checkpointer.save(state, step=...)`` has to be told, and ``restore`` gives a state
-    like the one that the checkpointer was made with.
+    seqax's states have no step, so pass ``step=`` to ``Checkpointer.save``.
 
     Args:
       path: a run's directory of seqax, or a step's.
       checkpoints_dir: the run's directory to write to.
       step: which step; None takes the latest.
-      overwrite: replace a checkpoint of that step.
+      overwrite: replaces a checkpoint of that step.
     """
     table, found = read_seqax(path, step)
     source = {'format': 'seqax', 'path': os.fspath(path), 'step': found}
@@ -228,15 +227,15 @@ def export_seqax(
     like: Any = None,
     overwrite: bool = False,
 ) -> str:
-    """Writes a checkpoint of this project, or of T5X, as one of seqax.
+    """Converts a checkpoint in T5X's format to seqax's.
 
     Args:
       path: as for ``open_checkpoint``.
       directory: seqax's ``checkpoint_dir``.
       step: which step of a run; None takes the latest.
-      like: the state that seqax will load into, with the same leaves; leaves may be jax.ShapeDtypeStruct. It says how
-        the leaves are called: a key of a dict is not an attribute.
-      overwrite: replace a checkpoint of that step.
+      like: the state that seqax will load into, with the same leaves, which may be jax.ShapeDtypeStruct. It determines which
+        parts of a name are attributes and which are keys of dicts.
+      overwrite: replaces a checkpoint of that step.
 
     Returns:
       The directory that was written.
@@ -246,7 +245,9 @@ def export_seqax(
     """
     view = open_checkpoint(path, step)
     if view.step is None:
-        raise UnsupportedFormatError(f'{view.path}: the directory does not say which step it is, and seqax needs one.')
+        raise UnsupportedFormatError(
+            f'{view.path} has no step in its name, but seqax needs one. Rename the directory to checkpoint_<step>.'
+        )
     if like is None:
         names = {name: ''.join(f'.{part}' for part in path_of(name)) for name in view}
     else:
@@ -254,19 +255,19 @@ def export_seqax(
         if set(names) != set(view):
             only = [sorted(set(view) - set(names))[:5], sorted(set(names) - set(view))[:5]]
             raise TreeMismatchError(
-                f'{view.path} and `like` have other leaves: only there {only[0]}, only here {only[1]}.'
+                f'{view.path} and `like` have different leaves: only in the checkpoint {only[0]}, only in `like` {only[1]}.'
             )
     return _write(directory, view.step, {names[name]: view[name] for name in view}, overwrite)
 
 
 def write_seqax(directory: str | os.PathLike[str], step: int, state: Any, *, overwrite: bool = False) -> str:
-    """Writes a state as seqax does.
+    """Writes a state in seqax's format.
 
     Args:
       directory: seqax's ``checkpoint_dir``.
       step: at most ten digits.
-      state: any pytree of arrays, numpy arrays, numbers and LazyArrays.
-      overwrite: replace a checkpoint of that step.
+      state: any pytree of jax.Arrays, NumPy arrays, numbers and LazyArrays.
+      overwrite: replaces a checkpoint of that step.
 
     Returns:
       The directory that was written.
@@ -276,7 +277,7 @@ def write_seqax(directory: str | os.PathLike[str], step: int, state: Any, *, ove
 
 
 def _keystr_names(state: Any) -> dict[Path, str]:
-    """From our name of a leaf to seqax's; None and empty containers are no leaves there."""
+    """Seqax's name of each leaf; None and empty containers are not leaves in seqax."""
     import jax
 
     tree = state.state_dict() if isinstance(state, TrainState) else state
@@ -289,14 +290,14 @@ def _keystr_names(state: Any) -> dict[Path, str]:
 
 def _write(directory: str | os.PathLike[str], step: int, leaves: Mapping[str, Any], overwrite: bool) -> str:
     if jax_processes().count > 1:
-        raise UnsupportedTopologyError('writing for seqax is done by one process: convert a checkpoint after the run.')
+        raise UnsupportedTopologyError("only one process can write seqax's format: convert a checkpoint after the run.")
     name = f'{step:010}'
     if not _STEP.fullmatch(name):
-        raise ValueError(f'step={step}: seqax has ten digits for it.')
+        raise ValueError(f'step={step} must be between 0 and 9999999999, since seqax uses ten digits.')
     arrays = {key: _checked(key, leaf) for key, leaf in leaves.items()}
     storage = open_storage(directory)
     _check_room(storage, name, overwrite)
-    # seqax looks at names that are numbers only. Where nothing can be renamed, .zattrs is what makes it complete.
+    # seqax ignores names that are not numbers. On a storage without rename, .zattrs makes the checkpoint complete.
     work = f'{name}.tmp' if storage.renames else name
     _remove(storage, work)
     storage.make_dir(work)
@@ -313,14 +314,14 @@ def _write(directory: str | os.PathLike[str], step: int, leaves: Mapping[str, An
 
 def _check_room(storage: Storage, name: str, overwrite: bool) -> None:
     if _is_done(storage, name) and not overwrite:
-        raise CheckpointExistsError(f'{storage.url(name)} is there already. Write to another directory, or overwrite.')
+        raise CheckpointExistsError(f'{storage.url(name)} exists. Write to another directory, or pass overwrite=True.')
     names = {entry.name for entry in storage.entries(name)}
     if names and '.zgroup' not in names:
-        raise CheckpointExistsError(f'{storage.url(name)} is there and is no checkpoint of seqax. Move it away.')
+        raise CheckpointExistsError(f'{storage.url(name)} exists and is not a checkpoint of seqax. Move it away.')
 
 
 def _remove(storage: Storage, name: str) -> None:
-    """First what makes it complete, so that seqax never loads half of it."""
+    """Removes a checkpoint, the file that makes it complete first, so that seqax never loads a part of it."""
     storage.delete_file(join(name, '.zattrs'))
     storage.delete_tree(name)
 
@@ -329,17 +330,19 @@ def _checked(name: str, leaf: Any) -> Any:
     array = leaf if is_jax_array(leaf) or isinstance(leaf, LazyArray) else np.asarray(leaf)
     if dtype_from_typestr(np.dtype(array.dtype).str) != array.dtype:
         raise UnsupportedLeafError(
-            f'{name}: {array.dtype} has no name that seqax reads. Convert the leaf to float32 first.'
+            f'{name}: seqax does not support the dtype {array.dtype}. Convert the leaf to float32 first.'
         )
     if '\\' in name or any(part in ('', '.', '..') for part in name.split('/')):
-        raise UnsupportedLeafError(f'{name}: zarr changes this name, so seqax would not find it. Rename the leaf.')
+        raise UnsupportedLeafError(
+            f'{name}: zarr changes this name, so seqax would not find the array. Rename the leaf.'
+        )
     return array
 
 
 def _write_array(storage: Storage, key: str, array: Any) -> None:
     shape = tuple(int(size) for size in array.shape)
     shard = array.sharding.shard_shape(shape) if is_jax_array(array) else shape
-    # zarr has no chunk without extent, also where the array has none.
+    # zarr needs chunks of at least one element, even in an empty array.
     chunks = [max(1, size) for size in choose_chunks(shard, array.dtype.itemsize)]
     spec = {
         'driver': 'zarr',

@@ -172,7 +172,7 @@ def test_whatever_takes_a_run_and_a_step_finds_the_step_of_restore(run_dir, tmp_
         assert (
             t5ckpt.restore_or_init(ck, lambda: STATE, initial_checkpoint=t5ckpt.WarmStart(run_dir, step=7))['w'][0] == 7
         )
-        with pytest.raises(errors.CheckpointNotFoundError, match='step 6 is not there, complete steps are: 7'):
+        with pytest.raises(errors.CheckpointNotFoundError, match='step 6 does not exist, complete steps are: 7'):
             t5ckpt.restore_or_init(ck, lambda: STATE, initial_checkpoint=t5ckpt.WarmStart(run_dir, step=6))
         assert ck.restore(path=t5ckpt.find_checkpoint(run_dir, 7))['w'][0] == 7
     assert np.asarray(t5ckpt.load_t5x_checkpoint(run_dir, step=7)['w'])[0] == 7

@@ -57,7 +57,7 @@ def test_to_one_file_and_back(run: pathlib.Path, tmp_path: pathlib.Path, kind: s
 def test_exit_codes(run: pathlib.Path, tmp_path: pathlib.Path):
     out = tmp_path / 'out.npz'
     t5ckpt_cli('export', 'npz', run, out)
-    assert 'there already' in t5ckpt_cli('export', 'npz', run, out, code=1)
+    assert 'exists. Choose' in t5ckpt_cli('export', 'npz', run, out, code=1)
     t5ckpt_cli('export', 'npz', run, out, '--force')
     t5ckpt_cli('import', 'npz', out, tmp_path / 'back')
     assert 'there already' in t5ckpt_cli('import', 'npz', out, tmp_path / 'back', code=1)

@@ -305,7 +305,7 @@ def test_nothing_is_overwritten_unless_asked_and_never_what_is_not_ours(tmp_path
     run, other = write_t5(tmp_path / 'run', VARIANTS['t5']), write_t5(tmp_path / 'other', VARIANTS['t5_1_1'])
     export_hf(run, tmp_path / 'hf')
     before = (tmp_path / 'hf/model.safetensors').read_bytes()
-    with pytest.raises(OutputExistsError, match='there already'):
+    with pytest.raises(OutputExistsError, match='exists. Choose'):
         export_hf(other, tmp_path / 'hf')
     assert (tmp_path / 'hf/model.safetensors').read_bytes() == before
     export_hf(other, tmp_path / 'hf', options=ExportOptions(force=True))

@@ -253,7 +253,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path):
     (tmp_path / '0000000001').mkdir()
     (tmp_path / '0000000001' / 'thesis.tex').write_text('much work')
     for overwrite in (False, True):
-        with pytest.raises(errors.CheckpointExistsError, match='no checkpoint of seqax'):
+        with pytest.raises(errors.CheckpointExistsError, match='not a checkpoint of seqax'):
             write_seqax(tmp_path, 1, {'w': np.ones(2)}, overwrite=overwrite)
     assert (tmp_path / '0000000001' / 'thesis.tex').read_text() == 'much work'
 

@@ -73,7 +73,7 @@ def npz(path, header, data=b'', method=zipfile.ZIP_STORED):
 def test_an_array_that_claims_more_or_less_than_there_is(tmp_path, method, shape):
     path = npz(tmp_path / 'x.npz', {'descr': '<f4', 'fortran_order': False, 'shape': shape}, bytes(8), method)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(errors.CorruptCheckpointError, match=r'w\.npy: its header says [0-9,]+ bytes.* 8\.'):
+    with pytest.raises(errors.CorruptCheckpointError, match=r'w\.npy: its header has [0-9,]+ bytes.* 8\.'):
         import_npz(path, tmp_path / 'run')
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
     assert not (tmp_path / 'run').exists()

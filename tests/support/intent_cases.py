@@ -1081,7 +1081,7 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('cp', '--follow-links', 0, 'follow_links', 'cp {memory} {out} --follow-links'),
     ('cp', '--drop', 1, 'modell', 'cp {run} {out} --drop modell'),
     ('cp', '--rename', 1, 'modell', 'cp {run} {out} --rename modell model'),
-    ('cp', '--ema', 1, 'no moving average', 'cp {run} {out} --ema ema'),
+    ('cp', '--ema', 1, 'without a moving average', 'cp {run} {out} --ema ema'),
     ('cp', '--average', 1, 'nothing would be averaged', 'cp {run} {out} --average {run}'),
     ('cp', '--parameters', 2, 'has no effect', 'cp {run} {out} --parameters model/.*'),
     ('diff', '--top', 2, '--no-values', 'diff {run} {run} --top 1 --no-values'),

@@ -285,7 +285,7 @@ def test_the_command_line_casts_what_it_is_told_to(run, tmp_path):
     _, error = cli('cp', run, tmp_path / 'a', '--save-dtype', 'bfloat16', code=1)
     assert "cast_leaves='model/.*' (in the command line --cast-leaves)" in error
     _, error = cli('cp', run, tmp_path / 'a', '--save-dtype=bfloat16', '--cast-leaves=model/.*', '--no-optimizer')
-    assert error.startswith('t5ckpt: warning: optimizer=False (--no-optimizer) leaves nothing out')
+    assert error.startswith('t5ckpt: warning: optimizer=False (--no-optimizer) has no effect')
     assert t5ckpt.load_t5x_checkpoint(tmp_path / 'a')['model']['dense']['kernel'].dtype == BF16
     _, error = cli('export', 'npz', run, tmp_path / 'x.npz', '--cast-leaves=model/.*', code=2)
     assert 'has no effect without dtype' in error

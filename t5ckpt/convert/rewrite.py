@@ -17,7 +17,7 @@ import numpy as np
 
 from t5ckpt.catalog.locate import Located, locate, refuse_within
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish
-from t5ckpt.convert.trees import optimizer_leaves
+from t5ckpt.convert.trees import optimizer_leaves, stamp_of
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of, root_names
@@ -115,7 +115,7 @@ def rewrite_checkpoint(
     identity = {
         'format': 't5x',
         'paths': [each.located.url for each in contents],
-        'stamps': [_stamp(each.located) for each in contents],
+        'stamps': [stamp_of(each.located) for each in contents],
         'changes': _recorded(changes),
     }
     found = Found(
@@ -140,11 +140,6 @@ def _inline_of(contents: Sequence[Contents], names: Mapping[Path, Path]) -> set[
         return set()
     held = flatten_nested(last.manifest.state, is_spec)
     return {new for old, new in names.items() if isinstance(held.get(old), np.ndarray)}
-
-
-def _stamp(located: Located) -> list[int] | None:
-    stamp = located.storage.stamp(join(located.directory, located.manifest or '_METADATA'))
-    return None if stamp is None else list(stamp)
 
 
 def _iterator_files(located: Located) -> dict[str, bytes]:

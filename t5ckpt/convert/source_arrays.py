@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint as what they are to an export: name, shape, dtype, and slices on request."""
+"""The arrays of a checkpoint for an export: name, shape, dtype, and slices on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ['Source', 'Sources', 'cast', 'open_sources', 'slices_of']
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One array: ``read`` takes a tuple of slices; ``chunks`` is the shape of what lies in one file."""
+    """One array: ``read`` takes a tuple of slices; ``chunks`` is the shape of a chunk."""
 
     path: Path
     name: str
@@ -50,8 +50,8 @@ class Sources:
     Attributes:
       arrays: by leaf name.
       located: the checkpoint.
-      identity: which checkpoint it is; all reads of one export are looked at together.
-      others: leaves that are no arrays: None, text, empty containers.
+      identity: of the checkpoint, to detect a replacement during the export.
+      others: names of leaves that are not arrays: None, text, empty containers.
     """
 
     arrays: Mapping[str, Source]
@@ -60,10 +60,10 @@ class Sources:
     others: tuple[str, ...]
 
     def select(self, pattern: str | None) -> dict[str, Source]:
-        """The arrays whose name a regular expression is found in; all for None.
+        """The arrays with a match of a regular expression in their names; all for None.
 
         Raises:
-          ValueError: not a regular expression, or nothing has such a name.
+          ValueError: not a regular expression, or no name has a match.
         """
         if pattern is None:
             return dict(self.arrays)
@@ -71,7 +71,7 @@ class Sources:
         chosen = {name: source for name, source in self.arrays.items() if leaf_pattern(pattern).search(name)}
         if not chosen:
             raise ValueError(
-                f'select={pattern!r} matches no name. The names are {some_of(list(self.arrays), 10) or "none"}.'
+                f'select={pattern!r} matches no array. The arrays are {some_of(list(self.arrays), 10) or "none"}.'
             )
         return chosen
 
@@ -85,7 +85,7 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
     located = locate(path, step)
     contents = read_contents(located, read_raw(located, checksums=True))
     leaves, _ = leaves_of(contents, (), {})
-    # What is damaged must not come out as whole, under another name.
+    # Checksums are verified, so that an export of damaged files fails.
     reader = ArrayReader(located, True, checksums=contents.checksums)
     arrays: dict[str, Source] = {}
     others: list[str] = []
@@ -101,11 +101,10 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
 
 
 def slices_of(source: Source, axis: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of an axis that cover it, each of whole chunks and of about ``piece_bytes``.
+    """Yields ranges that cover an axis, each of whole chunks and of about ``piece_bytes``.
 
-    A chunk is read whole whatever is wanted of it (a mapped one is not, but who maps it does not matter here), so a range
-    that ends inside a chunk would read it twice. Where the chunks of one range alone are more than eight times as much,
-    memory goes before speed.
+    A chunk is always read whole, so a range that ended inside a chunk would read it twice. If the chunks of one range have more
+    than eight times ``piece_bytes``, the range is smaller than a chunk, to limit memory.
     """
     size = source.shape[axis]
     if source.nbytes <= piece_bytes or size <= 1:
@@ -119,15 +118,17 @@ def slices_of(source: Source, axis: int, piece_bytes: int) -> Iterator[tuple[int
 
 
 def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Values in another floating dtype; other kinds, and the same dtype, as they are.
+    """Casts floating values to another floating dtype; returns other values as they are.
 
     Raises:
-      UnsupportedLeafError: a finite value became infinite.
+      UnsupportedLeafError: a finite value would become infinite.
     """
     if values.dtype == dtype or kind(values.dtype) != 'float':
         return values
     with np.errstate(over='ignore'):
         result = values.astype(dtype)
     if np.isinf(result).sum() != np.isinf(values).sum():
-        raise UnsupportedLeafError(f'{name}: holds values that {dtype.name} cannot, they would become infinite.')
+        raise UnsupportedLeafError(
+            f'{name} has finite values that would become infinite as {dtype.name}. Choose another dtype.'
+        )
     return result

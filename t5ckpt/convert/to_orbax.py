@@ -1,8 +1,8 @@
-"""To Orbax's layout, by Orbax itself (extra ``orbax``), one array after another.
+"""Writes a checkpoint in Orbax's layout with Orbax itself (extra ``orbax``), one array after another.
 
-What is written is what ``orbax.checkpoint.PyTreeCheckpointer`` writes, and it reads it back. Orbax wants all arrays at once;
-a handler for LazyArrays reads each when its turn comes and waits until it is written, so that one is held at a time. Orbax
-makes the directory visible in one step.
+The result is that of ``orbax.checkpoint.PyTreeCheckpointer``, which can restore it. Orbax takes all arrays at once. A handler for
+LazyArrays reads each array and waits until it is written, so that one is in memory at a time. Orbax makes the directory visible
+in one step.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def convert_to_orbax(
     Args:
       source: a run's directory (``options.step``, or the latest), a step's, or a manifest file.
       directory: Orbax's, such as ``run/12``, on a local file system.
-      options: ``step`` says which to read; ``save_dtype``, ``cast_leaves``, ``optimizer``, ``overwrite``, ``dry_run`` and
-        ``progress`` count as for the other conversions.
+      options: ``step`` selects the step to read; ``save_dtype``, ``cast_leaves``, ``optimizer``, ``overwrite``, ``dry_run`` and
+        ``progress`` work as in the other conversions.
 
     Raises:
-      OutputExistsError: the directory is there, and replacing it was not asked for.
+      OutputExistsError: the directory exists, and ``options.overwrite`` is not set.
       UnsupportedLeafError: leaves that Orbax cannot hold.
     """
     options = ConvertOptions() if options is None else options
     if options.compression is not None or options.concurrent_gb != ConvertOptions.concurrent_gb:
-        raise ValueError('compression and concurrent_gb have no effect: Orbax writes as it is set up. Leave them out.')
+        raise ValueError('compression and concurrent_gb have no effect on what Orbax writes. Leave them out.')
     contents = read_contents(locate(source, options.step))
     target = local_output(directory)
     check_output(target, options.overwrite, _is_ours)
@@ -93,10 +93,12 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
         return leaf
     if not hasattr(leaf, 'dtype') or not isinstance(leaf.dtype, np.dtype) or isinstance(leaf, complex):
         raise UnsupportedLeafError(
-            f'{leaf_name(path)}: Orbax holds arrays and numbers, this is {type(leaf).__name__}. Leave it out with t5ckpt cp.'
+            f'{leaf_name(path)} is {type(leaf).__name__}, but Orbax can only hold arrays and numbers. Drop it with t5ckpt cp.'
         )
     if 0 in leaf.shape:
-        raise UnsupportedLeafError(f'{leaf_name(path)}: Orbax cannot hold an array of shape {tuple(leaf.shape)}.')
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: Orbax cannot hold an array of shape {tuple(leaf.shape)}. Drop it with t5ckpt cp.'
+        )
     dtype = cast_dtype(path, np.dtype(leaf.dtype), cast)
     if isinstance(leaf, LazyArray):
         return leaf.astype(dtype)
@@ -111,7 +113,7 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter) -> None:
         raise MissingDependencyError("writing Orbax's layout needs pip install 't5ckpt[orbax]'") from error
 
     class LazyHandler(ocp.type_handlers.NumpyHandler):
-        """Reads and writes one after another what NumpyHandler holds all at once."""
+        """Reads and writes one array after another; NumpyHandler would hold all of them at once."""
 
         async def _background_serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> None:
             for value, info, arg in zip(values, infos, args, strict=True):
@@ -128,10 +130,10 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter) -> None:
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     try:
         with ocp.Checkpointer(handler) as checkpointer:
-            # The directory is there, empty; Orbax makes its own and renames it.
+            # The empty directory exists, and Orbax replaces it by a rename.
             checkpointer.save(target, tree, force=True)
     except T5CkptError:
-        # Of the source: it is damaged, or was deleted.
+        # The source is damaged, or was deleted.
         raise
     except (ValueError, OSError, RuntimeError) as error:
         raise SaveFailedError(f'{target}: Orbax did not write it ({type(error).__name__}: {error!s:.300}).') from error

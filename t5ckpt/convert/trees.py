@@ -1,7 +1,7 @@
-"""Checkpoints of other JAX programs: Orbax, Flax's msgpack files, jax.experimental's array serialization, seqax.
+"""Reads checkpoints of other JAX programs: Orbax, Flax's msgpack files, jax.experimental's array serialization, seqax.
 
-Their trees are taken over under the names they have; ``rewrite.py`` renames. Orbax's and JAX's arrays are read in pieces; a
-msgpack file is one piece, and is held as a whole.
+The leaves keep their names; ``rewrite.py`` renames. Arrays of Orbax and JAX are read in parts; small msgpack files are held as a
+whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from t5ckpt.storage import Storage, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['TREE_FORMATS', 'convert_tree', 'open_tree', 'optimizer_leaves']
+__all__ = ['TREE_FORMATS', 'convert_tree', 'open_tree', 'optimizer_leaves', 'stamp_of']
 
 TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax')
 _OPTIMIZER_SCOPES = {'opt_state', 'param_states'}
@@ -45,9 +45,9 @@ _JAX_ARRAYS = 'array_store'
 
 
 def optimizer_leaves(table: Iterable[Path]) -> set[Path]:
-    """The leaves that are state of an optimizer: T5X's ``param_states``, Flax's ``opt_state``.
+    """The leaves of the optimizer's state: T5X's ``param_states``, Flax's ``opt_state``.
 
-    Warns where there is none, since a program may keep its optimizer's state under another name.
+    Warns if there are none, since a program may store its optimizer's state under another name.
     """
     paths = list(table)
     found = {path for path in paths if not _OPTIMIZER_SCOPES.isdisjoint(path)}
@@ -66,15 +66,15 @@ def convert_tree(
 
     Args:
       kind: 'orbax', 'flax', 'jax' or 'seqax'.
-      source: orbax: a run's directory, a step's, or an item's. flax: a file that ``flax.training.checkpoints`` or
-        ``to_bytes`` wrote, or the directory of such files, whose latest is taken. jax: a directory that
-        ``jax.experimental.array_serialization.pytree_serialization.save`` wrote. seqax: a run's directory, or a step's.
-      directory: the run's; ``checkpoint_<step>`` is made in it.
+      source: orbax: a run's directory, a step's, or an item's. flax: a file of ``flax.training.checkpoints`` or ``to_bytes``,
+        or a directory of such files, of which the latest is taken. jax: a directory of
+        ``jax.experimental.array_serialization.pytree_serialization.save``. seqax: a run's directory, or a step's.
+      directory: of the run to write to; the result is ``checkpoint_<step>`` in it.
       options: see :class:`ConvertOptions`.
 
     Raises:
-      CheckpointExistsError: the step is there already; nothing was read.
-      T5CkptError: the source cannot be read, or the result not be written; nothing became visible.
+      CheckpointExistsError: the step exists; nothing was read.
+      T5CkptError: the source cannot be read, or the result cannot be written; nothing became visible.
     """
     options = ConvertOptions() if options is None else options
     return finish(open_tree(kind, source, options.optimizer), directory, options)
@@ -87,17 +87,22 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
         return _found(table, step, {'format': kind, 'path': os.fspath(source), 'step': step}, optimizer)
     large: dict[str, LazyArray] = {}
     if kind not in _OPENERS:
-        raise ValueError(f'format {kind!r:.40} is none of {list(TREE_FORMATS)}.')
+        raise ValueError(f'the format must be one of {list(TREE_FORMATS)}, got {kind!r:.40}.')
     contents = _OPENERS[kind](os.fspath(source))
     if isinstance(contents, LargeFile):
         contents, large = contents.contents, contents.arrays
     located = contents.located
-    stamp = located.storage.stamp(join(located.directory, located.manifest or '_METADATA'))
-    identity = {'format': kind, 'path': located.url, 'stamp': None if stamp is None else list(stamp)}
+    identity = {'format': kind, 'path': located.url, 'stamp': stamp_of(located)}
     table = {
         path: large.get(leaf, leaf) if isinstance(leaf, str) else leaf for path, leaf in linked_leaves(contents).items()
     }
     return _found(table, located.step, identity, optimizer)
+
+
+def stamp_of(located: Located) -> list[int] | None:
+    """The storage's stamp of a checkpoint's manifest, in types of JSON; None if the storage has none."""
+    stamp = located.storage.stamp(join(located.directory, located.manifest or '_METADATA'))
+    return None if stamp is None else list(stamp)
 
 
 def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], optimizer: bool) -> Found:
@@ -113,10 +118,10 @@ def _open_orbax(source: str) -> Contents:
     if located.manifest and not is_orbax(located.storage, located.directory):
         contents = read_contents(located)
         if contents.sidecar.extra or _is_t5x(contents):
-            raise UnsupportedFormatError(f"{located.url} is in T5X's format already. Copy it with t5ckpt cp.")
+            raise UnsupportedFormatError(f"{located.url} is in T5X's format. Copy it with t5ckpt cp.")
         return contents
     if located.step is None:
-        # Orbax calls a step's directory by its number, and may have an item in it.
+        # In Orbax, the number is the name of the step's directory, which may contain the directory of an item.
         parent, name = split_path(located.url)
         number = name if name.isdecimal() else split_path(parent)[1]
         located = dataclasses.replace(located, step=int(number) if re.fullmatch('[0-9]{1,18}', number) else None)
@@ -136,7 +141,7 @@ def _open_flax(source: str) -> Contents | LargeFile:
         found = {step: name for name, step in steps.items() if step is not None and name.startswith('checkpoint')}
         if not found:
             raise CheckpointNotFoundError(
-                f'{source}: no file of Flax such as checkpoint_100. Directories of that name are Orbax: convert orbax.'
+                f'{source} has no file of Flax such as checkpoint_100. If it has directories of that name, convert orbax.'
             )
         located = locate(f'{source.rstrip("/")}/{found[max(found)]}')
     step = _number(split_path(located.url)[1])
@@ -153,10 +158,12 @@ def _number(name: str) -> int | None:
 def _open_jax(source: str) -> Contents:
     storage = open_storage(source)
     if storage.kind(_JAX_TREE) != 'file':
-        raise CheckpointNotFoundError(f'{source}: no {_JAX_TREE}, so nothing that JAX wrote with pytree_serialization.')
+        raise CheckpointNotFoundError(
+            f'{source} has no {_JAX_TREE}, so it is not a directory of pytree_serialization. Check the path.'
+        )
     name = split_path(source)[1]
     try:
-        # The structure is in a flatbuffer, which JAX alone decodes.
+        # The structure is in a flatbuffer, which only JAX decodes.
         from jax.experimental.array_serialization import pytree_serialization
     except ImportError as error:
         raise MissingDependencyError(f'{source}: reading it needs pip install flatbuffers') from error

@@ -263,7 +263,7 @@ def test_the_verb_with_wrong_words(tf_golden, tmp_path):
         ('orbax', source, run, '--rules', rules),
     ):
         t5ckpt_cli('convert', *words, code=2)
-    assert 'no TensorFlow checkpoint' in t5ckpt_cli('convert', 'tf', tmp_path / 'nothing', run, code=3)
+    assert 'the prefix of a TensorFlow checkpoint' in t5ckpt_cli('convert', 'tf', tmp_path / 'nothing', run, code=3)
     assert not run.exists()
 
 

@@ -254,7 +254,7 @@ def test_what_is_no_such_t5_is_refused(tmp_path: pathlib.Path, change: Any, erro
 
 
 def test_a_tree_that_is_no_t5_is_refused(tmp_path: pathlib.Path):
-    with pytest.raises(UnsupportedFormatError, match='no T5: no leaf is named target/encoder'):
+    with pytest.raises(UnsupportedFormatError, match='not a T5: no leaf is named target/encoder'):
         export_hf(write(tmp_path / 'run', {'w': np.ones(3)}), tmp_path / 'hf')
 
 
@@ -305,7 +305,7 @@ def test_nothing_is_overwritten_unless_asked_and_never_what_is_not_ours(tmp_path
     run, other = write_t5(tmp_path / 'run', VARIANTS['t5']), write_t5(tmp_path / 'other', VARIANTS['t5_1_1'])
     export_hf(run, tmp_path / 'hf')
     before = (tmp_path / 'hf/model.safetensors').read_bytes()
-    with pytest.raises(OutputExistsError, match='exists. Choose'):
+    with pytest.raises(OutputExistsError, match=r'exists\. Choose'):
         export_hf(other, tmp_path / 'hf')
     assert (tmp_path / 'hf/model.safetensors').read_bytes() == before
     export_hf(other, tmp_path / 'hf', options=ExportOptions(force=True))
@@ -462,7 +462,7 @@ def test_an_index_leads_nowhere_else(tmp_path: pathlib.Path):
     (hf / 'model.safetensors').rename(outside)
     index = {'weight_map': {'shared.weight': '../outside.safetensors'}}
     (hf / 'model.safetensors.index.json').write_text(json.dumps(index))
-    with pytest.raises(UnsupportedFormatError, match='outside of its directory'):
+    with pytest.raises(UnsupportedFormatError, match='outside its directory'):
         import_hf(hf, tmp_path / 'back')
 
 

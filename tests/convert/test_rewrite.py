@@ -170,7 +170,7 @@ def test_moving_averages_as_parameters(run, tmp_path, scope):
 def test_moving_averages_that_are_not_there(run, tmp_path):
     with pytest.raises(errors.MissingLeaves) as error:
         rewrite(run, tmp_path / 'ema', Changes(ema='opt_state/0/em'))
-    assert 'params/dense/kernel: opt_state/0/em/dense/kernel is not there. Near: opt_state/0/ema/dense/kernel' in str(
+    assert 'params/dense/kernel: opt_state/0/em/dense/kernel does not exist. Near: opt_state/0/ema/dense/kernel' in str(
         error.value
     )
 

@@ -1,4 +1,4 @@
-"""Arrays that lie in C order somewhere in a file, read in boxes: what TensorFlow's and Flax's files have in common."""
+"""Reads boxes of arrays that are stored in C order in a file, for the files of TensorFlow and Flax."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ['FlatArray', 'box_of', 'read_box']
 
 @dataclasses.dataclass(frozen=True)
 class FlatArray:
-    """Where an array lies.
+    """The location of an array.
 
     Attributes:
       name: for messages.
       dtype, shape: of the array.
-      file: its path.
-      offset: of its first byte.
+      file: the path of the file.
+      offset: of the array's first byte in the file.
     """
 
     name: str
@@ -34,11 +34,11 @@ class FlatArray:
 
     @property
     def nbytes(self) -> int:
-        """Of all its elements."""
+        """The bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, fd: int, index: Any) -> np.ndarray:
-        """The values of a numpy basic index, as a copy; only what it touches is brought into memory.
+        """The values of a NumPy basic index, as a copy; reads only the bounding box of these values.
 
         Raises:
           CorruptCheckpointError: the file is too short.
@@ -53,7 +53,7 @@ class FlatArray:
 
 
 def box_of(index: Any, shape: tuple[int, ...]) -> Box | None:
-    """The box of an index that is one slice of step 1 for every dimension, as writers ask for; else None."""
+    """The box of an index of one slice with step 1 per dimension; None for any other index."""
     if not isinstance(index, tuple) or len(index) != len(shape):
         return None
     if not all(isinstance(part, slice) and part.step in (None, 1) for part in index):
@@ -62,7 +62,7 @@ def box_of(index: Any, shape: tuple[int, ...]) -> Box | None:
 
 
 def read_box(fd: int, array: FlatArray, box: Box) -> np.ndarray:
-    """Reads a box, run after run; a map would count all that it touches as memory of this process."""
+    """Reads a box, one contiguous run after another; a memory map would count the pages as memory of this process."""
     shape = box.shape
     out = np.empty(shape, array.dtype)
     if not out.size:

@@ -1,7 +1,7 @@
-"""Large msgpack files of Flax without holding them: the structure is decoded, arrays stay where they are until they are read.
+"""Reads large msgpack files of Flax lazily: decodes the structure and reads arrays on request.
 
-msgpack says of everything how long it is (github.com/msgpack/msgpack/blob/master/spec.md), so an array's bytes are stepped
-over, and its place in the file is kept. What is small is decoded as in any manifest, and so are all rules for names.
+Each msgpack value begins with its length (github.com/msgpack/msgpack/blob/master/spec.md), so the scan skips the bytes of an
+array and records its offset. Small values and names are decoded as in any manifest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from t5ckpt.storage import foreign_errors
 __all__ = ['LARGE_BYTES', 'LargeFile', 'read_large']
 
 LARGE_BYTES = 64 * 2**20
-"""Files below are decoded at once."""
+"""Smaller files are decoded at once."""
 
 _IN_PLACE_BYTES = 2**16
 _MAX_DEPTH = 250
@@ -39,7 +39,7 @@ _HEADER_BYTES = 512
 _EXT_ARRAY = 1
 _MAX_RANK = 32
 _CHUNKED = '__msgpack_chunked_array__'
-# By the first byte: the struct format of the length that follows it.
+# The struct format of the length after the first byte, by that byte.
 _STRINGS = {0xD9: '>B', 0xDA: '>H', 0xDB: '>I', 0xC4: '>B', 0xC5: '>H', 0xC6: '>I'}
 _EXTENSIONS = {0xC7: '>B', 0xC8: '>H', 0xC9: '>I'}
 _LISTS, _MAPS = {0xDC: '>H', 0xDD: '>I'}, {0xDE: '>H', 0xDF: '>I'}
@@ -67,17 +67,17 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True)
 class LargeFile:
-    """A decoded file; in the place of each large array stands a text, by which ``arrays`` has it."""
+    """A decoded file, in which a text replaces each large array; ``arrays`` maps these texts to the arrays."""
 
     contents: Contents
     arrays: dict[str, LazyArray]
 
 
 def read_large(located: Located, path: str, in_place_bytes: int = _IN_PLACE_BYTES) -> LargeFile:
-    """Reads the structure of a local file; arrays above ``in_place_bytes`` stay where they are.
+    """Reads the structure of a local file; arrays above ``in_place_bytes`` are read lazily.
 
     Raises:
-      FormatError: it is truncated, or no such file.
+      FormatError: it is truncated, or in another format.
       StorageError: it cannot be read.
     """
     with foreign_errors(path), open_source(path) as file:
@@ -89,16 +89,18 @@ def read_large(located: Located, path: str, in_place_bytes: int = _IN_PLACE_BYTE
         except (ValueError, TypeError, struct.error, msgpack.UnpackException) as error:
             raise CorruptCheckpointError(f'{path} does not decode as msgpack ({error!s:.120}).') from error
         if scan.at != scan.size:
-            raise CorruptCheckpointError(f'{path}: {scan.size - scan.at:,} bytes follow the end. Copy the file again.')
+            raise CorruptCheckpointError(
+                f'{path}: {scan.size - scan.at:,} bytes follow the end of the map. Copy the file again.'
+            )
     return LargeFile(Contents(located, manifest_of(tree, path), Sidecar()), scan.arrays)
 
 
 class _Scan:
-    """Goes through a file once.
+    """Decodes a file in one pass.
 
     Attributes:
       at, size: the position, and the end.
-      arrays: those that stay in the file, by the text that stands for each.
+      arrays: the lazy arrays, by the text that replaces each.
     """
 
     def __init__(self, fd: int, path: str, in_place_bytes: int):
@@ -109,13 +111,13 @@ class _Scan:
         self._flat: dict[str, FlatArray] = {}
         self._fd = fd
         self._path = path
-        # So that no text of the file is taken for one of ours.
+        # Random, so that a text in the file cannot equal one of the replacements.
         self._mark = uuid.uuid4().hex
 
     def value(self, depth: int) -> Any:
-        """The value at the position."""
+        """Decodes the value at the position."""
         if depth > _MAX_DEPTH:
-            raise CorruptCheckpointError(f'nested more than {_MAX_DEPTH} deep, which no model is')
+            raise CorruptCheckpointError(f'nested more than {_MAX_DEPTH} deep, deeper than any model')
         first = self._peek(1)[0]
         if 0x80 <= first <= 0x8F or first in _MAPS:
             return self._map(self._count(first, _MAPS), depth)
@@ -136,7 +138,7 @@ class _Scan:
             return first & 0x0F
         count = self._number(wide[first])
         if count > self.size - self.at:
-            raise CorruptCheckpointError(f'{count:,} items are claimed in {self.size - self.at:,} bytes')
+            raise CorruptCheckpointError(f'a header gives {count:,} items, but {self.size - self.at:,} bytes are left')
         return count
 
     def _number(self, form: str) -> int:
@@ -155,7 +157,7 @@ class _Scan:
         return found
 
     def _small(self, first: int) -> Any:
-        """Anything without an end of its own, decoded from its bytes."""
+        """Decodes a value that is neither a container nor a lazy array."""
         if first <= 0x7F or first >= 0xE0:
             length = 1
         elif 0xA0 <= first <= 0xBF:
@@ -165,7 +167,7 @@ class _Scan:
         else:
             start, form = self.at, (_STRINGS | _EXTENSIONS).get(first, '')
             if not form:
-                raise CorruptCheckpointError(f'byte {self.at:,} is 0x{first:02x}, which is nothing')
+                raise CorruptCheckpointError(f'byte {self.at:,} is 0x{first:02x}, which msgpack does not use')
             length = self._number(form) + 1 + struct.calcsize(form) + (first in _EXTENSIONS)
             self.at = start
         return msgpack.unpackb(
@@ -173,18 +175,18 @@ class _Scan:
         )
 
     def _array(self, length: int) -> str:
-        """An array that stays where it is."""
+        """Skips an array of ``length`` bytes and returns the text that replaces it."""
         end = self.at + length
         head = msgpack.Unpacker(raw=True, max_buffer_size=2 * _HEADER_BYTES)
         head.feed(self._peek(min(length, _HEADER_BYTES)))
         if head.read_array_header() != 3:
-            raise CorruptCheckpointError(f'an array at byte {self.at:,} is no (shape, dtype, bytes)')
+            raise CorruptCheckpointError(f'the array at byte {self.at:,} is not (shape, dtype, bytes)')
         shape, name = head.unpack(), head.unpack()
         self.at += head.tell()
         first = self._peek(1)[0]
         nbytes = self._number(_STRINGS[first]) if first in _STRINGS else -1
         if self.at + nbytes != end or end > self.size:
-            raise CorruptCheckpointError(f'an array at byte {self.at:,} does not end where it should')
+            raise CorruptCheckpointError(f'the length of the array at byte {self.at:,} does not match its data')
         dims, dtype = array_header(shape, name, nbytes)
         flat = FlatArray(f'array at byte {self.at:,}', dtype, dims, self._path, self.at)
         self.at = end
@@ -198,19 +200,16 @@ class _Scan:
         return text
 
     def _joined(self, shape: Sequence[Any], chunks: Sequence[Any]) -> str | None:
-        """An array that Flax wrote in parts, one after another: they are joined when it is read.
-
-        None for what is none, or has no part that stays in the file.
-        """
+        """An array that Flax wrote in parts, which are joined on reading; None for another map, or without a lazy part."""
         parts = [self._flat.get(chunk) if isinstance(chunk, str) else chunk for chunk in chunks]
         known = [part for part in parts if isinstance(part, (FlatArray, np.ndarray))]
         if len(known) < len(parts) or not any(isinstance(part, FlatArray) for part in known):
             return None
         good = len(shape) <= _MAX_RANK and all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape)
         if not good or len({part.dtype for part in known}) != 1:
-            raise CorruptCheckpointError('the chunks of an array are no arrays of one dtype')
+            raise CorruptCheckpointError('the chunks of an array are not arrays of one dtype')
         if math.prod(shape) != sum(math.prod(part.shape) for part in known):
-            raise CorruptCheckpointError(f'the chunks of an array do not make one of shape {shape!r:.80}')
+            raise CorruptCheckpointError(f'the chunks of an array do not fill an array of shape {shape!r:.80}')
         sizes = [int(size) for size in shape]
         return self._kept(sizes, known[0].dtype, _joined_reader(sizes, known), None)
 
@@ -229,7 +228,7 @@ class _Scan:
 
 
 def _in_order(items: Any) -> list[Any] | None:
-    """The values of {'0': ..., '1': ...}, which Flax makes of a list."""
+    """The values of {'0': ..., '1': ...}, Flax's encoding of a list; None for any other value."""
     if not isinstance(items, Mapping) or {str(number) for number in range(len(items))} != set(items):
         return None
     return [items[str(number)] for number in range(len(items))]
@@ -244,11 +243,11 @@ def _reader(flat: FlatArray) -> Callable[[Any], np.ndarray]:
 
 
 def _joined_reader(shape: Sequence[int], parts: Sequence[FlatArray | np.ndarray]) -> Callable[[Any], np.ndarray]:
-    """Reads boxes of an array whose elements lie in several parts, each flat."""
+    """Returns a function that reads boxes of an array that is stored in several flat parts."""
     ends = list(itertools.accumulate(math.prod(part.shape) for part in parts))
 
     def elements(start: int, stop: int) -> np.ndarray:
-        """Those from ``start`` to ``stop`` of the flattened array."""
+        """The elements from ``start`` to ``stop`` of the flattened array."""
         out = np.empty(stop - start, parts[0].dtype)
         for part, end in zip(parts, ends, strict=True):
             begin = end - math.prod(part.shape)
@@ -263,7 +262,7 @@ def _joined_reader(shape: Sequence[int], parts: Sequence[FlatArray | np.ndarray]
         return out
 
     def read(index: Any) -> np.ndarray:
-        """A slice along the first axis is read alone, anything else out of the rows it touches."""
+        """Reads only the rows of a slice along the first axis; for any other index, the whole array."""
         first = index[0] if isinstance(index, tuple) and index else None
         row = math.prod(shape[1:])
         if not shape or not isinstance(first, slice) or first.step not in (None, 1):

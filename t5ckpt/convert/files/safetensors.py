@@ -1,11 +1,9 @@
-"""Files of safetensors, one tensor at a time; the format is described in ``format/safetensors.py``.
+"""Reads and writes safetensors files, one tensor at a time; ``format/safetensors.py`` describes the format.
 
-The ``safetensors`` package takes all tensors at once to write a file, and has no numpy dtype for bfloat16 to read one
-into. The format is the header, so that is what this module does: it knows all shapes before the first value, writes
-the header, and then rows to where they belong, in any order. Tests read every file with the package.
+The ``safetensors`` package writes all tensors at once, and cannot read bfloat16 into NumPy. This module writes the header first,
+since all shapes are known, and then the rows of the tensors in any order. Tests read every file with the package.
 
-Notes: reading maps the file; a view of a tensor stays valid as long as it lives. Everything in a header is checked
-before it is believed.
+Notes: reading maps the file; a view of a tensor stays valid as long as it exists. Headers are checked against the file.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ __all__ = ['TensorReader', 'TensorSpec', 'TensorWriter', 'check_dtype', 'lazy_co
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that is to be written."""
+    """The name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: np.dtype
@@ -39,18 +37,14 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def check_dtype(name: str, dtype: np.dtype) -> None:
-    """Says which tensor cannot be written: one of another dtype, or with the name of the metadata.
-
-    Raises:
-      UnsupportedLeafError: the format has no name for the dtype.
-    """
+    """Raises UnsupportedLeafError for a dtype that the format lacks, and for the name of the metadata."""
     if name == METADATA:
-        raise UnsupportedLeafError(f'{name}: a safetensors file has another use for this name. Leave the array out.')
+        raise UnsupportedLeafError(f'{name}: this name is reserved in safetensors files. Leave the array out.')
     if dtype.name not in DTYPE_NAMES:
         raise UnsupportedLeafError(
             f'{name}: safetensors has no {dtype.name}, only {", ".join(DTYPE_NAMES)}. Leave it out with a selection, or cast it.'
@@ -65,8 +59,8 @@ class TensorWriter:
 
         Args:
           path: must not exist.
-          tensors: in any order; wide dtypes come first in the file, as the package writes them, so that all are aligned.
-          metadata: text to text.
+          tensors: in any order. In the file, wide dtypes come first, as the package writes them, so that all are aligned.
+          metadata: of the file.
         """
         header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
         self._places: dict[str, tuple[int, TensorSpec]] = {}
@@ -84,7 +78,7 @@ class TensorWriter:
         text += b' ' * (-len(text) % 8)
         if len(text) > MAX_HEADER:
             raise UnsupportedLeafError(
-                f'{path}: {len(tensors)} tensors, whose names do not fit into one header. Select fewer.'
+                f'{path}: the names of {len(tensors)} tensors do not fit into one header. Select fewer.'
             )
         self._path = path
         self._data = 8 + len(text)
@@ -94,7 +88,7 @@ class TensorWriter:
             os.ftruncate(self._file, self._data + end)
 
     def write(self, name: str, row: int, values: np.ndarray) -> None:
-        """Writes the rows of a tensor from ``row`` on; of one without dimensions, its value."""
+        """Writes the rows of a tensor from ``row`` on; for a tensor without dimensions, its value."""
         start, spec = self._places[name]
         data = np.ascontiguousarray(values)
         if data.dtype.byteorder == '>':
@@ -104,13 +98,13 @@ class TensorWriter:
             _write_all(self._file, data.reshape(-1).view(np.uint8), self._data + start + row * row_bytes)
 
     def close(self) -> None:
-        """Makes the file durable."""
+        """Makes the file durable and closes it."""
         with foreign_errors(self._path, writing=True):
             os.fsync(self._file)
         self.abort()
 
     def abort(self) -> None:
-        """Lets go of the file as it is; closing twice is no error."""
+        """Closes the file as it is, if it is open."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -125,20 +119,20 @@ def _write_all(file: int, data: Any, offset: int) -> None:
 
 
 class TensorReader:
-    """One mapped file: ``tensors`` are views of it, by name."""
+    """A mapped file; ``tensors`` holds views of it, by name."""
 
     def __init__(self, path: str):
         """Maps a file.
 
         Raises:
-          CorruptCheckpointError: the header is not what the format says, or does not fit the file.
+          CorruptCheckpointError: the header is malformed, or does not match the file.
           StorageError: the file cannot be opened.
         """
         self.path = path
         with foreign_errors(path), open_source(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < 8:
-                raise CorruptCheckpointError(f'{path} has {size} bytes, which is no safetensors file. Copy it again.')
+                raise CorruptCheckpointError(f'{path} has {size} bytes, too few for a safetensors file. Copy it again.')
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._mapped = mapped
         header = parse_header(mapped[8 : 8 + header_bytes(mapped[:8], size, path)], size, path)
@@ -148,14 +142,14 @@ class TensorReader:
         }
 
     def forget(self) -> None:
-        """Lets go of the pages that were read, which else count as this process's memory. Views stay valid."""
+        """Releases the pages that were read, which would count as memory of this process. Views stay valid."""
         self._mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def lazy_copy(
     shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray], forget: Callable[[], None]
 ) -> LazyThreadPoolArray:
-    """A lazy array of what ``read`` makes of mapped tensors: each slice is copied, then the pages are let go of."""
+    """A lazy array over mapped tensors; copies each slice that ``read`` returns and then releases the pages."""
 
     def part(index: Any) -> np.ndarray:
         values = np.array(read(index), order='C')

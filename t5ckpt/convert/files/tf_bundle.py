@@ -1,16 +1,15 @@
-"""Reading TensorFlow checkpoints without TensorFlow, any part of a tensor at a time.
+"""Reads TensorFlow checkpoints without TensorFlow, any part of a tensor at a time.
 
-TensorFlow's own reader gives whole tensors, and one embedding of mT5 XXL has 4 GB. What lies on disk is simple
+TensorFlow's own reader returns whole tensors, and one embedding of mT5 XXL has 4 GB. The format
 (tensorflow/core/util/tensor_bundle/tensor_bundle.h, core/lib/io/table_format.txt, core/protobuf/tensor_bundle.proto):
 
     <prefix>.index                 a LevelDB table: '' -> BundleHeaderProto, tensor name -> BundleEntryProto
     <prefix>.data-00000-of-00002   the tensors' bytes, one after another, little endian, C order
 
-An entry has dtype, shape, data file, offset, size and the CRC-32C of the bytes, which is compared when a tensor is first
-read. Left to TensorFlow are tensors of strings, variables that were saved in parts, compressed tables, and the
-format of before 2016.
+An entry has dtype, shape, data file, offset, size and the CRC-32C of the bytes, which is verified when a tensor is first read.
+Only TensorFlow reads tensors of strings, variables that were saved in parts, compressed tables, and the format before 2016.
 
-Nothing in the files is believed: sizes must agree with shapes and lie inside the files.
+All sizes are checked against the shapes and the files.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """One tensor: where its bytes are, and their masked CRC-32C."""
+    """One tensor: the location of its bytes, and their masked CRC-32C."""
 
     array: FlatArray
     crc: int
 
 
 def read_bundle(prefix: str) -> dict[str, LazyArray]:
-    """The tensors of a checkpoint on a local disk, each to be read when asked for, whole or in slices.
+    """Returns the tensors of a checkpoint on a local disk as lazy arrays.
 
     Raises:
-      CheckpointNotFoundError: no such file.
-      UnsupportedFormatError: something that only TensorFlow reads.
-      CorruptCheckpointError: damaged.
+      CheckpointNotFoundError: the index does not exist.
+      UnsupportedFormatError: a feature that only TensorFlow reads.
+      CorruptCheckpointError: the index is damaged.
     """
     checksum = _checksum_function()
     path = f'{prefix}.index'
@@ -82,7 +81,7 @@ def _lazy(tensor: _Tensor) -> LazyArray:
 
 
 class _Tensor:
-    """Reads one tensor; its checksum is compared once."""
+    """Reads one tensor, and verifies its checksum once."""
 
     def __init__(self, entry: _Entry, checksum: Any):
         self.entry = entry
@@ -91,7 +90,7 @@ class _Tensor:
         self._checked = False
 
     def read(self, index: Any) -> np.ndarray:
-        """The values of a numpy basic index, as a copy; only what it touches is brought into memory."""
+        """The values of a NumPy basic index, as a copy; see ``FlatArray.read``."""
         array = self.entry.array
         with foreign_errors(array.file), open_source(array.file) as file:
             if array.offset + array.nbytes > os.fstat(file.fileno()).st_size:
@@ -111,14 +110,14 @@ class _Tensor:
                 crc, done = self._checksum(crc, part), done + len(part)
             if _masked(crc) != self.entry.crc:
                 raise CorruptCheckpointError(
-                    f'{entry.name}: {entry.file} is damaged there (CRC-32C {_masked(crc):08x}, expected {self.entry.crc:08x}). '
-                    f'{_CURE}'
+                    f'{entry.name}: its bytes in {entry.file} are damaged (CRC-32C {_masked(crc):08x}, expected '
+                    f'{self.entry.crc:08x}). {_CURE}'
                 )
             self._checked = True
 
 
 def _masked(crc: int) -> int:
-    # core/lib/hash/crc32c.h: so that the checksum of data that hold checksums is no weak one.
+    # TensorFlow masks checksums because the CRC of data that contains CRCs is weak (core/lib/hash/crc32c.h).
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -139,14 +138,14 @@ def _entries(data: bytes, prefix: str) -> Iterator[_Entry]:
         if key == b'':
             header = _message(value)
             if _number(header, 2) != 0:
-                raise UnsupportedFormatError(f'{prefix}.index: written on a big-endian machine, which is not read.')
+                raise UnsupportedFormatError(
+                    f'{prefix}.index was written on a big-endian machine, which is not supported.'
+                )
             shards = _number(header, 1, 1)
             continue
         if key[0] == 0:
-            # A slice: such keys are no text, and stand before all names (core/util/saved_tensor_slice_util.cc).
-            raise UnsupportedFormatError(
-                f'{prefix}.index: variables were saved in parts, which TensorFlow alone reads.'
-            )
+            # The key of a slice is not text, and precedes all names (core/util/saved_tensor_slice_util.cc).
+            raise UnsupportedFormatError(f'{prefix}.index: variables were saved in parts, which only TensorFlow reads.')
         yield _entry(key.decode(), _message(value), prefix, shards)
 
 
@@ -154,7 +153,7 @@ def _entry(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int)
     number = _number(fields, 1)
     if number not in _DTYPES:
         raise UnsupportedFormatError(
-            f'{prefix}.index: {name} has the dtype {number} of types.proto, which TensorFlow alone reads.'
+            f'{prefix}.index: {name} has the dtype {number} of types.proto, which only TensorFlow reads.'
         )
     shard, offset, size = (_number(fields, field) for field in (3, 4, 5))
     dims = _messages(next(_messages(fields, 2), {}), 2)
@@ -170,9 +169,9 @@ def _entry(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int)
 
 
 def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:
-    """The pairs of a LevelDB table."""
+    """Yields the keys and values of a LevelDB table."""
     if len(data) < _FOOTER_BYTES or struct.unpack('<Q', data[-8:])[0] != _MAGIC:
-        raise CorruptCheckpointError(f'{where} is no index of a TensorFlow checkpoint, or is truncated.')
+        raise CorruptCheckpointError(f'{where} is not the index of a TensorFlow checkpoint, or is truncated. {_CURE}')
     footer = data[-_FOOTER_BYTES:]
     _, at = _handle(footer, 0)
     (start, size), _ = _handle(footer, at)
@@ -181,7 +180,7 @@ def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:
         (start, size), _ = _handle(value, 0)
         read += size
         if read > len(data):
-            raise CorruptCheckpointError(f'{where} is damaged: its blocks are larger than it is. {_CURE}')
+            raise CorruptCheckpointError(f'{where} is damaged: its blocks are larger than the file. {_CURE}')
         for key, entry in _block(data, start, size, where):
             if key <= last and last:
                 raise CorruptCheckpointError(f'{where} is damaged: its names are not in order. {_CURE}')
@@ -202,7 +201,7 @@ def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[byt
     if _masked(_checksum_function()(0, data[start : start + size + 1])) != struct.unpack('<I', trailer[1:])[0]:
         raise CorruptCheckpointError(f'{where} is damaged (CRC-32C). {_CURE}')
     if trailer[0] != 0:
-        raise UnsupportedFormatError(f'{where} is compressed, which TensorFlow alone reads.')
+        raise UnsupportedFormatError(f'{where} is compressed, which only TensorFlow reads.')
     block = data[start : start + size]
     end = size - 4 * (1 + struct.unpack('<I', block[-4:])[0])
     at, key = 0, b''
@@ -237,7 +236,7 @@ def _message(data: bytes) -> dict[int, list[Any]]:
             case kind:
                 raise ValueError(f'wire type {kind}')
         if at > len(data):
-            raise ValueError('a field reaches beyond the end')
+            raise ValueError('a field extends beyond the end')
         fields.setdefault(tag >> 3, []).append(value)
     return fields
 
@@ -245,14 +244,14 @@ def _message(data: bytes) -> dict[int, list[Any]]:
 def _number(fields: Mapping[int, list[Any]], number: int, default: int = 0) -> int:
     value = fields.get(number, [default])[0]
     if not isinstance(value, int):
-        raise ValueError(f'field {number} is no number')  # noqa: TRY004 - of bytes, not of a caller
+        raise ValueError(f'field {number} is not a number')  # noqa: TRY004 - an error in the data
     return value
 
 
 def _messages(fields: Mapping[int, list[Any]], number: int) -> Iterator[dict[int, list[Any]]]:
     for value in fields.get(number, []):
         if not isinstance(value, bytes):
-            raise ValueError(f'field {number} is no message')  # noqa: TRY004
+            raise ValueError(f'field {number} is not a message')  # noqa: TRY004
         yield _message(value)
 
 

@@ -1,4 +1,4 @@
-"""A T5 between T5X's checkpoints and Hugging Face's directories of safetensors, both ways, bit for bit."""
+"""Converts a T5 between T5X's checkpoints and Hugging Face's directories of safetensors, without changing a bit."""
 
 from __future__ import annotations
 

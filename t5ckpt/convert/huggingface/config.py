@@ -1,18 +1,18 @@
-"""``config.json`` of a T5: what the weights say, and what they cannot say.
+"""Builds and checks the ``config.json`` of a T5.
 
-Sizes follow from shapes. The rest are defaults of transformers that hold for the public models, and what the caller
-gives overrides them: UL2 has ``gated-silu``, LongT5's local attention has T5's names, Switch has a capacity.
+The sizes follow from the shapes of the weights. The other values are defaults of transformers that hold for the public models;
+the caller can override them: UL2 has ``gated-silu``, LongT5's local attention has T5's names, Switch has a capacity.
 
-Four traps in transformers, as of 4.57 and 5.23:
+Special cases in transformers, as of 4.57 and 5.23:
 
-- ``tie_word_embeddings`` decides not only whose weights the logits have, but whether the decoder's output is multiplied
-  by d_model**-0.5. T5X does both or neither, so the flag is always written.
-- Version 5 keeps the flag's meaning for T5, LongT5 and Switch (``scale_decoder_outputs``), loses it for mT5, which is
-  never scaled, and for UMT5, which is always scaled, also with logits of its own. mT5 with tied logits is therefore
-  refused. For UMT5 the caller writes a second final norm, larger by sqrt(d_model), for version 5 to load.
-- With logits of their own, LongT5 and Switch in version 4 load an embedding for each tower, by its own name.
-- Switch puts experts into layers ``i % step == 1``, Flaxformer where ``i % step == step - 1``: the same for every second
-  layer or all, else there is no such class.
+- ``tie_word_embeddings`` determines both the weights of the logits and whether the decoder's output is multiplied by
+  d_model**-0.5. T5X does both or neither, so the flag is always written.
+- Version 5 keeps the flag's meaning for T5, LongT5 and Switch (``scale_decoder_outputs``). mT5 is never scaled, so mT5 with tied
+  logits is refused. UMT5 is always scaled, also with separate logits, so the caller writes a second final norm, larger by
+  sqrt(d_model), which version 5 loads.
+- With separate logits, LongT5 and Switch in version 4 load an embedding for each tower under its own name.
+- Switch has experts in layers ``i % step == 1``, Flaxformer in layers ``i % step == step - 1``. These agree if all layers or
+  every second one have experts; other models have no class.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CLASSES = {
     'switch_transformers': 'SwitchTransformers',
 }
 _ATTENTION = {'local': LOCAL, 'transient-global': TRANSIENT_GLOBAL}
-# Not in the weights; the values are transformers' and those of T5X's networks.
+# The weights do not determine these; the values are those of transformers and of T5X's networks.
 _DEFAULTS: dict[str, Any] = {
     'decoder_start_token_id': 0,
     'dropout_rate': 0.1,
@@ -58,15 +58,15 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-# The index of a model of thousands of tensors is a configuration, too.
+# read_config also reads the index of a model with thousands of tensors.
 _MAX_BYTES = 100_000_000
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:
-    """A configuration from a mapping, a JSON text that begins with '{', or a file's path; {} for None.
+    """Returns a configuration from a mapping, a JSON text that begins with '{', or a file's path; {} for None.
 
     Raises:
-      FormatError: not JSON, or no object.
+      FormatError: the file cannot be read, or is not a JSON object.
     """
     if config is None:
         return {}
@@ -79,42 +79,42 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
         try:
             text = read_source(text, _MAX_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise FormatError(f'{where}: no configuration can be read there ({error}).') from error
+            raise FormatError(f'{where}: the configuration cannot be read ({error}).') from error
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f'{where} is not JSON ({error!s:.120}).') from error
     if not isinstance(value, dict):
-        raise FormatError(f'{where} is JSON of {type(value).__name__}, a configuration is an object.')
+        raise FormatError(f'{where} is JSON of {type(value).__name__}, but a configuration is an object.')
     return value
 
 
 def attention_of(config: Mapping[str, Any]) -> str:
-    """The encoder's attention that a configuration names, or '' where it names none.
+    """The encoder's attention in a configuration, or '' for other models than LongT5.
 
     Raises:
-      UnsupportedFormatError: one that LongT5 does not have.
+      UnsupportedFormatError: LongT5 does not have this attention.
     """
     if config.get('model_type') != 'longt5':
         return ''
     name = config.get('encoder_attention_type', 'local')
     if name not in _ATTENTION:
-        raise UnsupportedFormatError(f'encoder_attention_type {name!r}: LongT5 has {sorted(_ATTENTION)}.')
+        raise UnsupportedFormatError(f'encoder_attention_type must be one of {sorted(_ATTENTION)}, got {name!r}.')
     return _ATTENTION[name]
 
 
 def config_of(model: T5Model, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a model, with what is given over the defaults.
+    """The configuration of a model; ``given`` overrides the defaults.
 
     Raises:
-      UnsupportedFormatError: what is given contradicts the weights, or there is no class for the model.
+      UnsupportedFormatError: ``given`` contradicts the weights, or Hugging Face has no class for the model.
     """
     given = _normalised(given)
     sizes, shape = model.sizes, _from_weights(model)
     check_config(model, given)
     if given.get('model_type') == 'mt5' and model.tied and model.layers['decoder']:
         raise UnsupportedFormatError(
-            'tied logits in an mt5: version 5 of transformers does not scale them, T5X does. Take model_type t5.'
+            'tied logits in an mt5: T5X scales them, but version 5 of transformers does not. Pass model_type t5.'
         )
     defaults = dict(_DEFAULTS)
     if 'e' in sizes:
@@ -128,7 +128,7 @@ def config_of(model: T5Model, given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted(config.items()))
 
 
-# Follow from the export itself; whatever a given file says of them was true of other files.
+# The export sets these; values in a given file describe other files.
 _REWRITTEN = (
     'architectures',
     'configuration_files',
@@ -141,13 +141,13 @@ _REWRITTEN = (
 
 def _normalised(given: Mapping[str, Any]) -> dict[str, Any]:
     config = {key: value for key, value in given.items() if key not in _REWRITTEN}
-    # What version 5 writes instead of a false tie_word_embeddings.
+    # Version 5 writes this instead of tie_word_embeddings=false.
     scaled = config.pop('scale_decoder_outputs', None)
     return config if scaled is None else config | {'tie_word_embeddings': bool(scaled)}
 
 
 def _from_weights(model: T5Model) -> dict[str, Any]:
-    """What follows from names and shapes."""
+    """The entries that follow from names and shapes."""
     sizes, layers = model.sizes, model.layers
     config: dict[str, Any] = {
         'd_ff': sizes['f'],
@@ -181,10 +181,10 @@ def _model_type(model: T5Model) -> str:
 
 
 def check_config(model: T5Model, config: Mapping[str, Any]) -> None:
-    """Holds a configuration against the weights; what it does not say is not missed.
+    """Compares the entries of a configuration with the weights; entries may be missing.
 
     Raises:
-      UnsupportedFormatError: with every contradiction, or because there is no class for the model.
+      UnsupportedFormatError: with every contradiction, or because Hugging Face has no class for the model.
     """
     expected = _from_weights(model)
     plain = _model_type(model)
@@ -211,46 +211,46 @@ def check_config(model: T5Model, config: Mapping[str, Any]) -> None:
         if there
     ]
     if len(combined) > 1:
-        raise UnsupportedFormatError(f'{" and ".join(combined)}: Hugging Face has no class with both.')
+        raise UnsupportedFormatError(f'the model has {" and ".join(combined)}; Hugging Face has no class with both.')
     if model.sparse and model.gated:
-        raise UnsupportedFormatError("gated experts (mlp/.../wi_0): Hugging Face's Switch has none.")
+        raise UnsupportedFormatError("the model has gated experts (mlp/.../wi_0); Hugging Face's Switch has none.")
 
 
 def _sparse_layers(model: T5Model, tower: str) -> int:
-    """How many layers of a tower have experts, checked against where transformers puts them."""
+    """The number of layers with experts in a tower; raises UnsupportedFormatError for positions that transformers lacks."""
     layers = model.layers[tower]
     found = sorted(i for name, i in model.sparse if name == tower)
-    # With none, its step is the number of layers, and layer 1 gets experts.
+    # Without experts in this tower, transformers' step is the number of layers, so layer 1 would get experts.
     step = layers // max(1, len(found))
     if found != [i for i in range(layers) if i % step == 1 or step == 1]:
         raise UnsupportedFormatError(
-            f"{tower}: the layers {found} of {layers} have experts; Hugging Face's Switch can have them in all layers, or "
-            'in every n-th from layer 1 on.'
+            f"{tower}: the layers {found} of {layers} have experts, but Hugging Face's Switch has them in all layers, or in "
+            'every n-th from layer 1 on.'
         )
     return len(found)
 
 
 def needs_larger_norm(model: T5Model, config: Mapping[str, Any]) -> bool:
-    """Whether version 5 of transformers scales the logits where it should not."""
+    """Whether version 5 of transformers scales the logits although T5X does not."""
     return config['model_type'] == 'umt5' and not model.tied and model.layers['decoder'] > 0
 
 
 def needs_embed_tokens(model: T5Model, config: Mapping[str, Any]) -> bool:
-    """Whether version 4 of transformers looks for the embedding under its towers' names, too, and makes one up if not."""
+    """Whether version 4 of transformers also loads the embedding under the names of the towers, and else initialises it."""
     untied = not model.tied and model.layers['decoder'] > 0
     return config['model_type'] in ('longt5', 'switch_transformers') and untied
 
 
 def logits_are_tied(config: Mapping[str, Any], has_head: bool, same: bool) -> bool:
-    """Whether T5X's logits are to be those of the embedding, which it then scales by d_model**-0.5.
+    """Whether T5X has to compute the logits with the embedding, which it then scales by d_model**-0.5.
 
     Args:
-      config: of the model that is read.
-      has_head: there is an ``lm_head.weight``; where there is none, the logits are the embedding's.
-      same: it is the embedding again.
+      config: of the model.
+      has_head: whether there is an ``lm_head.weight``; without one, the logits are computed with the embedding.
+      same: whether ``lm_head.weight`` equals the embedding.
 
     Raises:
-      UnsupportedFormatError: a head of its own, and the configuration does not say that it is not scaled.
+      UnsupportedFormatError: the head differs from the embedding, and the configuration does not exclude the scaling.
     """
     flag = config.get('tie_word_embeddings', config.get('model_type') != 'mt5')
     scaled = bool(config.get('scale_decoder_outputs', flag))
@@ -259,13 +259,13 @@ def logits_are_tied(config: Mapping[str, Any], has_head: bool, same: bool) -> bo
     if config.get('model_type') == 'mt5':
         raise UnsupportedFormatError(
             'an mt5 with tied logits: version 4 of transformers scales them by d_model**-0.5, version 5 does not. Pass a '
-            'configuration with {"model_type": "t5"} if it was trained with the former, {"tie_word_embeddings": false} '
-            'if with the latter.'
+            'configuration with {"model_type": "t5"} if the model was trained with version 4, or with '
+            '{"tie_word_embeddings": false} if with version 5.'
         )
     if not has_head or same:
         return True
     raise UnsupportedFormatError(
-        'there is an lm_head.weight, but the configuration has no tie_word_embeddings=false: whether transformers uses it '
-        'and scales the logits by d_model**-0.5 depends on its version. Pass a configuration with '
-        '{"tie_word_embeddings": false} if the model was trained with logits of its own.'
+        'the model has an lm_head.weight, but the configuration has no tie_word_embeddings=false, so the use of this weight '
+        'and the scaling of the logits by d_model**-0.5 depend on the version of transformers. Pass a configuration with '
+        '{"tie_word_embeddings": false} if the model was trained with a separate lm_head.weight.'
     )

@@ -1,12 +1,12 @@
-"""A T5 between T5X's checkpoints and Hugging Face's directories of safetensors, both ways, bit for bit.
+"""Exports a T5 from T5X's format to Hugging Face's directory of safetensors, without changing a bit.
 
-What is found by names and shapes alone: T5 1.0 (tied logits), T5 1.1, mT5, Flan-T5 and UL2 (gated, logits of their own),
-ByT5 (a shallower decoder), UMT5 (a bias table for each layer), LongT5 with transient global attention, Switch, an encoder
-alone; layers one by one or scanned; heads joined or split. What does not fit is refused with its names. See
-``convert/huggingface/names.py`` for the table, ``convert/huggingface/config.py`` for what the weights do not say.
+Names and shapes determine the architecture: T5 1.0 (tied logits), T5 1.1, mT5, Flan-T5 and UL2 (gated, separate logits), ByT5 (a
+shallower decoder), UMT5 (a bias table for each layer), LongT5 with transient global attention, Switch, an encoder alone; separate
+or scanned layers; merged or split heads. Other models are refused with the names that do not match. ``names.py`` has the table of
+names, and ``config.py`` the values that the weights do not determine.
 
-Notes: arrays are read in pieces and written where they belong; memory holds some hundred megabytes however large the
-model is. The output appears whole or not at all.
+Notes: arrays are read in parts, so that a model of any size needs some hundred megabytes of memory. The output becomes visible
+when it is complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ['export_hf']
 _WEIGHTS = 'model.safetensors'
 _INDEX = f'{_WEIGHTS}.index.json'
 _CONFIG = 'config.json'
-# What version 5 of transformers loads instead, see convert/huggingface/config.py; 'configuration_files' in config.json says so.
+# Version 5 of transformers loads these files, which 'configuration_files' in config.json names; see config.py.
 _CONFIG_5 = 'config.5.0.0.json'
 _INDEX_5 = 'model-transformers-5.safetensors.index.json'
 _NORM_5 = 'norm-transformers-5.safetensors'
@@ -55,16 +55,16 @@ _OURS = ('.safetensors', '.safetensors.index.json')
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Everything decided about an export.
+    """The plan of an export.
 
     Attributes:
       pairs: arrays and their tensors.
-      dtypes: of what is written, by array.
-      shards: file name to tensors.
+      dtypes: of the output, by array.
+      shards: tensors, by file name.
       config: of the model.
       metadata: of each file.
-      second_norm: write another final norm for version 5 of transformers.
-      copies: tensors that are the embedding again.
+      second_norm: whether to write another final norm for version 5 of transformers.
+      copies: tensors that are copies of the embedding.
     """
 
     pairs: Sequence[Pair]
@@ -77,7 +77,7 @@ class _Plan:
 
     @property
     def texts(self) -> dict[str, Any]:
-        """The JSON files."""
+        """The contents of the JSON files, by name."""
         total = sum(spec.nbytes for specs in self.shards.values() for spec in specs)
         places = {spec.name: file for file, specs in self.shards.items() for spec in specs}
         files: dict[str, Any] = {_CONFIG: dict(self.config)}
@@ -91,7 +91,7 @@ class _Plan:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All files."""
+        """The names of all files."""
         return (*self.texts, *self.shards, *([_NORM_5] if self.second_norm else []))
 
 
@@ -106,20 +106,20 @@ def export_hf(
     Args:
       checkpoint: a run's directory, a step's directory, or the manifest file.
       directory: on a local file system; must not exist, or be empty.
-      config: what ``config.json`` is to say beyond what the weights say: a mapping, JSON text, or a file. A model's own
-        ``config.json`` may be given as it is. Needed for LongT5 with local attention
+      config: entries of ``config.json`` that the weights do not determine: a mapping, JSON text, or a file, such as a model's
+        original ``config.json``. Needed for LongT5 with local attention
         (``{"model_type": "longt5", "encoder_attention_type": "local"}``), which has T5's names, and for another
         activation than relu or gelu (UL2: ``{"feed_forward_proj": "gated-silu"}``).
       options: see :class:`ExportOptions`.
 
     Raises:
-      UnsupportedFormatError: no T5 that Hugging Face has a class for, with the names that do not belong; or ``config``
+      UnsupportedFormatError: Hugging Face has no class for the model, with the names that do not match; or ``config``
         contradicts the weights.
-      TreeMismatchError: arrays are missing, or of another shape than the rest says.
-      OutputExistsError: something is there, and ``options.force`` is not set.
+      TreeMismatchError: arrays are missing, or their shapes are inconsistent.
+      OutputExistsError: the directory is not empty, and ``options.force`` is not set.
       CheckpointNotFoundError: no such checkpoint.
-      FormatError: it is damaged, or of something else.
-      StorageError: it cannot be read, or the model not written.
+      FormatError: the checkpoint is damaged, or in another format.
+      StorageError: the checkpoint cannot be read, or the model cannot be written.
     """
     started = time.monotonic()
     refuse_options(options, ('select', 'cast_leaves'), 'a Hugging Face model')
@@ -175,7 +175,7 @@ def _layout_text(layout: Layout, step: int | None) -> str:
 
 
 def _shards(specs: Sequence[TensorSpec], limit: int, apart: bool) -> dict[str, list[TensorSpec]]:
-    """Tensors dealt out to files, in order; with ``apart`` the final norm to one of its own, which comes last."""
+    """Assigns tensors to files, in order; with ``apart`` the final norm to a separate file, the last one."""
     files: list[list[TensorSpec]] = [[]]
     last = [spec for spec in specs if apart and spec.name == _FINAL_NORM]
     for spec in specs:
@@ -192,7 +192,7 @@ def _shards(specs: Sequence[TensorSpec], limit: int, apart: bool) -> dict[str, l
 
 @contextlib.contextmanager
 def _writers(directory: str, plan: _Plan) -> Generator[dict[str, TensorWriter]]:
-    """The open files, by the tensors in them; the second norm's under its file's name. All are durable at the end."""
+    """Yields the open file of each tensor, and that of the second norm by its file name; makes all files durable at the end."""
     shards = dict(plan.shards)
     if plan.second_norm:
         shards[_NORM_5] = [next(spec for spec in shards[list(shards)[-1]] if spec.name == _FINAL_NORM)]
@@ -220,7 +220,7 @@ def _write(sources: Sources, plan: _Plan, writers: Mapping[str, TensorWriter], m
                 for copy in (name, *(plan.copies if name == _EMBEDDING else ())):
                     writers[copy].write(copy, row, rows)
             if plan.second_norm and pair.tensors == (_FINAL_NORM,):
-                # In double precision: rounded once.
+                # Computed in double precision, so that it is rounded only once.
                 larger = values.astype(np.float64) * math.sqrt(plan.config['d_model'])
                 writers[_NORM_5].write(_FINAL_NORM, row, larger.astype(dtype))
             meter.add(values.nbytes)

@@ -1,4 +1,4 @@
-"""The way from a Hugging Face directory to a T5X checkpoint; see ``huggingface/names.py``."""
+"""Imports a T5 from Hugging Face's directory of safetensors to T5X's format; see ``huggingface/names.py``."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ __all__ = ['import_hf']
 
 _EMBEDDING, _HEAD = 'shared.weight', 'lm_head.weight'
 _DOUBLES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
-# In files from before transformers 2, which transformers looks over, too.
+# A tensor in files from before transformers 2, which transformers ignores, too.
 _IGNORED = ('decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight',)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Directory:
-    """A model as it lies there; ``readers`` by file."""
+    """The tensors of a model by name, and the readers by file."""
 
     tensors: Mapping[str, np.ndarray]
     readers: Mapping[str, TensorReader]
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """The first file's."""
+        """The metadata of the first file."""
         return next((reader.metadata for reader in self.readers.values()), {})
 
     def forget(self) -> None:
-        """Lets go of the pages that were read."""
+        """Releases the pages that were read."""
         for reader in self.readers.values():
             reader.forget()
 
@@ -56,10 +56,10 @@ def import_hf(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     options: ImportOptions = ImportOptions(),  # noqa: B008 - frozen
 ) -> ExportReport:
-    """Writes a T5 of Hugging Face's as a T5X checkpoint, ``<checkpoints_dir>/checkpoint_<step>``.
+    """Writes a T5 of Hugging Face as a T5X checkpoint, ``<checkpoints_dir>/checkpoint_<step>``.
 
-    Only the parameters, below ``target``, and the step: a training run begins its optimizer anew from them
-    (``fallback_state``).
+    The checkpoint has only the parameters, under ``target``, and the step. A training run passes ``fallback_state`` for a new
+    optimizer.
 
     Args:
       directory: with ``config.json`` and ``model.safetensors``, or its shards and their index.
@@ -68,10 +68,10 @@ def import_hf(
       options: see :class:`ImportOptions`.
 
     Raises:
-      CheckpointNotFoundError: no safetensors there. Pickled files are not read.
-      UnsupportedFormatError, TreeMismatchError: no T5 that T5X has names for, with the names that do not belong.
+      CheckpointNotFoundError: the directory has no safetensors. Pickled files are not read.
+      UnsupportedFormatError, TreeMismatchError: the model is not a T5 that T5X has, with the names that do not match.
       CorruptCheckpointError: a file is damaged.
-      CheckpointExistsError: the step is there, and ``options.force`` is not set.
+      CheckpointExistsError: the step exists, and ``options.force`` is not set.
     """
     started = time.monotonic()
     root = os.fspath(directory)
@@ -122,22 +122,24 @@ def _open_shards(root: str) -> _Directory:
     index = read_config(os.path.join(root, 'model.safetensors.index.json'))
     places = index.get('weight_map')
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise FormatError(f'{root}/model.safetensors.index.json: no "weight_map" of names.')
+        raise FormatError(f'{root}/model.safetensors.index.json has no "weight_map" of names.')
     files = sorted(set(places.values()))
     if any(os.path.basename(name) != name or name in ('', '.', '..') for name in files):
-        raise UnsupportedFormatError(f'{root}/model.safetensors.index.json: names files outside of its directory.')
+        raise UnsupportedFormatError(f'{root}/model.safetensors.index.json names files outside its directory.')
     readers = {name: TensorReader(os.path.join(root, name)) for name in files}
     absent = [f'{name} in {file}' for name, file in places.items() if name not in readers[file].tensors]
     if absent:
-        raise CorruptCheckpointError(f'{root}: the index has what the files have not: {", ".join(absent[:10])}.')
+        raise CorruptCheckpointError(
+            f'{root}: the index names tensors that the files lack: {", ".join(absent[:10])}. Copy the files again.'
+        )
     return _Directory({name: readers[file].tensors[name] for name, file in places.items()}, readers)
 
 
 def _without_doubles(found: _Directory, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """The tensors without those that are the embedding again, and the names of these.
+    """The tensors without copies of the embedding, and the names of these copies.
 
     Raises:
-      UnsupportedFormatError: a tower has an embedding of its own, or the logits come about in no way that T5X has.
+      UnsupportedFormatError: a tower has a different embedding, or T5X cannot compute the logits in the same way.
     """
     kept = {name: tensor for name, tensor in found.tensors.items() if name not in _IGNORED}
     if _EMBEDDING not in kept and _DOUBLES[0] in kept:
@@ -145,7 +147,9 @@ def _without_doubles(found: _Directory, config: Mapping[str, Any]) -> tuple[dict
     shared = kept.get(_EMBEDDING)
     for name in _DOUBLES:
         if name in kept and not _same_bits(kept.pop(name), shared, found.forget):
-            raise UnsupportedFormatError(f'{name} is not {_EMBEDDING}: T5X has one embedding for both towers.')
+            raise UnsupportedFormatError(
+                f'{name} differs from {_EMBEDDING}, but T5X has one embedding for both towers.'
+            )
     if any(name.startswith('decoder.') for name in kept):
         if logits_are_tied(config, _HEAD in kept, _same_bits(kept.get(_HEAD), shared, found.forget)):
             kept.pop(_HEAD, None)
@@ -173,7 +177,7 @@ def _pairs(
         raise UnsupportedFormatError(
             f'encoder_attention_type: configuration {config.get("encoder_attention_type")!r}, weights {model.attention}'
         )
-    # Whose the logits are has been decided, by more than that one flag.
+    # logits_are_tied has checked this flag.
     check_config(model, {key: value for key, value in config.items() if key != 'tie_word_embeddings'})
     # UMT5 was trained with scalable_t5, which scans its layers and splits heads.
     layout = Layout(scanned=model.relpos_per_layer, split_heads=model.relpos_per_layer)
@@ -181,12 +185,14 @@ def _pairs(
     asked = {'scanned': options.scanned, 'split_heads': options.split_heads}
     layout = dataclasses.replace(layout, **{name: value for name, value in asked.items() if value is not None})
     if layout.scanned and model.sparse:
-        raise UnsupportedFormatError('layers with experts differ from those without, and cannot be scanned together.')
+        raise UnsupportedFormatError(
+            'a model with experts cannot be scanned, because layers with and without experts differ. Leave scanned out.'
+        )
     return pairs_of(model, layout), step if options.step is None else options.step
 
 
 def _kept_layout(text: str | None, default: Layout) -> tuple[Layout, int]:
-    """What an export wrote down; a text that says something else is looked over."""
+    """The layout and the step that an export recorded; ``default`` and 0 for any other text."""
     try:
         value = json.loads(text or '')
         fields = {field.name: value[field.name] for field in dataclasses.fields(Layout)}
@@ -204,7 +210,8 @@ def _lazy(pair: Pair, tensors: Mapping[str, np.ndarray], forget: Callable[[], No
     kinds = {part.dtype.name for part in parts}
     if len(kinds) > 1:
         raise UnsupportedFormatError(
-            f'{pair.leaf}: its tensors {pair.tensors[0]}, ... have the dtypes {", ".join(sorted(kinds))}, one array has one.'
+            f'{pair.leaf}: its tensors {pair.tensors[0]}, ... have the dtypes {", ".join(sorted(kinds))}, but an array has one. '
+            'Cast them to one dtype first.'
         )
     return lazy_copy(
         pair.shape,

@@ -1,11 +1,10 @@
-"""Finding out which T5 it is, from names and shapes alone.
+"""Determines the architecture of a T5 from the names and shapes of its arrays or tensors.
 
-Two ways in, one for each side, and one check behind both: the arrays that such a model has are listed
-(``names.pairs_of``) and held against those that are there. So whatever is guessed here from a few names is proved
-by all of them, and everything that is missing, too much or of another shape is said in one error.
+A few names determine the candidate. Then the arrays of this model (``names.pairs_of``) are compared with all that exist, and one
+error lists those that are missing, unexpected or of another shape.
 
-What no name and no shape can say is not guessed: LongT5's local attention has T5's names in T5X, and the activation, the
-distance of the last bucket and the capacity of experts are numbers of the model's configuration.
+Names and shapes do not determine everything: LongT5's local attention has T5's names in T5X, and the activation, the distance
+of the last bucket and the capacity of experts are values of the model's configuration.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from t5ckpt.convert.huggingface.names import LOCAL, SELF, TRANSIENT_GLOBAL, Layout, Pair, T5Model, known_leaf
-from t5ckpt.core.text import counted, lines
+from t5ckpt.core.text import counted, lines, some_of
 from t5ckpt.errors import LeafProblem, TreeMismatchError, UnsupportedFormatError, near_names
 
 __all__ = ['Shapes', 'check_leaves', 'check_tensors', 'model_of_leaves', 'model_of_tensors']
@@ -25,39 +24,39 @@ Shapes = Mapping[str, tuple[int, ...]]
 _PREFIXES = ('target/', 'params/', 'target/params/', 'params/params/', '')
 _TOWERS = ('encoder', 'decoder')
 _SHOWN = 20
-# More layers or experts than any model has; a name or a shape that claims more is not believed.
+# More layers or experts than any model has; limits the work for hostile names and shapes.
 _MAX_COUNT = 10_000
 
 
 def model_of_leaves(shapes: Shapes, attention: str = '') -> tuple[T5Model, Layout]:
-    """The model whose T5X arrays these are.
+    """The model and its layout, from the arrays in T5X.
 
     Args:
-      shapes: of all leaves of the checkpoint; those outside of the parameters are looked over.
-      attention: of the encoder, where the caller knows it: LOCAL cannot be told from SELF.
+      shapes: of all leaves of the checkpoint; those outside the parameters are ignored.
+      attention: of the encoder, if the caller knows it, because LOCAL has the same names as SELF.
 
     Raises:
-      UnsupportedFormatError: it is no T5 that Hugging Face has a class for; with the names that do not belong.
+      UnsupportedFormatError: Hugging Face has no class for the model; with the names that do not match.
     """
     prefix = next(
         (p for p in _PREFIXES if any(name.startswith((f'{p}encoder/', f'{p}decoder/')) for name in shapes)), None
     )
     if prefix is None:
         raise UnsupportedFormatError(
-            f'no T5: no leaf is named target/encoder/... or params/encoder/..., there are {_few(shapes)}. '
+            f'not a T5: no leaf is named target/encoder/... or params/encoder/...; the leaves are {_few(shapes)}. '
             '`t5ckpt export safetensors` writes any tree under its own names.'
         )
     inner = {name[len(prefix) :]: shape for name, shape in shapes.items() if name.startswith(prefix)}
     unknown = [prefix + name for name in inner if not known_leaf(name)]
     if unknown:
         raise UnsupportedFormatError(
-            f"Hugging Face's T5 classes have no place for {len(unknown)} of the arrays: {_few(unknown)}. "
+            f"Hugging Face's T5 classes lack {len(unknown)} of the arrays: {_few(unknown)}. "
             '`t5ckpt export safetensors` writes any tree under its own names.'
         )
     if not any(name.startswith('encoder/') for name in inner):
         raise UnsupportedFormatError(
-            "a decoder without an encoder: Hugging Face has no T5 class for it. '`t5ckpt export safetensors` writes "
-            'any tree under its own names.'
+            'Hugging Face has no T5 class for a decoder without an encoder. `t5ckpt export safetensors` writes any tree under '
+            'its own names.'
         )
     return _leaf_probe(inner, attention, prefix)
 
@@ -97,14 +96,14 @@ def _leaf_layers(inner: Shapes, tower: str, scanned: bool) -> int:
 
 
 def model_of_tensors(shapes: Shapes, model_type: str) -> T5Model:
-    """The model whose tensors these are.
+    """The model, from the tensors in Hugging Face.
 
     Args:
       shapes: of all tensors.
-      model_type: the configuration's; UMT5's single layer cannot be told from T5's.
+      model_type: in the configuration; UMT5 with one layer has the same names as T5.
 
     Raises:
-      UnsupportedFormatError: it is no T5 with an encoder.
+      UnsupportedFormatError: it is not a T5 with an encoder.
     """
     first = r'encoder\.block\.0\.layer\.0\.(\w+)'
     query = _find(shapes, rf'{first}\.q\.weight', (2,))
@@ -118,7 +117,7 @@ def model_of_tensors(shapes: Shapes, model_type: str) -> T5Model:
         sizes['e'] = experts
     attention = next(m[1] for name in shapes for m in [re.fullmatch(rf'{first}\.q\.weight', name)] if m is not None)
     if attention not in (SELF, LOCAL, TRANSIENT_GLOBAL):
-        raise UnsupportedFormatError(f'the encoder attends with {attention}, which no T5 in T5X has.')
+        raise UnsupportedFormatError(f'the encoder has the attention {attention}, which no T5 in T5X has.')
     return T5Model(
         sizes,
         {tower: _count(shapes, rf'{tower}\.block\.(\d+)\..*') for tower in _TOWERS},
@@ -131,21 +130,13 @@ def model_of_tensors(shapes: Shapes, model_type: str) -> T5Model:
 
 
 def check_leaves(pairs: Iterable[Pair], shapes: Shapes, prefix: str, where: str) -> None:
-    """Holds a model's arrays against those that are there below ``prefix``.
-
-    Raises:
-      TreeMismatchError: with every difference.
-    """
+    """Raises TreeMismatchError with every difference between a model's arrays and the leaves under ``prefix``."""
     found = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
     _check({pair.leaf: pair.shape for pair in pairs}, found, where)
 
 
 def check_tensors(pairs: Iterable[Pair], shapes: Shapes, where: str) -> None:
-    """Holds a model's tensors against those that are there.
-
-    Raises:
-      TreeMismatchError: with every difference.
-    """
+    """Raises TreeMismatchError with every difference between a model's tensors and the existing ones."""
     _check({name: pair.tensor_shape for pair in pairs for name in pair.tensors}, shapes, where)
 
 
@@ -160,11 +151,11 @@ def _check(expected: Shapes, found: Shapes, where: str) -> None:
     problems += [LeafProblem(name, 'unexpected', str(found[name]), '') for name in found if name not in expected]
     if not problems:
         return
-    shown = [f'{where} is no T5 that both sides know, in {counted(len(problems), "place")}:']
+    shown = [f'{where} differs from the T5 that its names suggest in {counted(len(problems), "place")}:']
     shown += [f'  {problem}' for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         shown.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
-    shown.append('`t5ckpt export safetensors` and `t5ckpt import safetensors` take any tree, under its own names.')
+    shown.append('`t5ckpt export safetensors` and `t5ckpt import safetensors` convert any tree under its own names.')
     raise TreeMismatchError(lines(*shown), problems)
 
 
@@ -172,20 +163,20 @@ def _find(shapes: Shapes, pattern: str, ranks: Sequence[int]) -> tuple[int, ...]
     """The shape of the first name that matches.
 
     Raises:
-      UnsupportedFormatError: none does, or it has another rank.
+      UnsupportedFormatError: no name matches, or the shape has another rank.
     """
     compiled = re.compile(pattern)
     name = next((name for name in shapes if compiled.fullmatch(name)), None)
     if name is None:
         readable = re.sub(r'\\(.)', r'\1', pattern.replace(r'\w+', '*'))
-        raise UnsupportedFormatError(f'no T5: nothing is named {readable}. There are {_few(shapes)}.')
+        raise UnsupportedFormatError(f'not a T5: no array is named {readable}. The arrays are {_few(shapes)}.')
     if len(shapes[name]) not in ranks:
-        raise UnsupportedFormatError(f'{name}: shape {shapes[name]}, a T5 has {min(ranks)} dimensions there.')
+        raise UnsupportedFormatError(f'{name} has the shape {shapes[name]}, but {min(ranks)} dimensions in a T5.')
     return shapes[name]
 
 
 def _count(names: Iterable[str], pattern: str) -> int:
-    """One more than the largest number that the pattern's group takes; 0 where nothing matches."""
+    """One more than the largest number in the pattern's group; 0 if no name matches."""
     compiled = re.compile(pattern)
     largest = max((int(m[1][:9]) + 1 for m in map(compiled.fullmatch, names) if m is not None), default=0)
     return _bounded(largest, 'layers or experts')
@@ -203,6 +194,4 @@ def _sparse(names: Iterable[str], pattern: str) -> frozenset[tuple[str, int]]:
 
 
 def _few(names: Iterable[str]) -> str:
-    shown = sorted(names)
-    more = f' and {len(shown) - _SHOWN} more' if len(shown) > _SHOWN else ''
-    return (', '.join(shown[:_SHOWN]) or 'none') + more
+    return some_of(sorted(names), _SHOWN) or 'none'

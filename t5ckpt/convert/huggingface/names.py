@@ -1,15 +1,15 @@
-"""Which array of a T5 in T5X's names is which tensor of Hugging Face's, and how the axes lie.
+"""Maps the arrays of a T5 in T5X to the tensors in Hugging Face, with their axes.
 
-Pure: names and shapes, no files and no values. One table says it all. Its axes are spelt in letters, so that
-``d hk`` against ``hk d`` is a transposition and ``b h`` against ``h b`` another:
+Works on names and shapes, without files and values. The table below denotes axes by letters, so that ``d hk`` and ``hk d`` are
+transposes of each other:
 
     v vocabulary   d model   f feed-forward   h heads   k of a head   b buckets   e experts   l layers
 
-``hk`` is one axis of both; T5X may also keep ``h k`` as two (split heads). A scanned T5X model has one array for all
-layers of a tower, with ``l`` at axis 1, and experts are stacked at axis 0; Hugging Face has a tensor for each.
+``hk`` is one merged axis; T5X may also have ``h k`` as two axes (split heads). A scanned T5X model has one array for all layers
+of a tower, with ``l`` at axis 1, and experts are stacked at axis 0. Hugging Face has a tensor for each layer and expert.
 
-The names of T5X are those of its own networks (t5x/examples/t5, scalable_t5) and of Flaxformer's (LongT5, Switch); those
-of Hugging Face are transformers' (models/t5, umt5, longt5, switch_transformers).
+T5X's names are those of its networks (t5x/examples/t5, scalable_t5) and of Flaxformer's (LongT5, Switch). Hugging Face's names
+are those of transformers (models/t5, umt5, longt5, switch_transformers).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SELF, LOCAL, TRANSIENT_GLOBAL = 'SelfAttention', 'LocalSelfAttention', 'Transien
 
 @dataclasses.dataclass(frozen=True)
 class T5Model:
-    """What the names and the shapes of a T5 say.
+    """The architecture of a T5, as far as names and shapes determine it.
 
     Attributes:
-      sizes: of each letter but ``l``; ``e`` only where there are experts.
-      layers: of 'encoder' and 'decoder'; a decoder of 0 layers is none.
+      sizes: by letter, except ``l``; ``e`` only in a model with experts.
+      layers: the numbers of layers of 'encoder' and 'decoder'; 0 without a decoder.
       gated: wi_0 and wi_1 instead of wi.
-      tied: no logits of their own: they come from the embedding, scaled by d**-0.5.
-      relpos_per_layer: as in UMT5; else one table a tower.
-      attention: the class of the encoder's: SELF, LOCAL or TRANSIENT_GLOBAL.
-      sparse: (tower, layer) of those that have experts.
+      tied: the logits are computed with the embedding, scaled by d**-0.5, and not with a separate matrix.
+      relpos_per_layer: one table of position biases per layer, as in UMT5, instead of one per tower.
+      attention: the class of the encoder's attention: SELF, LOCAL or TRANSIENT_GLOBAL.
+      sparse: (tower, layer) of the layers with experts.
     """
 
     sizes: Mapping[str, int]
@@ -51,13 +51,13 @@ class T5Model:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How T5X keeps the arrays, which the tensors do not say.
+    """The layout of the arrays in T5X, which the tensors do not determine.
 
     Attributes:
       prefix: of all leaves: 'target/' in T5X.
       scanned: one array for all layers of a tower.
-      split_heads: heads have an axis of their own.
-      embedder: the token embedding's, which an encoder alone may keep in itself.
+      split_heads: heads have a separate axis.
+      embedder: the scope of the token embedding, which is inside the encoder in some models without a decoder.
     """
 
     prefix: str = 'target/'
@@ -71,12 +71,12 @@ class Pair:
     """One T5X array and the tensors that hold its values.
 
     Attributes:
-      leaf: T5X's name.
-      axes: the array's, each of one letter or of two that are merged.
-      tensors: Hugging Face's names: one, or one for each index of ``stack``.
+      leaf: the name in T5X.
+      axes: of the array, each of one letter or of two merged ones.
+      tensors: the names in Hugging Face: one, or one for each index of ``stack``.
       tensor_axes: of each tensor.
-      stack: the letter along which the tensors lie in the array, or ''.
-      sizes: of all letters.
+      stack: the letter of the axis along which the tensors are stacked in the array, or ''.
+      sizes: by letter.
     """
 
     leaf: str
@@ -88,32 +88,32 @@ class Pair:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """The array's."""
+        """The shape of the array."""
         return self._shape(self.axes)
 
     @functools.cached_property
     def tensor_shape(self) -> tuple[int, ...]:
-        """Each tensor's."""
+        """The shape of each tensor."""
         return self._shape(self.tensor_axes)
 
     @functools.cached_property
     def row_axis(self) -> int:
-        """The axis of the array along which the tensors' first axis runs: a slice there is a run of their rows."""
+        """The array's axis that corresponds to the tensors' first axis, so that a slice of it is a range of their rows."""
         return next(i for i, axis in enumerate(self.axes) if axis[0] == self.tensor_axes[0][0])
 
     @property
     def rows_per_index(self) -> int:
-        """Rows of a tensor for one index of ``row_axis``: more than one where heads are split."""
+        """The rows of a tensor for one index of ``row_axis``: more than one with split heads."""
         return self.tensor_shape[0] // self.shape[self.row_axis]
 
     def to_tensors(self, array: np.ndarray) -> list[np.ndarray]:
-        """The rows of each tensor from the array, or from a slice of it along ``row_axis``; views where possible."""
+        """The rows of each tensor, from the array or a slice of it along ``row_axis``; views where possible."""
         parts = [array] if not self.stack else list(np.moveaxis(array, self.axes.index(self.stack), 0))
         order = self._order()
         return [part.transpose(order).reshape(-1, *self.tensor_shape[1:]) for part in parts]
 
     def from_tensors(self, tensors: Sequence[np.ndarray], box: tuple[slice, ...] | None = None) -> np.ndarray:
-        """The array, or what lies in ``box`` of it, from all tensors; only what is in the box is copied."""
+        """The array, or a box of it, from all tensors; only the elements in the box are copied."""
         inner = [self._unstacked(tensor) for tensor in tensors]
         if not self.stack:
             return inner[0] if box is None else inner[0][box]
@@ -126,12 +126,12 @@ class Pair:
         return tuple(math.prod(self.sizes[letter] for letter in axis) for axis in axes)
 
     def _order(self) -> list[int]:
-        """The axes of one part of the array, in the tensor's order."""
+        """The permutation from the axes of the array, without ``stack``, to those of a tensor."""
         held = [axis for axis in self.axes if axis != self.stack]
         return [held.index(axis) for axis in self._wanted(held)]
 
     def _wanted(self, held: Sequence[str]) -> list[str]:
-        """The tensor's axes, with merged ones apart where the array has them apart."""
+        """The tensor's axes; merged ones are split if the array has them split."""
         return [part for axis in self.tensor_axes for part in ([axis] if axis in held else list(axis))]
 
     def _unstacked(self, tensor: np.ndarray) -> np.ndarray:
@@ -148,7 +148,7 @@ _BIAS = ('h b', 'b h')
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A line of the table: names below a layer or below the root, and the axes of both sides."""
+    """A row of the table: the names relative to a layer or to the root, and the axes in T5X and in Hugging Face."""
 
     leaf: str
     tensor: str
@@ -165,7 +165,7 @@ _INWARD = (('query', 'q'), ('key', 'k'), ('value', 'v'))
 
 
 def _feed_forward_rows(model: T5Model, number: int, sparse: bool) -> list[_Row]:
-    """Hugging Face's Switch calls the dense layers ``mlp``, too, where the others have ``DenseReluDense``."""
+    """The rows of a feed-forward layer. In Hugging Face's Switch, dense layers are ``mlp`` instead of ``DenseReluDense``."""
     inner = f'layer.{number}.' + ('mlp' if model.sparse else 'DenseReluDense')
     names = ('wi_0', 'wi_1') if model.gated else ('wi',)
     if not sparse:
@@ -197,7 +197,7 @@ def _layer_rows(model: T5Model, tower: str, sparse: bool) -> list[_Row]:
 
 
 def _tower_rows(model: T5Model, tower: str) -> list[_Row]:
-    """What a tower has once."""
+    """The rows that a tower has once."""
     attention = model.attention if tower == 'encoder' else SELF
     first = f'{tower}.block.0.layer.0.{attention}'
     rows = [_Row(f'{tower}/{tower}_norm/scale', f'{tower}.final_layer_norm.weight', _VECTOR)]
@@ -211,7 +211,7 @@ def _tower_rows(model: T5Model, tower: str) -> list[_Row]:
 
 
 def pairs_of(model: T5Model, layout: Layout) -> list[Pair]:
-    """All arrays of a model, each with its tensors; every array and every tensor occurs once."""
+    """All arrays of a model with their tensors; each array and each tensor occurs once."""
     rows = [_Row(f'{layout.embedder}/embedding', 'shared.weight', ('v d', 'v d'))]
     if not model.tied:
         rows.append(_Row('decoder/logits_dense/kernel', 'lm_head.weight', ('d v', 'v d')))
@@ -252,12 +252,12 @@ def _axes(row: _Row, layout: Layout) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# --- what belongs to a T5 at all -------------------------------------------------------------------------------------
+# --- the names of all variants ---------------------------------------------------------------------------------------
 
 
 @functools.cache
 def _vocabulary() -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
-    """Names below the root, and (tower, name) below a layer, of all variants."""
+    """The names relative to the root, and (tower, name) relative to a layer, of all variants."""
     top = {'token_embedder/embedding', 'encoder/token_embedder/embedding', 'decoder/logits_dense/kernel'}
     below: set[tuple[str, str]] = set()
     for model in _variants():
@@ -274,7 +274,7 @@ def _variants() -> Iterator[T5Model]:
 
 
 def known_leaf(name: str) -> bool:
-    """Whether a leaf's name, without the prefix, is one that some T5 has."""
+    """Whether any T5 has a leaf of this name, without the prefix."""
     top, below = _vocabulary()
     tower, _, rest = name.partition('/')
     layer, _, inner = rest.partition('/')

@@ -1,8 +1,7 @@
-"""From TensorFlow checkpoints of Mesh-TensorFlow's T5.
+"""Converts TensorFlow checkpoints of Mesh-TensorFlow's T5.
 
-No model is needed: the structure comes from the checkpoint's names. Local checkpoints are read without TensorFlow
-(``convert/files/tf_bundle.py``), in slices; what that does not read, and checkpoints at a URL, through TensorFlow's own
-reader, whole tensors at a time.
+No model is needed, since the structure follows from the checkpoint's names. Local checkpoints are read in slices without
+TensorFlow (``convert/files/tf_bundle.py``). TensorFlow's own reader reads other checkpoints and those at a URL, in whole tensors.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ _DATA_FILE = re.compile(r'(.*)\.(?:index|data-\d{5}-of-\d{5})')
 
 @dataclasses.dataclass(frozen=True)
 class TfCheckpoint:
-    """A TensorFlow checkpoint that was opened.
+    """An open TensorFlow checkpoint.
 
     Attributes:
-      prefix: what its files' names begin with.
-      tensors: by name; nothing is read yet.
+      prefix: of the names of its files.
+      tensors: lazy arrays by name.
     """
 
     prefix: str
@@ -60,7 +59,7 @@ class TfCheckpoint:
 
     @property
     def source(self) -> dict[str, Any]:
-        """What identifies it: its place, and the size and time of its files where they are local."""
+        """The identity of the checkpoint: its prefix, and the sizes and times of its files if they are local."""
         folder, name = os.path.split(self.prefix)
         files: dict[str, list[int]] = {}
         if os.path.isdir(folder):
@@ -75,10 +74,10 @@ def open_tf(path: str | os.PathLike[str]) -> TfCheckpoint:
     """Opens a TensorFlow checkpoint: reads its index and no tensor.
 
     Args:
-      path: a directory, whose latest checkpoint is taken; a prefix such as ``dir/model.ckpt-1000000``; or one of its files.
+      path: a directory, for its latest checkpoint; a prefix such as ``dir/model.ckpt-1000000``; or one of its files.
 
     Raises:
-      CheckpointNotFoundError: with what is there instead.
+      CheckpointNotFoundError: there is no checkpoint; the message lists the contents of the directory.
       CorruptCheckpointError, UnsupportedFormatError, MissingDependencyError.
     """
     text = os.fspath(path)
@@ -86,7 +85,7 @@ def open_tf(path: str | os.PathLike[str]) -> TfCheckpoint:
         return _open_with_tensorflow(text)
     prefix = _prefix(os.path.abspath(os.path.expanduser(text)))
     if not os.path.isfile(f'{prefix}.index'):
-        # One file without an index: the format of before 2016.
+        # The format before 2016 is one file without an index.
         return _open_with_tensorflow(prefix)
     try:
         return TfCheckpoint(prefix, read_bundle(prefix))
@@ -103,24 +102,26 @@ def _prefix(path: str) -> str:
     if os.path.isdir(path):
         return _latest_in(path)
     if not os.path.isfile(path) and not os.path.isfile(f'{path}.index'):
-        raise CheckpointNotFoundError(f'{path}: no TensorFlow checkpoint: neither a directory nor the prefix of one.')
+        raise CheckpointNotFoundError(
+            f'{path} is neither a directory nor the prefix of a TensorFlow checkpoint. Check the path.'
+        )
     return path
 
 
 def _latest_in(directory: str) -> str:
-    """The checkpoint that the state file names, or the only one there."""
+    """The prefix of the checkpoint that the state file names, or of the only one in the directory."""
     found = sorted(name.removesuffix('.index') for name in os.listdir(directory) if name.endswith('.index'))
     state = os.path.join(directory, _STATE_FILE)
     if os.path.exists(state) and not os.path.isdir(state):
         with foreign_errors(state):
             text = read_source(state, _STATE_BYTES).decode(errors='replace')
         match = re.search(r'^model_checkpoint_path: *"(.*)"', text, re.MULTILINE)
-        # The directory has often been copied from elsewhere since the name was written.
+        # Only the base name counts, since the directory may have been copied.
         if match is not None and os.path.basename(match[1]) in found:
             return os.path.join(directory, os.path.basename(match[1]))
     if len(found) != 1:
-        names = f'several: {", ".join(found[:10])}. Name one' if found else 'no file whose name ends in .index'
-        raise CheckpointNotFoundError(f'{directory}: no TensorFlow checkpoint to take; it holds {names}.')
+        held = f'several TensorFlow checkpoints: {", ".join(found[:10])}. Pass one' if found else 'no file *.index'
+        raise CheckpointNotFoundError(f'{directory} has {held}.')
     return os.path.join(directory, found[0])
 
 
@@ -128,7 +129,7 @@ def _open_with_tensorflow(path: str) -> TfCheckpoint:
     try:
         import tensorflow as tf
     except ImportError as error:
-        raise MissingDependencyError(f"{path}: TensorFlow alone reads it: pip install 't5ckpt[tf]'") from error
+        raise MissingDependencyError(f"{path}: only TensorFlow reads it: pip install 't5ckpt[tf]'") from error
     try:
         if tf.io.gfile.isdir(path):
             latest = tf.train.latest_checkpoint(path)
@@ -140,9 +141,9 @@ def _open_with_tensorflow(path: str) -> TfCheckpoint:
     except (tf.errors.NotFoundError, ValueError) as error:
         if isinstance(error, CheckpointNotFoundError):
             raise
-        raise CheckpointNotFoundError(f'{path}: no TensorFlow checkpoint ({error!s:.200}).') from error
+        raise CheckpointNotFoundError(f'{path} is not a TensorFlow checkpoint ({error!s:.200}).') from error
     except (tf.errors.OpError, RuntimeError) as error:
-        raise CorruptCheckpointError(f'{path}: TensorFlow does not read it ({error!s:.200}).') from error
+        raise CorruptCheckpointError(f'{path}: TensorFlow cannot read it ({error!s:.200}).') from error
 
     def read(name: str) -> np.ndarray:
         try:
@@ -164,11 +165,11 @@ def tf_leaves(
     Args:
       checkpoint: from :func:`open_tf`.
       translator: the rules; None takes those of T5.
-      optimizer: False leaves the slots out.
+      optimizer: False leaves out the slots of the optimizer.
 
     Raises:
-      TreeMismatchError: a name without rule, or two that become one.
-      MissingLeaves: with T5's rules: what a T5 would have and this lacks.
+      TreeMismatchError: a name has no rule, or two names would become the same leaf.
+      MissingLeaves: with T5's rules, if the leaves of a T5 are incomplete.
     """
     rules = T5_RULES if translator is None else translator
     translation = with_shared_relpos(rules.translate(checkpoint.tensors))
@@ -207,12 +208,12 @@ def convert_tf(
 
     Args:
       source: see :func:`open_tf`.
-      directory: the run's; ``checkpoint_<step>`` is made in it.
+      directory: of the run to write to; the result is ``checkpoint_<step>`` in it.
       options: see :class:`ConvertOptions`.
       translator: the rules; None takes those of T5.
 
     Raises:
-      CheckpointExistsError: the step is there already; nothing was read.
+      CheckpointExistsError: the step exists; nothing was read.
       T5CkptError: see :func:`open_tf`, :func:`tf_leaves` and ``write_stream``; nothing became visible.
     """
     options = ConvertOptions() if options is None else options

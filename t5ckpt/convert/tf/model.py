@@ -1,4 +1,4 @@
-"""TensorFlow checkpoints for a model that is at hand: ``Checkpointer.restore_from_tf_checkpoint`` and its sibling."""
+"""Restores and converts TensorFlow checkpoints for a given model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def restore_tf(found: Found, cast: Cast | None, state: Any, partitioner: Partiti
       found: of the TensorFlow checkpoint.
       cast: of floating leaves.
       state: the template.
-      partitioner: gives the shardings, where there is one.
+      partitioner: provides the shardings, if there is one.
       strict: a leaf that the template lacks is an error, and not left out.
     """
     held = found if strict else _held(found, state)
@@ -44,7 +44,7 @@ def convert_tf_to_model(
     """Writes the leaves that the template of ``axes`` has; None if the step exists already."""
     held = _held(found, axes.template)
     if found.step is None:
-        raise ValueError(f'{_where(found)}: no global_step, and no number at the end of its name.')
+        raise ValueError(f'{_where(found)}: the step is unknown: no global_step, and no number at the end of its name.')
     plan = fit_leaves(held.table, _where(found), axes.template, axes.partitioner)
     table: LeafTable = plan.kept | {read.path: read.value for read in plan.inline}
     given = transformed(table, axes, fns)

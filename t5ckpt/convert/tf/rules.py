@@ -1,6 +1,6 @@
-"""From Mesh-TensorFlow's names of a T5 to T5X's.
+"""Translates Mesh-TensorFlow's names of a T5 to T5X's.
 
-The result is that of T5X (t5x/checkpoint_importer.py), for T5, T5 1.1, mT5, ByT5 and decoders without encoder:
+The result equals that of T5X (t5x/checkpoint_importer.py), for T5, T5 1.1, mT5, ByT5 and decoders without encoder:
 
     shared/embedding                                        token_embedder/embedding
     encoder/embedding                                       encoder/token_embedder/embedding
@@ -13,8 +13,8 @@ The result is that of T5X (t5x/checkpoint_importer.py), for T5, T5 1.1, mT5, ByT
     transformer/...                                         decoder/...
     <any of these>_slot_vr                                  state/param_states/<its new name>/v_row
 
-Adafactor in Flax has ``m``, ``v``, ``v_row`` and ``v_col`` for every parameter, where TensorFlow has what it uses; the
-others are zeros of shape (1,).
+Adafactor in Flax has ``m``, ``v``, ``v_row`` and ``v_col`` for every parameter. TensorFlow has only those that it uses; the
+others become zeros of shape (1,).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _layer(tower: str, block: str) -> str:
 def _step(_: Any, key: str, value: Any) -> _New:
     step = np.asarray(value.get() if isinstance(value, LazyArray) else value)
     if step.shape != () or not 0 <= int(step) <= np.iinfo(np.int32).max:
-        raise UnsupportedFormatError(f'{key}: {step!r:.60} is no step that T5X can hold (32 bits).')
+        raise UnsupportedFormatError(f'{key}: {step!r:.60} is not a step that T5X can hold (a 32-bit integer).')
     return STEP, np.int32(step)
 
 
@@ -116,7 +116,7 @@ def _norm(_: Any, key: str, value: Any, *groups: Any) -> _New:
     sublayers = _SUBLAYERS[tower]
     if int(layer) >= len(sublayers):
         raise UnsupportedFormatError(
-            f'{key}: a block of the {tower} has {len(sublayers)} layers, this is number {int(layer)}.'
+            f'{key}: a block of the {tower} has {len(sublayers)} layers, but this one has the number {int(layer)}.'
         )
     return _named(f'{_layer(tower, block)}/pre_{sublayers[int(layer)]}_layer_norm/scale', slot), value
 
@@ -133,11 +133,11 @@ def _logits(_: Any, key: str, value: Any, slot: str | None) -> _New:
     return _named('decoder/logits_dense/kernel', slot), value
 
 
-# --- what no single name tells ---------------------------------------------------------------------------------------
+# --- rules for several names ------------------------------------------------------------------------------------------
 
 
 def with_shared_relpos(translation: Translation) -> Translation:
-    """Relative position biases of the first layer alone are shared by all layers, and lose the layer's name."""
+    """Renames relative position biases that only the first layer has: all layers share them."""
     layers = [int(match[1]) for name in translation.leaves if (match := re.search(r'layers_(\d+)/relpos_bias', name))]
     if max(layers, default=0) > 0:
         return translation
@@ -153,7 +153,7 @@ def with_shared_relpos(translation: Translation) -> Translation:
 
 
 def with_all_slots(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The slots that Flax's Adafactor has and TensorFlow's does not, by name."""
+    """The slots of Flax's Adafactor that TensorFlow's lacks, by name."""
     added: dict[str, Any] = {}
     for name in leaves:
         if not name.startswith(_TARGET):
@@ -169,15 +169,11 @@ def with_all_slots(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_complete(leaves: Mapping[str, Any]) -> None:
-    """Says what a T5 would have and this lacks: whole layers, parts of a layer, slots of a parameter.
-
-    Raises:
-      MissingLeaves: with all that is missing.
-    """
+    """Raises MissingLeaves with all layers, parts of layers and slots of parameters that are missing in a T5."""
     missing = [*_missing_in_layers(leaves), *_missing_slots(leaves)]
     if missing:
         more = [f'and {len(missing) - _SHOWN} more'] if len(missing) > _SHOWN else []
-        raise MissingLeaves(lines('the checkpoint is no whole T5:', *missing[:_SHOWN], *more, between='\n  '))
+        raise MissingLeaves(lines('the checkpoint is not a complete T5:', *missing[:_SHOWN], *more, between='\n  '))
 
 
 def _missing_in_layers(leaves: Mapping[str, Any]) -> list[str]:
@@ -192,9 +188,13 @@ def _missing_in_layers(leaves: Mapping[str, Any]) -> list[str]:
         for number in range(max(layers) + 1):
             held = layers.get(number)
             if held is None:
-                missing.append(f'target/{tower}/layers_{number}: the whole layer; there are {len(layers)} others')
+                missing.append(
+                    f'target/{tower}/layers_{number}: the whole layer is missing, {len(layers)} others exist'
+                )
             else:
-                missing += [f'target/{tower}/layers_{number}/{part}: other layers have it' for part in parts - held]
+                missing += [
+                    f'target/{tower}/layers_{number}/{part}: missing, but other layers have it' for part in parts - held
+                ]
     return sorted(missing)
 
 
@@ -205,10 +205,12 @@ def _missing_slots(leaves: Mapping[str, Any]) -> list[str]:
             base, _, slot = name.removeprefix(PARAM_STATES).rpartition('/')
             slots.setdefault(base, set()).add(slot)
     parameters = {name.removeprefix(_TARGET) for name in leaves if name.startswith(_TARGET)}
-    missing = [f'{_TARGET}{base}: it has slots alone' for base in sorted(slots.keys() - parameters)]
+    missing = [f'{_TARGET}{base}: missing, but its slots exist' for base in sorted(slots.keys() - parameters)]
     for base in sorted(parameters) if slots else ():
         held = slots.get(base, set())
         if 'v' not in held and not {'v_row', 'v_col'} <= held:
-            text = 'the slots of this parameter, which others have; leave the optimizer out to go without'
+            text = (
+                'the slots of this parameter are missing, but others have them; leave the optimizer out to ignore them'
+            )
             missing.append(f'{PARAM_STATES}{base}: {text}')
     return missing

@@ -96,7 +96,7 @@ def _tree_rows(group: Group, depth: int | None, level: int) -> list[tuple[str, .
 
 
 def _leaf_row(name: str, info: LeafInfo) -> tuple[str, ...]:
-    where = f'{info.place} = {info.value}' if info.value else info.place
+    where = f'{info.location} = {info.value}' if info.value else info.location
     if not info.dtype:
         return (name, '', '', '', '', where)
     return (name, info.dtype, str(info.shape), f'{info.size:,}', human_bytes(info.nbytes), where)

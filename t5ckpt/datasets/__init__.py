@@ -1,4 +1,4 @@
-"""Data iterators in checkpoints: one protocol, adapters to it, and the files of each data shard."""
+"""Saves and restores the positions of data iterators: a protocol, adapters, and the files of each data shard."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""One protocol for data iterators, and what makes others fit it.
+"""Adapts data iterators to one protocol.
 
-The protocol is T5X's and CLU's: ``save(filename)`` writes files whose names begin with ``filename``, ``load(filename)``
-(``restore`` in newer CLUs) takes the position back. What else is accepted, in the order in which it is looked for:
+The protocol is T5X's and CLU's: ``save(filename)`` writes files whose names begin with ``filename``, and ``load(filename)``
+(``restore`` in newer CLUs) restores the position. Other iterators that are accepted, in the order of the tests:
 
-    tf.data iterators                     a TensorFlow checkpoint of the iterator as ``ds``, byte for byte what T5X writes
+    tf.data iterators                     a TensorFlow checkpoint of the iterator as ``ds``, byte for byte as T5X writes it
     get_state() / set_state(state)        Grain's iterators
-    state_dict() / load_state_dict(state) torch's StatefulDataLoader, anything that is ``Stateful``
+    state_dict() / load_state_dict(state) torch's StatefulDataLoader, and any ``Stateful`` object
 
-The state of the last two is written by ``datasets/state_file.py``, to ``<filename>.msgpack``.
+``datasets/state_file.py`` writes the state of the last two to ``<filename>.msgpack``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from t5ckpt.errors import DatasetStateError, UnsupportedLeafError
 __all__ = ['SUFFIX', 'StateIterator', 'TfDataIterator', 'as_dataset_iterator']
 
 SUFFIX = '.msgpack'
-# T5X's own words (t5x/checkpoints.py), which users of tf.data search for.
+# T5X's message (t5x/checkpoints.py), which users of tf.data search for.
 _STATELESS = (
     'Input pipeline must be stateless in order to checkpoint. Cache stateful steps offline or disable iterator '
     'checkpointing (leave out dataset_iterator).'
@@ -33,7 +33,7 @@ _STATELESS = (
 
 
 class StateIterator:
-    """The protocol for an iterator that hands out its state and takes one back."""
+    """Adapts an iterator that returns its state and accepts one."""
 
     def __init__(self, get_state: Callable[[], Any], set_state: Callable[[Any], Any], name: str):
         """``name`` is the iterator's class, for messages."""
@@ -46,25 +46,25 @@ class StateIterator:
         pathlib.Path(filename + SUFFIX).write_bytes(encode_state(self._get_state(), self._name))
 
     def load(self, filename: str) -> None:
-        """Reads it; a file that does not decode leaves the iterator as it is."""
+        """Restores the state in ``<filename>.msgpack``; a file that does not decode leaves the iterator unchanged."""
         path = pathlib.Path(filename + SUFFIX)
         if not path.exists():
             raise DatasetStateError(
-                f'{filename}* is no state that {self._name} can take: there is no {path.name}. It was written by an '
-                'iterator of another kind. Restore with that kind, or without dataset_iterator to start the data afresh.'
+                f'{filename}*: {self._name} cannot restore it, since there is no {path.name}: another kind of iterator wrote it. '
+                'Restore with that kind, or without dataset_iterator to start the data afresh.'
             )
         state, name = decode_state(path.read_bytes(), str(path))
         try:
             self._set_state(state)
         except Exception as error:
             raise DatasetStateError(
-                f'{path}: {self._name} did not take the state that {name} has written: {type(error).__name__}: {error}. '
-                'Is it the same pipeline? Restore without dataset_iterator to start the data afresh.'
+                f'{path}: {self._name} rejected the state that {name} has written: {type(error).__name__}: {error}. '
+                'Restore with the same pipeline, or without dataset_iterator to start the data afresh.'
             ) from error
 
 
 class TfDataIterator:
-    """The protocol for an iterator of tf.data, in T5X's files ``<filename>.index`` and ``<filename>.data-*``."""
+    """Adapts an iterator of tf.data, with T5X's files ``<filename>.index`` and ``<filename>.data-*``."""
 
     def __init__(self, iterator: Any):
         """Wraps ``iter(dataset)``."""
@@ -82,18 +82,18 @@ class TfDataIterator:
             raise DatasetStateError(f'{_STATELESS} TensorFlow says: {error.message}') from error
 
     def load(self, filename: str) -> None:
-        """Reads one."""
+        """Restores the position in a TensorFlow checkpoint."""
         try:
             self._checkpoint.read(filename).assert_consumed()
         except (self._unreadable, AssertionError) as error:
             raise DatasetStateError(
-                f'{filename}*: the tf.data iterator did not take this state: {error!s:.300}. It must come from the same '
-                'pipeline. Restore without dataset_iterator to start the data afresh.'
+                f'{filename}*: the tf.data iterator rejected this state: {error!s:.300}. Restore with the same pipeline, or '
+                'without dataset_iterator to start the data afresh.'
             ) from error
 
 
 class _Renamed:
-    """The protocol for newer CLU iterators, whose ``load`` is called ``restore``."""
+    """Adapts newer CLU iterators, whose ``load`` has the name ``restore``."""
 
     def __init__(self, iterator: Any):
         self.save = iterator.save
@@ -101,20 +101,20 @@ class _Renamed:
 
 
 def as_dataset_iterator(iterator: Any) -> DatasetIterator:
-    """Makes an iterator fit the protocol; one that fits is returned as it is.
+    """Adapts an iterator to the protocol; one that implements it is returned as it is.
 
     Raises:
-      UnsupportedLeafError: it has no way to say or to take a position; the message says what would.
+      UnsupportedLeafError: it cannot return and restore a position; the message names the methods that are needed.
     """
     tf = loaded('tensorflow')
     if tf is not None and isinstance(iterator, tf.data.Dataset):
-        # It has `save` and `load`, which write and read every element of it.
+        # Its methods `save` and `load` write and read all elements.
         raise UnsupportedLeafError(
-            'dataset_iterator: this is a tf.data.Dataset, which has no position. Pass iter(dataset), and train from that.'
+            'dataset_iterator: a tf.data.Dataset has no position. Pass iter(dataset), and train from that iterator.'
         )
     if tf is not None and isinstance(iterator, (tf.data.Iterator, tf.data.NumpyIterator)):
         return TfDataIterator(iterator)
-    # Grain's iterators have `save` and `load` too, but coroutines of Orbax's protocol.
+    # Grain's iterators also have `save` and `load`, but these are coroutines of Orbax's protocol.
     if _has(iterator, 'save', 'restore'):
         return _Renamed(iterator)
     if _has(iterator, 'save', 'load'):
@@ -125,10 +125,9 @@ def as_dataset_iterator(iterator: Any) -> DatasetIterator:
             name = f'{cls.__module__}.{cls.__qualname__}'
             return StateIterator(getattr(iterator, get), getattr(iterator, put), name)
     raise UnsupportedLeafError(
-        f'dataset_iterator: {type(iterator).__name__} cannot say where it stands. It needs save(filename) and '
-        'load(filename), get_state() and set_state(state), or state_dict() and load_state_dict(state); iterators of '
-        'tf.data and Grain and torchdata.StatefulDataLoader are accepted as they are. Of a Grain dataset pass '
-        'iter(dataset), of torch the loader itself.'
+        f'dataset_iterator: {type(iterator).__name__} cannot return its position. It needs save(filename) and '
+        'load(filename), get_state() and set_state(state), or state_dict() and load_state_dict(state). For tf.data and Grain '
+        'pass iter(dataset), for torch a torchdata.StatefulDataLoader.'
     )
 
 

@@ -1,4 +1,4 @@
-"""The data iterator's state beside the arrays: ``train_ds-SSS-of-NNN*``, one per data shard (T5X)."""
+"""Saves and restores the data iterator's state in the files ``train_ds-SSS-of-NNN*``, one per data shard (T5X)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger('t5ckpt')
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """The data shard that a process reads, and whether it is the one that writes its state."""
+    """The data shard that this process reads, and whether this process writes its state."""
 
     prefix: str
     writes: bool
@@ -32,29 +32,29 @@ class _Shard:
 
 @dataclasses.dataclass(frozen=True)
 class DatasetState:
-    """A trainer's iterator and who says which data shard it reads."""
+    """A trainer's iterator, and the partitioner that assigns its data shard."""
 
     iterator: DatasetIterator
     partitioner: Partitioner | None
 
     @classmethod
     def of(cls, iterator: Any, partitioner: Partitioner | None) -> DatasetState | None:
-        """Makes the iterator fit; None for none.
+        """Adapts an iterator; None for None.
 
         Raises:
-          UnsupportedLeafError: the iterator cannot save and load itself.
+          UnsupportedLeafError: the iterator cannot return and restore a position.
         """
         return None if iterator is None else cls(as_dataset_iterator(iterator), partitioner)
 
     def _shard(self, processes: Processes) -> _Shard:
-        """T5X's layout where there is a partitioner; without one each process reads a shard of its own."""
+        """The partitioner's shard (T5X); without a partitioner each process reads a separate shard."""
         if self.partitioner is None:
             return _Shard(dataset_prefix(processes.index, processes.count), True)
         layout = self.partitioner.get_data_layout()
         return _Shard(dataset_prefix(layout.shard_id, layout.num_shards), layout.is_first_host_in_replica_set)
 
     def snapshot(self, processes: Processes) -> dict[str, bytes]:
-        """The iterator's state as files, by name; the iterator moves on as soon as the caller does.
+        """The files of the iterator's state, by name; taken before the caller advances the iterator.
 
         Raises:
           DatasetStateError: the iterator cannot be saved.
@@ -74,36 +74,36 @@ class DatasetState:
                 ) from error
             files = _files_below(pathlib.Path(directory), shard.prefix)
         if not files:
-            # CLU's iterators with checkpoint=False do that on purpose.
+            # CLU's iterators with checkpoint=False write nothing on purpose.
             _log.warning(
-                't5ckpt: save(filename) of %s wrote no file whose name begins with filename: the checkpoint will not say '
-                'where the data goes on',
+                't5ckpt: save(filename) of %s wrote no file whose name begins with filename, so the checkpoint has no position '
+                'in the data',
                 type(self.iterator).__name__,
             )
         return files
 
     def prefix(self, processes: Processes) -> str:
-        """What the names of this process's files begin with."""
+        """The prefix of the names of this process's files."""
         return self._shard(processes).prefix
 
     def load(self, storage: Storage, directory: str, processes: Processes) -> None:
-        """Takes the iterator's state from a checkpoint; one without any leaves the iterator as it is, and says so.
+        """Restores the iterator's state from a checkpoint; without one, logs a warning and leaves the iterator unchanged.
 
         Raises:
-          DatasetStateError: the checkpoint holds the state of another number of shards, or of another pipeline.
+          DatasetStateError: the checkpoint has the state of another number of shards, or of another pipeline.
         """
         prefix = self._shard(processes).prefix
         held = _held(storage, directory)
         if not held:
             _log.warning(
-                't5ckpt: %s holds no data-iterator state, and this trainer has an iterator: it stays where it is, so '
-                'batches that were trained on may come again',
+                't5ckpt: %s has no data-iterator state, so the position of this iterator does not change, and batches that were '
+                'trained on may come again',
                 storage.url(directory),
             )
             return
         if not any(name.startswith(prefix) for name in held):
             raise DatasetStateError(
-                f'{storage.url(directory)}: no iterator state {prefix}, it holds {", ".join(held[:4])}. Restore '
+                f'{storage.url(directory)} has no iterator state {prefix}, only {", ".join(held[:4])}. Restore '
                 'with the same number of data shards, or without dataset_iterator to start the data afresh.'
             )
         local = storage.local_path(directory)
@@ -123,18 +123,18 @@ class DatasetState:
             raise
         except Exception as error:
             raise DatasetStateError(
-                f'{where}: {type(self.iterator).__name__} did not take its state back: {type(error).__name__}: {error}. '
+                f'{where}: {type(self.iterator).__name__} could not restore its state: {type(error).__name__}: {error}. '
                 'Restore without dataset_iterator to start the data afresh.'
             ) from error
 
 
 def warn_of_unused(storage: Storage, directory: str) -> None:
-    """Says that a checkpoint holds iterator state which a trainer without an iterator leaves there."""
+    """Logs a warning if a trainer without an iterator restores a checkpoint with an iterator's state."""
     held = _held(storage, directory)
     if held:
         _log.warning(
-            't5ckpt: %s holds data-iterator state (%s), and this trainer has no dataset_iterator: the data does not go '
-            'on where it stopped',
+            't5ckpt: %s has data-iterator state (%s), but this trainer has no dataset_iterator, so the data does not continue '
+            'where it stopped',
             storage.url(directory),
             ', '.join(held[:4]),
         )
@@ -145,7 +145,7 @@ def _held(storage: Storage, directory: str) -> list[str]:
 
 
 def _fetch(storage: Storage, directory: str, name: str, copied: pathlib.Path) -> None:
-    """Brings a file, or all files of a directory, to this disk."""
+    """Copies a file, or all files of a directory, to the local disk."""
     keys = [key for key, _ in storage.walk(join(directory, name))] or [join(directory, name)]
     for key in keys:
         path = copied / key.removeprefix(f'{directory}/')

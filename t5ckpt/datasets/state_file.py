@@ -1,9 +1,9 @@
-"""An iterator's state as bytes, for iterators that hand out a state and take one back.
+"""Encodes and decodes the state of iterators that return a state object.
 
-A file is msgpack: ``{format, iterator, digest, state}``. ``iterator`` names the class, ``state`` is msgpack again, and
-``digest`` its xxh3, because a position that is wrong by one bit is a batch that nobody misses. Besides msgpack's own
-types a state may hold tuples, integers of any size (the state of a PCG64 generator has 128 bits), numpy scalars and
-arrays, and torch tensors. There is no pickle: what unpickling runs is the choice of whoever wrote the file.
+A file is msgpack: ``{format, iterator, digest, state}``. ``iterator`` is the name of the class, ``state`` is msgpack again, and
+``digest`` its xxh3, because a wrong bit in a position would skip or repeat data without an error. In addition to msgpack's types,
+a state may hold tuples, integers of any size (the state of a PCG64 generator has 128 bits), NumPy scalars and arrays, and torch
+tensors. Pickle is not used, because unpickling a file can run any code.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ from t5ckpt.format.checksum import digest
 __all__ = ['FORMAT', 'decode_state', 'encode_state']
 
 FORMAT = 1
-# What msgpack has no type for.
+# Extension codes of types that msgpack lacks.
 _TUPLE, _INTEGER, _ARRAY, _SCALAR, _TENSOR = range(1, 6)
 _MSGPACK_INTEGERS = range(-(2**63), 2**64)
 
 
 def encode_state(state: Any, iterator: str) -> bytes:
-    """The bytes of a state's file.
+    """Encodes a state as the bytes of a file.
 
     Args:
-      state: numbers, text, bytes, None, lists, tuples, dicts, arrays. A subclass of dict or list comes back as the
-        plain one.
-      iterator: the class it is of, for messages.
+      state: numbers, text, bytes, None, lists, tuples, dicts, arrays. A subclass of dict or list is decoded as a plain one.
+      iterator: the name of the iterator's class, for messages.
 
     Raises:
-      DatasetStateError: the state holds something else; the message says where.
+      DatasetStateError: the state contains a value of another type; the message names its position.
     """
     try:
         payload = _pack(_plain(state, 'state'))
     except (RecursionError, ValueError) as error:
         raise DatasetStateError(
-            f'dataset_iterator: the state of {iterator} is nested too deeply to be written, or holds itself ({error}).'
+            f'dataset_iterator: the state of {iterator} is nested too deeply to be written, or contains itself ({error}).'
         ) from error
     return _pack({'format': FORMAT, 'iterator': iterator, 'digest': digest(payload), 'state': payload})
 
 
 def decode_state(data: bytes, where: str) -> tuple[Any, str]:
-    """The state in a file, and the iterator's class.
+    """Decodes a file; returns the state and the name of the iterator's class.
 
     Raises:
-      CorruptCheckpointError: not such a file, or damaged.
+      CorruptCheckpointError: the file is damaged, or has another format.
     """
     try:
         contents = _unpack(data)
@@ -63,8 +62,8 @@ def decode_state(data: bytes, where: str) -> tuple[Any, str]:
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         detail = f'{type(error).__name__}: {error!s:.120}'
     raise CorruptCheckpointError(
-        f'{where} is no state of a data iterator, or is damaged ({detail}). Restore another step, or restore without '
-        'dataset_iterator and start the data afresh.'
+        f'{where} is damaged, or is not the state of a data iterator ({detail}). Restore another step, or restore without '
+        'dataset_iterator to start the data afresh.'
     )
 
 
@@ -77,7 +76,7 @@ def _unpack(data: bytes) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The value in msgpack's types."""
+    """Converts a value to msgpack's types."""
     match value:
         case None | bool() | str() | bytes():
             plain = value
@@ -106,20 +105,20 @@ def _tensor_values(value: Any, where: str) -> np.ndarray:
     if torch is None or not isinstance(value, torch.Tensor):
         raise DatasetStateError(
             f'dataset_iterator: {where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written '
-            'without pickle. Let the iterator hand out numbers, text, bytes, lists, tuples, dicts and arrays.'
+            'without pickle. The state may contain numbers, text, bytes, lists, tuples, dicts and arrays.'
         )
     try:
         return value.detach().cpu().numpy()
     except TypeError as error:
-        # A sparse tensor, or a dtype that numpy does not have.
+        # A sparse tensor, or a dtype that NumPy lacks.
         raise DatasetStateError(f'dataset_iterator: {where} is a tensor of {value.dtype}: {error}') from error
 
 
 def _array_bytes(array: np.ndarray, where: str) -> bytes:
-    # Objects need pickle; records and the dtypes of ml_dtypes have no name that numpy reads back.
+    # Objects need pickle, and NumPy cannot parse the names of records and of ml_dtypes' dtypes.
     if array.dtype.hasobject or np.dtype(array.dtype.str) != array.dtype:
         raise DatasetStateError(
-            f"dataset_iterator: {where} has dtype {array.dtype}, which has no place in a data iterator's state file. "
+            f"dataset_iterator: {where} has the dtype {array.dtype}, which a data iterator's state file cannot hold. "
             'Convert it to a plain number type in get_state or state_dict.'
         )
     return _pack([array.dtype.str, list(array.shape), array.tobytes()])
@@ -130,7 +129,7 @@ def _array(data: bytes) -> np.ndarray:
     dtype = np.dtype(name)
     if dtype.hasobject:
         raise ValueError(f'an array of dtype {name!r}')
-    # A copy, because the iterator may write to what it is given.
+    # A copy, because the iterator may write to its arrays.
     return np.ndarray(tuple(shape), dtype, values).copy()
 
 
@@ -139,7 +138,7 @@ def _tensor(data: bytes) -> Any:
         torch = importlib.import_module('torch')
     except ImportError as error:
         raise MissingDependencyError(
-            "the data iterator's state holds torch tensors, and torch is not installed: pip install torch"
+            "the data iterator's state contains torch tensors, but torch is not installed: pip install torch"
         ) from error
     return torch.from_numpy(_array(data))
 

@@ -1,1 +1,1 @@
-"""Looking into checkpoints: view, statistics, differences, runs."""
+"""Inspects checkpoints without restoring them: view, statistics, differences, runs."""

@@ -1,4 +1,4 @@
-"""An array in blocks of bounded size, each of whole chunks where that is possible, so that nothing is read twice."""
+"""Iterates over arrays in blocks of bounded size, of whole chunks where possible, so that no chunk is read twice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from t5ckpt.inspection.leaf_tree import LeafInfo
 
 __all__ = ['BLOCK_BYTES', 'Block', 'batches_of', 'blocks_of', 'pieces_of', 'run_all']
 
-# Large enough that a block costs more than its read's set-up, small enough that a handful are cheap to hold.
+# Large enough that reading takes longer than its set-up, small enough to hold several blocks in memory.
 BLOCK_BYTES = 8 * 2**20
-# A chunk is read whole, since to read its parts would be to decode it again for each; only beyond this it is divided.
+# Larger chunks are divided, although each part decodes the chunk again.
 _CHUNK_BYTES = 64 * 2**20
-# Elements of a piece: in float64, with a temporary or two, it stays in a core's cache.
+# The elements of a piece, which fits into a core's cache in float64 with its temporaries.
 _PIECE = 2**16
-# A batch of tiny leaves ends here, so that threads share them evenly.
+# The most blocks in a batch of small leaves, so that threads share the work evenly.
 _BATCH = 500
 Result = TypeVar('Result')
 
@@ -45,7 +45,7 @@ def _itemsize(leaf: LeafInfo) -> int:
 
 
 def batches_of(infos: Iterable[LeafInfo]) -> Iterator[list[Block]]:
-    """Every block of all leaves; small ones go together, since a job for a thread costs more than a small leaf."""
+    """Yields the blocks of all leaves in batches, because a thread's job costs more than a small leaf."""
     batch: list[Block] = []
     held = 0
     for info in infos:
@@ -61,12 +61,12 @@ def batches_of(infos: Iterable[LeafInfo]) -> Iterator[list[Block]]:
 
 
 def blocks_of(shape: Sequence[int], itemsize: int, chunks: Sequence[int] | None = None) -> Iterator[tuple[slice, ...]]:
-    """Slices that cover an array once, in C order; one empty index for an array without dimensions.
+    """Yields slices that cover an array once, in C order; one empty index for an array without dimensions.
 
     Args:
       shape: of the array.
-      itemsize: bytes an element.
-      chunks: the chunk shape; without one the array counts as one chunk that may be divided.
+      itemsize: bytes per element.
+      chunks: the chunk shape; None for one chunk that may be divided.
     """
     block = _block_shape(shape, itemsize, shape if chunks is None else chunks, chunks is not None)
     grid = ChunkGrid(tuple(shape), tuple(block))
@@ -78,7 +78,7 @@ def _block_shape(shape: Sequence[int], itemsize: int, chunks: Sequence[int], who
     block = [max(1, min(size, chunk)) for size, chunk in zip(shape, chunks, strict=True)]
     limit = _CHUNK_BYTES if whole else BLOCK_BYTES
     for axis in range(len(block)):
-        # The first axes are cut first: what is left is contiguous in C order.
+        # Divides the first axes first, so that blocks are contiguous in C order.
         rest = itemsize * math.prod(block) // block[axis]
         if rest * block[axis] > limit:
             block[axis] = max(1, limit // rest)
@@ -91,14 +91,14 @@ def _block_shape(shape: Sequence[int], itemsize: int, chunks: Sequence[int], who
 
 
 def pieces_of(block: np.ndarray) -> Iterator[np.ndarray]:
-    """A block's elements in flat pieces that fit a core's cache, whatever is computed of them."""
+    """Yields a block's elements in flat pieces that fit into a core's cache."""
     flat = block.reshape(-1)
     for at in range(0, flat.size, _PIECE):
         yield flat[at : at + _PIECE]
 
 
 def run_all(work: Iterator[Callable[[], Result]], threads: int) -> Iterator[Result]:
-    """Runs jobs in threads and yields what they return, in any order; at most two jobs a thread are begun or waiting."""
+    """Runs jobs in threads and yields their results in any order; at most two jobs per thread are submitted at a time."""
     with Pool(threads) as executor:
         begun: set[Future[Result]] = set()
         try:

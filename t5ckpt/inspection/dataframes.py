@@ -1,4 +1,4 @@
-"""Tables of pandas, which comes with the extra ``notebook``."""
+"""Imports pandas, which is in the extra ``notebook``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ __all__ = ['pandas']
 
 
 def pandas() -> Any:
-    """The module.
-
-    Raises:
-      MissingDependencyError: it is not installed.
-    """
+    """Returns the module pandas; raises MissingDependencyError if it is not installed."""
     try:
         import pandas as pd
     except ImportError as error:

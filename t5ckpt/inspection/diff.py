@@ -1,7 +1,7 @@
-"""What changed between two checkpoints: leaves, shapes, dtypes, and how far the values moved.
+"""Compares two checkpoints: leaves, shapes, dtypes, and values.
 
-Values are compared block by block in float64, with bounded memory, whatever the formats: a T5X checkpoint against an
-Orbax directory, two steps of a run, two models. Arrays of the same bits are recognised as such, NaN included.
+Values are compared block by block in float64, with bounded memory. The checkpoints may have different formats, such as T5X and
+Orbax. Arrays of the same bits are equal, also with NaN.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _SHOWN = 60
 
 @dataclasses.dataclass(frozen=True)
 class LeafDiff:
-    """One leaf that is not the same on both sides.
+    """A leaf that differs.
 
     Attributes:
-      name: the leaf's.
-      what: ``'added'`` (only in b), ``'removed'`` (only in a), ``'shape'``, ``'dtype'`` (values compared, too),
+      name: of the leaf.
+      what: ``'added'`` (only in b), ``'removed'`` (only in a), ``'shape'``, ``'dtype'`` (the values are compared, too),
         ``'kind'`` (an array on one side only) or ``'values'``.
-      a, b: dtype and shape of each side, '' where there is none.
-      relative: ||b - a|| / ||a||, Euclidean norms, that of a over its finite values; infinite where a is all zeros;
-        NaN where nothing was compared, or where a value is NaN on one side only.
+      a, b: dtype and shape on each side, or ''.
+      relative: ||b - a|| / ||a||, with Euclidean norms, that of a over its finite values; infinite if a is all zeros; NaN if
+        the values were not compared, or a value is NaN on one side only.
       largest: the largest |b - a|.
     """
 
@@ -55,12 +55,12 @@ class LeafDiff:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointDiff:
-    """Every leaf that differs, in the order of the leaves; ``same`` counts the others.
+    """The differences between two checkpoints.
 
     Attributes:
       a, b: the paths.
-      leaves: what differs.
-      same: leaves that are equal bit by bit.
+      leaves: the leaves that differ, in the order of the leaves.
+      same: the number of leaves that are equal bit by bit.
     """
 
     a: str
@@ -69,7 +69,7 @@ class CheckpointDiff:
     same: int
 
     def __bool__(self) -> bool:
-        """Whether anything differs."""
+        """Whether any leaf differs."""
         return bool(self.leaves)
 
     def only(self, what: str) -> list[LeafDiff]:
@@ -79,11 +79,11 @@ class CheckpointDiff:
           ValueError: any other word.
         """
         if what not in _WAYS:
-            raise ValueError(f'what is one of {list(_WAYS)}, got {what!r:.40}.')
+            raise ValueError(f'what must be one of {list(_WAYS)}, got {what!r:.40}.')
         return [leaf for leaf in self.leaves if leaf.what == what]
 
     def top(self, count: int = 10) -> list[LeafDiff]:
-        """The leaves whose values moved most, by ``relative``; a NaN counts as most."""
+        """The ``count`` leaves with the largest ``relative`` difference; NaN comes first."""
         moved = [leaf for leaf in self.leaves if leaf.what in ('values', 'dtype')]
         return sorted(moved, key=lambda leaf: -math.inf if math.isnan(leaf.relative) else -leaf.relative)[:count]
 
@@ -102,7 +102,7 @@ class CheckpointDiff:
 
     @property
     def title(self) -> str:
-        """One line."""
+        """The paths and the counts, in one line."""
         return f'{self.a} -> {self.b}: {counted(len(self.leaves), "leaf differs", "leaves differ")}, {self.same:,} the same'
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ def _number(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Over blocks of one leaf."""
+    """Sums over blocks of one leaf."""
 
     same: bool = True
     squared_a: float = 0.0
@@ -136,7 +136,7 @@ class _Sums:
             self.same and other.same,
             self.squared_a + other.squared_a,
             self.squared_delta + other.squared_delta,
-            # max() would drop a NaN that comes second.
+            # max() would ignore a NaN in its second argument.
             float(np.maximum(self.largest, other.largest)),
         )
 
@@ -157,13 +157,10 @@ def diff(
     """Compares two checkpoints, leaf by leaf.
 
     Args:
-      a: the first: a path as ``open_checkpoint`` takes it, or a view, which may be a part of a checkpoint.
-      b: the second, of the same or another format.
-      values: False compares names, shapes and dtypes alone, and reads no array.
+      a: the first checkpoint: a path as for ``open_checkpoint``, or a view, which may be a part of a checkpoint.
+      b: the second one, in the same or another format.
+      values: False compares only names, shapes and dtypes, and reads no array.
       progress: called with (bytes compared, bytes to compare).
-
-    Returns:
-      What differs.
     """
     first = a if isinstance(a, CheckpointView) else open_checkpoint(a)
     second = b if isinstance(b, CheckpointView) else open_checkpoint(b)
@@ -188,7 +185,7 @@ def _text(info: LeafInfo | None) -> str:
 
 
 def _compare_facts(name: str, a: LeafInfo | None, b: LeafInfo | None) -> LeafDiff | None:
-    """The difference that needs no values to be seen; None where only the values can tell."""
+    """The difference in kind, shape or dtype; None if these are equal."""
     made = functools.partial(LeafDiff, name, a=_text(a), b=_text(b))
     if a is None:
         return made(what='added')
@@ -248,7 +245,7 @@ def _compare_piece(a: np.ndarray, b: np.ndarray) -> _Sums:
     other = _wide(b)
     with np.errstate(invalid='ignore', over='ignore'):
         delta = np.abs(other - wide)
-        # NaN on both sides, or the same infinity, is no difference.
+        # NaN on both sides, or the same infinity, counts as equal.
         delta[(np.isnan(wide) & np.isnan(other)) | (wide == other)] = 0.0
         return _Sums(False, _squared(wide), float(np.dot(delta, delta)), float(delta.max(initial=0.0)))
 

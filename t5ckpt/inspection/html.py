@@ -1,7 +1,7 @@
-"""A tree of leaves as HTML, for notebooks: groups that open and close, sums, and shares as bars.
+"""Renders a tree of leaves as HTML for notebooks: groups that open and close, sums, and shares as bars.
 
-Plain elements and inline styles in the page's own colours: no script, no file, so it shows in JupyterLab, VS Code and
-on paper, in light and dark themes. Names are escaped, since a checkpoint may come from a stranger.
+The HTML has plain elements and inline styles in the page's colours, without scripts and files. So it works in JupyterLab, in VS
+Code and in print, in light and dark themes. Names are escaped, because the origin of a checkpoint may be unknown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from t5ckpt.inspection.leaf_tree import Group, LeafInfo
 
 __all__ = ['table_html', 'tree_html']
 
-# A browser stays quick with as many rows; a tree of 100,000 leaves is narrowed by a slice of the view.
+# More rows make browsers slow; for large trees, users select a part of the view.
 _MAX_ROWS = 2000
 _OPEN_ROWS = 30
 _STYLE = r"""<style>
@@ -36,7 +36,7 @@ _STYLE = r"""<style>
 
 
 class _Rows:
-    """Counts rows down, and remembers what did not fit."""
+    """Limits the number of rows, and counts those that are left out."""
 
     def __init__(self, left: int):
         self.left = left
@@ -51,12 +51,12 @@ class _Rows:
 
 
 def _text(text: str) -> str:
-    """Text as HTML shows it: neither an element of the page nor a letter that turns the direction of what follows."""
+    """Escapes HTML and control characters, such as marks of direction."""
     return html.escape(printable(text))
 
 
 def tree_html(title: str, facts: Sequence[str], tree: Group) -> str:
-    """The tree below a title and a line of facts."""
+    """A title, a line of facts and the tree, as HTML."""
     rows = _Rows(_MAX_ROWS)
     body = ''.join(_node(key, child, max(1, tree.nbytes), rows, tree.leaves) for key, child in tree.children.items())
     more = ''
@@ -85,7 +85,7 @@ def _leaf(name: str, leaf: LeafInfo, total: int) -> str:
     shape = str(leaf.shape) if leaf.dtype else leaf.kind
     value = f' <span class="dim">= {_text(leaf.value)}</span>' if leaf.value else ''
     cells = _cells(_text(name) + value, leaf.dtype, shape, f'{leaf.size:,}', leaf.nbytes, total)
-    return f'<div class="leaf" title="{_text(f"{leaf.name}: {leaf.place}")}">{cells}</div>'
+    return f'<div class="leaf" title="{_text(f"{leaf.name}: {leaf.location}")}">{cells}</div>'
 
 
 def _cells(name: str, dtype: str, shape: str, size: str, nbytes: int, total: int) -> str:
@@ -97,7 +97,7 @@ def _cells(name: str, dtype: str, shape: str, size: str, nbytes: int, total: int
 
 
 def table_html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table below a title; at most 200 rows of it."""
+    """A title and a table of at most 200 rows, as HTML."""
     head = ''.join(f'<th>{_text(column)}</th>' for column in columns)
     lines = [''.join(f'<td>{_text(cell)}</td>' for cell in row) for row in rows[:200]]
     body = ''.join(f'<tr>{line}</tr>' for line in lines)

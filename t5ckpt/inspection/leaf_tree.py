@@ -1,4 +1,4 @@
-"""A checkpoint's leaves as a tree with sums, for whoever shows them. Pure: nothing is read, nothing is printed."""
+"""Describes a checkpoint's leaves as a tree with sums. Nothing is read or printed here."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from t5ckpt.tree.leaf_table import Empty, LeafTable
 __all__ = ['Group', 'LeafInfo', 'build_tree', 'glob_regex', 'leaf_infos']
 
 _TEXT_SHOWN = 40
-# One letter of a key as it stands in a name: two characters where the first says that the second is no separator.
+# One character of a key in a name; a backslash and the character that it escapes count as one.
 _LETTER = r'(?:[^/\\]|\\[/\\])'
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafInfo:
-    """What the manifest says of one leaf.
+    """A description of one leaf by the manifest.
 
     Attributes:
-      path: its keys.
+      path: the keys of the leaf.
       kind: ``'stored'`` in chunk files, ``'inline'`` in the manifest, or ``'none'``, ``'empty'``, ``'text'``.
-      shape: () where there is no array.
-      dtype: the name of what a reader gets; '' where there is no array.
+      shape: of the array; () for other leaves.
+      dtype: the name of the dtype after reading; '' for leaves that are not arrays.
       nbytes: in memory.
-      chunks: the chunk shape of a stored leaf, None where only its own metadata file knows.
+      chunks: the chunk shape of a stored leaf; None if the manifest does not have it.
       codec: of a stored leaf: ``'zstd'``, ``'none'``, ...
-      value: a scalar or text, shortened; '' otherwise.
+      value: a scalar or text, shortened; '' for other leaves.
     """
 
     path: Path
@@ -53,12 +53,12 @@ class LeafInfo:
 
     @property
     def size(self) -> int:
-        """The number of elements; 0 where there is no array."""
+        """The number of elements; 0 for leaves that are not arrays."""
         return math.prod(self.shape) if self.dtype else 0
 
     @property
-    def place(self) -> str:
-        """Where the values lie, in words."""
+    def location(self) -> str:
+        """Where the values are stored, in words."""
         if self.kind != 'stored':
             return self.kind
         codec = '' if self.codec == 'none' else f', {self.codec}'
@@ -67,7 +67,7 @@ class LeafInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """An inner node, with the sums of everything below it; ``name`` is the last key."""
+    """An inner node, with the sums over all leaves below it; ``name`` is the last key."""
 
     name: str
     path: Path
@@ -78,7 +78,7 @@ class Group:
 
 
 def leaf_infos(leaves: LeafTable) -> list[LeafInfo]:
-    """Facts of each leaf, in the table's order."""
+    """Describes each leaf, in the table's order."""
     return [_info(path, leaf) for path, leaf in leaves.items()]
 
 
@@ -108,7 +108,7 @@ def _info(path: Path, leaf: Any) -> LeafInfo:
 
 
 def build_tree(infos: Iterable[LeafInfo], name: str = '') -> Group:
-    """The tree of the leaves, groups and leaves in the order in which they first come."""
+    """Builds the tree, with groups and leaves in the order of their first leaf."""
     root: dict[str, Any] = {}
     for info in infos:
         node = root
@@ -128,9 +128,9 @@ def _group(name: str, path: Path, node: dict[str, Any]) -> Group:
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:
-    """A pattern of leaf names as a regular expression: ``*`` and ``?`` within a key, ``**`` for any number of keys.
+    """Converts a glob pattern to a regular expression: ``*`` and ``?`` match within a key, ``**`` any number of keys.
 
-    A '/' that belongs to a key is written in a pattern as in a name, with a backslash before it.
+    A '/' inside a key is escaped with a backslash in a pattern, as in a name.
     """
     return leaf_pattern(''.join(_glob_parts(pattern.split('/'))))
 

@@ -1,4 +1,4 @@
-"""All checkpoints of a run together: which there are, with their metrics, and how a leaf moved over them."""
+"""Inspects all checkpoints of a run: the steps with their metrics, and values of a leaf over the steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ['Run', 'Series', 'open_run']
 
 
 def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Run:
-    """Opens a run's directory; what is in it is looked up when it is asked for.
+    """Opens a run's directory; each access lists its steps anew.
 
     Args:
       path: the directory.
@@ -31,7 +31,7 @@ def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
 
     Raises:
       CheckpointNotFoundError: there is no such directory, or it is that of a step.
-      UnsupportedFormatError: it is a file of another format, which is named.
+      UnsupportedFormatError: it is a file of another format; the message names the format.
     """
     storage = open_run_storage(path, storage_options)
     if storage.kind('') != 'dir':
@@ -40,7 +40,7 @@ def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
 
 
 class Series(Mapping[int, Any]):
-    """A value for each step; ``plot()`` and ``to_pandas()`` show it."""
+    """A mapping from step to value, with ``plot()`` and ``to_pandas()``."""
 
     def __init__(self, name: str, values: Mapping[int, Any]):
         self.name = name
@@ -56,7 +56,7 @@ class Series(Mapping[int, Any]):
         return len(self._values)
 
     def plot(self, ax: Any = None) -> Any:
-        """The values over the steps, on matplotlib axes, which it returns."""
+        """Plots the values over the steps; returns the matplotlib axes."""
         return plot_series(self._values, self.name, ax)
 
     def to_pandas(self) -> Any:
@@ -69,14 +69,14 @@ class Series(Mapping[int, Any]):
 
 
 class _StepNotFoundError(CheckpointNotFoundError, KeyError):
-    """No such step: a KeyError as of any mapping, with the text and the class of this package."""
+    """The error of a missing step: also a KeyError, as for any mapping."""
 
 
 class Run(Mapping[int, CheckpointView]):
-    """From step to CheckpointView; shows itself as a table of the steps with their metrics.
+    """A mapping from step to CheckpointView; its repr is a table of the steps with their metrics.
 
-    Notes: steps are looked up anew by each access, so a run that is being trained may grow under a notebook. What
-    :meth:`series` computed is kept for as long as this object lives.
+    Notes: each access lists the steps anew, so that new steps of a running training appear. The results of :meth:`series` are
+    cached by this object.
     """
 
     def __init__(self, storage: Storage, storage_options: Mapping[str, Any] | None = None):
@@ -90,7 +90,7 @@ class Run(Mapping[int, CheckpointView]):
         return self._storage.url()
 
     def summaries(self) -> list[StepSummary]:
-        """What is known of each step without opening it, ascending; of an unreadable one the reason."""
+        """The summary of each step, ascending; an unreadable step has the reason."""
         return [summary for summary in summaries(self._storage) if summary.complete or summary.reason]
 
     @property
@@ -111,20 +111,20 @@ class Run(Mapping[int, CheckpointView]):
         return len(self.steps)
 
     def series(self, name: str, fn: Callable[[LazyArray], Any], *, since: int = 0) -> Series:
-        """``fn`` of a leaf at every step that has it, such as ``lambda x: float(np.linalg.norm(x))``.
+        """Applies a function, such as ``lambda x: float(np.linalg.norm(x))``, to a leaf at every step that has it.
 
         Args:
-          name: the leaf's.
-          fn: gets a LazyArray; numpy functions take it, and a slice of it reads only its part.
-          since: the first step to look at.
+          name: of the leaf.
+          fn: a function of a LazyArray, which NumPy functions accept; a slice of it reads only its part.
+          since: the first step.
 
         Returns:
-          The values by step. A step is read once for the same ``name`` and the same ``fn`` object, also by later calls;
-          one that was saved anew is read anew. A step that is deleted meanwhile is left out.
+          The results by step. They are cached for the same ``name`` and the same ``fn`` object until the step is saved again.
+          A step that is deleted during the call is left out.
 
         Raises:
           KeyError: no step has the leaf.
-          CheckpointNotFoundError: every step that might have it was deleted meanwhile.
+          CheckpointNotFoundError: every step that might have it was deleted during the call.
         """
         values: dict[int, Any] = {}
         missing: Exception | None = None
@@ -144,7 +144,7 @@ class Run(Mapping[int, CheckpointView]):
         return Series(name, values)
 
     def _value(self, step: int, name: str, fn: Callable[[LazyArray], Any]) -> tuple[Any, Exception | None]:
-        """What ``fn`` returns, or the error of a step that lacks the leaf, or is gone by now."""
+        """The result of ``fn``, or the error of a step that lacks the leaf or was deleted."""
         try:
             view = self[step]
             try:
@@ -158,7 +158,7 @@ class Run(Mapping[int, CheckpointView]):
             return None, error
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row a step: bytes, time of the save, pinned, and a column for each metric."""
+        """A DataFrame with a row per step: bytes, time of the save, pinned, and a column for each metric."""
         rows = [
             {'step': item.step, 'nbytes': item.nbytes, 'saved': _saved(item), 'pinned': item.pinned, **item.metrics}
             for item in self.summaries()

@@ -1,10 +1,10 @@
-"""Statistics of every leaf of a checkpoint, read block by block with bounded memory.
+"""Computes statistics of every leaf of a checkpoint, block by block with bounded memory.
 
-Each block gives a count, a mean and a sum of squared deviations; two of them are merged without loss by the formula of
-Chan, Golub and LeVeque (Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979), all in
-float64. NaN and infinite values are counted, and left out of everything else. Complex values count by their magnitude.
+Counts, means and sums of squared deviations of blocks are merged in float64 with the formula of Chan, Golub and LeVeque (Updating
+Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979). NaN and infinite values are counted, and excluded from
+all other statistics. Complex values are replaced by their magnitudes.
 
-Notes: memory is a few blocks of 8 MiB (or one chunk, up to 64 MiB) a thread, whatever the size of the checkpoint.
+Notes: memory is a few blocks of 8 MiB (or one chunk, up to 64 MiB) per thread, for a checkpoint of any size.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SHOWN = 60
 
 
 class Viewed(Protocol):
-    """What is read: a CheckpointView, as far as it is needed here."""
+    """The part of ``CheckpointView`` that is used here."""
 
     @property
     def path(self) -> str:
-        """For the title."""
+        """The path, for the title."""
         ...
 
     def infos(self) -> list[LeafInfo]:
@@ -45,21 +45,21 @@ class Viewed(Protocol):
         ...
 
     def __getitem__(self, name: str) -> Any:
-        """An array that reads what it is sliced by."""
+        """A lazy array."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafStats:
-    """Of one leaf. ``mean``, ``std`` (of the population), ``min``, ``max`` are NaN where no value is finite.
+    """Statistics of one leaf.
 
     Attributes:
-      size: elements.
-      mean, std, min, max: of the finite values.
+      size: the number of elements.
+      mean, std, min, max: of the finite values, ``std`` of the population; NaN if no value is finite.
       norm: the square root of the sum of squares of the finite values.
-      zeros: how many are exactly zero.
-      nan, inf: how many are.
-      counts, edges: the histogram, ``len(edges) == len(counts) + 1``; None where none was asked for.
+      zeros: the number of values that are exactly zero.
+      nan, inf: the numbers of NaN and infinite values.
+      counts, edges: the histogram, ``len(edges) == len(counts) + 1``; None without ``bins``.
     """
 
     size: int = 0
@@ -81,7 +81,7 @@ class LeafStats:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _Moments:
     """Sums over a block, in a form that can be merged."""
 
     size: int = 0
@@ -93,13 +93,13 @@ class _Part:
     zeros: int = 0
     nan: int = 0
 
-    def merged(self, other: _Part) -> _Part:
+    def merged(self, other: _Moments) -> _Moments:
         """The sums over both blocks."""
         finite = self.finite + other.finite
         if finite == 0:
             return dataclasses.replace(self, size=self.size + other.size, nan=self.nan + other.nan)
         delta = other.mean - self.mean
-        return _Part(
+        return _Moments(
             self.size + other.size,
             finite,
             self.mean + delta * other.finite / finite,
@@ -111,7 +111,7 @@ class _Part:
         )
 
     def finished(self) -> LeafStats:
-        """What is reported."""
+        """Computes the statistics from the sums."""
         if self.finite == 0:
             return LeafStats(self.size, nan=self.nan, inf=self.size - self.nan)
         return LeafStats(
@@ -131,22 +131,22 @@ def _values(block: np.ndarray) -> np.ndarray:
     return np.abs(block).astype(np.float64) if block.dtype.kind == 'c' else block.astype(np.float64)
 
 
-def _part(block: np.ndarray) -> _Part:
-    return functools.reduce(_Part.merged, map(_piece, pieces_of(block)), _Part())
+def _moments(block: np.ndarray) -> _Moments:
+    return functools.reduce(_Moments.merged, map(_piece, pieces_of(block)), _Moments())
 
 
-def _piece(piece: np.ndarray) -> _Part:
+def _piece(piece: np.ndarray) -> _Moments:
     values = _values(piece)
     finite = values[np.isfinite(values)]
     nan = int(np.count_nonzero(np.isnan(values))) if finite.size < values.size else 0
     if finite.size == 0:
-        return _Part(size=values.size, nan=nan)
-    # Sums of squares beyond 1e308 are infinite, and said to be.
+        return _Moments(size=values.size, nan=nan)
+    # Sums of squares beyond 1e308 become infinite.
     with np.errstate(over='ignore'):
         mean = float(finite.mean())
         deviations = finite - mean
         squared = float(np.dot(deviations, deviations))
-    return _Part(
+    return _Moments(
         values.size,
         finite.size,
         mean,
@@ -159,7 +159,7 @@ def _piece(piece: np.ndarray) -> _Part:
 
 
 class CheckpointStats(Mapping[str, LeafStats]):
-    """From leaf name to :class:`LeafStats`; shows itself as a table."""
+    """A mapping from leaf name to :class:`LeafStats`; its repr is a table."""
 
     def __init__(self, title: str, leaves: Mapping[str, LeafStats]):
         self._title = title
@@ -175,7 +175,7 @@ class CheckpointStats(Mapping[str, LeafStats]):
         return len(self._leaves)
 
     def rows(self) -> list[list[str]]:
-        """The table's cells as text, a row a leaf, in the order of ``columns``."""
+        """The table's cells as text, a row per leaf, in the order of ``columns``."""
         return [
             [name, *[_cell(getattr(leaf, column)) for column in _COLUMNS[1:]]] for name, leaf in self._leaves.items()
         ]
@@ -183,18 +183,18 @@ class CheckpointStats(Mapping[str, LeafStats]):
     columns = _COLUMNS
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row a leaf, by name."""
+        """A DataFrame with a row per leaf, by name."""
         fields = (*_COLUMNS[1:], 'sparsity')
         values = [[getattr(leaf, field) for field in fields] for leaf in self._leaves.values()]
         return pandas().DataFrame(values, columns=[*fields], index=pandas().Index([*self._leaves], name='name'))
 
     def plot(self, name: str, ax: Any = None) -> Any:
-        """The histogram of a leaf, on matplotlib axes, which it returns; needs ``stats(bins=...)``."""
+        """Plots the histogram of a leaf, which needs ``stats(bins=...)``; returns the matplotlib axes."""
         from t5ckpt.plots import plot_histogram
 
         leaf = self[name]
         if leaf.counts is None or leaf.edges is None:
-            raise ValueError(f'{name}: no histogram was counted. Ask for one: view.stats(bins=64).')
+            raise ValueError(f'{name} has no histogram. Pass bins to stats: view.stats(bins=64).')
         return plot_histogram(leaf.counts, leaf.edges, name, ax)
 
     def __repr__(self) -> str:
@@ -215,21 +215,21 @@ def _cell(value: float) -> str:
 def checkpoint_stats(
     view: Viewed, bins: int = 0, progress: Progress | None = None, threads: int | None = None
 ) -> CheckpointStats:
-    """Reads every array of a view once (twice with ``bins``) and sums it up.
+    """Computes statistics of every array of a view; reads each once, or twice with ``bins``.
 
     Args:
-      view: what to read; a part of a checkpoint is a view, too.
-      bins: of a histogram between the smallest and the largest finite value of each leaf; 0 counts none.
+      view: a checkpoint or a part of one.
+      bins: of a histogram between the smallest and the largest finite value of each leaf; 0 for no histogram.
       progress: called with (bytes read, bytes in all).
-      threads: that read and count; by default one a core.
+      threads: the number of threads; by default one per core.
     """
     if bins < 0:
         raise ValueError(f'bins must be 0 or more, got {bins}.')
     workers = threads or os.cpu_count() or 1
     infos = [info for info in view.infos() if info.dtype]
     step = Meter(progress, sum(info.nbytes for info in infos) * (2 if bins else 1))
-    parts: dict[str, _Part] = {info.name: _Part() for info in infos}
-    for batch in run_all(_jobs(view, infos, lambda _, block: _part(block)), workers):
+    parts: dict[str, _Moments] = {info.name: _Moments() for info in infos}
+    for batch in run_all(_jobs(view, infos, lambda _, block: _moments(block)), workers):
         for name, part, nbytes in batch:
             parts[name] = parts[name].merged(part)
             step.add(nbytes)
@@ -266,7 +266,7 @@ def _reduce_batch(view: Viewed, batch: list[Block], reduce: _Reduce) -> list[tup
 def _edges(leaf: LeafStats, bins: int) -> np.ndarray:
     if math.isnan(leaf.min):
         return np.linspace(0.0, 1.0, bins + 1)
-    # Each bin is at least two floats wide, and a leaf of one value gets a bin around it. Halves do not overflow.
+    # Each bin is at least two floats wide, and a leaf of one value gets a bin around it. Halves avoid an overflow.
     least = max(2 * bins * float(np.spacing(max(abs(leaf.min), abs(leaf.max)))), 1.0 if leaf.min == leaf.max else 0.0)
     more = max(0.0, least / 2 - (leaf.max / 2 - leaf.min / 2)) / 2
     return 2 * np.linspace(leaf.min / 2 - more, leaf.max / 2 + more, bins + 1)

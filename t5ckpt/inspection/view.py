@@ -1,4 +1,4 @@
-"""Looking into a checkpoint without loading it."""
+"""Opens a checkpoint as a mapping of lazy arrays."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def open_checkpoint(
     verify: str = 'auto',
     follow_links: bool = False,
 ) -> CheckpointView:
-    """Opens a checkpoint for looking: reads the manifest and no array.
+    """Opens a checkpoint as a mapping of lazy arrays; reads the manifest and no array.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
-      step: which step, where ``path`` is a run's directory; None takes the latest.
-      mmap: arrays of a local checkpoint are mapped where their files allow it; a slice is copied out of the map.
+      step: which step, if ``path`` is a run's directory; None takes the latest.
+      mmap: maps the files of local, uncompressed arrays; a slice is copied out of the map.
       storage_options: see docs/storage.md.
-      verify: 'full' compares the checksum of every file before some of it is used, once; 'quick' and 'auto' look at
-        presence and sizes.
+      verify: 'full' verifies the checksum of every file once, before its first use; 'quick' and 'auto' check only that files
+        exist and have the right sizes.
       follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
 
     Returns:
@@ -68,14 +68,14 @@ def open_checkpoint(
 class CheckpointView(Mapping[str, LazyArray]):
     """A checkpoint, or a part of it, as a mapping from leaf name to LazyArray.
 
-    - ``view['target/encoder/kernel']`` is a leaf, ``view['target/encoder']`` a view of what is below it, and
+    - ``view['target/encoder/kernel']`` is a leaf, ``view['target/encoder']`` a view of the leaves below it, and
       ``view['target/**/kernel']`` a view of all leaves that match (``*`` within a key, ``**`` across keys).
     - ``view.target.encoder`` is the same by attribute, with completion; a key that is also a method of this class
-      (``state.step``, ``items``) is reached by its name in brackets.
-    - Iterating gives the names of arrays. None, text and empty containers are shown, and given by name.
-    - In a notebook a view shows itself as a tree.
+      (``state.step``, ``items``) needs brackets.
+    - Iterating yields the names of arrays. None, text and empty containers are shown, and returned by name.
+    - In a notebook, a view is displayed as a tree.
 
-    Notes: nothing is cached, each access reads; safe from any thread and inside a running event loop.
+    Notes: each access reads, without a cache. Safe from any thread and inside a running event loop.
     """
 
     def __init__(self, contents: Contents, reader: ArrayReader, leaves: LeafTable, prefix: Path = ()):
@@ -91,7 +91,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         return self
 
     def __deepcopy__(self, memo: Any) -> CheckpointView:
-        # It cannot be changed, and holds no values.
+        # A view is immutable.
         return self
 
     def __reduce__(self) -> Any:
@@ -116,7 +116,7 @@ class CheckpointView(Mapping[str, LazyArray]):
 
     @property
     def custom_metadata(self) -> dict[str, Any]:
-        """What was given to ``save(..., custom_metadata={...})``; {} where nothing was."""
+        """The argument of ``save(..., custom_metadata={...})``, or {}."""
         found = self._contents.sidecar.extra.get('custom_metadata')
         return dict(found) if isinstance(found, dict) else {}
 
@@ -126,42 +126,42 @@ class CheckpointView(Mapping[str, LazyArray]):
         return sum(info.nbytes for info in self.infos())
 
     def infos(self) -> list[LeafInfo]:
-        """What the manifest says of each leaf: shape, dtype, bytes, chunks; see :class:`LeafInfo`."""
+        """The shape, dtype, bytes and chunks of each leaf by the manifest; see :class:`LeafInfo`."""
         if self._infos is None:
             self._infos = leaf_infos(self._leaves)
         return self._infos
 
     def to_pandas(self) -> Any:
-        """The leaves as a pandas DataFrame, a row each: name, kind, dtype, shape, size, nbytes, chunks, codec."""
+        """A DataFrame with a row per leaf: name, kind, dtype, shape, size, nbytes, chunks, codec."""
         fields = ('name', 'kind', 'dtype', 'shape', 'size', 'nbytes', 'chunks', 'codec')
         return pandas().DataFrame(
             [[getattr(info, field) for field in fields] for info in self.infos()], columns=[*fields]
         )
 
     def stats(self, bins: int = 0, progress: Progress | None = None) -> CheckpointStats:
-        """Mean, standard deviation, extremes, norm, zeros, NaN and infinite values of every array below here.
+        """Mean, standard deviation, extremes, norm, zeros, NaN and infinite values of every array; see :class:`LeafStats`.
 
-        Reads everything once, block by block, in as many threads as there are cores, with bounded memory; a second
-        time for a histogram of ``bins`` bins a leaf. See :class:`LeafStats` for what is counted how.
+        Reads all arrays once, block by block with bounded memory, with one thread per core; twice for a histogram of ``bins``
+        bins per leaf.
         """
         with self.in_one() as view:
             return checkpoint_stats(view, bins, progress)
 
     @contextlib.contextmanager
     def in_one(self) -> Generator[CheckpointView]:
-        """A view for many reads that belong together: afterwards one look tells whether the step was saved anew."""
+        """Yields a view for many reads; checks once, at the end, whether the step was saved again meanwhile."""
         with self._contents.identity.reading():
             yield CheckpointView(self._contents, self._reader.in_one(), self._leaves, self._prefix)
 
     def heatmap(self, name: str, ax: Any = None) -> Any:
-        """A leaf as a picture on matplotlib axes, which it returns: the last dimension to the right, zero is white."""
+        """Plots a leaf with its last dimension to the right and zero in white; returns the matplotlib axes."""
         return plot_heatmap(self[name], name, ax)
 
     # --- access ------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: object) -> Any:
         if not isinstance(name, str):
-            raise KeyError(f'{name!r:.80}: names of leaves are text, got {type(name).__name__}.')
+            raise KeyError(f'{name!r:.80}: names of leaves are str, got {type(name).__name__}.')
         path = path_of(name)
         if path in self._leaves:
             leaf = self._leaves[path]
@@ -184,10 +184,10 @@ class CheckpointView(Mapping[str, LazyArray]):
         raise KeyError(f'{where}: no such leaf in {self.path}.{hint}')
 
     def select(self, pattern: str) -> CheckpointView:
-        """The leaves of a name, a group or a pattern, always as a view.
+        """A view of the leaves of a name, a group or a pattern.
 
         Raises:
-          CheckpointNotFoundError: there are none.
+          CheckpointNotFoundError: no leaf matches.
         """
         path = path_of(pattern)
         if path in self._leaves:
@@ -204,10 +204,12 @@ class CheckpointView(Mapping[str, LazyArray]):
         return list(dict.fromkeys(path[0] for path in self._leaves if path))
 
     def __getattr__(self, name: str) -> Any:
-        # Notebooks and copy() ask for names with underscores before __init__ has run.
+        # Notebooks and copy() access names with underscores before __init__ has run.
         if not name.startswith('_') and name in self._children():
             return self[leaf_name((name,))]
-        raise AttributeError(f'{type(self).__name__} has no attribute and no group {name!r}; view[{name!r}] is a name.')
+        raise AttributeError(
+            f'{type(self).__name__} has no attribute and no group {name!r}. For a leaf use view[{name!r}].'
+        )
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *[key for key in self._children() if key.isidentifier()]]

@@ -1,4 +1,4 @@
-"""Metrics of steps, from where trainers write them."""
+"""Reads metrics of steps from the files of trainers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The little of TensorBoard's protocol buffers that a scalar takes.
+"""Decodes scalars in TensorBoard's protocol buffers.
 
     Event        step = 2, summary = 5                          tensorboard/compat/proto/event.proto
     Summary      value = 1 (repeated)                           tensorboard/compat/proto/summary.proto
     Value        tag = 1, simple_value = 2, tensor = 8
     TensorProto  dtype = 1, tensor_shape = 2, tensor_content = 4, *_val by dtype
 
-Every value of an event is looked at (T5X looks at the first alone).
+All values of an event are read; T5X reads only the first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ['scalars']
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
-# By DataType (types.proto): the numpy dtype, and the field that holds values which are not in tensor_content.
+# By DataType (types.proto): the NumPy dtype, and the field of values that are not in tensor_content.
 _DTYPES = {
     1: (np.float32, 5),
     2: (np.float64, 6),
@@ -40,10 +40,10 @@ _HALVES = 13
 
 
 def scalars(event: bytes, tag: bytes) -> Iterator[tuple[int, float]]:
-    """(step, value) of each scalar in an event that has this tag.
+    """Yields (step, value) for each scalar with this tag in an event.
 
     Raises:
-      ValueError: the bytes are no such message.
+      ValueError: the bytes are not an event.
     """
     step, summaries = 0, list[bytes]()
     for number, kind, value in _fields(event):
@@ -76,7 +76,7 @@ def _scalar(message: bytes, tag: bytes) -> float | None:
 
 
 def _one_number(tensor: bytes) -> float | None:
-    """The value of a tensor with one element; None for any other."""
+    """The value of a tensor with one element; None for other tensors."""
     kind_of, elements, content = 0, 1, b''
     given: dict[int, list[int | bytes]] = {}
     for number, kind, value in _fields(tensor):
@@ -136,7 +136,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
         else:
             raise ValueError(f'wire type {kind} at byte {at}')
         if at + count > end:
-            raise ValueError(f'a field ends {at + count - end} bytes behind its message')
+            raise ValueError(f'a field ends {at + count - end} bytes after its message')
         yield key >> 3, kind, data[at : at + count]
         at += count
 
@@ -151,10 +151,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise ValueError(f'a number without end at byte {at}')
+    raise ValueError(f'an unterminated number at byte {at}')
 
 
 def _signed(value: int) -> int:
-    """A varint as int64."""
+    """Converts a varint to int64."""
     value &= 0xFFFFFFFFFFFFFFFF
     return value - (1 << 64) if value >> 63 else value

@@ -1,11 +1,11 @@
-"""TensorFlow's record files, read while they grow.
+"""Reads TensorFlow's record files while they grow.
 
-A record is its length as 8 bytes, a checksum of these, the data, and a checksum of the data: all little-endian, the
-checksums CRC-32C, rotated and shifted (tensorflow/core/lib/io/record_writer.h, tensorflow/core/lib/hash/crc32c.h).
+A record is its length in 8 bytes, a checksum of these, the data, and a checksum of the data. All numbers are little-endian; the
+checksums are CRC-32C, rotated and offset (tensorflow/core/lib/io/record_writer.h, tensorflow/core/lib/hash/crc32c.h).
 
-Notes: nothing is believed before it is checked. No record longer than a megabyte is looked at, since no scalar is in it, and
-nothing is allocated because of a length. A length whose checksum is wrong ends the file, since where the next record begins
-is not known then; a record whose own checksum is wrong is left out. What a writer has not finished is read the next time.
+Notes: checksums are verified. Records above one megabyte are skipped, since they hold no scalar, and memory does not depend on
+the lengths in the file. A length with a wrong checksum ends the file, because the start of the next record is unknown; a record
+with a wrong checksum is skipped. An incomplete record is read by the next call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _table() -> tuple[int, ...]:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum of a record's length or data; RFC 3720, appendix B.4, has test vectors of the unmasked one."""
+    """The checksum of a record's length or data; RFC 3720, appendix B.4, has test vectors of the unmasked CRC."""
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -43,23 +43,27 @@ def masked_crc32c(data: bytes) -> int:
 
 
 class RecordScan:
-    """Where the reading of one file has come to."""
+    """The state of reading one file.
+
+    Attributes:
+      offset: of the next record.
+      broken: the number of records and lengths with a wrong checksum.
+      ended: whether the rest of the file cannot be read.
+    """
 
     def __init__(self, marker: bytes):
-        """Only records that contain ``marker`` are checked and returned."""
+        """Only records that contain ``marker`` are verified and returned."""
         self._marker = marker
         self.offset = 0
         self.broken = 0
-        """How many records were left out, or lengths were wrong."""
         self.ended = False
-        """Whether nothing more of the file can be read."""
 
     def records(self, size: int, read: Callable[[int, int], bytes]) -> Iterator[bytes]:
-        """The records that came since the last time.
+        """Yields the records that were added since the last call.
 
         Args:
-          size: bytes of the file now.
-          read: gives (offset, count) bytes, or fewer where the file ends.
+          size: the current size of the file in bytes.
+          read: takes (offset, count) and returns these bytes, or fewer at the end of the file.
         """
         start, block = self.offset, b''
         while not self.ended and self.offset + _HEADER.size <= size:

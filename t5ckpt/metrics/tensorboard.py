@@ -1,7 +1,7 @@
-"""Metrics of steps from TensorBoard's event files, without TensorFlow and without TensorBoard.
+"""Reads metrics of steps from TensorBoard's event files, without TensorFlow and TensorBoard.
 
-The files are read on from where the last look ended, so a save late in a run costs the events that came since the save
-before. On a storage that is not a file system a file that has grown is fetched whole, and its new part is parsed.
+Each call continues where the previous one ended, so that a save reads only the events since the previous save. On an object
+store, a file that has grown is fetched whole, and its new part is parsed.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _log = logging.getLogger('t5ckpt')
 
 
 class TensorBoardMetrics:
-    """The values of ``{run}/{tag}`` below a directory; pass it to ``Checkpointer(metric_source=...)``.
+    """The metrics ``{run}/{tag}`` in a directory; pass it to ``Checkpointer(metric_source=...)``.
 
     A metric's name is split in every way: 'inference_eval/glue/eval/accuracy' is tag 'glue/eval/accuracy' of the files in
-    ``inference_eval``, or 'accuracy' of those in ``inference_eval/glue/eval``. Where several have a value of a step, the
-    shorter directory's counts, in it the last file's, and in that the last value (T5X).
+    ``inference_eval``, or 'accuracy' of those in ``inference_eval/glue/eval``. If several have a value for a step, the shortest
+    directory takes precedence, then the last file, then the last value (T5X).
 
-    Notes: 16 bytes of memory for each event of the metric. One thread at a time.
+    Notes: takes 16 bytes of memory per event of the metric. Not safe from several threads.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | Storage):
-        """The directory need not exist yet."""
+        """Opens nothing; the directory may be created later."""
         self._storage = open_storage(directory)
         self._files: dict[tuple[str, str], _EventFile] = {}
 
     def by_step(self, metric: str, steps: Collection[int]) -> Mapping[int, float]:
-        """The values of those of the steps that have one.
+        """The values of the steps that have one.
 
         Raises:
           StorageError: a file cannot be read.
         """
         parts = metric.split('/')
         found: dict[int, float] = {}
-        # The shorter directory last, so that it counts.
+        # The shortest directory comes last, so that it takes precedence.
         for length in range(len(parts) - 1, 0, -1):
             run, tag = '/'.join(parts[:length]), '/'.join(parts[length:])
             for name in sorted(entry.name for entry in self._storage.entries(run) if _is_event_file(entry.name)):
@@ -62,7 +62,7 @@ def _is_event_file(name: str) -> bool:
 
 
 class _EventFile:
-    """What one file has said of one tag."""
+    """The values of one tag in one file."""
 
     def __init__(self, key: str, tag: str):
         self._key = key
@@ -76,14 +76,14 @@ class _EventFile:
         self._identity: tuple[int, ...] | None = None
 
     def read_on(self, storage: Storage) -> None:
-        """Takes in what was added."""
+        """Reads the events that were added."""
         size = storage.size(self._key)
         if size is None:
             return
         stamp = storage.stamp(self._key)
         identity = None if stamp is None else stamp[:2]
         if size < self._scan.offset or identity != self._identity:
-            # Another file of this name.
+            # The file was replaced.
             self._begin()
             self._identity = identity
         if size <= self._scan.offset or self._scan.ended:
@@ -97,7 +97,7 @@ class _EventFile:
             with foreign_errors(storage.url(self._key)), open(path, 'rb', buffering=0) as file:
                 self._take(size, lambda start, count: os.pread(file.fileno(), count, start))
         if self._scan.broken > broken:
-            _log.warning('t5ckpt: %s is damaged, its metrics are not all known', storage.url(self._key))
+            _log.warning('t5ckpt: %s is damaged, so some of its metrics are missing', storage.url(self._key))
 
     def _take(self, size: int, read: Callable[[int, int], bytes]) -> None:
         for record in self._scan.records(size, read):
@@ -109,7 +109,7 @@ class _EventFile:
                 self._scan.broken += 1
 
     def values(self, wanted: Collection[int]) -> dict[int, float]:
-        """The last value of each of the steps that has one."""
+        """The last value of each wanted step that has one."""
         if not self._steps:
             return {}
         steps, values = np.array(self._steps), np.array(self._values)

@@ -1,4 +1,4 @@
-"""What tests of checkpointing need, for this project and for others: faults, a clock, states, a suite for storages."""
+"""Tools for tests of checkpointing, in this project and in others: faults, a clock, states, a test suite for storages."""
 
 from __future__ import annotations
 

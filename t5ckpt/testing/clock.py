@@ -1,4 +1,4 @@
-"""A clock that moves when it is told to."""
+"""A clock for tests, which only the test advances."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ['FakeClock']
 
 
 class FakeClock:
-    """Unix seconds that stand still; pass it as ``clock=``."""
+    """Returns the same unix time until it is advanced; pass it as ``clock=``."""
 
     def __init__(self, now: float = 1_700_000_000.0):
         """Starts at ``now``."""
@@ -16,5 +16,5 @@ class FakeClock:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Moves the clock."""
+        """Advances the clock."""
         self.now += seconds

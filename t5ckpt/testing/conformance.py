@@ -1,10 +1,10 @@
-"""What every storage must do; a backend's test class inherits this one.
+"""The test suite of all storages; the test class of a backend inherits it.
 
     class TestMyStorage(StorageConformance):
         def make(self, tmp_path): return MyStorage(tmp_path)
         def raw(self, storage, key): ...   # the bytes, read with another tool than the storage, or None
 
-pytest finds the methods by inheritance. ``raw`` looks from outside, so that a storage cannot agree with itself alone.
+``raw`` reads with another tool, so that a storage that is only consistent with itself fails.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def _check(condition: bool, text: str) -> None:
 
 
 class StorageConformance:
-    """The suite. Each test gets a storage whose root is empty."""
+    """The tests of a storage. Each gets a storage with an empty root."""
 
     def make(self, tmp_path: pathlib.Path) -> Storage:
-        """A storage with an empty root."""
+        """Returns a storage with an empty root."""
         raise NotImplementedError
 
     def raw(self, storage: Storage, key: str) -> bytes | None:
-        """The bytes of a key, read with another tool; None when there are none."""
+        """Returns the bytes of a key, read with another tool; None if the key does not exist."""
         raise NotImplementedError
 
     def test_write_then_read(self, tmp_path: pathlib.Path) -> None:
-        """Bytes come back, also to another tool, also when they are written over."""
+        """The storage and another tool read the bytes that were written, also after an overwrite."""
         storage = self.make(tmp_path)
         storage.make_dir('a')
         for data in (b'', b'one', bytes(range(256)) * 999):
@@ -46,7 +46,7 @@ class StorageConformance:
             _check(storage.size('a/x') == len(data), 'size is wrong')
 
     def test_read_range(self, tmp_path: pathlib.Path) -> None:
-        """A range of bytes comes back, without what lies behind the end; of no file an error names the key."""
+        """A range of bytes is read, up to the end of the file; for a missing file, the error names the key."""
         storage = self.make(tmp_path)
         storage.make_dir('a')
         data = bytes(range(256)) * 40
@@ -62,7 +62,7 @@ class StorageConformance:
             (end + 1, 2 * end),
         ):
             found = storage.read_range('a/x', start, stop)
-            _check(found == data[start:stop], f'bytes {start} to {stop} are {len(found)} others')
+            _check(found == data[start:stop], f'bytes {start} to {stop} are wrong, got {len(found)} bytes')
         try:
             storage.read_range('a/none', 0, 8)
         except CheckpointNotFoundError as error:
@@ -71,7 +71,7 @@ class StorageConformance:
             raise AssertionError('reading a range of nothing did not fail')
 
     def test_nothing_there(self, tmp_path: pathlib.Path) -> None:
-        """An empty root lists as empty, and reading says what is missing."""
+        """An empty root lists as empty, and the error of a read names the missing key."""
         storage = self.make(tmp_path)
         _check(storage.entries('no') == [] and list(storage.walk('no')) == [], 'something is listed')
         _check(storage.kind('no') is None and storage.size('no') is None, 'something is there')
@@ -85,7 +85,7 @@ class StorageConformance:
         storage.delete_tree('no')
 
     def test_listing(self, tmp_path: pathlib.Path) -> None:
-        """Names directly below a key, by name, with sizes; and everything below it."""
+        """``entries`` lists the names directly below a key with sizes, and ``walk`` all files below it."""
         storage = self.make(tmp_path)
         for key, data in (('r/b/deep/x', b'12'), ('r/a', b'1'), ('r/b/y', b'123'), ('other', b'')):
             storage.make_dir(key.rpartition('/')[0])
@@ -105,7 +105,7 @@ class StorageConformance:
         _check(names == [['a', 'b'], ['b'], []], f'names: {names}')
 
     def test_delete(self, tmp_path: pathlib.Path) -> None:
-        """A tree goes whole, its neighbours with the same beginning stay."""
+        """A tree is deleted completely; keys with the same prefix stay."""
         storage = self.make(tmp_path)
         for key in ('t/a', 't/b/c', 't2/a', 'ta'):
             storage.make_dir(key.rpartition('/')[0])
@@ -128,7 +128,7 @@ class StorageConformance:
         _check(self.raw(storage, 'r/none') is None, 'replace wrote a key that is not there')
 
     def test_locks_exclude_each_other(self, tmp_path: pathlib.Path) -> None:
-        """One owner at a time."""
+        """A lock has one owner at a time."""
         storage = self.make(tmp_path)
         storage.make_dir('c')
         first: Any = storage.try_lock('c')
@@ -141,7 +141,7 @@ class StorageConformance:
         again.close()
 
     def test_publish(self, tmp_path: pathlib.Path) -> None:
-        """Where there is a rename it moves everything, and never onto something."""
+        """``publish`` renames a whole directory, and never replaces one."""
         storage = self.make(tmp_path)
         if not storage.renames:
             return
@@ -160,7 +160,7 @@ class StorageConformance:
             raise AssertionError('publish took a name that was taken')
 
     def test_tensorstore_sees_the_same_place(self, tmp_path: pathlib.Path) -> None:
-        """What TensorStore writes below a key is what the storage lists and reads there."""
+        """The storage lists and reads the files that TensorStore writes below a key."""
         storage = self.make(tmp_path)
         storage.make_dir('arrays')
         store = storage.open_kvstore('arrays')
@@ -178,7 +178,7 @@ class StorageConformance:
         )
 
     def test_link(self, tmp_path: pathlib.Path) -> None:
-        """A link is a second name, or is refused; the first name may go."""
+        """A link is a second name, which survives the deletion of the first, or it is refused."""
         storage = self.make(tmp_path)
         storage.make_dir('one')
         storage.write('one/x', b'data')

@@ -1,7 +1,7 @@
 """A storage whose n-th operation fails.
 
-It wraps a real storage and passes everything on, so what it leaves behind is what a real failure leaves behind. Array
-chunks are mostly written by TensorStore behind the storage's back; asking for their kvstore is the operation that can fail.
+It wraps a real storage and forwards all other operations, so that it leaves the files of a real failure. TensorStore writes most
+array chunks directly; for these, the operation that can fail is the request for the kvstore.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FaultyStorage(Storage):
     """Fails one operation, or that and all later ones.
 
     Attributes:
-      operations: every operation so far, as (name, key); with ``fail_at=None`` this is how a test learns their number.
+      operations: every operation so far, as (name, key). With ``fail_at=None``, a test counts the operations by it.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class FaultyStorage(Storage):
         """Wraps a storage.
 
         Args:
-          inner: where operations go.
-          fail_at: index of the operation that fails, from 0; None for none.
-          sticky: whether all later ones fail too, as on a full disk.
-          error: what is raised; no space by default.
+          inner: the real storage.
+          fail_at: the index of the operation that fails, from 0; None for none.
+          sticky: whether all later ones fail, too, as on a full disk.
+          error: the error that is raised; no space by default.
         """
         self.renames = inner.renames
         self.links = inner.links

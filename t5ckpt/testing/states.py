@@ -1,4 +1,4 @@
-"""Small states with everything in them that a checkpoint must carry."""
+"""Small states with all kinds of leaves that a checkpoint must hold."""
 
 from __future__ import annotations
 

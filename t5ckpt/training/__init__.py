@@ -1,4 +1,4 @@
-"""Small helpers for a training loop; each stands alone, and none is needed to save or restore."""
+"""Independent helpers for training loops; saves and restores do not need them."""
 
 from __future__ import annotations
 

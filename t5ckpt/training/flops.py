@@ -1,7 +1,7 @@
-"""What a chip can do at most, for the share of it that a step uses.
+"""The peak performance of accelerators, to compute the utilisation of a step.
 
-Matrix products in bfloat16 with dense operands, from the makers' data sheets; those that give the number for sparse
-operands only are halved. A JAX device is a whole chip, except on TPU v2 and v3, where it is a core, half of one.
+The numbers are for dense bfloat16 matrix products, from the vendors' data sheets; numbers for sparse operands are halved. A JAX
+device is a whole chip, except on TPU v2 and v3, where it is one of two cores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ['peak_flops']
 _log = logging.getLogger('t5ckpt')
 
 _TERA = 1e12
-# (what ``device_kind`` matches in full, operations a second)
+# (pattern for the whole ``device_kind``, operations per second)
 _KNOWN = (
     (r'TPU v2', 22.5 * _TERA),
     (r'TPU v3', 61.5 * _TERA),
@@ -37,13 +37,13 @@ _KNOWN = (
 
 
 def peak_flops(device: Any = None) -> float | None:
-    """Floating-point operations a second that a device can do at most, in dense bfloat16 matrix products.
+    """The peak floating-point operations per second of a device, in dense bfloat16 matrix products.
 
     Args:
       device: a ``jax.Device``; the first one by default.
 
     Returns:
-      The number, or None for a chip that is not known, which is logged: a made-up number is worse than none.
+      The number, or None for an unknown chip, which is logged.
     """
     if device is None:
         import jax
@@ -53,5 +53,5 @@ def peak_flops(device: Any = None) -> float | None:
     for pattern, flops in _KNOWN:
         if re.fullmatch(pattern, kind):
             return flops
-    _log.warning('t5ckpt: the peak of %r is not known, so there is no utilisation to report', kind)
+    _log.warning('t5ckpt: the peak performance of %r is unknown, so its utilisation cannot be computed', kind)
     return None

@@ -1,4 +1,4 @@
-"""What XLA made of a function: as text, and as a picture where Graphviz is installed."""
+"""Writes the HLO of a compiled function as text and, with Graphviz, as a picture."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def write_hlo(directory: str | os.PathLike[str], name: str, compiled: Any, *, se
       directory: a path or a URL.
       name: of the files, without a suffix.
       compiled: ``jax.jit(f).lower(...).compile()``.
-      seconds: for the layout of the picture, which takes for ever where the graph has 100,000 nodes; the text is there
+      seconds: the time-out for the layout of the picture, which does not end for a graph of 100,000 nodes. The text is written
         in any case.
 
     Returns:
-      What was written, as a user would write it; nothing in other processes than the first.
+      The paths or URLs of the files; empty in other processes than the first.
 
     Raises:
       ValueError: ``name`` is empty, or ``compiled`` is not a compiled function.
@@ -36,7 +36,7 @@ def write_hlo(directory: str | os.PathLike[str], name: str, compiled: Any, *, se
         raise ValueError("name is empty: pass the name of the files without a suffix, such as 'train_step'.")
     if not hasattr(compiled, 'runtime_executable'):
         raise ValueError(
-            f'compiled is what jax.jit(f).lower(...).compile() returns, got {type(compiled).__name__}. Compile the function.'
+            f'compiled must be the result of jax.jit(f).lower(...).compile(), got {type(compiled).__name__}.'
         )
     if jax_processes().index != 0:
         return []
@@ -46,23 +46,23 @@ def write_hlo(directory: str | os.PathLike[str], name: str, compiled: Any, *, se
     written = [storage.url(f'{name}.txt')]
     dot = shutil.which('dot')
     if dot is None:
-        _log.warning('t5ckpt: no picture of %s: Graphviz is not installed (apt-get install graphviz)', name)
+        _log.warning('t5ckpt: %s.svg is not written: Graphviz is not installed (apt-get install graphviz)', name)
         return written
     try:
         done = subprocess.run([dot, '-Tsvg'], input=_graph(compiled), capture_output=True, timeout=seconds, check=True)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        _log.warning('t5ckpt: no picture of %s: %s', name, error)
+        _log.warning('t5ckpt: %s.svg is not written: %s', name, error)
         return written
-    # What comes before the first element is a style sheet for hovering that makes browsers crawl (seqax found that).
+    # Leaves out the style sheet before the first element, whose hover rules make browsers very slow (as in seqax).
     storage.write(f'{name}.svg', done.stdout[done.stdout.index(b'<svg') :])
     return [*written, storage.url(f'{name}.svg')]
 
 
 def _graph(compiled: Any) -> bytes:
-    """The optimised module in the language of Graphviz."""
+    """The optimised module in Graphviz's DOT language."""
     import jax
 
-    # JAX hands out the class that can draw only with a computation that is not optimised.
+    # The class with as_hlo_dot_graph is only reachable through an unoptimised computation.
     computation: Any = type(jax.jit(lambda: 0).lower().compiler_ir('hlo'))
     module = compiled.runtime_executable().hlo_modules()[0]
     return computation(module.as_serialized_hlo_module_proto()).as_hlo_dot_graph().encode()

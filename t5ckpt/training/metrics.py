@@ -1,8 +1,8 @@
-"""Scalars and histograms for TensorBoard, from process 0, without TensorFlow.
+"""Writes scalars and histograms for TensorBoard from process 0, without TensorFlow.
 
-Events are written by tensorboardX's record writer straight from the caller's thread. Its ``SummaryWriter`` is not used:
-it hands events to a thread and does not wait for it in ``flush``, and names the file by the second, so that two starts
-in one second write to one file.
+Uses tensorboardX's record writer in the caller's thread. tensorboardX's ``SummaryWriter`` has two problems: its ``flush`` does
+not wait for the thread that writes, and its file name contains the second, so that two starts in one second write to the same
+file.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ _BINS = 64
 
 
 class MetricWriter:
-    """Writes an event file into a directory; one directory is one run of TensorBoard.
+    """Writes an event file to a directory, which is one run in TensorBoard.
 
     Args:
-      directory: a local one; made if it is not there.
-      resume_at: the step at which a run goes on that was killed: TensorBoard drops what the killed one wrote for this
-        step and later.
+      directory: a local directory, which is created if necessary.
+      resume_at: the step at which a killed run resumes: TensorBoard discards earlier events of this and later steps.
 
     Raises:
       MissingDependencyError: the extra 'tensorboard' is not installed.
       UnsupportedFormatError: the directory is not on a local file system.
 
-    Notes: in processes other than the first nothing is written and no array is fetched. An event takes some 50
-    microseconds; fetching a value waits for the step that computes it. ``flush`` makes everything durable.
+    Notes: does nothing in processes other than the first. Writing an event takes about 50 microseconds; fetching a value waits
+    for the step that computes it. ``flush`` makes all events durable.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_at: int | None = None):
@@ -48,8 +47,8 @@ class MetricWriter:
         root = open_storage(directory).local_path('')
         if root is None:
             raise UnsupportedFormatError(
-                f'{directory}: event files are appended to, which only a local file system can do. Write to a local directory, '
-                'and copy it.'
+                f'{directory}: event files are appended to, which needs a local file system. Write to a local directory and copy '
+                'it.'
             )
         if jax_processes().index != 0:
             return
@@ -61,7 +60,7 @@ class MetricWriter:
                 "MetricWriter needs tensorboardX: pip install 't5ckpt[tensorboard]'"
             ) from error
         os.makedirs(root, exist_ok=True)
-        # The classes in them are made when the modules are loaded.
+        # Any, because these classes are generated when the modules are loaded.
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
         self._events = EventsWriter(os.path.join(root, 'events'), f'.{os.getpid()}.{time.time_ns()}')
@@ -76,15 +75,15 @@ class MetricWriter:
         self.close()
 
     def write(self, step: int, metrics: Any) -> None:
-        """Writes one event with all of them.
+        """Writes one event with all metrics.
 
         Args:
           step: of the run.
-          metrics: a pytree. A number or an array without dimensions is a scalar, any other array a histogram; the name
-            is the path, ``{'loss': {'train': x}}`` gives ``loss/train``.
+          metrics: a pytree. A number or an array without dimensions is a scalar, any other array a histogram. The name is the
+            path: ``{'loss': {'train': x}}`` has the name ``loss/train``.
 
         Raises:
-          UnsupportedLeafError: a value is no number, or lies on devices of other processes.
+          UnsupportedLeafError: a value is not a number, or is partly on devices of other processes.
         """
         if self._events is None:
             return
@@ -97,12 +96,12 @@ class MetricWriter:
         self._events.write_event(self._event.Event(wall_time=time.time(), step=int(step), summary=summary))
 
     def flush(self) -> None:
-        """Makes what was written durable."""
+        """Makes all events durable."""
         if self._events is not None:
             self._events.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         if self._events is not None:
             self._events.close()
             self._events = None
@@ -110,19 +109,21 @@ class MetricWriter:
     def _value(self, name: str, leaf: Any) -> Any:
         if not getattr(leaf, 'is_fully_addressable', True) and not leaf.is_fully_replicated:
             raise UnsupportedLeafError(
-                f'{name}: lies in parts on devices of other processes ({leaf.sharding}). Return it replicated from the '
-                'step, with out_shardings=PartitionSpec().'
+                f'{name} is partly on devices of other processes ({leaf.sharding}). Return it replicated from the step, with '
+                'out_shardings=PartitionSpec().'
             )
         array = np.asarray(leaf)
         try:
             values = array.astype(np.float64)
         except (TypeError, ValueError) as error:
-            raise UnsupportedLeafError(f'{name}: {type(leaf).__name__} {leaf!r:.40} is no number') from error
+            raise UnsupportedLeafError(
+                f'{name}: {type(leaf).__name__} {leaf!r:.40} is not a number. Leave it out.'
+            ) from error
         if values.ndim == 0:
             return self._summary.Summary.Value(tag=name, simple_value=float(values))
         finite = values[np.isfinite(values)]
         if finite.size < values.size or finite.size == 0:
-            text = 't5ckpt: histogram %s: %d of %d values are not finite and are left out'
+            text = 't5ckpt: histogram %s: %d of %d values are not finite, so they are left out'
             _log.warning(text, name, values.size - finite.size, values.size)
         return None if finite.size == 0 else self._histogram(name, finite)
 

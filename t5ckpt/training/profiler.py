@@ -1,4 +1,4 @@
-"""A window of steps under JAX's profiler, and its trace where the run lies."""
+"""Traces a window of steps with JAX's profiler, and copies the trace to any storage."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ _log = logging.getLogger('t5ckpt')
 class ProfilerWindow:
     """Traces the steps from ``start`` to ``start + count - 1`` in process 0.
 
-    Call :meth:`before` at the beginning of every step; use as a context manager, so that a run which ends inside the
-    window has its trace, too. TensorBoard's profile plugin and Perfetto open what it writes.
+    Call :meth:`before` at the beginning of every step. Use it as a context manager, so that a run that ends inside the window
+    writes its trace, too. TensorBoard's profile plugin and Perfetto read the trace.
 
     Args:
-      directory: where the trace is to lie, a path or a URL; the run's, say.
-      start: the first step that is traced.
-      count: how many are.
+      directory: a path or a URL for the trace, such as the run's directory.
+      start: the first traced step.
+      count: the number of traced steps.
 
-    Notes: the trace is written to a temporary directory and copied from there to any storage, in the step after the
-    window. A copy that fails is logged, with the place of what could not be copied, and does not end the run. A run
-    that resumes inside the window traces what is left of it; one that resumes after it traces nothing.
+    Notes: the trace is written to a temporary directory, and copied from there in the step after the window. A failed copy is
+    logged with the temporary directory, and does not end the run. A run that resumes inside the window traces the rest of it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], start: int, count: int = 3):
         if count < 1:
-            raise ValueError(f'count={count}: a window has at least one step.')
+            raise ValueError(f'count must be at least 1, got {count}.')
         self._directory = directory
         self._steps = range(start, start + count)
         self._local: str | None = None
@@ -47,15 +46,15 @@ class ProfilerWindow:
 
     def __exit__(self, *_: object) -> None:
         if not self._has_started and jax_processes().index == 0:
-            _log.info('t5ckpt: no profile: none of the steps %d to %d came', self._steps[0], self._steps[-1])
+            _log.info('t5ckpt: no profile: the run had none of the steps %d to %d', self._steps[0], self._steps[-1])
         self._stop()
 
     def before(self, step: int, wait_for: Any = None) -> None:
-        """Starts or ends the window, when it is time.
+        """Starts the trace at the first step of the window, and ends it after the last one.
 
         Args:
-          step: that is about to begin.
-          wait_for: arrays of the step before; awaited before the trace ends, or it lacks what is still running.
+          step: the step that is about to begin.
+          wait_for: results of the previous step, which are awaited before the trace ends, so that it includes them.
         """
         if step in self._steps:
             if self._local is None and jax_processes().index == 0:
@@ -90,7 +89,7 @@ class ProfilerWindow:
                 else:
                     storage.write(key, path.read_bytes())
         except T5CkptError as error:
-            _log.warning('t5ckpt: the profile stays in %s, it could not be copied: %s', local, error)
+            _log.warning('t5ckpt: the profile could not be copied, so it stays in %s: %s', local, error)
             return
         _log.info('t5ckpt: profile of steps %d to %d in %s', self._steps[0], self._steps[-1], storage.url())
         shutil.rmtree(local, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a train state is made of, as text: one line a leaf, as axlearn writes it to ``trainer_state_tree.txt``."""
+"""Describes a train state as text with one line per leaf, like axlearn's ``trainer_state_tree.txt``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from t5ckpt.tree.train_state import flatten_state
 __all__ = ['FILE', 'state_summary', 'write_state_summary']
 
 FILE = 'trainer_state_tree.txt'
-# T5X's name for the weights and Flax's; where a state has neither, all of its arrays count.
+# The scope of the weights in T5X and in Flax; without either, all arrays count as parameters.
 _WEIGHTS = ('target', 'params')
 _HEADER = ('path', 'dtype', 'shape', 'bytes', 'sharding')
 
@@ -25,7 +25,7 @@ def state_summary(state: Any) -> str:
     """A table with path, dtype, shape, bytes and sharding of every leaf, and totals; reads no array.
 
     Args:
-      state: as given to a checkpointer; leaves may be jax.ShapeDtypeStruct.
+      state: as for ``Checkpointer``; leaves may be jax.ShapeDtypeStruct.
     """
     table = flatten_state(state).table
     rows: list[tuple[str, ...]] = [_HEADER]
@@ -63,7 +63,7 @@ def _sharding_text(sharding: Any) -> str:
 
 
 def write_state_summary(directory: str | os.PathLike[str], state: Any) -> None:
-    """Writes the table to ``trainer_state_tree.txt`` in a directory, from process 0; other processes do nothing."""
+    """Writes the table to ``trainer_state_tree.txt`` in a directory, in process 0."""
     if jax_processes().index == 0:
         storage = open_storage(directory)
         storage.make_dir('')

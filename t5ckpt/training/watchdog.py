@@ -1,8 +1,8 @@
-"""Says where a job hangs.
+"""Dumps the stacks of all threads when a job hangs.
 
-The timer is faulthandler's, a thread in C that needs no interpreter lock: it also fires when the lock is held by a
-library that never gives it back, which is what most hangs are. There is one such timer in a process, so one watchdog at
-a time; pytest's ``faulthandler_timeout`` is the same one.
+The timer is faulthandler's, a thread in C that does not need the interpreter lock. So it also fires in the most frequent hang,
+when a library holds the lock and never releases it. A process has one such timer, so it can have one watchdog at a time; pytest's
+``faulthandler_timeout`` uses the same timer.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ __all__ = ['Watchdog']
 
 
 class Watchdog:
-    """Dumps the stack of every thread when no step has come for ``seconds``, and again each ``seconds`` from then on.
+    """Dumps the stack of every thread if no step ends for ``seconds``, and again every ``seconds`` from then on.
 
-    Use as a context manager and call :meth:`beat` in every step.
+    Use it as a context manager and call :meth:`beat` in every step.
 
     Args:
-      seconds: the longest that a step may take.
-      first_seconds: the same until the first beat, which restores and compiles; ten times ``seconds`` by default.
-      file: where to; standard error by default.
-      kill: end the process with status 1 after the dump, so that whoever started it can start it again.
+      seconds: the longest time that a step may take.
+      first_seconds: the time until the first beat, which includes restoring and compiling; ten times ``seconds`` by default.
+      file: the output of the dump; standard error by default.
+      kill: ends the process with status 1 after the dump, so that a supervisor can restart it.
 
-    Notes: a beat costs some 50 microseconds. The dump goes through a file descriptor, so ``file`` must be a real file
-    and stay open.
+    Notes: a beat takes about 50 microseconds. The dump goes to a file descriptor, so ``file`` must be a real file and stay open.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def beat(self) -> None:
-        """A step is done: the time starts anew."""
+        """Restarts the timer at the end of a step."""
         self._arm(self._seconds)
 
     def _arm(self, seconds: float) -> None:
-        # sys.stderr is replaced in notebooks and tests by what has no descriptor.
+        # Notebooks and tests replace sys.stderr by an object without a file descriptor.
         file = sys.__stderr__ if self._file is None else self._file
         if file is not None:
             faulthandler.dump_traceback_later(seconds, repeat=not self._kill, file=file, exit=self._kill)

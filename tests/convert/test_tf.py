@@ -71,7 +71,7 @@ def test_every_way_to_name_it(tf_golden, tmp_path):
 
 @pytest.mark.parametrize('path', ['nothing', 'nothing/model.ckpt-1', '.'])
 def test_nothing_there(tmp_path, path):
-    with pytest.raises(errors.CheckpointNotFoundError, match='TensorFlow checkpoint|no file'):
+    with pytest.raises(errors.CheckpointNotFoundError, match=r'TensorFlow checkpoint|no file'):
         open_tf(tmp_path / path)
 
 

@@ -239,7 +239,7 @@ def test_what_a_state_cannot_hold_is_named(state, where):
 
 @pytest.mark.parametrize('iterator', [iter([1]), [1], 5, 'text', range(3)])
 def test_what_has_no_position_is_refused(run_dir, iterator):
-    with pytest.raises(errors.UnsupportedLeafError, match='cannot say where it stands'):
+    with pytest.raises(errors.UnsupportedLeafError, match='cannot return its position'):
         checkpointer(run_dir, iterator)
 
 
@@ -293,7 +293,7 @@ def test_an_iterator_that_refuses_the_state_is_named_with_who_wrote_it(run_dir):
         ck.save(STATE, step=1)
     with (
         checkpointer(run_dir, GetSet()) as ck,
-        pytest.raises(errors.DatasetStateError, match=r'GetSet did not take the state that .*StateDict has written'),
+        pytest.raises(errors.DatasetStateError, match=r'GetSet rejected the state that .*StateDict has written'),
     ):
         ck.restore()
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_without_position_leaves_the_iterator_and_says_so(run_dir, 
         ck.restore()
     assert iterator.seen == 1
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert 'checkpoint_1 holds no data-iterator state, and this trainer has an iterator' in record.getMessage()
+    assert 'checkpoint_1 has no data-iterator state, so the position' in record.getMessage()
 
 
 def test_a_trainer_without_iterator_leaves_the_position_and_says_so(run_dir, caplog):
@@ -332,7 +332,7 @@ def test_a_trainer_without_iterator_leaves_the_position_and_says_so(run_dir, cap
     with caplog.at_level(logging.WARNING, 't5ckpt'), checkpointer(run_dir) as ck:
         ck.restore()
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert 'holds data-iterator state (train_ds-000-of-001.msgpack), and this trainer has no' in record.getMessage()
+    assert 'has data-iterator state (train_ds-000-of-001.msgpack), but this trainer has no' in record.getMessage()
 
 
 @pytest.mark.parametrize('iterator', [None, GetSet()])

@@ -366,7 +366,7 @@ CHECKPOINTER: list[Case] = [
         'Checkpointer',
         'dataset_iterator',
         LOG,
-        'holds no data-iterator state',
+        'has no data-iterator state',
         lambda s, _: s.restored({'dataset_iterator': Position()}),
     ),
     (
@@ -994,7 +994,7 @@ FUNCTIONS: list[Case] = [
         'only a local',
         lambda s, _: MetricWriter('gs://b/run'),
     ),
-    ('training.ProfilerWindow', 'start count', LOG, 'none of the steps 10 to 12 came', lambda s, _: traced(s)),
+    ('training.ProfilerWindow', 'start count', LOG, 'none of the steps 10 to 12', lambda s, _: traced(s)),
     ('training.ProfilerWindow', 'count', ValueError, 'count', lambda s, _: ProfilerWindow(s.out, start=1, count=0)),
     ('training.write_hlo', 'name', ValueError, 'name', lambda s, _: write_hlo(s.out, '', compiled())),
     ('training.write_hlo', 'compiled', ValueError, 'compiled', lambda s, _: write_hlo(s.out, 'step', compiled)),
@@ -1002,7 +1002,7 @@ FUNCTIONS: list[Case] = [
         'training.write_hlo',
         'seconds',
         LOG,
-        'no picture of step',
+        'step.svg is not written',
         lambda s, _: write_hlo(s.out, 'step', compiled(), seconds=0),
     ),
 ]

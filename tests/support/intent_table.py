@@ -38,7 +38,7 @@ parameters | error | nothing is averaged or replaced, or it matches nothing
     'Checkpointer': """
 train_state | warning | it names no sharding for leaves of several devices: UnshardedTemplateWarning
 partitioner | hint | one process and one device place everything alike
-dataset_iterator | error | it cannot say where it stands
+dataset_iterator | error | it cannot return its position
 dataset_iterator | report | the checkpoint has no position: logged at restore
 keep | error | with keep_policy
 keep_policy | report | a pin, a reader or another layout keeps a step; a metric that does not come: MissingMetricWarning
@@ -230,7 +230,7 @@ donate | warning | the template holds no jax.Array
 """,
     'verify': 'full | hint | no checksums: VerifyReport.notes says so\nfollow_links | warning | not on a local file system',
     'convert.seqax.export_seqax': 'like | error | other leaves',
-    'datasets.as_dataset_iterator': 'iterator | error | it cannot say where it stands',
+    'datasets.as_dataset_iterator': 'iterator | error | it cannot return its position',
     'plots.plot_heatmap': 'array title ax | hint | how it looks',
     'plots.plot_histogram': 'counts edges title ax | hint | how it looks',
     'plots.plot_series': 'values title ax | hint | how it looks',
@@ -250,7 +250,7 @@ cache_gb | error | without cache_dir
 profile | error | with anonymous=True
 """,
     'training.MetricWriter': 'directory | error | not a local file system\nresume_at | hint | nothing was written beyond it',
-    'training.MetricWriter.write': 'metrics | error | a value that is no number',
+    'training.MetricWriter.write': 'metrics | error | a value that is not a number',
     'training.ProfilerWindow': 'start count | report | none of the steps came\ncount | error | below 1',
     'training.ProfilerWindow.before': 'step wait_for | hint | outside the window',
     'training.Watchdog': 'seconds first_seconds | error | not above 0\nfile kill | hint | no step is late',

@@ -560,7 +560,7 @@ def test_a_storage_option_that_another_one_switches_off_is_an_error(url, options
 
 
 def test_a_word_or_a_time_that_means_nothing_is_an_error(run):
-    with pytest.raises(ValueError, match=r"what is one of .*'values'.*, got 'valeus'"):
+    with pytest.raises(ValueError, match=r"what must be one of .*'values'.*, got 'valeus'"):
         t5ckpt.diff(run / 'checkpoint_1', run / 'checkpoint_2').only('valeus')
     for wrong in ({'timeout': -1}, {'poll_seconds': -1}):
         with pytest.raises(ValueError, match=f'{next(iter(wrong))}=-1.* below 0'):
@@ -576,7 +576,7 @@ def test_a_window_that_no_step_came_to_is_logged(tmp_path, caplog):
     caplog.set_level('INFO', 't5ckpt')
     with ProfilerWindow(tmp_path, start=10) as window:
         window.before(9)
-    assert caplog.messages == ['t5ckpt: no profile: none of the steps 10 to 12 came']
+    assert caplog.messages == ['t5ckpt: no profile: the run had none of the steps 10 to 12']
 
 
 # --- what was not done ---------------------------------------------------------------------------------------------------

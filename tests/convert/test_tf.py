@@ -282,7 +282,7 @@ def test_biases_of_every_layer_and_of_the_first_alone():
 def test_a_step_that_t5x_cannot_hold():
     checkpoint = tensors_of(TINY)
     big = t5ckpt.LazyThreadPoolArray((), np.int64, lambda: np.int64(2**31))
-    with pytest.raises(errors.UnsupportedFormatError, match=r'global_step.*32 bits'):
+    with pytest.raises(errors.UnsupportedFormatError, match=r'global_step.*32-bit'):
         tf_leaves(dataclasses.replace(checkpoint, tensors=checkpoint.tensors | {'global_step': big}))
 
 

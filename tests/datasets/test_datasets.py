@@ -224,8 +224,8 @@ def endless() -> list[Any]:
     [
         ({'a': [1, {'f': open}]}, r"state\['a'\]\[1\]\['f'\] is a builtins.builtin_function"),
         ({frozenset(): 1}, 'the key frozenset'),
-        (np.array([object()]), 'state has dtype object'),
-        (np.zeros(2, 'i4,f8'), 'state has dtype'),
+        (np.array([object()]), 'state has the dtype object'),
+        (np.zeros(2, 'i4,f8'), 'state has the dtype'),
         (endless(), 'nested too deeply'),
     ],
 )
@@ -284,7 +284,10 @@ def test_an_iterator_that_writes_nothing_is_saved_without(run_dir, caplog):
 def test_an_iterator_of_another_kind_is_told_so(run_dir):
     with checkpointer(run_dir, Files()) as ck:
         ck.save(STATE, step=1)
-    with checkpointer(run_dir, GetSet()) as ck, pytest.raises(errors.DatasetStateError, match='of another kind'):
+    with (
+        checkpointer(run_dir, GetSet()) as ck,
+        pytest.raises(errors.DatasetStateError, match='another kind of iterator'),
+    ):
         ck.restore()
 
 

@@ -279,7 +279,7 @@ def test_no_window_no_trace(run_dir):
         for step in (0, 1, 13, 14):
             window.before(step)
     assert not run_dir.exists()
-    with pytest.raises(ValueError, match='at least one step'):
+    with pytest.raises(ValueError, match='at least 1'):
         ProfilerWindow(run_dir, start=0, count=0)
 
 

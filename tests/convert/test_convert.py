@@ -231,7 +231,7 @@ def test_what_is_there_is_not_replaced_by_orbax_unasked(tmp_path):
 def test_what_orbax_cannot_hold(tmp_path, leaf):
     state = {'params': {'w': np.ones(3)}, 'odd': leaf}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
-    with pytest.raises(errors.UnsupportedLeafError, match='odd: Orbax'):
+    with pytest.raises(errors.UnsupportedLeafError, match=r'odd.* Orbax can'):
         convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
     assert not (tmp_path / 'orbax').exists()
 

@@ -1,9 +1,9 @@
 """The index of steps on object stores: lists the steps of a run without listing the chunks.
 
 A listing of an object store has no directories: finding the names of 100 checkpoints of 10,000 chunks takes a listing of a
-million keys. So a small marker ``.t5ckpt/steps/<step>`` is written after each commit, and ``.t5ckpt/busy/<step>.<who>`` while a step
-is written or deleted. One listing returns all markers. The manifests decide: each marked step is checked, and it is listed if
-its manifest exists.
+million keys. So a small marker ``.t5ckpt/steps/<step>`` is written after each commit, and ``.t5ckpt/busy/<step>.<who>`` while a
+step is written or deleted. One listing returns all markers. The manifests decide: each marked step is checked, and it is listed
+if its manifest exists.
 
     steps/<step>   committed, and not deleted by t5ckpt since
     busy/<step>.<who>   a write lease of a step that is being written or deleted, see commit/write_lease.py

@@ -20,6 +20,8 @@ from t5ckpt.storage import Storage
 __all__ = ['DatasetState', 'warn_of_unused']
 
 _log = logging.getLogger('t5ckpt')
+# The item of a step that holds the iterator's state where T5X saves through Orbax.
+_ORBAX_ITEM = 'dataset'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,8 @@ class DatasetState:
         prefix = self._shard(processes).prefix
         held = _held(storage, directory)
         if not held:
+            held, directory = _held_by_orbax(storage, directory, processes)
+        if not held:
             _log.warning(
                 't5ckpt: %s has no data-iterator state, so the position of this iterator does not change, and batches that were '
                 'trained on may come again',
@@ -142,6 +146,18 @@ def warn_of_unused(storage: Storage, directory: str) -> None:
 
 def _held(storage: Storage, directory: str) -> list[str]:
     return storage.names(directory, f'{TRAIN_DS_PREFIX}-')
+
+
+def _held_by_orbax(storage: Storage, directory: str, processes: Processes) -> tuple[list[str], str]:
+    """The names of the state, and their directory, in a step that T5X saved through Orbax; without any the step's own.
+
+    There it is the item ``dataset``, in which each of several processes has a directory (T5X, DatasetCheckpointHandler).
+    """
+    for below in (_ORBAX_ITEM, f'{_ORBAX_ITEM}/process_{processes.index}-of-{processes.count}'):
+        held = _held(storage, join(directory, below))
+        if held:
+            return held, join(directory, below)
+    return [], directory
 
 
 def _fetch(storage: Storage, directory: str, name: str, copied: pathlib.Path) -> None:

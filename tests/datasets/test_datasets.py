@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, strategies as st
 from support.bits import assert_same
@@ -327,6 +328,29 @@ def test_a_checkpoint_without_position_leaves_the_iterator_and_says_so(run_dir, 
     assert iterator.seen == 1
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert 'checkpoint_1 has no data-iterator state, so the position' in record.getMessage()
+
+
+@pytest.mark.parametrize('below', ['dataset', 'dataset/process_0-of-1'])
+@pytest.mark.parametrize('on_bucket', [False, True])
+def test_the_position_of_a_step_that_t5x_saved_through_orbax(run_dir, below, on_bucket, caplog):
+    """T5X's DatasetCheckpointHandler: the item `dataset`, of several processes with a directory for each."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        orbax.save(run_dir / 'checkpoint_4' / 'state', STATE)
+    written = Files()
+    written.position = 9
+    (run_dir / 'checkpoint_4' / below).mkdir(parents=True)
+    written.save(str(run_dir / 'checkpoint_4' / below / 'train_ds-000-of-001'))
+    place = run_dir
+    if on_bucket:
+        place = open_storage(f'memory://orbax_{below.count("/")}')
+        for path in run_dir.rglob('*'):
+            if path.is_file():
+                place.write(path.relative_to(run_dir).as_posix(), path.read_bytes())
+    iterator = Files()
+    with caplog.at_level(logging.WARNING, 't5ckpt'), checkpointer(place, iterator) as ck:
+        ck.restore()
+        assert (ck.latest_step(), iterator.position) == (4, 9)
+    assert caplog.records == []
 
 
 def test_a_trainer_without_iterator_leaves_the_position_and_says_so(run_dir, caplog):

@@ -285,6 +285,8 @@ class _Check:
         parents = {name.rpartition('/')[0] for name in expected}
         found: dict[str, int] = {}
         for parent, entries in in_threads(parents, self._entries):
+            if isinstance(entries, T5CkptError):
+                raise entries
             for entry in entries:
                 name = join(parent, entry.name)
                 if not entry.is_dir:

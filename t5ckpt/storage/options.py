@@ -171,11 +171,12 @@ def file_cache(options: _BucketOptions) -> FileCache | None:
 def retries_within(seconds: float) -> Retries:
     """Returns as many retries as fit into ``seconds`` where each attempt is refused at once, as by a throttling server.
 
-    With 50 s: nine attempts, the first delay half a second, the last 8 s, and an attempt ends after 5 s without a byte.
+    With 50 s: nine attempts, the first delay half a second, the last 8 s, and an attempt ends after 25 s without a byte.
     TensorStore adds up to ``first_delay`` to each delay. A server that is silent in each attempt takes longer; if it is silent
-    to every request, ``Connection.wait`` ends the wait after ``seconds``.
+    to every request, ``Connection.wait`` ends the wait after ``seconds``. A stall must not be short: a store that has many
+    chunks to make durable is silent between the last byte of a PUT and its answer, and each repetition adds to its load.
     """
-    stall = max(_MIN_STALL_SECONDS, int(seconds / 10))
+    stall = max(_MIN_STALL_SECONDS, int(seconds / 2))
     first, last = seconds / 100, seconds / 6
     count, spent, delay = 0, 0.0, first
     while spent + delay + first <= seconds:

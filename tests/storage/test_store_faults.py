@@ -7,8 +7,11 @@ faults are over the next saves leave nothing behind but checkpoints.
 
 import itertools
 import json
+import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -295,6 +298,23 @@ def test_a_server_that_throttles_for_half_of_the_time_delays_a_save(bucket, faul
     check(url, must=(1,))
 
 
+SLOW_WRITE = """
+import sys
+from t5ckpt.storage import open_storage
+open_storage(sys.argv[1], {'retry_seconds': 16}).write('chunk', bytes(2**20))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_server_that_answers_a_write_late_gets_it_once(bucket):
+    """Such as one with many chunks to make durable. In a process of its own, which reads the limits once."""
+    bucket.proxy.choose = lambda kind, key: time.sleep(9) if kind == 'write' else None
+    command = [sys.executable, '-c', SLOW_WRITE, bucket.url()]
+    subprocess.run(command, env=os.environ | bucket.environment(), check=True, timeout=120)
+    assert [request.kind for request in bucket.proxy.clear()].count('write') == 1
+
+
 @pytest.mark.parametrize('status', ['400', '501'])
 def test_an_answer_that_says_nothing_of_a_key_is_the_storage_s_error(bucket, status):
     """Neither a raw error nor a damaged checkpoint, whether a manifest, a chunk or a listing is asked for."""
@@ -395,7 +415,7 @@ def test_credentials_that_expire_during_a_save(s3):
     for last in ('busy/2', '/w/0.0', 'checkpoint_2/checkpoint'):
         expired = threading.Event()
         s3.proxy.choose = lambda kind, key, expired=expired, last=last: (
-            'ExpiredToken' if expired.is_set() or (key.endswith(last) and not expired.set()) else None
+            'ExpiredToken' if expired.is_set() or (last in key and not expired.set()) else None
         )
         with pytest.raises(errors.AccessDeniedError, match=r'(?s)ExpiredToken.*renew them'):
             ck.save(state(2), step=2)

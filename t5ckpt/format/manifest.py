@@ -46,6 +46,8 @@ _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
 _CHUNKED = '__msgpack_chunked_array__'
 _TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
 _MAX_RANK = 32
+# Up to this size, packing an array's header takes longer than copying its values.
+_SMALL_BYTES = 2**16
 _MAX_DEPTH = 250
 # The decoder allocates a list of the length in its header before it decodes the first item, at each level of nesting.
 _MAX_LIST = 2**14
@@ -333,7 +335,17 @@ def _encode_ext(value: Any) -> Any:
 
 def _encode_array(array: np.ndarray) -> bytes:
     little = array.astype(array.dtype.newbyteorder('<')) if array.dtype.byteorder == '>' else array
+    if little.nbytes <= _SMALL_BYTES:
+        return _packed_header(array.shape, array.dtype) + little.tobytes('C')
     return _packed([list(array.shape), name_of(array.dtype), little.tobytes('C')])
+
+
+@functools.lru_cache(1024)
+def _packed_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    """What stands before the values of an array; most of ten thousand leaves have one of a few shapes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    packed = _packed([list(shape), name_of(dtype), bytes(nbytes)])
+    return packed[: len(packed) - nbytes]
 
 
 def _packed(value: Any) -> bytes:

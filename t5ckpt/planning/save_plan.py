@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,9 +124,11 @@ class ArrayWrite:
         return [self.zarray, *files] if with_metadata else files
 
 
-@dataclasses.dataclass(frozen=True)
-class InlineWrite:
-    """One leaf of the manifest; ``dtype`` is the leaf's after the cast, or None for a leaf that is None."""
+class InlineWrite(NamedTuple):
+    """One leaf of the manifest; ``dtype`` is the leaf's after the cast, or None for a leaf that is None.
+
+    A named tuple, since there may be many, and a frozen dataclass takes three times as long to make.
+    """
 
     path: Path
     leaf: Any
@@ -301,7 +304,8 @@ def _stored_paths(
     """
     stored: set[Path] = set()
     total = 0
-    for leaf in sorted(leaves, key=lambda leaf: (leaf.nbytes, leaf.path)):
+    # Of equal size, the first of the table; in a job of several processes it is sorted by path.
+    for leaf in sorted(leaves, key=operator.attrgetter('nbytes')):
         if leaf.dtype is None:
             continue
         at_hand = not is_jax_array(leaf.value) or assignment.on_leader(leaf.value)

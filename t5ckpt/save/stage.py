@@ -210,7 +210,6 @@ def _without_array(write: _Write) -> _Write:
     if not is_jax_array(write.leaf) and not isinstance(write.leaf, np.ndarray):
         return write
     if isinstance(write, InlineWrite):
-        # There may be many, and dataclasses.replace is slow.
         return InlineWrite(write.path, None, write.dtype)
     return dataclasses.replace(write, leaf=None)
 

@@ -73,17 +73,9 @@ def _flattened(tree: Any) -> StateView:
     paths: list[Path] = []
     originals: dict[Path, Any] = {}
     for keys, leaf in flat:
-        path = tuple(_key_text(key) for key in keys)
+        path = tuple(map(_key_text, keys)) or _path_of_single(leaf)
         if path in table:
             raise UnsupportedLeafError(_clash_text(path))
-        if path == () and _empty_kind(leaf) is not None:
-            raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
-        if path == () and is_bare_array(leaf):
-            path = BARE
-        if path == ():
-            raise UnsupportedLeafError(
-                f'the state is a single {type(leaf).__name__}, a checkpoint holds a tree. Pass a dict: {{"x": x}}.'
-            )
         empty = _empty_kind(leaf)
         table[path] = leaf if empty is None else Empty(empty)
         originals[path] = leaf
@@ -95,6 +87,21 @@ def _flattened(tree: Any) -> StateView:
         )
 
     return StateView(table, rebuild)
+
+
+def _path_of_single(state: Any) -> Path:
+    """The path of a state that is one leaf.
+
+    Raises:
+      UnsupportedLeafError: it is no array.
+    """
+    if _empty_kind(state) is not None:
+        raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
+    if not is_bare_array(state):
+        raise UnsupportedLeafError(
+            f'the state is a single {type(state).__name__}, a checkpoint holds a tree. Pass a dict: {{"x": x}}.'
+        )
+    return BARE
 
 
 def _clash_text(path: Path) -> str:
@@ -125,8 +132,9 @@ def _empty_kind(node: Any) -> str | None:
 
 def _key_text(key: Any) -> str:
     for attribute in ('key', 'idx', 'name'):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
+        text = getattr(key, attribute, None)
+        if text is not None or hasattr(key, attribute):
+            return str(text)
     return str(key).strip('.[]\'"')
 
 

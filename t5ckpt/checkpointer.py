@@ -51,7 +51,8 @@ from t5ckpt.planning.restore_plan import STRICTNESS, RestoreOptions
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.reading.open_reader import ReadOptions
-from t5ckpt.restore.pipeline import fit_leaves, run_restore
+from t5ckpt.restore.execute import run_restore
+from t5ckpt.restore.fit import fit_leaves
 from t5ckpt.restore.request import RestoreRequest, check_source
 from t5ckpt.save import (
     Notices,

@@ -80,7 +80,7 @@ def load_t5x_checkpoint(
     check_transforms(state_transformation_fns)
     located = with_links(locate(path, step, storage_options, tensors=True), follow_links)
     reading = ReadOptions(mmap, verify)
-    checksums = reading.checks_all(located.storage, lazy=lazy_parameters)
+    checksums = reading.verifies_checksums(located.storage, lazy=lazy_parameters)
     contents = read_contents(located, read_raw(located, checksums=checksums))
     transforms = state_transformation_fns if remap else ()
     leaves, facts = leaves_of(contents, transforms, {})

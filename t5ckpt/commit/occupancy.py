@@ -8,7 +8,6 @@ a broken checkpoint that is pinned                  refused
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 
 from t5ckpt.catalog.layouts import (
@@ -28,24 +27,11 @@ from t5ckpt.format.manifest import decode_manifest, is_of_others, is_whole
 from t5ckpt.format.names import MANIFEST, PINNED, parse_prefixed_step, step_dir
 from t5ckpt.storage import Storage
 
-__all__ = ['Occupancy', 'check_room', 'listed_elsewhere', 'occupancy']
+__all__ = ['check_room', 'listed_elsewhere', 'occupant']
 
 
-@dataclasses.dataclass(frozen=True)
-class Occupancy:
-    """What stands in the place of a step.
-
-    Attributes:
-      found: a complete step, in whichever layout.
-      is_empty: there is nothing at all.
-    """
-
-    found: ListedStep | None = None
-    is_empty: bool = False
-
-
-def occupancy(storage: Storage, step: int) -> Occupancy:
-    """Looks at the place of a step.
+def occupant(storage: Storage, step: int) -> ListedStep | None:
+    """The complete step of this number, in whichever layout; None where there is none, or a broken one.
 
     Raises:
       UnsupportedFormatError: what is there can neither be skipped nor replaced, see the top of this module.
@@ -53,19 +39,19 @@ def occupancy(storage: Storage, step: int) -> Occupancy:
     return _on_disk(storage, step) if storage.renames else _in_place(storage, step)
 
 
-def _on_disk(storage: Storage, step: int) -> Occupancy:
+def _on_disk(storage: Storage, step: int) -> ListedStep | None:
     names = [name for name in (step_dir(step), str(step)) if storage.kind(name) is not None]
     for name in names:
         found = inspect_name(storage, name)
         if found is not None and _decodes(storage, found):
-            return Occupancy(found)
+            return found
     other = inspect_others(storage, step)
     if other is not None:
-        return Occupancy(other)
+        return other
     directory = step_dir(step)
     if directory in names and storage.is_file(join(directory, PINNED)):
         raise _pinned(storage, directory)
-    return Occupancy(is_empty=directory not in names)
+    return None
 
 
 def _decodes(storage: Storage, found: ListedStep) -> bool:
@@ -84,24 +70,24 @@ def _decodes(storage: Storage, found: ListedStep) -> bool:
     return True
 
 
-def _in_place(storage: Storage, step: int) -> Occupancy:
+def _in_place(storage: Storage, step: int) -> ListedStep | None:
     directory = step_dir(step)
     key = join(directory, MANIFEST)
     data = _read_if_there(storage, key)
     found = ListedStep(step, directory, T5X if data is None or not has_placeholder(data) else ORBAX)
     if data is not None and is_whole(data) and _decodes(storage, found):
-        return Occupancy(found)
+        return found
     keys = [each[len(directory) + 1 :] for each, _ in storage.walk(directory)]
     if not keys:
-        return Occupancy(is_empty=True)
+        return None
     if not {*orbax_marks('')}.isdisjoint(keys):
-        return Occupancy(ListedStep(step, directory, ORBAX, manifest=''))
+        return ListedStep(step, directory, ORBAX, manifest='')
     if PINNED in keys:
         raise _pinned(storage, directory)
     foreign = foreign_files(storage, directory)
     if foreign or (data is not None and is_of_others(data)):
         raise UnsupportedFormatError(_foreign_text(storage, directory, foreign))
-    return Occupancy()
+    return None
 
 
 def _read_if_there(storage: Storage, key: str) -> bytes | None:
@@ -146,7 +132,7 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
       UnsupportedFormatError: what is there is a step in another layout, which is never replaced.
     """
     directory = step_dir(step)
-    found = occupancy(storage, step).found
+    found = occupant(storage, step)
     if found is not None and not found.is_t5x:
         cure = 'Move it away, or write to another directory.'
         raise other_layout(storage.url(found.name), found.layout, 'which is not replaced', cure)

@@ -27,7 +27,7 @@ from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.step_index import Index, mark_step
 from t5ckpt.commit.in_place import remove_step
 from t5ckpt.commit.lease_owner import process_facts
-from t5ckpt.commit.occupancy import listed_elsewhere, occupancy
+from t5ckpt.commit.occupancy import listed_elsewhere, occupant
 from t5ckpt.commit.removal import (
     move_aside,
     remove_checkpoint,
@@ -204,7 +204,7 @@ def _swap_of(storage: Storage, step: int, lease: WriteLease, may_replace: Callab
     Raises:
       AlreadyCommittedError: it is complete and is not to be replaced.
     """
-    found = occupancy(storage, step).found
+    found = occupant(storage, step)
     if found is None:
         return None
     if not (found.is_t5x and may_replace()):
@@ -306,18 +306,15 @@ def _publish(work: Workspace, final: str, clock: Clock) -> str | None:
     return None
 
 
-def _check_replaceable(work: Workspace) -> bool:
-    """Whether nothing lies at the final name; what does is broken, or to be replaced, and makes room.
+def _check_replaceable(work: Workspace) -> None:
+    """Checks that what stands at the final name is broken, or is to be replaced.
 
     Raises:
       AlreadyCommittedError: it is a complete step.
     """
-    if work.replaces:
-        return False
-    there = occupancy(work.storage, work.step)
-    if there.found is not None:
-        raise AlreadyCommittedError(work.storage.url(there.found.name))
-    return there.is_empty
+    found = None if work.replaces else occupant(work.storage, work.step)
+    if found is not None:
+        raise AlreadyCommittedError(work.storage.url(found.name))
 
 
 def _remove_leftover(work: Workspace, name: str, clock: Clock) -> None:

@@ -27,8 +27,8 @@ from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_with
 from t5ckpt.catalog.step_index import ensured_index
 from t5ckpt.commit.in_place import remove_step
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere
-from t5ckpt.commit.resume import resume_text, unfinished
 from t5ckpt.commit.transaction import Workspace, begin, commit, release, writer_facts
+from t5ckpt.commit.unfinished_write import resume_text, unfinished
 from t5ckpt.commit.write_lease import StepTakenError, acquire_lease
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import queue
 
-__all__ = ['Flag']
+__all__ = ['InterruptSafeEvent']
 
 
-class Flag:
+class InterruptSafeEvent:
     """An event that is set once, by any thread."""
 
     def __init__(self) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Collection, Mapping, Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.text import lines, some_of
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
-from t5ckpt.tree.leaf_table import Empty, LeafTable
+from t5ckpt.tree.leaf_table import Empty
 from t5ckpt.tree.leaf_values import base_number
 from t5ckpt.tree.template import LeafTemplate
 
-__all__ = ['as_leaf', 'both_python_ints', 'check_new_state', 'describe', 'first_in', 'held', 'is_empty', 'restricted']
+__all__ = ['as_leaf', 'both_python_ints', 'describe', 'first_in', 'held', 'is_empty', 'restricted']
 
 
 def as_leaf(path: Path, found: Any) -> Any:
@@ -84,20 +84,3 @@ def restricted(targets: Mapping[Path, LeafTemplate], only: AbstractSet[Path]) ->
             f'{next(iter(targets), ())!r}.'
         )
     return {path: target if path in only else target.left_out() for path, target in targets.items()}
-
-
-def check_new_state(fresh: LeafTable, model: LeafTable, needed: Sequence[Path]) -> None:
-    """Raises where the state of ``init_fn`` is not one of the checkpointer's template.
-
-    Raises:
-      ValueError: with every leaf that is missing, too many, or of another shape.
-    """
-    problems = [f'{leaf_name(path)}: in the template, not in the new state' for path in needed if path not in fresh]
-    problems += [f'{leaf_name(path)}: in the new state, not in the template' for path in fresh if path not in model]
-    for path in needed:
-        shapes = [getattr(table.get(path), 'shape', None) for table in (fresh, model)]
-        if None not in shapes and shapes[0] != shapes[1]:
-            problems.append(f'{leaf_name(path)}: shape {shapes[0]} in the new state, {shapes[1]} in the template')
-    if problems:
-        cure = 'Let init_fn return a state of the tree that Checkpointer was given.'
-        raise ValueError(lines("init_fn: its state is not one of the checkpointer's template.", *problems, cure))

@@ -71,7 +71,7 @@ class ReadOptions:
         if self.verify not in VERIFY_LEVELS:
             raise ValueError(f'verify is one of {list(VERIFY_LEVELS)}, got {self.verify!r:.40}.')
 
-    def checks_all(self, storage: Storage, *, lazy: bool) -> bool:
+    def verifies_checksums(self, storage: Storage, *, lazy: bool) -> bool:
         """Whether checksums are verified: always, never, or with 'auto' only for files that are read whole.
 
         On storage without local files, verification would fetch each file twice, except through a cache.

@@ -34,7 +34,7 @@ from t5ckpt.reading.array_reader import ArrayReader, start_read
 from t5ckpt.reading.local.direct_reader import ReadRequest
 from t5ckpt.reading.local.uncompressed import has_plain_chunks
 from t5ckpt.reading.size_limits import check_memory
-from t5ckpt.restore.device_put import device_put
+from t5ckpt.restore.make_leaf import make_leaf
 from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
 
 __all__ = ['read_arrays']
@@ -65,7 +65,7 @@ def read_arrays(
         if hosts is None:
             rest.append(read)
         else:
-            values[read.path] = device_put(hosts, read.target, read.target.shape, read.dtype, read.name)
+            values[read.path] = make_leaf(hosts, read.target, read.target.shape, read.dtype, read.name)
     report = _Report(sum(read.leaf.array.nbytes for read in reads), progress)
     report.add(report.total - sum(read.leaf.array.nbytes for read in rest))
     here = [read for read in rest if is_on_cpu(read.target)]
@@ -211,7 +211,7 @@ class _RestoreScheduler:
         hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
         if read.resizes:
             hosts = _padded(read, hosts)
-        self._values[read.path] = on_devices = device_put(hosts, read.target, read.target.shape, read.dtype, read.name)
+        self._values[read.path] = on_devices = make_leaf(hosts, read.target, read.target.shape, read.dtype, read.name)
         self._reading.popleft()
         self._moving.append((None if is_on_cpu(read.target) else on_devices, item.size))
         if self._moving[-1][0] is None:

@@ -27,8 +27,8 @@ def _elsewhere(request: RestoreRequest, url: str) -> Located:
     return locate(url, None, options, tensors=True)
 
 
-def _checks_all(request: RestoreRequest, located: Located) -> bool:
-    return request.reading.checks_all(located.storage, lazy=request.lazy)
+def _verifies_checksums(request: RestoreRequest, located: Located) -> bool:
+    return request.reading.verifies_checksums(located.storage, lazy=request.lazy)
 
 
 def _asked(request: RestoreRequest) -> str:
@@ -41,11 +41,11 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
     """Finds the checkpoint and reads its manifest and sidecar on process 0, which shares them with all processes."""
     if request.round.is_single_process:
         located = _located(request)
-        return located, read_raw(located, checksums=_checks_all(request, located))
+        return located, read_raw(located, checksums=_verifies_checksums(request, located))
     if request.round.is_leader:
         try:
             located = _located(request)
-            raw = read_raw(located, checksums=_checks_all(request, located))
+            raw = read_raw(located, checksums=_verifies_checksums(request, located))
             files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.checksum_lists or {})}
             held = [[name, len(data)] for name, data in files.items() if data is not None]
             place = [located.directory, located.manifest, located.step]
@@ -71,4 +71,4 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
     located = Located(request.storage, *head['place']) if request.path is None else _elsewhere(request, head['url'])
     located = dataclasses.replace(located, follow_links=request.reading.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
-    return located, dataclasses.replace(raw, checksum_lists=shared if _checks_all(request, located) else None)
+    return located, dataclasses.replace(raw, checksum_lists=shared if _verifies_checksums(request, located) else None)

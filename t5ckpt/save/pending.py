@@ -17,7 +17,7 @@ from typing import Any
 
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables
-from t5ckpt.core.interrupt_safe_event import Flag
+from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.text import lines, printable
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import SaveFailedError
@@ -43,12 +43,12 @@ class PendingSave:
         self._is_blocking = False
         self._work = save
         # Thread.join is not used: an interrupt during join marks a running thread as ended (CPython issue 90010).
-        self._ended = Flag()
+        self._ended = InterruptSafeEvent()
         self._is_started = False
         # The owner of the work: the thread that saves, or the call that cancelled before a thread had begun. Set with
         # dict.setdefault, which is atomic and idempotent, because an interrupt may come between any two operations.
         self._owner: dict[str, object] = {}
-        self._begun = Flag()
+        self._begun = InterruptSafeEvent()
         self._thread = -1
         # Held while the caller lends its arrays. Leaving ``with lock`` is one operation in C, so it releases the lock even
         # when two interrupts come, while a ``finally`` block may itself be interrupted.
@@ -87,7 +87,7 @@ class PendingSave:
             self.cancel()
             raise
 
-    def _lend(self, until: Flag) -> None:
+    def _lend(self, until: InterruptSafeEvent) -> None:
         """Starts the save and blocks the caller, who lends its arrays, until a flag is set or the save has ended."""
         with self._lent:
             # Set here, because nothing waits for a save that was interrupted before its start.
@@ -260,14 +260,14 @@ class PendingSave:
             raise SaveFailedError(lines(text, str(self._error), between='')) from self._error
 
 
-def _wait_until(flag: Flag, end: float | None) -> bool:
-    """Waits for a flag until a time of ``time.monotonic``; returns whether it is set.
+def _wait_until(event: InterruptSafeEvent, end: float | None) -> bool:
+    """Waits for an event until a time of ``time.monotonic``; returns whether it is set.
 
     A signal just before a wait does not end it. The waits are short because Python runs signal handlers between them.
     """
-    while not flag.wait(_WAIT_SECONDS if end is None else min(_WAIT_SECONDS, end - time.monotonic())):
+    while not event.wait(_WAIT_SECONDS if end is None else min(_WAIT_SECONDS, end - time.monotonic())):
         if end is not None and time.monotonic() >= end:
-            return flag.is_set()
+            return event.is_set()
     return True
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
-from t5ckpt.commit.occupancy import occupancy
+from t5ckpt.commit.occupancy import occupant
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.sidecar import TreeFacts
@@ -84,10 +84,11 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
 
 
 def is_free(request: SaveRequest) -> bool:
+    """Whether the step can be saved: no complete step is there, or one that the save replaces."""
     if not request.storage.renames and request.retention.is_next(request.step):
         # ``begin`` detects steps that another process wrote after the latest step of this one.
         return True
-    found = occupancy(request.storage, request.step).found
+    found = occupant(request.storage, request.step)
     return found is None or is_replaced(request, found)
 
 

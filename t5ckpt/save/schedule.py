@@ -78,6 +78,43 @@ class Environment:
     is_saving: Callable[[], bool]
 
 
+class _WatchedMetrics:
+    """The metrics that a save policy compares; warns of one that the calls of ``maybe_save`` never give."""
+
+    def __init__(self, policy: SavePolicy | None, notices: Notices):
+        self.names = frozenset[str]() if policy is None else frozenset(policy.metric_names)
+        self._policy = policy
+        self._notices = notices
+        # Metrics that no call has given yet.
+        self._awaited = set(self.names)
+        self._calls = 0
+
+    def of(self, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The watched ones of the metrics that a call gives."""
+        return {name: metrics[name] for name in self.names & metrics.keys()} if metrics else {}
+
+    def warn_if_missing(self, step: int, metrics: Mapping[str, Any] | None) -> None:
+        """Counts a call, and warns if a metric was not given by now; in one process of the job."""
+        if not self._awaited:
+            return
+        given = {} if metrics is None else metrics
+        self._awaited -= given.keys()
+        if not self._awaited:
+            return
+        self._calls += 1
+        # Calls without any metrics are normal if the model is evaluated only now and then.
+        if not given and self._calls <= _PATIENT_CALLS:
+            return
+        names = ', '.join(map(repr, sorted(self._awaited)))
+        shown = ', '.join(map(str, given)) or f'none in the first {_PATIENT_CALLS} calls'
+        text = (
+            f'maybe_save was called at step {step} without the metric {names}, which save_policy={self._policy} needs; the '
+            f'metrics given were: {shown}. Without it, the policy never saves for it. Name one of these in the policy, or '
+            'pass it in metrics=.'
+        )
+        self._notices.warn(('save_policy', names), MissingMetricWarning(text))
+
+
 class SaveSchedule:
     """Asks the save policy at every call. There is one per checkpointer; call it from the thread that trains."""
 
@@ -107,10 +144,7 @@ class SaveSchedule:
         self._is_saving = environment.is_saving
         self._has_notice = preempted is not None
         self._preempted = preempted if preempted is not None else _never
-        self._names = frozenset[str]() if policy is None else frozenset(policy.metric_names)
-        # Metrics that no call has given yet.
-        self._awaited = set(self._names)
-        self._calls = 0
+        self._watched = _WatchedMetrics(policy, notices)
         self._channel: Channel | None = None
         self._is_leader = True
         self._view: _SharedState | None = None
@@ -148,8 +182,7 @@ class SaveSchedule:
         view = self._view
         if self._channel is None or view is None:
             view = copy.copy(self)._looked(step)  # noqa: SLF001 - of this class
-        watched = {name: metrics[name] for name in self._names & metrics.keys()} if metrics else {}
-        view = dataclasses.replace(view, metrics=metric_numbers(watched))
+        view = dataclasses.replace(view, metrics=metric_numbers(self._watched.of(metrics)))
         return step != view.last_step and policy.reason(_moment(view, step, self._previous)) is not None
 
     def _looked(self, step: int) -> _SharedState:
@@ -208,7 +241,9 @@ class SaveSchedule:
         policy = self._given_policy('maybe_save')
         if self._view is None:
             self._find_processes()
-        watched = self._watched(step, metrics)
+        watched = self._watched.of(metrics)
+        if self._is_leader:
+            self._watched.warn_if_missing(step, metrics)
         channel = self._channel
         self._view = view = (
             self._look(step, watched)
@@ -220,30 +255,6 @@ class SaveSchedule:
         if step == view.last_step:
             return None
         return policy.reason(_moment(view, step, previous))
-
-    def _watched(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The metrics that the policy compares; warns of one that the calls do not give."""
-        if not self._names:
-            return {}
-        given = {} if metrics is None else metrics
-        watched = {name: given[name] for name in self._names & given.keys()}
-        self._awaited -= watched.keys()
-        if self._awaited and self._is_leader:
-            self._calls += 1
-            # Calls without any metrics are normal if the model is evaluated only now and then.
-            if given or self._calls > _PATIENT_CALLS:
-                self._warn(step, given)
-        return watched
-
-    def _warn(self, step: int, given: Mapping[str, Any]) -> None:
-        names = ', '.join(map(repr, sorted(self._awaited)))
-        shown = ', '.join(map(str, given)) or f'none in the first {_PATIENT_CALLS} calls'
-        text = (
-            f'maybe_save was called at step {step} without the metric {names}, which save_policy={self._policy} needs; the '
-            f'metrics given were: {shown}. Without it, the policy never saves for it. Name one of these in the policy, or '
-            'pass it in metrics=.'
-        )
-        self._notices.warn(('save_policy', names), MissingMetricWarning(text))
 
     def _begin(self, pending: PendingSave, blocked: float, metrics: Mapping[str, float]) -> None:
         """Records a save that has just been started."""
@@ -288,7 +299,7 @@ class SaveSchedule:
 
     def _first_view(self, now: float) -> _SharedState:
         steps = self._retention.steps()
-        if self._names:
+        if self._watched.names:
             for info in self._retention.infos():
                 self._best = _with_best(self._best, info.metrics)
         return _SharedState(now, steps[-1] if steps else None, now)

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from t5ckpt.core.interrupt_safe_event import Flag
+from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.private_memory import is_private
 from t5ckpt.errors import UnsupportedLeafError
@@ -130,7 +130,7 @@ class Staging:
         self.total_bytes = sum(write.chunk_bytes * len(write.chunks) for write in plan.writes)
         self.chunk_count = sum(len(write.chunks) for write in plan.writes)
         self.array_count = len(plan.writes)
-        self.is_staged = Flag()
+        self.is_staged = InterruptSafeEvent()
         self.private_host = private_host
         self.limit = max(1, budget_bytes // 2)
         self._inline_writes = plan.inline

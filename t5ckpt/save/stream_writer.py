@@ -26,7 +26,6 @@ from typing import Any
 from t5ckpt._version import __version__
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room
-from t5ckpt.commit.resume import unfinished
 from t5ckpt.commit.transaction import (
     CommittedCheckpoint,
     Workspace,
@@ -36,6 +35,7 @@ from t5ckpt.commit.transaction import (
     rollback,
     writer_facts,
 )
+from t5ckpt.commit.unfinished_write import unfinished
 from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path

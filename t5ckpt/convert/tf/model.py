@@ -13,7 +13,7 @@ from t5ckpt.core.protocols import Partitioner, SaveStateTransformationFn
 from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.format.dtypes import Cast
 from t5ckpt.planning.restore_plan import RestoreOptions
-from t5ckpt.restore.pipeline import fit_leaves, place_leaves
+from t5ckpt.restore.fit import fit_leaves, place_leaves
 from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable

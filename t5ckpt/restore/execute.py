@@ -26,18 +26,18 @@ from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.contents import leaves_of, read_contents
 from t5ckpt.reading.open_reader import lazy_leaf, reader_of
 from t5ckpt.restore.all_gather import completed, in_parts
-from t5ckpt.restore.device_put import device_put_value
+from t5ckpt.restore.fit import leaf_templates
+from t5ckpt.restore.make_leaf import make_inline_leaf
 from t5ckpt.restore.notices import warn_if_local, warn_if_narrowed, warn_if_unsharded, warn_of_idle
 from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.restore.resolve import find_checkpoint_to_restore
-from t5ckpt.save.transforms import axes_tree
-from t5ckpt.tree.leaf_table import Empty, LeafTable, lookup, unflatten
+from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
 from t5ckpt.tree.leaf_values import is_jax_array
-from t5ckpt.tree.template import LeafTemplate, leaf_template
-from t5ckpt.tree.train_state import StateView, flatten_state
+from t5ckpt.tree.template import LeafTemplate
+from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['fit_leaves', 'place_leaves', 'run_restore']
+__all__ = ['run_restore']
 
 _log = logging.getLogger('t5ckpt')
 _PARAMETERS = ('target', 'params')
@@ -94,7 +94,7 @@ def _read(
         places=not request.lazy,
         resize=request.resize,
     )
-    targets = _targets(view, state, partitioner)
+    targets = leaf_templates(view, state, partitioner)
     if request.only is not None:
         targets = restricted(targets, request.only)
     plan = plan_restore(leaves, targets, options, located.url)
@@ -182,50 +182,11 @@ def _move_iterator(
         warn_of_unused(located.storage, located.directory)
 
 
-def fit_leaves(
-    leaves: LeafTable,
-    where: str,
-    state: Any,
-    partitioner: Partitioner | None,
-    options: RestoreOptions | None = None,
-) -> RestorePlan:
-    """Matches leaves from another source than a checkpoint, such as LazyArrays, with a template.
-
-    Raises:
-      TreeMismatchError: with all differences.
-    """
-    options = RestoreOptions() if options is None else options
-    return plan_restore(leaves, _targets(flatten_state(state), state, partitioner), options, where)
-
-
-def place_leaves(plan: RestorePlan, state: Any) -> Any:
-    """Builds a state with the structure of ``state``; its leaves are read and put on devices one after another."""
-    warn_if_narrowed(plan)
-    return flatten_state(state).rebuild(plan.kept | {read.path: device_put_value(read) for read in plan.inline})
-
-
-def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
-    """The template of each leaf: with the sharding of the partitioner's mesh and axes, or else the leaf's own."""
-    if partitioner is None:
-        return {path: leaf_template(path, leaf) for path, leaf in view.table.items()}
-    if not getattr(partitioner, 'params_on_devices', True):
-        return {path: leaf_template(path, leaf, host=True) for path, leaf in view.table.items()}
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    axes = axes_tree(partitioner, state)
-    targets: dict[Path, LeafTemplate] = {}
-    for path, leaf in view.table.items():
-        spec = lookup(axes, path) if hasattr(leaf, 'shape') else None
-        sharding = NamedSharding(partitioner.mesh, spec if spec is not None else PartitionSpec())
-        targets[path] = leaf_template(path, leaf, sharding)
-    return targets
-
-
 def _values(
     reader: ArrayReader, plan: RestorePlan, request: RestoreRequest, final_shardings: dict[Path, Any]
 ) -> LeafTable:
     """Reads the leaves; adds to ``final_shardings`` those that remain to be gathered, see ``restore/all_gather.py``."""
-    values: LeafTable = {read.path: device_put_value(read) for read in plan.inline}
+    values: LeafTable = {read.path: make_inline_leaf(read) for read in plan.inline}
     reads, split = in_parts(plan.stored, request.round.processes.count if request.reading.share_replicated else 1)
     final_shardings |= split
     budget = ByteBudget(request.reading.budget_bytes)
@@ -236,7 +197,7 @@ def _values(
 
 def _lazy_values(reader: ArrayReader, plan: RestorePlan) -> LeafTable:
     values: LeafTable = {
-        read.path: device_put_value(read) if read.target.kind == 'scalar' else _lazy(reader, read, read.value)
+        read.path: make_inline_leaf(read) if read.target.kind == 'scalar' else _lazy(reader, read, read.value)
         for read in plan.inline
     }
     return values | {read.path: _lazy(reader, read, read.leaf) for read in plan.stored}
@@ -256,4 +217,4 @@ def _fallback_value(request: RestoreRequest, path: Path, value: Any, target: Lea
     dtype = cast_dtype(path, array.dtype, request.cast, target.dtype) if casts else array.dtype
     if is_jax_array(array):
         return array if array.dtype == dtype else array.astype(dtype)
-    return device_put_value(InlineRead(path, array, target, dtype))
+    return make_inline_leaf(InlineRead(path, array, target, dtype))

@@ -28,7 +28,7 @@ from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.tree.leaf_values import as_instance, base_number
 from t5ckpt.tree.template import LeafTemplate, canonical_dtype
 
-__all__ = ['check_fit', 'device_put', 'device_put_value']
+__all__ = ['check_fit', 'make_inline_leaf', 'make_leaf']
 
 _NARROW_BYTES = 4
 # Up to this size, a copy by JAX is faster than making an aligned buffer that JAX uses in place.
@@ -58,7 +58,7 @@ def check_fit(values: np.ndarray, name: str) -> None:
 
 
 @makes_private
-def device_put(
+def make_leaf(
     hosts: Mapping[Box, np.ndarray], target: LeafTemplate, shape: tuple[int, ...], dtype: np.dtype, name: str
 ) -> Any:
     """Makes a leaf from its host buffers, as its template asks.
@@ -96,7 +96,7 @@ def device_put(
 
 
 @makes_private
-def device_put_value(read: InlineRead) -> Any:
+def make_inline_leaf(read: InlineRead) -> Any:
     """Makes an inline leaf as its template asks; each device gets only its part."""
     value = np.asarray(read.value)
     if value.dtype != read.dtype:
@@ -117,7 +117,7 @@ def device_put_value(read: InlineRead) -> Any:
         return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[(..., *(index or ()))])
     wanted = boxes_wanted(target, value.shape)
     hosts = {box: _own_copy(value[box.slices]) for box in wanted}
-    return device_put(hosts, target, value.shape, value.dtype, read.name)
+    return make_leaf(hosts, target, value.shape, value.dtype, read.name)
 
 
 def _own_copy(values: np.ndarray) -> np.ndarray:

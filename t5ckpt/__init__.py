@@ -1,6 +1,6 @@
-"""t5ckpt: T5X checkpoints for JAX, read and written exactly, at the disk's speed.
+"""t5ckpt: saves and restores JAX checkpoints in T5X's format.
 
-Names are imported when they are first used (PEP 562), so that ``import t5ckpt`` loads neither jax nor tensorstore.
+Names are imported when they are first used (PEP 562), so that ``import t5ckpt`` does not load JAX or TensorStore.
 """
 
 from __future__ import annotations

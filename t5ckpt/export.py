@@ -1,4 +1,4 @@
-"""The end of training: the weights alone, in a directory of their own."""
+"""Exports only the weights of a train state, at the end of training."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def export_weights(
     take: str = MODEL,
     partitioner: Partitioner | None = None,
 ) -> CommittedCheckpoint | None:
-    """Writes the weights of a state as a checkpoint of their own; the run's checkpoints and checkpointer stay as they are.
+    """Writes only the weights of a state as a checkpoint, to another directory than the run's.
 
     T5X, ``load_t5x_checkpoint`` and ``restore_or_init(..., initial_checkpoint=WarmStart(directory, take=MODEL))`` read it.
     Every process of a job calls it.
 
     Args:
       train_state: as for ``Checkpointer.save``.
-      directory: not the run's own.
-      dtype: what is taken is cast to it where it is floating; None casts nothing.
-      step: the step to save as; without it the state's own.
-      take: a pattern for the names of the leaves that are written.
+      directory: the destination.
+      dtype: floating leaves are cast to it; None casts nothing.
+      step: the step of the checkpoint; None takes the state's.
+      take: a pattern for the whole names of the leaves to write.
       partitioner: T5X's.
 
     Returns:
-      The checkpoint, or None when a complete one of this step was there already.
+      The checkpoint, or None if a complete checkpoint of this step exists.
 
     Raises:
-      ValueError: no leaf has such a name, or ``dtype`` is given and none that is taken is floating.
+      ValueError: no leaf matches ``take``, or ``dtype`` is given and none of the matching leaves is floating.
     """
     cast = None if dtype is None else Cast.of(dtype, take, 'dtype')
 
@@ -57,14 +57,13 @@ def export_weights(
         if not kept:
             names = ', '.join(leaf_name(path) for path in list(leaves)[:5])
             raise ValueError(f'export_weights: no leaf matches {take!r}; the state has {names}. Pass take=.')
-        # Under the name that the option has here; the checkpointer would name its own.
+        # Checked here, because the checkpointer's error would name its own options.
         check_cast(cast, {path: getattr(leaf, 'dtype', None) for path, leaf in kept.items()})
         infos = flatten_nested(parameter_infos, lambda _: False)
         return unflatten(kept), unflatten(
             {path: infos[path] for path in kept if path in infos and infos[path] is not None}
         )
 
-    # Whatever is taken counts as weights.
     casting: dict[str, Any] = {} if dtype is None else {'save_dtype': dtype, 'cast_leaves': take}
     with Checkpointer(train_state, partitioner, directory, reuse_unchanged=False, **casting) as checkpointer:
         return checkpointer.save(train_state, (weights,), step=step)

@@ -1,10 +1,9 @@
-"""Lazy arrays: a shape and a dtype now, the values when asked for.
+"""Lazy arrays, which have a shape and a dtype and read their values on request.
 
-The classes and their constructors are T5X's (t5x/checkpoint_importer.py). Two things are added: a lazy array can be
-sliced, which reads only the chunks the slice touches, and ``get`` works where an event loop already runs, as in every
-notebook.
+The classes and their constructors are T5X's (t5x/checkpoint_importer.py). In addition, a lazy array can be sliced, which reads
+only the chunks of the slice, and ``get`` works while an event loop is running, as in a notebook.
 
-Notes: nothing is cached; each ``get`` reads again. All methods may be called from any thread.
+Notes: values are not cached; each ``get`` reads again. All methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ['LazyArray', 'LazyAwaitableArray', 'LazyThreadPoolArray', 'run_corout
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine to its end, also while this thread's event loop is running (then in a thread of its own)."""
+    """Runs a coroutine to its end; in a new thread if this thread's event loop is running."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -35,14 +34,14 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class LazyArray(ABC):
-    """An array that is read when asked for.
+    """An array that is read on request.
 
     Args:
       shape: of the array.
-      dtype: of the result; what ``get_fn`` returns is cast to it where it differs.
+      dtype: of the result; values of another dtype are cast to it.
       get_fn: returns the values, or an awaitable of them in LazyAwaitableArray.
-      slice_fn: takes a numpy basic index and returns those values in the dtype on disk; without one a slice reads
-        the whole array.
+      slice_fn: takes a NumPy basic index and returns these values in the dtype on disk; without it, a slice reads the whole
+        array.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class LazyArray(ABC):
 
     @property
     def is_sliceable(self) -> bool:
-        """Whether a slice reads less than all of it."""
+        """Whether a slice reads only a part of the array."""
         return self._slice_fn is not None
 
     def __len__(self) -> int:
@@ -93,7 +92,7 @@ class LazyArray(ABC):
         return self._shape[0]
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        # Without this, Python would index until an IndexError: an array without dimensions would look empty.
+        # Without this, Python would index until an IndexError, so that an array without dimensions would seem empty.
         rows = range(len(self))
         return (self[row] for row in rows)
 
@@ -107,14 +106,14 @@ class LazyArray(ABC):
         return self
 
     def __deepcopy__(self, memo: Any) -> LazyArray:
-        # It holds no values, so there is nothing that a copy could change.
+        # A lazy array is immutable.
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if any('<locals>' in getattr(fn, '__qualname__', '') for fn in (self._get_fn, self._slice_fn)):
             raise TypeError(
-                f'{self!r} cannot be pickled: it holds the open checkpoint. Pass the path and call t5ckpt.open_checkpoint in the '
-                'other process, or pickle its values: numpy.asarray(x).'
+                f'{self!r} cannot be pickled, because it refers to the open checkpoint. Pass the path and call '
+                't5ckpt.open_checkpoint in the other process, or pickle its values: numpy.asarray(x).'
             )
         return super().__reduce_ex__(protocol)
 
@@ -131,7 +130,7 @@ class LazyArray(ABC):
         return type(self)(self._shape, dtype, self._get_fn, self._slice_fn)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """The values of a numpy basic index; reads only the chunks it touches where the array is stored."""
+        """The values of a NumPy basic index; reads only the chunks that contain them, if the array is sliceable."""
         if self._slice_fn is None:
             return np.asarray(self.get())[index]
         return self._cast(self._slice_fn(index))
@@ -141,17 +140,17 @@ class LazyArray(ABC):
         if dtype is not None and array.dtype != np.dtype(dtype):
             if copy is False:
                 raise ValueError(
-                    f'{self!r} cannot be had as {np.dtype(dtype).name} without a copy. Leave copy=False out.'
+                    f'{self!r} cannot be converted to {np.dtype(dtype).name} without a copy. Leave copy=False out.'
                 )
             return array.astype(dtype)
         return array.copy() if copy else array
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        """The values for ``torch.from_dlpack`` and others; read now."""
+        """Reads the values, for ``torch.from_dlpack`` and similar functions."""
         values = np.asarray(self)
         if values.dtype.kind != 'V':
             return values.__dlpack__(**kwargs)
-        # numpy does not hand out bfloat16 and its like, JAX does.
+        # JAX exports bfloat16 and similar dtypes, NumPy does not.
         import jax
 
         return jax.device_put(values, jax.devices('cpu')[0]).__dlpack__(**kwargs)
@@ -166,17 +165,17 @@ class LazyArray(ABC):
     def __ne__(self, other: object) -> Any:
         return np.asarray(self) != (np.asarray(other) if isinstance(other, LazyArray) else other)
 
-    # As numpy's arrays, which compare element by element.
+    # Like NumPy's arrays, which compare element by element and have no hash.
     __hash__ = None  # type: ignore[assignment]
 
     def item(self) -> Any:
         """The value of an array of one element, as a Python number."""
         if self.size != 1:
-            raise ValueError(f'{self!r} has {self.size} elements, and item() is for one. Read a slice of it.')
+            raise ValueError(f'{self!r} has {self.size} elements, but item() needs exactly one. Read a slice of it.')
         return np.asarray(self).item()
 
     def __bool__(self) -> bool:
-        # Without this, Python would take the length.
+        # Without this, Python would use the length.
         if self.size != 1:
             raise ValueError(
                 f'the truth value of {self!r} is ambiguous: it has {self.size} elements. Write `x is not None`, or '
@@ -195,16 +194,16 @@ class LazyArray(ABC):
 
     def __index__(self) -> int:
         if self._shape or self._dtype.kind not in 'iu':
-            raise TypeError(f'{self!r} is not an index: only an integer without dimensions is.')
+            raise TypeError(f'{self!r} cannot be used as an index; only an integer array without dimensions can.')
         return operator.index(self.item())
 
     def _number(self, what: str) -> Any:
         if self.size != 1:
-            raise TypeError(f'{self!r} has {self.size} elements, and only an array of one converts to {what}.')
+            raise TypeError(f'{self!r} has {self.size} elements; only an array of one element converts to {what}.')
         return self.item()
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what numpy's arrays have and this has not: everything else is an ordinary AttributeError.
+        # The hint is for attributes of NumPy's arrays that lazy arrays lack.
         hint = f'; read it first: np.asarray(x).{name}' if hasattr(np.ndarray, name) and name[:1] != '_' else ''
         raise AttributeError(f'{type(self).__name__} has no attribute {name!r}{hint}')
 
@@ -213,7 +212,7 @@ class LazyArray(ABC):
 
 
 def _dtype_of_spec(spec: Mapping[str, Any]) -> Any:
-    """The dtype that a spec names at its top, or in its metadata as zarr writes it; that is numpy's, or 'bfloat16'."""
+    """The dtype at the top of a spec, or in its metadata as zarr's name, which is NumPy's or 'bfloat16'."""
     name = spec.get('dtype', spec['metadata'].get('dtype'))
     return getattr(ml_dtypes, name) if isinstance(name, str) and hasattr(ml_dtypes, name) else name
 
@@ -242,9 +241,9 @@ class LazyAwaitableArray(LazyArray):
     def from_tensor_store_spec(
         cls, ts_spec: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None
     ) -> LazyAwaitableArray:
-        """A lazy array with the shape and the dtype, or ``dtype``, of a ``tensorstore.Spec`` or of its dict.
+        """A lazy array with the shape and the dtype, or ``dtype``, of a ``tensorstore.Spec`` or its dict.
 
-        uint16 is bfloat16: version 2 of the format holds its bits so.
+        uint16 becomes bfloat16, because version 2 of the format stores bfloat16 as uint16.
         """
         spec = ts_spec if isinstance(ts_spec, Mapping) else ts_spec.to_json()
         wanted = np.dtype(_dtype_of_spec(spec) if dtype is None else dtype)
@@ -261,7 +260,7 @@ class LazyAwaitableArray(LazyArray):
         return make(maybe_ts_spec, get_fn, dtype)
 
     def get(self) -> Any:
-        """Reads and returns the values; works inside a running event loop too."""
+        """Reads and returns the values, also while an event loop is running."""
         return run_coroutine(self.get_async())
 
     async def get_async(self) -> Any:

@@ -29,7 +29,7 @@ from t5ckpt.tree.template import LeafTemplate
 
 __all__ = ['load_t5x_checkpoint']
 
-# Reads are in flight together up to this many bytes beyond what is already part of the result.
+# The most bytes of reads in flight, in addition to the result.
 _IN_FLIGHT_BYTES = 4 * 2**30
 _PYTHON: Mapping[str, type] = {'int': int, 'float': float, 'bool': bool, 'complex': complex}
 
@@ -52,29 +52,29 @@ def load_t5x_checkpoint(
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
-      step: which step, where ``path`` is a run's directory; None takes the latest.
-      state_transformation_fns: called in order with (state, {}) before anything is read; stored arrays are spec dicts.
-      remap: False leaves the transformations out, as in T5X.
+      step: which step, if ``path`` is a run's directory; None takes the latest.
+      state_transformation_fns: called in order with (state, {}) before arrays are read; stored arrays are spec dicts.
+      remap: False skips the transformations, as in T5X.
       restore_dtype: floating leaves of ``target`` and ``params`` are cast to it.
-      lazy_parameters: arrays come as LazyArray, read when ``get`` is called.
-      mmap: arrays of a local checkpoint are mapped where their files allow it, and then read when they are touched;
-        they are writable, and writes stay in memory. False reads everything now.
+      lazy_parameters: returns LazyArrays, which are read by ``get``.
+      mmap: maps the files of local, uncompressed arrays, which are then read on access; the arrays are writable, and writes
+        stay in memory. False reads all arrays at once.
       storage_options: see docs/storage.md.
-      verify: 'full' compares the checksum of every file that is read, 'quick' looks at presence and sizes, 'auto' is
-        'full' where everything is read now and 'quick' where arrays are mapped or lazy.
+      verify: 'full' verifies the checksum of every file that is read, 'quick' checks only that files exist and have the right
+        sizes, 'auto' is 'full' if all arrays are read at once and 'quick' if they are mapped or lazy.
       follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
       cast_leaves: a pattern for the whole names of the leaves that ``restore_dtype`` casts instead, such as
         ``'model/.*'``.
 
     Returns:
-      Nested dicts; leaves are numpy arrays or numpy scalars, LazyArrays, None, or empty containers. Python numbers
-      and strings come back where the sidecar knows of them; typed PRNG keys come as their uint32 data.
+      Nested dicts; leaves are NumPy arrays or scalars, LazyArrays, None, or empty containers. Python numbers and strings are
+      restored if the sidecar records them; typed PRNG keys are returned as their uint32 data.
 
     Raises:
       CheckpointNotFoundError: no such checkpoint.
-      UnmatchedPattern: the cast is meant for no leaf.
-      FormatError: it is damaged, or of something else.
-      StorageError: it cannot be read.
+      UnmatchedPattern: the cast applies to no leaf.
+      FormatError: the checkpoint is damaged, or in another format.
+      StorageError: the checkpoint cannot be read.
     """
     cast = Cast.of(restore_dtype, cast_leaves, 'restore_dtype')
     check_transforms(state_transformation_fns)
@@ -107,12 +107,12 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: 
         if isinstance(leaf, StoredLeaf)
     ]
     if reader.is_cached:
-        # One after another: each is fetched by many threads.
+        # One after another, since many threads fetch each.
         whole = {read.path: reader.read(read.leaf, read.name).astype(read.dtype, copy=False) for read in reads}
         return {
             path: whole[path] if path in whole else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()
         }
-    # The reads wait in C++ threads; a thread of ours keeps an event loop of the caller out of the way.
+    # In another thread, because an event loop may be running in the caller's.
     with Pool(1) as executor:
         values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()
     return {path: values[path] if path in values else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()}
@@ -125,5 +125,5 @@ def _inline(path: Path, leaf: Any, cast: Cast | None, facts: TreeFacts) -> Any:
     if python is not None and np.ndim(leaf) == 0:
         return python(np.asarray(leaf)[()])
     dtype = cast_dtype(path, leaf.dtype, cast)
-    # A copy, since the decoded array is a read-only part of the manifest's bytes.
+    # A copy, because the decoded array is a read-only view of the manifest's bytes.
     return leaf.astype(dtype, copy=True) if isinstance(leaf, np.ndarray) else leaf.astype(dtype)

@@ -1,4 +1,4 @@
-"""Pictures of weights on matplotlib axes. matplotlib comes with the extra ``notebook``."""
+"""Plots weights with matplotlib, which is in the extra ``notebook``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from t5ckpt.errors import MissingDependencyError
 
 __all__ = ['plot_heatmap', 'plot_histogram', 'plot_series']
 
-# A picture has a few hundred pixels a side; a larger matrix is shown by the means of equal blocks.
+# Larger matrices are reduced to the means of equal blocks, since a picture has a few hundred pixels per side.
 _MAX_PIXELS = 512
 
 
@@ -26,7 +26,7 @@ def _axes(ax: Any) -> Any:
 
 
 def plot_histogram(counts: np.ndarray, edges: np.ndarray, title: str, ax: Any = None) -> Any:
-    """A histogram that was counted before, with a logarithmic axis of counts, since weights have long tails."""
+    """Plots counts with a logarithmic axis, since weights have long tails."""
     ax = _axes(ax)
     ax.stairs(counts, edges, fill=True)
     ax.set(title=title, yscale='log', xlabel='value', ylabel='count')
@@ -34,10 +34,10 @@ def plot_histogram(counts: np.ndarray, edges: np.ndarray, title: str, ax: Any = 
 
 
 def plot_heatmap(array: Any, title: str = '', ax: Any = None) -> Any:
-    """A matrix as a picture, zero in the middle of the colours; leading dimensions are put on top of each other."""
+    """Plots a matrix with zero in the middle of the colours; leading dimensions are flattened into rows."""
     values = np.asarray(array)
     if values.ndim < 1:
-        raise ValueError(f'{title or "array"}: a picture needs at least one dimension, got shape {values.shape}.')
+        raise ValueError(f'{title or "array"}: a heatmap needs at least one dimension, got shape {values.shape}.')
     matrix = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
     picture = _shrunk(_shrunk(matrix.astype(np.float32), 0), 1)
     finite = np.abs(picture[np.isfinite(picture)])
@@ -62,7 +62,7 @@ def _shrunk(matrix: np.ndarray, axis: int) -> np.ndarray:
 
 
 def plot_series(values: Mapping[int, Any], title: str, ax: Any = None) -> Any:
-    """A number (or a vector of numbers) over steps."""
+    """Plots a number or a vector over steps."""
     ax = _axes(ax)
     ax.plot(list(values), [np.asarray(value).ravel() for value in values.values()], marker='.')
     ax.set(title=title, xlabel='step')

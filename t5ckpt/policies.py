@@ -1,8 +1,8 @@
-"""What to keep. Policies are pure: they look at facts about steps and decide, and never touch storage.
+"""Policies that decide which checkpoints to keep.
 
-A policy returns a decision with a reason for every step. ``retention_plan`` adds the rules that no policy can override. A
-trainer carries out this plan, and ``t5ckpt prune --dry-run`` prints it. Policies are joined with ``|``: a step stays if any of
-them keeps it.
+A policy is a pure function: it gets facts about the steps and returns a decision with a reason for each. ``retention_plan`` adds
+the rules that no policy can override. A trainer carries out this plan, and ``t5ckpt prune --dry-run`` prints it. Policies are
+joined with ``|``: a step is kept if any of them keeps it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """What a policy may know of a complete checkpoint.
+    """The facts about a complete checkpoint that a policy gets.
 
     Attributes:
       step: its step.
-      pinned: whether it is marked as never to be deleted.
-      held: whether a reader asks that it not be deleted now.
-      created_unix: when it was saved, in unix seconds; None where nobody knows.
-      metrics: by name, as given to save or as found by the checkpointer's metric source.
+      pinned: whether it is pinned, so that retention never deletes it.
+      held: whether it has a read lease.
+      created_unix: when it was saved, in unix seconds; None if unknown.
+      metrics: by name, as passed to ``save`` or found by the checkpointer's metric source.
     """
 
     step: int
@@ -55,12 +55,12 @@ class StepInfo:
 
 
 HELD = 'held by a reader'
-"""The reason of a step that a reader keeps."""
+"""The reason for a step with a read lease."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Whether a step stays, and why; ``overruled`` where a pin or a reader keeps it, whatever the policy says."""
+    """Whether to keep a step, and the reason; ``overruled`` if a pin or a read lease decides instead of the policy."""
 
     step: int
     keep: bool
@@ -69,14 +69,14 @@ class Decision:
 
 
 class KeepPolicy(ABC):
-    """Decides which of the complete checkpoints stay.
+    """Decides which of the complete checkpoints to keep.
 
-    A pinned step stays whatever a policy says, and the policies here give it no slot.
+    Pinned steps are always kept. They do not count towards the numbers of the policies in this module.
     """
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The metrics it looks at; only these are searched for. None, unless it says so."""
+        """The metrics that the policy compares; only these are read. Empty by default."""
         return ()
 
     @abstractmethod
@@ -98,7 +98,7 @@ class KeepAll(KeepPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class KeepLatest(KeepPolicy):
-    """Keeps the ``count`` largest steps; pinned steps stay in addition and take no slot."""
+    """Keeps the ``count`` largest steps, in addition to pinned ones."""
 
     count: int
 
@@ -118,17 +118,17 @@ class KeepLatest(KeepPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class KeepBest(KeepPolicy):
-    """Keeps the ``count`` best steps by a metric, and always the latest (T5X's SaveBestCheckpointer).
+    """Keeps the ``count`` best steps by a metric, and the latest (T5X's SaveBestCheckpointer).
 
-    Of equal values the newer is better; NaN is worse than anything.
+    Of equal values the newer one is better; NaN is worse than any number.
 
     Attributes:
-      count: how many.
-      metric: its name, ``'eval/accuracy'``.
+      count: the number of best steps.
+      metric: its name, such as ``'eval/accuracy'``.
       mode: ``'max'`` or ``'min'``.
-      keep_without_metric: True: steps without the metric stay, and take no slot. False: they go first. None: as True where
-        this policy decides alone, which is T5X's rule; as False where it is joined with others, which then decide on them.
-      period: steps that it divides stay, and take no slot.
+      keep_without_metric: True keeps steps without the metric in addition; False deletes them first. None is True if this policy
+        decides alone, which is T5X's rule, and False if it is joined with others, which then decide on these steps.
+      period: keeps multiples of it in addition.
     """
 
     count: int
@@ -161,7 +161,7 @@ class KeepBest(KeepPolicy):
         ]
 
     def _kept(self, info: StepInfo, latest: int | None) -> str | None:
-        """Why a step stays without being compared, or None."""
+        """The reason to keep a step without comparing its metric, or None."""
         if info.pinned:
             return 'pinned'
         if info.step == latest:
@@ -173,7 +173,7 @@ class KeepBest(KeepPolicy):
         return None
 
     def _rank(self, info: StepInfo) -> tuple[bool, float, int]:
-        """The better, the larger. A step without the metric is as good as the worst number there is (T5X)."""
+        """A sort key, larger for better steps. A step without the metric is as good as the worst number (T5X)."""
         value = info.metrics.get(self.metric)
         if value is None:
             return True, -math.inf, info.step
@@ -190,7 +190,7 @@ class KeepBest(KeepPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class KeepEvery(KeepPolicy):
-    """Keeps the steps that ``steps`` divides; 0 is one of them."""
+    """Keeps the multiples of ``steps``, including 0."""
 
     steps: int
 
@@ -202,16 +202,16 @@ class KeepEvery(KeepPolicy):
         return [
             Decision(info.step, True, f'a multiple of {self.steps}')
             if info.step % self.steps == 0
-            else Decision(info.step, False, f'no multiple of {self.steps}')
+            else Decision(info.step, False, f'not a multiple of {self.steps}')
             for info in infos
         ]
 
 
 @dataclasses.dataclass(frozen=True)
 class KeepEveryHours(KeepPolicy):
-    """Keeps the first step, and then each that was saved at least ``hours`` after the one kept before it.
+    """Keeps the first step, and then each one that was saved at least ``hours`` after the previous one that is kept.
 
-    A step whose time nobody knows stays.
+    Steps whose time is unknown are kept.
     """
 
     hours: float
@@ -225,7 +225,7 @@ class KeepEveryHours(KeepPolicy):
         last: StepInfo | None = None
         for info in infos:
             if info.created_unix is None:
-                decisions.append(Decision(info.step, True, 'nobody knows when it was saved'))
+                decisions.append(Decision(info.step, True, 'the time of its save is unknown'))
                 continue
             before = None if last is None else last.created_unix
             if last is None or before is None or info.created_unix >= before + self.hours * 3600:
@@ -251,14 +251,14 @@ class KeepSteps(KeepPolicy):
         return [
             Decision(info.step, True, 'one of the given steps')
             if info.step in self.steps
-            else Decision(info.step, False, 'none of the given steps')
+            else Decision(info.step, False, 'not one of the given steps')
             for info in infos
         ]
 
 
 @dataclasses.dataclass(frozen=True)
 class KeepAny(KeepPolicy):
-    """Keeps what any of the policies keeps."""
+    """Keeps the steps that any of the policies keeps."""
 
     policies: tuple[KeepPolicy, ...]
 
@@ -267,11 +267,11 @@ class KeepAny(KeepPolicy):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """What all of them look at."""
+        """The metrics of all policies."""
         return tuple(sorted({name for policy in self.policies for name in policy.metric_names}))
 
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
-        """One decision per step, with the reasons of all that decided so."""
+        """One decision per step, with the reasons of all policies that made it."""
         said: dict[int, list[Decision]] = {info.step: [] for info in infos}
         for policy in map(_as_part, self.policies) if len(self.policies) > 1 else self.policies:
             for decision in policy.choose(infos):
@@ -280,7 +280,7 @@ class KeepAny(KeepPolicy):
 
 
 def _as_part(policy: KeepPolicy) -> KeepPolicy:
-    """A policy as it counts among others: a step that KeepBest cannot judge stays only if another policy keeps it."""
+    """Sets the default of ``keep_without_metric`` for a KeepBest that is joined with other policies."""
     if isinstance(policy, KeepBest) and policy.keep_without_metric is None:
         return dataclasses.replace(policy, keep_without_metric=False)
     return policy
@@ -293,7 +293,7 @@ def _joined(step: int, decisions: Sequence[Decision]) -> Decision:
 
 
 def check_metric_name(name: Any) -> None:
-    """Raises ValueError unless it is the name of a metric."""
+    """Raises ValueError unless ``name`` is a non-empty string."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"metric must be a name such as 'eval/accuracy', got {name!r:.80}.")
 
@@ -301,26 +301,26 @@ def check_metric_name(name: Any) -> None:
 def check_metric_mode(mode: str) -> None:
     """Raises ValueError unless ``mode`` is 'max' or 'min'."""
     if mode not in ('max', 'min'):
-        raise ValueError(f"metric_mode is 'max' or 'min', got {mode!r}.")
+        raise ValueError(f"metric_mode must be 'max' or 'min', got {mode!r}.")
 
 
 def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: int | None = None) -> list[Decision]:
-    """What stays and what goes, each with its reason, after the rules that no policy can break.
+    """Applies a policy, and the rules that no policy can override; returns one decision per step.
 
-    Pinned and held steps stay, and so do the latest and the step just saved, which after a rollback are two. A step of
-    which the policy says nothing stays.
+    Keeps steps that are pinned or have a read lease, the latest step, and the step just saved, which may be another one after a
+    rollback. Steps without a decision of the policy are kept.
 
     Args:
-      policy: decides the rest.
+      policy: decides on the other steps.
       infos: the complete steps, in any order.
-      just_saved: the step whose save carries out the plan, if one does.
+      just_saved: the step whose save carries out the plan, if any.
     """
     ordered = sorted(infos, key=lambda info: info.step)
     said = {decision.step: decision for decision in policy.choose(ordered)}
     latest = ordered[-1].step if ordered else None
     plan: list[Decision] = []
     for info in ordered:
-        decision = said.get(info.step, Decision(info.step, True, 'the policy says nothing of it'))
+        decision = said.get(info.step, Decision(info.step, True, 'the policy returned no decision'))
         rules = {
             'pinned': info.pinned,
             HELD: info.held,
@@ -342,7 +342,7 @@ _KINDS: Mapping[str, type[Any]] = {
 
 
 def fields_of(policy: KeepPolicy) -> dict[str, Any] | None:
-    """A policy in JSON's types; None for one that is not of this module, or is joined with such."""
+    """A policy in types of JSON; None for one of another module, or joined with one of another module."""
     if isinstance(policy, KeepAny):
         parts = [fields_of(part) for part in policy.policies]
         return None if None in parts else {'keep': 'KeepAny', 'policies': parts}
@@ -356,7 +356,7 @@ def fields_of(policy: KeepPolicy) -> dict[str, Any] | None:
 
 
 def policy_of(fields: Any, depth: int = 4) -> KeepPolicy | None:
-    """The policy that :func:`fields_of` described; None for what is no such description, or is joined deeper."""
+    """The inverse of :func:`fields_of`; None for other values, and for policies that are nested deeper than ``depth``."""
     if not isinstance(fields, Mapping) or depth == 0:
         return None
     rest = {str(name): value for name, value in fields.items() if name != 'keep'}

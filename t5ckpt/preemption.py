@@ -1,8 +1,8 @@
-"""Hearing that this process is to end.
+"""Detects that this process is preempted.
 
-A scheduler sends SIGTERM some seconds before SIGKILL (30 s on Google Cloud and in Kubernetes). The notice only remembers
-it; ``maybe_save`` with ``SaveOnPreemption`` does the rest: all processes agree on one step, save it, and ``should_stop``
-tells the loop to leave.
+A scheduler sends SIGTERM some seconds before SIGKILL (30 s on Google Cloud and in Kubernetes). The notice only records the
+signal. ``maybe_save`` with ``SaveOnPreemption`` acts on it: all processes agree on one step and save it, and ``should_stop``
+becomes true.
 """
 
 from __future__ import annotations
@@ -20,51 +20,48 @@ __all__ = ['PreemptionNotice']
 
 
 class PreemptionNotice:
-    """Remembers that one of the signals came; pass it to ``Checkpointer(preempted=...)``.
+    """Records that the process received a signal; pass it to ``Checkpointer(preempted=...)``.
 
-    Use it as a context manager in the main thread, where Python delivers signals, and after
-    ``jax.distributed.initialize``, which sets a handler of its own. A handler in Python that was there before is called,
-    too; at the end it is put back.
+    Use it as a context manager in the main thread, where Python delivers signals, and after ``jax.distributed.initialize``, which
+    installs a handler, too. A previous handler in Python is still called, and is reinstalled at the end.
     """
 
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM,)):
-        """Names the signals; nothing is installed before ``with``."""
+        """Takes the signals; ``__enter__`` installs the handlers."""
         self._signals = tuple(signals)
         if not self._signals:
-            raise ValueError(
-                'PreemptionNotice: no signal is named, so none would be heard. Leave signals out for SIGTERM.'
-            )
-        self._before: dict[int, Any] = {}
-        self._came = False
-        self._is_deaf = True
+            raise ValueError('PreemptionNotice: signals is empty. Leave it out for SIGTERM.')
+        self._previous: dict[int, Any] = {}
+        self._received = False
+        self._warns = True
 
     def __call__(self) -> bool:
-        """Whether a signal came."""
-        if self._is_deaf:
-            self._is_deaf = False
+        """Whether a signal was received."""
+        if self._warns:
+            self._warns = False
             warn_caller(
                 NoEffectWarning(
-                    'PreemptionNotice hears no signal before it is entered. Write: with PreemptionNotice() as notice: ...'
+                    'PreemptionNotice receives no signals before it is entered. Write: with PreemptionNotice() as notice: ...'
                 )
             )
-        return self._came
+        return self._received
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError('PreemptionNotice: signals reach the main thread alone, enter it there.')
-        self._is_deaf = False
+            raise RuntimeError('PreemptionNotice must be entered in the main thread, where Python delivers signals.')
+        self._warns = False
         for number in self._signals:
-            self._before[number] = signal.signal(number, self._hear)
+            self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            # None was a handler not of Python's, which nobody can put back.
-            signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before = {}
+        for number, previous in self._previous.items():
+            # None stands for a handler that Python did not install and cannot reinstall.
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous = {}
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
-        before = self._before.get(number)
-        if callable(before):
-            before(number, frame)
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)

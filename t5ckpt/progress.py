@@ -1,4 +1,4 @@
-"""A progress line for saves and restores: bytes, seconds, rate and what is left.
+"""A progress line for saves and restores: bytes, seconds, rate and remaining time.
 
 Off by default, since a training loop has its own log; the command line turns it on.
 """
@@ -26,21 +26,21 @@ class Meter:
         self._done = 0
 
     def add(self, nbytes: int) -> None:
-        """Some more are done."""
+        """Adds ``nbytes`` to the bytes done and calls the callback."""
         self._done += nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)
 
 
 class ProgressReporter:
-    """Writes one line, over and over: ``save 512.0 MB of 2.9 GB (17 %), 1.2 s, 426.7 MB/s, 5.7 s left``.
+    """Updates one line: ``save 512.0 MB of 2.9 GB (17 %), 1.2 s, 426.7 MB/s, 5.7 s left``.
 
-    Pass it as ``progress=`` to a Checkpointer. A new operation begins when the bytes done go down.
+    Pass it as ``progress=`` to a Checkpointer. A decrease of the bytes done marks a new operation.
 
     Args:
       label: the first word of the line.
-      stream: where to write; standard error by default.
-      every: seconds between two lines.
+      stream: the output; standard error by default.
+      every: seconds between two updates.
       clock: seconds from any origin.
 
     Notes: safe from the thread of a background save; writes at most every ``every`` seconds, and at the end.
@@ -59,7 +59,7 @@ class ProgressReporter:
         self._written = float('-inf')
 
     def __call__(self, done: int, total: int) -> None:
-        """Takes the bytes done so far and in all."""
+        """Updates the line for the bytes done so far and in all."""
         with self._guard:
             now = self._clock()
             if self._last_done < 0 or done < self._last_done:

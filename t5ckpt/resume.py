@@ -57,44 +57,41 @@ OPTIMIZER = r'(state/param_states|opt_state)/.*'
 """The optimizer's state in them; a pattern for ``WarmStart.leave``."""
 
 
-# What to do about a difference, in options of WarmStart; restore_or_init does not take those of Checkpointer.restore.
+# Cures with the options of WarmStart, since restore_or_init does not take those of Checkpointer.restore.
 _WARM_CURES = {
     'dtype': 'A cast between kinds is never made silently: name the leaf in WarmStart(leave=...), or change the template.',
-    'missing': "WarmStart(missing='init') takes leaves that are new from init_fn.",
+    'missing': "WarmStart(missing='init') takes new leaves from init_fn.",
     'shape': 'WarmStart(resize=...) pads with zeros or truncates; WarmStart(leave=...) takes the leaf from init_fn.',
-    'unexpected': "WarmStart(strict='contains') leaves out what the template has no place for.",
+    'unexpected': "WarmStart(strict='contains') leaves out leaves that the template lacks.",
     'rename': 'WarmStart(rename=[{rule}])',
 }
-# The run goes on from its own checkpoint whole. A changed model is a new run.
+# A run continues only from its complete state. A changed model is a new run.
 _OWN_CURES = {
     'rename': 'initial_checkpoint=WarmStart(the old directory, rename=[{rule}]), in a new directory',
     **dict.fromkeys(
         ('dtype', 'missing', 'shape', 'unexpected'),
-        'To go on with a changed model, start a run in a new directory with initial_checkpoint=WarmStart(the old directory, '
-        "...): missing='init', leave=, resize=, rename= and strict='contains' say what is taken.",
+        'To continue with a changed model, start a run in a new directory with initial_checkpoint=WarmStart(the old directory, '
+        "...). Its options missing='init', leave=, resize=, rename= and strict='contains' select the leaves.",
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-    r"""What to take from another run's checkpoint; the rest of the state comes from ``init_fn``.
+    r"""The leaves to take from another run's checkpoint; the others come from ``init_fn``.
 
-    Patterns are matched with the whole name of a leaf of the template, ``'params/dense/kernel'``.
+    Patterns, text or compiled, are matched with the whole name of a leaf of the template, ``'params/dense/kernel'``.
 
     Attributes:
       path: a run's directory, a step's directory or a manifest.
-      step: which step, where ``path`` is a run's directory; None takes the latest.
+      step: which step, if ``path`` is a run's directory; None takes the latest.
       take: leaves that come from the checkpoint.
-      leave: leaves that do not, although ``take`` names them.
-      rename: (pattern, replacement) in order, as in ``apply_assignment_map``: where a leaf of the template has another name
-        in the checkpoint. Averaged weights instead of the trained ones: ``((r'params/(.*)', r'ema/\1'),)``.
-      missing: 'error', or 'init': a leaf that ``take`` names and the checkpoint lacks comes from ``init_fn``.
-      strict: as in ``Checkpointer.restore``, for what is taken of this source; the other leaves are not compared. Of several
-        sources in a row each is held to its own ``strict``.
+      leave: leaves that do not, although ``take`` matches them.
+      rename: (pattern, replacement) in order, as in ``apply_assignment_map``: the names in the checkpoint of leaves of the
+        template. Averaged weights instead of the trained ones: ``((r'params/(.*)', r'ema/\1'),)``.
+      missing: for leaves that ``take`` matches and the checkpoint lacks: 'error', or 'init' to take them from ``init_fn``.
+      strict: as in ``Checkpointer.restore``, for the leaves that come from this source.
       resize: as in ``Checkpointer.restore``.
-
-    A pattern is text or compiled.
     """
 
     path: str | os.PathLike[str]
@@ -108,7 +105,7 @@ class WarmStart:
 
     def __post_init__(self) -> None:
         if self.missing not in ('error', 'init'):
-            raise ValueError(f"missing is 'error' or 'init', got {self.missing!r:.40}.")
+            raise ValueError(f"missing must be 'error' or 'init', got {self.missing!r:.40}.")
         given_step(self.step)
         for field, pattern in (('take', self.take), ('leave', self.leave)):
             check_patterns(() if pattern is None else (pattern,), f'WarmStart: {field}')
@@ -116,27 +113,27 @@ class WarmStart:
         is_list = isinstance(rules, Sequence) and not isinstance(rules, str)
         if not is_list or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
             raise ValueError(
-                'WarmStart: rename is a list of (name in the template, name in the checkpoint), such as '
+                'WarmStart: rename must be a list of (name in the template, name in the checkpoint), such as '
                 f"[('params/(.*)', r'ema/\\1')], got {rules!r:.80}."
             )
         check_patterns((pattern for pattern, _ in rules), 'WarmStart: rename')
 
     @property
     def place(self) -> str:
-        """The path to restore from; with ``step`` it is looked up, without storage options.
+        """The path to restore from; with ``step`` it is resolved, without storage options.
 
         Raises:
-          CheckpointNotFoundError: the run has no such step.
+          CheckpointNotFoundError: the run does not have this step.
         """
         return os.fspath(self.path) if self.step is None else find_checkpoint(self.path, self.step)
 
     def is_taken(self, name: str) -> bool:
-        """Whether a leaf of the template is to come from the checkpoint."""
+        """Whether ``take`` and ``leave`` select a leaf of the template."""
         left = self.leave is not None and leaf_pattern(self.leave).fullmatch(name) is not None
         return leaf_pattern(self.take).fullmatch(name) is not None and not left
 
     def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
-        """The checkpoint's state with the template's names, and only what is taken; a restore transform."""
+        """A restore transform: renames the checkpoint's leaves to the template's, and keeps only those that are taken."""
         if self.rename:
             may_lack = self.missing == 'init'
             state_dict = assigned(state_dict, target_state_dict, self.rename, wanted=self.is_taken, may_lack=may_lack)
@@ -155,28 +152,28 @@ def restore_or_init(
 ) -> Any:
     """Returns the state to continue from: the run's latest checkpoint, that of another run, or a new state.
 
-    Every process of the job calls it. ``checkpointer.restored_step`` is then the step that was restored, or None where
-    the run had none.
+    Every process of the job calls it. Afterwards ``checkpointer.restored_step`` is the step that was restored, or None if the run
+    had none.
 
     Args:
-      checkpointer: the run's.
-      init_fn: makes a new state; called only if something of it is needed.
-      fallback: 'older': a checkpoint that cannot be read is reported and the next older one is used. None: an error.
-      initial_checkpoint: another run's, for the start of this one; not looked at when this one has a checkpoint. Of several in
-        a row each fills the leaves that those before it have left.
+      checkpointer: of the run.
+      init_fn: makes a new state; called only if a leaf of it is needed.
+      fallback: 'older' reports a checkpoint that cannot be read and restores the next older one; None raises the error.
+      initial_checkpoint: a checkpoint of another run, or several, to start from; ignored if this run has a checkpoint. Each of
+        several provides the leaves that those before it lack.
       strict: as in ``Checkpointer.restore``, for the run's own checkpoints.
       donate: as in ``Checkpointer.restore``.
 
     Raises:
       CorruptCheckpointError: the run has checkpoints and none of them can be read.
-      TreeMismatchError: the checkpoint is not of this template.
+      TreeMismatchError: checkpoint and template differ.
     """
     if init_fn is not None and not callable(init_fn):
         raise ValueError(
-            f'init_fn is a function that makes the state, got a {type(init_fn).__name__}. Pass lambda: state.'
+            f'init_fn must be a function that makes the state, got a {type(init_fn).__name__}. Pass lambda: state.'
         )
     if fallback not in ('older', None):
-        raise ValueError(f"fallback is 'older' or None, got {fallback!r:.40}.")
+        raise ValueError(f"fallback must be 'older' or None, got {fallback!r:.40}.")
     steps: list[int] = checkpointer.agree('restore_or_init', None, lambda _: checkpointer.all_steps())
     failed: dict[int, str] = {}
     for step in reversed(steps):
@@ -198,7 +195,7 @@ def restore_or_init(
         _log.error('t5ckpt: step %d cannot be restored, looking for an older one: %s', step, error)
     if failed:
         raise CorruptCheckpointError(
-            f'{checkpointer.checkpoints_dir}: none of the steps {sorted(failed)} can be restored; the log says why. Repair '
+            f'{checkpointer.checkpoints_dir}: none of the steps {sorted(failed)} can be restored; the log has the errors. Repair '
             'one, or move them away to start anew.'
         )
     _warn_of_unread(checkpointer)
@@ -208,7 +205,7 @@ def restore_or_init(
         [initial_checkpoint] if isinstance(initial_checkpoint, (str, os.PathLike, WarmStart)) else [*initial_checkpoint]
     )
     if not given:
-        raise ValueError('initial_checkpoint is empty: pass a path or a WarmStart in it, or None.')
+        raise ValueError('initial_checkpoint is empty. Pass a path, a WarmStart, a list of these, or None.')
     warm = [source if isinstance(source, WarmStart) else WarmStart(source) for source in given]
     try:
         return _warm_start(checkpointer, init_fn, warm, donate)
@@ -217,7 +214,7 @@ def restore_or_init(
 
 
 def _warn_of_unread(checkpointer: Checkpointer) -> None:
-    """Says that a run which starts anew has the directory of another one, before it is mistaken for the first start."""
+    """Warns if a new run starts in a directory with steps that t5ckpt does not read."""
     text: str | None = checkpointer.agree('a new run', None, lambda _: unread_contents(checkpointer.storage))
     if text is not None:
         where = checkpointer.checkpoints_dir
@@ -225,8 +222,8 @@ def _warn_of_unread(checkpointer: Checkpointer) -> None:
 
 
 def _kind(error: T5CkptError) -> str:
-    """What a failed restore says of the checkpoint, in one process."""
-    # A file where the directory of an array should be is damage, too.
+    """Classifies the error of a failed restore, in one process."""
+    # A file in place of the directory of an array is damage, too.
     if isinstance(error, (CorruptCheckpointError, NotADirectoryStorageError)):
         return 'corrupt'
     if isinstance(error, RemoteError):
@@ -235,13 +232,13 @@ def _kind(error: T5CkptError) -> str:
 
 
 def _verdict(kinds: Sequence[str]) -> str:
-    """What it says of the checkpoint for all: a remote error repeats what another process has said."""
+    """Merges the classes of all processes; a remote error repeats the error of another process."""
     known = set(kinds) - {'remote'}
     return 'other' if not known or 'other' in known else 'corrupt' if 'corrupt' in known else 'format'
 
 
 def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
-    """Renames what is damaged. What another program or a newer version wrote stays, and so does what is pinned."""
+    """Renames damaged steps, except those that are pinned or that another program or a newer version wrote."""
     storage = checkpointer.storage
     others = {each.step: each.name for each in listing(storage).steps if not each.is_t5x} if failed else {}
     for step, kind in failed.items():
@@ -252,19 +249,19 @@ def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
             or not storage.renames
             or storage.kind(join(directory, PINNED)) is not None
         ):
-            _log.warning('t5ckpt: %s stays, and so this run cannot save that step again', storage.url(directory))
+            _log.warning('t5ckpt: %s is not renamed, so this run cannot save that step again', storage.url(directory))
             continue
         try:
             aside = renamed(storage, directory, functools.partial(damaged_dir, step), time.time)
         except T5CkptError as error:
-            _log.warning('t5ckpt: could not put %s aside: %s', storage.url(directory), error)
+            _log.warning('t5ckpt: could not rename %s: %s', storage.url(directory), error)
         else:
             _log.error('t5ckpt: %s is damaged and was renamed to %s', storage.url(directory), storage.url(aside))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What one source gives to the state: its leaves there, and those that it should give and lacks."""
+    """The leaves of the template that one source provides, and those that it should provide but lacks."""
 
     warm: WarmStart
     found: frozenset[Path]
@@ -272,7 +269,7 @@ class _Share:
     before: frozenset[Path]
 
     def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
-        """The checkpoint's state without what the sources before this one have given."""
+        """``WarmStart.transform`` without the leaves of the sources before this one."""
         table = flatten_nested(self.warm.transform(state_dict, target_state_dict), is_spec)
         return unflatten({path: _value(leaf) for path, leaf in table.items() if path not in self.before})
 
@@ -292,7 +289,7 @@ def _warm_start(
         given |= shares[-1].found
     asked = given.union(*(share.lacking for share in shares))
     from_init = [path for path in template if path not in asked]
-    # Another run's position in the data means nothing here, so no restore moves the iterator.
+    # Another run's position in the data does not apply to this run, so no restore changes the iterator.
     values: LeafTable = {}
     *earlier, last = shares
     for share in earlier:
@@ -326,20 +323,20 @@ def _new_state(init_fn: Callable[[], Any] | None) -> Any:
     state = None if init_fn is None else init_fn()
     if state is None:
         what = 'init_fn is None' if init_fn is None else 'init_fn returned None'
-        raise ValueError(f'{what}, and a new state is needed. Pass a function that returns the state.')
+        raise ValueError(f'{what}, but a new state is needed. Pass a function that returns the state.')
     return state
 
 
 def _found(checkpointer: Checkpointer, warm: WarmStart) -> str:
-    """The path of a source; a step of a run is looked up once, so that all processes read the same."""
+    """The path of a source; a step of a run is resolved once, so that all processes read the same one."""
     return os.fspath(warm.path) if warm.step is None else checkpointer.open_elsewhere(warm.path, warm.step).path
 
 
 def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, before: frozenset[Path]) -> _Share:
-    """Which leaves a source gives, after those before it.
+    """Determines the leaves that a source provides, in addition to the sources before it.
 
     Raises:
-      ValueError: a pattern names nothing, or the source gives nothing of what the sources before it have left.
+      ValueError: a pattern matches no leaf, or the source provides no leaf that the sources before it lack.
     """
     held: list[str] = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.place)))
     found = warm.transform(_names(held), unflatten({path: _value(leaf) for path, leaf in template.items()}))
@@ -350,26 +347,26 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, bef
     lacking = [path for path in template if path in free - share and warm.is_taken(leaf_name(path))]
     if lacking and warm.missing == 'init':
         names = some_of([leaf_name(path) for path in lacking], 5)
-        _log.info("t5ckpt: %s lacks %s, which missing='init' leaves to other sources and init_fn", warm.place, names)
+        _log.info("t5ckpt: %s lacks %s; missing='init' takes them from other sources or init_fn", warm.place, names)
         lacking = []
     if not share and (before or not lacking):
         cure = 'Narrow take= of those' if before else 'Correct take=, leave= and rename='
-        left = ' that the sources before it have left' if before else ''
+        left = ' that the sources before it lack' if before else ''
         raise ValueError(
-            f'initial_checkpoint: {warm.place} gives no leaf of the template{left}. {cure}, or leave this source out.'
+            f'initial_checkpoint: {warm.place} provides no leaf of the template{left}. {cure}, or leave this source out.'
         )
     return _Share(warm, share, frozenset(lacking), before)
 
 
 def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
-    """Raises for a pattern that matches nothing, since the run would silently start from other weights than intended."""
-    # Without an optimizer there is nothing of it to leave.
+    """Raises ValueError for a pattern without a match, since the run would start from other weights than intended."""
+    # OPTIMIZER may match nothing, since a state may lack an optimizer.
     leave = None if warm.leave == OPTIMIZER else warm.leave
     for field, pattern in (('take', warm.take), ('leave', leave)):
         if pattern is not None and not any(leaf_pattern(pattern).fullmatch(name) for name in names):
             near = next((name for name in names if leaf_pattern(pattern).match(name)), None)
             hint = (
-                f'; it begins {near}: {field}={leaf_pattern(pattern).pattern + ".*"!r} names that'
+                f'; it matches only the beginning of {near}, so pass {field}={leaf_pattern(pattern).pattern + ".*"!r}'
                 if near is not None
                 else ''
             )
@@ -380,7 +377,7 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
 
 
 def _names(held: Sequence[str]) -> dict[str, Any]:
-    """The checkpoint's leaves by name, as a state dict; a '/' in a key is written with a backslash there."""
+    """A state dict whose leaves are their names in the checkpoint."""
     return unflatten({path_of(name): name for name in held})
 
 

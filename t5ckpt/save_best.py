@@ -1,4 +1,4 @@
-"""T5X's SaveBestCheckpointer: a Checkpointer whose keep policy looks at a metric, and nothing else."""
+"""T5X's SaveBestCheckpointer: a Checkpointer with the keep policy KeepBest."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ['SaveBestCheckpointer']
 
 
 class SaveBestCheckpointer(Checkpointer):
-    """Keeps the ``keep`` best checkpoints by a metric, and besides always the latest. Signature as in T5X.
+    """Keeps the ``keep`` best checkpoints by a metric, in addition to the latest. The signature is T5X's.
 
-    The metric comes from TensorBoard's event files below ``checkpoints_dir``, or from ``save(..., metrics={...})``,
-    which counts where both have it. Neither TensorFlow nor TensorBoard need be installed.
+    The metric comes from ``save(..., metrics={...})`` or else from TensorBoard's event files in ``checkpoints_dir``. Neither
+    TensorFlow nor TensorBoard has to be installed.
 
     Args:
-      train_state: this and the next three as for ``Checkpointer``, and so are all keywords that are not named here.
+      train_state: as for ``Checkpointer``.
       partitioner: T5X's.
       checkpoints_dir: the run's directory.
-      dataset_iterator: the data.
-      keep: how many of the best stay; None keeps all.
-      metric_name_to_monitor: ``{run}/{tag}``: the event files lie in ``{run}`` below the run's directory.
-      metric_mode: ``'max'`` or ``'min'``: which values are best. NaN never is; of equal ones the newer.
-      keep_checkpoints_without_metrics: steps that have no metric stay; if False they go first, the oldest before.
-      force_keep_period: steps that it divides stay, and take no slot.
+      dataset_iterator: as for ``Checkpointer``.
+      keep: the number of best checkpoints; None keeps all.
+      metric_name_to_monitor: ``{run}/{tag}``; the event files are in ``{run}`` in the run's directory.
+      metric_mode: ``'max'`` or ``'min'``. NaN is never best; of equal values the newer one is better.
+      keep_checkpoints_without_metrics: keeps steps without the metric; if False they are deleted first, the oldest before others.
+      force_keep_period: keeps multiples of it in addition.
       **options: of ``Checkpointer``.
     """
 
@@ -52,7 +52,7 @@ class SaveBestCheckpointer(Checkpointer):
     ):
         check_metric_name(metric_name_to_monitor)
         check_metric_mode(metric_mode)
-        # T5X takes a period of 0 for none.
+        # In T5X, 0 stands for no period.
         period = None if force_keep_period == 0 else force_keep_period
 
         def policy_of(count: int | None) -> KeepPolicy:
@@ -85,5 +85,5 @@ class SaveBestCheckpointer(Checkpointer):
         )
         self._policy_of_keep = policy_of
         self._keep = keep
-        # Also with keep=None, where the policy looks at no metric.
+        # Also with keep=None, when the policy compares no metric.
         self._monitored = ((metric_name_to_monitor, metric_mode),)

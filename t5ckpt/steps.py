@@ -1,9 +1,8 @@
-"""Finding and listing checkpoints, and pinning them.
+"""Finds, lists and pins checkpoints, with T5X's signatures (t5x/checkpoints.py, checkpoint_utils.py).
 
-A step is listed if and only if it can be restored: its directory holds the manifest, which is written last, and the
-manifest is whole (one of up to 64 MiB is walked through to its end, a larger one is taken to be); or it is in a layout of
-Orbax or Flax, see ``catalog/layouts.py``. On object stores ``catalog/step_index.py`` knows the steps.
-Signatures are T5X's (t5x/checkpoints.py, checkpoint_utils.py).
+A step is listed if and only if it can be restored: either its directory has a complete manifest, which is written last, or it is
+in a layout of Orbax or Flax (``catalog/layouts.py``). Manifests above 64 MiB are not read, and count as complete. On object
+stores, ``catalog/step_index.py`` lists the steps.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ __all__ = [
 def get_checkpoint_dir(
     checkpoints_dir: str | os.PathLike[str], step: int, step_format_fixed_length: int | None = None
 ) -> str:
-    """The directory of a step, ``<checkpoints_dir>/checkpoint_<step>``; nothing is looked up.
+    """The directory of a step, ``<checkpoints_dir>/checkpoint_<step>``, which need not exist.
 
     Args:
       checkpoints_dir: the run's directory.
       step: its number.
-      step_format_fixed_length: pads the number with zeros to so many digits, as in T5X. Neither writes such a directory;
-        both list it.
+      step_format_fixed_length: pads the number with zeros to this many digits, as in T5X. T5X and t5ckpt list such directories,
+        but do not write them.
     """
     name = step_dir(integer('step', step), step_format_fixed_length or 0)
     return os.path.join(os.fspath(checkpoints_dir), name)
@@ -77,7 +76,7 @@ def all_steps(
 def latest_step(
     checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> int | None:
-    """The largest complete step, or None when there is none. Step 0 is a step.
+    """The largest complete step, or None if there is none. Step 0 is a step.
 
     On an object store with markers of its steps, one that another tool has added since may need :func:`reindex_steps` first,
     see docs/storage.md.
@@ -107,19 +106,19 @@ def find_checkpoint(
 ) -> str:
     """The path of a checkpoint's manifest file.
 
-    On an object store with markers of its steps, one that another tool has added since is taken as the latest only after
-    :func:`reindex_steps`, see docs/storage.md. One that is asked for by its number is always found.
+    On an object store with markers of its steps, one that another tool has added since counts as the latest only after
+    :func:`reindex_steps`, see docs/storage.md. A step that is requested by its number is always found.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file itself.
-      step: which step, where ``path`` is a run's directory; None takes the latest. For a file it has no meaning, as in T5X.
+      step: which step, if ``path`` is a run's directory; None takes the latest. Ignored for a file, as in T5X.
       storage_options: see docs/storage.md.
 
     Returns:
-      The manifest's path. For an Orbax directory, which has no such file, the directory.
+      The manifest's path; for an Orbax directory, which has no manifest, the directory.
 
     Raises:
-      CheckpointNotFoundError: with what is there instead.
+      CheckpointNotFoundError: no checkpoint; the message lists the contents of the directory.
     """
     parent, name = split_path(path)
     if step is not None and name and open_storage(parent, storage_options).is_file(name):
@@ -133,7 +132,7 @@ def find_checkpoint(
 def pin_checkpoint(
     ckpt_dir: str | os.PathLike[str], txt: str = '1', *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Marks a step's directory as never to be deleted by retention, with a file ``PINNED`` (T5X's name).
+    """Pins a step with a file ``PINNED`` (T5X's name) in its directory, so that retention never deletes it.
 
     Args:
       ckpt_dir: the step's directory; it must exist.
@@ -142,7 +141,7 @@ def pin_checkpoint(
 
     Raises:
       CheckpointNotFoundError: it is not a checkpoint.
-      UnsupportedFormatError: it is in the layout of Orbax or Flax, into whose steps nothing is written.
+      UnsupportedFormatError: it is in the layout of Orbax or Flax, to which t5ckpt writes nothing.
     """
     storage = open_storage(ckpt_dir, storage_options)
     parent, name = split_path(ckpt_dir)
@@ -150,15 +149,15 @@ def pin_checkpoint(
     layout = found.layout if found is not None and not found.is_t5x else ORBAX if is_orbax(storage, '') else None
     if layout is not None:
         cure = (
-            'Its keep policies leave such a step alone, pinned or not. To pin the values, '
+            'Keep policies never delete such a step. To pin the values, '
             f"write them in T5X's format (t5ckpt.convert.convert_checkpoint({layout!r}, path, directory)) and pin that step."
         )
-        raise other_layout(storage.url().rstrip('/'), layout, 'into which t5ckpt writes nothing', cure)
+        raise other_layout(storage.url().rstrip('/'), layout, 'to which t5ckpt does not write', cure)
     pin_at(storage, txt)
 
 
 def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Takes the mark away; nothing happens when there is none.
+    """Unpins a step; does nothing if it is not pinned.
 
     Args:
       ckpt_dir: the step's directory.
@@ -168,7 +167,7 @@ def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mappi
 
 
 def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a step's directory is marked.
+    """Whether a step is pinned.
 
     Args:
       ckpt_dir: the step's directory.

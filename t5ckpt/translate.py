@@ -1,4 +1,4 @@
-"""Which leaf of a checkpoint feeds which leaf of a model, and which is left out."""
+"""Maps the names of a checkpoint's leaves to those of a template."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Rule: TypeAlias = Callable[..., tuple[str | None, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """What became of a checkpoint.
+    """The result of a translation.
 
     Attributes:
-      leaves: new key to value.
-      mapped: old key to new key.
+      leaves: from the new key to the value.
+      mapped: from the old key to the new key.
       dropped: old keys that a rule left out.
     """
 
@@ -38,7 +38,7 @@ class Translation:
 
 
 class CheckpointTranslator:
-    r"""Rules from the keys of one checkpoint to those of another (t5x/checkpoint_importer.py, of the same name).
+    r"""Rules that translate the keys of a checkpoint (the class of the same name in t5x/checkpoint_importer.py).
 
         rules = CheckpointTranslator()
 
@@ -46,14 +46,15 @@ class CheckpointTranslator:
         def norm(options, key, value, block):
             return f'target/encoder/layers_{int(block)}/norm/scale', value
 
-    The first rule whose pattern matches a key whole decides. Every key needs a rule, and no two keys may become one.
+    The first rule whose pattern matches the whole key applies. Every key needs a rule, and two keys must not get the same new
+    key.
     """
 
     def __init__(self) -> None:
         self.rules: list[tuple[re.Pattern[str], Rule]] = []
 
     def add(self, pattern: str) -> Callable[[Rule], Rule]:
-        """A decorator that makes a function the rule for the keys that ``pattern`` matches whole."""
+        """A decorator that registers a rule for the keys that ``pattern`` matches as a whole."""
         compiled = leaf_pattern(pattern)
 
         def register(rule: Rule) -> Rule:
@@ -63,14 +64,14 @@ class CheckpointTranslator:
         return register
 
     def apply(self, flatdict: Mapping[str, Any], **opts: Any) -> dict[str, Any]:
-        """Translates a flat dict; ``opts`` go to the rules. See :meth:`translate`."""
+        """Translates a flat dict; ``opts`` are passed to the rules. See :meth:`translate`."""
         return self.translate(flatdict, **opts).leaves
 
     def translate(self, flatdict: Mapping[str, Any], **opts: Any) -> Translation:
         """Translates a flat dict.
 
         Raises:
-          TreeMismatchError: keys without a rule, or several keys that became one; all of them are named.
+          TreeMismatchError: keys without a rule, or several keys with the same new key; the message names all of them.
         """
         leaves: dict[str, Any] = {}
         became: dict[str, str | None] = {}
@@ -113,25 +114,25 @@ def apply_assignment_map(
     *,
     is_resuming: bool = False,
 ) -> Mapping[str, Any]:
-    r"""Renames the leaves of a checkpoint's state to those of a model (T5X, state_utils.apply_assignment_map).
+    r"""Renames the leaves of a checkpoint's state to those of a template (T5X, state_utils.apply_assignment_map).
 
-    For every leaf name of the template the first rule whose pattern matches it whole decides: its replacement, with
-    ``\1`` for groups, names the leaf of the checkpoint, or None leaves the template's leaf out. A leaf of the checkpoint
-    may feed several leaves of the template. Leaves that no rule names keep their names.
+    For each leaf of the template, the first rule whose pattern matches the whole name applies. Its replacement, with ``\1`` for
+    groups, is the name in the checkpoint; None leaves the leaf out. Several leaves of the template may come from one leaf of the
+    checkpoint. Leaves without a rule keep their names.
 
     Args:
       ckpt_optimizer_state: the checkpoint's state, nested dicts; spec dicts are leaves.
       optimizer_state: the template's state.
       assignment_map: (pattern, replacement or None), in order. A pattern is text or compiled.
       require_all_rules_match: whether a pattern that matches nothing is an error.
-      is_resuming: True returns the state as it is, for the restart of a run that has been mapped before.
+      is_resuming: True returns the state as it is, for the restart of a run whose state was mapped before.
 
     Returns:
       The new state.
 
     Raises:
       MissingLeaves: a rule names a leaf that the checkpoint lacks.
-      TreeMismatchError: a rule matched nothing.
+      TreeMismatchError: a rule matches nothing.
     """
     if is_resuming:
         return ckpt_optimizer_state
@@ -146,17 +147,17 @@ def assigned(
     wanted: Callable[[str], bool] | None = None,
     may_lack: bool = False,
 ) -> Mapping[str, Any]:
-    """As :func:`apply_assignment_map`, for those leaves of the template that are ``wanted``.
+    """Applies rules as :func:`apply_assignment_map` does, only to the leaves of the template that are ``wanted``.
 
-    Of the others nothing is said, and of the wanted ones only that a rule leads to nothing: the caller knows what to do with
-    leaves that are missing. With ``may_lack`` such a rule leaves out the template's leaf.
+    Leaves that the checkpoint lacks are not reported, since the caller handles them, unless a rule names them. With ``may_lack``,
+    a rule that names a leaf that the checkpoint lacks leaves it out.
     """
     held, template = _flatten(ckpt_optimizer_state), _flatten(optimizer_state)
     source, unused = _apply_rules(held, template, assignment_map, wanted, may_lack)
     if unused and require_all_rules_match:
         where = 'the assignment map' if wanted is None else 'WarmStart(rename=...)'
         raise TreeMismatchError(
-            f'the patterns {unused} of {where} match no leaf of the template that earlier rules leave; it has '
+            f'the patterns {unused} of {where} match no leaf of the template that earlier rules do not match; it has '
             f'{_some(template)}. A rule is (name in the template, name in the checkpoint): correct it or leave it out.'
         )
     moved = {old for new, old in source.items() if old is not None and old != new}
@@ -166,9 +167,9 @@ def assigned(
 
 
 def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leaves out what the template has no place for (T5X, state_utils.intersect_state).
+    """Leaves out the leaves that the template lacks (T5X, state_utils.intersect_state).
 
-    Pass it in ``state_transformation_fns`` of a restore. A warning in the log names what was left out.
+    Pass it in ``state_transformation_fns`` of a restore. A warning in the log names the leaves that were left out.
 
     Args:
       state_dict: the checkpoint's state, nested dicts; spec dicts are leaves.
@@ -178,7 +179,7 @@ def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping
       The leaves of the checkpoint whose names the template has, too.
     """
     held, template = _flatten(state_dict), _flatten(intersect_state_dict)
-    # None and empty containers are not a place for an array, as everywhere in a restore.
+    # As in a restore, None or an empty container in the template does not match an array.
     places = {name for name, leaf in template.items() if not _is_nothing(leaf) or _is_nothing(held.get(name))}
     dropped = [name for name in held if name not in places]
     if dropped:
@@ -198,7 +199,7 @@ def _apply_rules(
     wanted: Callable[[str], bool] | None,
     may_lack: bool,
 ) -> tuple[dict[str, str | None], list[str]]:
-    """For each leaf of the template its source, None where a rule drops it; and the patterns that matched nothing."""
+    """The source of each leaf of the template, None if a rule drops it, and the patterns that matched nothing."""
     compiled = [(leaf_pattern(pattern), replacement) for pattern, replacement in rules]
     unused = {pattern for pattern, _ in compiled}
     source: dict[str, str | None] = {}
@@ -208,7 +209,7 @@ def _apply_rules(
             if name in held:
                 source[name] = name
             elif wanted is None:
-                _log.warning('t5ckpt: %s is in no rule of the assignment map and not in the checkpoint', name)
+                _log.warning('t5ckpt: %s matches no rule of the assignment map and is not in the checkpoint', name)
             continue
         match, replacement = rule
         unused.discard(match.re)
@@ -224,7 +225,7 @@ def _apply_rules(
                 + (f'Near: {", ".join(near)}.' if near else f'It has {_some(held)}.')
             )
     patterns = [pattern for pattern, _ in compiled]
-    # Of two rules with one pattern the first takes all leaves.
+    # Of two rules with the same pattern, the second never applies.
     return source, [each.pattern for i, each in enumerate(patterns) if each in unused or each in patterns[:i]]
 
 
@@ -233,8 +234,8 @@ def _expanded(match: re.Match[str], replacement: str) -> str:
         return match.expand(replacement)
     except (re.error, IndexError) as error:
         raise ValueError(
-            f'the rule ({match.re.pattern!r}, {replacement!r}): the name in the checkpoint is no replacement of this pattern '
-            f'({error}). Give the pattern a group for each \\1 and \\g<name>.'
+            f'the rule ({match.re.pattern!r}, {replacement!r}): the replacement does not fit the pattern ({error}). Give the '
+            'pattern a group for each \\1 and \\g<name>.'
         ) from error
 
 
@@ -264,8 +265,8 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
                 break
         if not isinstance(node, dict) or last in node:
             raise MissingLeaves(
-                f'{name}: another leaf has this name, or one that it begins with, after the assignment map. Give each leaf of '
-                'the template a place of its own.'
+                f'{name}: after the assignment map, another leaf has this name, or a name that is a prefix of it. Give each '
+                'leaf a separate name.'
             )
         node[last] = value
     return root

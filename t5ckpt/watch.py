@@ -1,4 +1,4 @@
-"""New checkpoints as they come: for the job that evaluates what another one trains."""
+"""Iterates over the new checkpoints of a running training, for evaluation jobs."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def checkpoints_iterator(
     every: bool = False,
     hold_seconds: float | None = None,
 ) -> Iterator[int]:
-    """Gives the steps of a run as they come, each complete, ascending and once; waits in between.
+    """Yields each complete step of a run once, in ascending order, and waits for new ones.
 
         for step in checkpoints_iterator('run', timeout=3600, hold_seconds=1800):
             evaluate(checkpointer.restore(step))
 
     Args:
-      directory: the run's; it need not exist yet.
+      directory: of the run; it may be created later.
       after: only larger steps, such as the last one that was evaluated before a restart.
-      timeout: seconds without a new step after which it ends; None waits for ever.
-      poll_seconds: how often it looks.
-      every: gives every step in turn; otherwise the latest, so that a slow evaluation skips some.
-      hold_seconds: keeps the step that was given from being deleted until the next is asked for, or the iterator is
-        closed, but at most so long; needs the right to write into the directory, and a trainer that uses t5ckpt.
+      timeout: ends the iteration after this many seconds without a new step; None waits forever.
+      poll_seconds: the seconds between two listings.
+      every: yields every step; by default only the latest, so that a slow evaluation skips steps.
+      hold_seconds: the duration of a read lease, which keeps the step from being deleted until the next one is requested or the
+        iterator is closed. Needs write permission in the directory, and a trainer that uses t5ckpt.
 
     Raises:
-      StorageError: the directory cannot be listed, or a hold not be written.
+      StorageError: the directory cannot be listed, or the read lease cannot be written.
     """
     if hold_seconds is not None and not hold_seconds > 0:
         raise ValueError(f'hold_seconds must be above 0, got {hold_seconds}.')
@@ -70,14 +70,14 @@ def _steps(
 
 
 def _waiter(timeout: float | None, poll_seconds: float) -> Callable[[bool], bool]:
-    """Waits before the next look; says False when the time is up. Called with whether the last look found something."""
+    """A function that waits before the next listing, given whether the last one found a step; False at the time-out."""
     started: float | None = None
 
     def wait(found: bool) -> bool:
         nonlocal started
         now = time.monotonic()
         if found or started is None:
-            # At once: while the last step was looked at, others may have come.
+            # Without waiting, because new steps may have been saved while the last one was evaluated.
             started = now
             return True
         if timeout is not None and now - started >= timeout:

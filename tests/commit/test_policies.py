@@ -112,8 +112,8 @@ def test_reasons_say_why():
     plan = retention_plan(KeepBest(1, 'm') | KeepEvery(100), facts)
     assert {decision.step: decision.reason for decision in plan} == {
         1: 'm 0.5, among the best 1 (max)',
-        2: 'm 0.25, not among the best 1 (max); no multiple of 100',
-        3: 'm nan, not among the best 1 (max); no multiple of 100',
+        2: 'm 0.25, not among the best 1 (max); not a multiple of 100',
+        3: 'm nan, not among the best 1 (max); not a multiple of 100',
         4: 'pinned',
         5: 'the latest',
     }

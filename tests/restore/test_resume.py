@@ -234,7 +234,7 @@ def test_a_source_that_gives_nothing_is_an_error(tmp_path, options):
     old = {'params': {'dense': {'kernel': jnp.full((64, 128), 5.0)}}, 'ema': {'kernel': jnp.ones(3)}}
     with Checkpointer(old, checkpoints_dir=tmp_path / 'old') as ck:
         ck.save(old, step=1)
-    with pytest.raises(ValueError, match=r'gives no leaf of the template\. Correct take='):
+    with pytest.raises(ValueError, match=r'provides no leaf of the template\. Correct take='):
         start_from(tmp_path / 'run', WarmStart(tmp_path / 'old', **options), {'params': params(0.0)})
 
 
@@ -261,9 +261,9 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
     ('field', 'pattern', 'hint'),
     [
         ('take', 'prams/.*', 'whole names.'),
-        ('take', 'params', "take='params.*' names that"),
+        ('take', 'params', "pass take='params.*'"),
         ('leave', 'optt/.*', 'whole names.'),
-        ('take', re.compile('params'), "take='params.*' names that"),
+        ('take', re.compile('params'), "pass take='params.*'"),
     ],
 )
 def test_a_pattern_that_names_nothing_is_an_error(tmp_path, field, pattern, hint):
@@ -415,7 +415,7 @@ def test_sources_in_a_row_fill_what_is_left(tmp_path, caplog):
     assert '... in the template' not in caplog.text
     # The first source of a leaf counts; what nobody gives is new.
     sources = [tmp_path / 'two', WarmStart(tmp_path / 'two', take='step')]
-    with pytest.raises(ValueError, match='two gives no leaf of the template that the sources before it have left'):
+    with pytest.raises(ValueError, match='two provides no leaf of the template that the sources before it lack'):
         start_from(tmp_path / 'new', sources)
     sources = [WarmStart(tmp_path / 'two', take='params/head/.*'), WarmStart(tmp_path / 'two', take='step')]
     state = start_from(tmp_path / 'new', sources)
@@ -533,7 +533,7 @@ def test_each_source_is_held_to_its_own_strictness_for_what_is_taken_of_it(tmp_p
 def test_a_new_run_without_a_state_is_an_error(tmp_path, init_fn):
     with (
         Checkpointer(train_state(), checkpoints_dir=tmp_path / 'run') as ck,
-        pytest.raises(ValueError, match=r'init_fn (is|returned) None, and a new state is needed'),
+        pytest.raises(ValueError, match=r'init_fn (is|returned) None, but a new state is needed'),
     ):
         restore_or_init(ck, init_fn)
 
@@ -562,6 +562,6 @@ def test_a_replacement_without_its_group_names_the_rule(tmp_path):
     warm = WarmStart(tmp_path / 'old', rename=[('params/.*', r'model/\1')])
     with (
         Checkpointer(train_state(), checkpoints_dir=tmp_path / 'new') as ck,
-        pytest.raises(ValueError, match='no replacement of this pattern'),
+        pytest.raises(ValueError, match='does not fit the pattern'),
     ):
         restore_or_init(ck, train_state, initial_checkpoint=warm)

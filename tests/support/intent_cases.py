@@ -711,7 +711,7 @@ FUNCTIONS: list[Case] = [
     ('KeepEvery', 'steps', ValueError, '0', lambda s, _: t5ckpt.KeepEvery(0)),
     ('KeepEveryHours', 'hours', ValueError, '0', lambda s, _: t5ckpt.KeepEveryHours(0)),
     ('KeepLatest', 'count', ValueError, '0', lambda s, _: t5ckpt.KeepLatest(0)),
-    ('PreemptionNotice', 'signals', ValueError, 'no signal is named', lambda s, _: t5ckpt.PreemptionNotice(())),
+    ('PreemptionNotice', 'signals', ValueError, 'signals is empty', lambda s, _: t5ckpt.PreemptionNotice(())),
     ('PreemptionNotice', 'signals', NoEffectWarning, '^PreemptionNotice ', notice),
     (
         'RepairOptions',

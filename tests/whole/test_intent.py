@@ -568,7 +568,7 @@ def test_a_word_or_a_time_that_means_nothing_is_an_error(run):
 
 
 def test_a_notice_without_a_signal_is_an_error():
-    with pytest.raises(ValueError, match='no signal is named'):
+    with pytest.raises(ValueError, match='signals is empty'):
         t5ckpt.PreemptionNotice(())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 
@@ -22,7 +23,7 @@ from t5ckpt.commit.write_lease import BeingWrittenError, acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, parse_leftover, step_dir
 from t5ckpt.policies import HELD, Decision
 from t5ckpt.storage import Storage
 
@@ -58,6 +59,7 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
     try:
         if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
             return None
+        _drop_replacements(storage, step, clock)
         doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
         if even_pinned or not is_pinned(storage, doomed):
             return Hidden(doomed, step)
@@ -70,6 +72,21 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
         return None
     finally:
         lease.release()
+
+
+def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:
+    """Keeps garbage collection from bringing back, once the step is gone, what a writer left that died over a replacement."""
+    for entry in storage.entries():
+        leftover = parse_leftover(entry.name)
+        if leftover is None or leftover.state != 'replaced' or leftover.step != step:
+            continue
+        lock = storage.try_lock(entry.name)
+        if lock is None:
+            # Its writer lives, and puts it in the place of the step.
+            continue
+        with contextlib.closing(lock):
+            if lock.is_held and not is_pinned(storage, entry.name):
+                renamed_for_deletion(storage, entry.name, step, clock)
 
 
 def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:

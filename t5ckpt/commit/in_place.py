@@ -18,7 +18,7 @@ from t5ckpt.commit.write_lease import BeingWrittenError, WriteLease, acquire_lea
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, step_dir, step_marker
+from t5ckpt.format.names import MANIFEST, PINNED, step_dir, step_marker
 from t5ckpt.storage import Storage
 
 __all__ = ['Hidden', 'collect_in_place', 'hide_in_place', 'remove_in_place', 'remove_step']
@@ -64,6 +64,8 @@ def hide_in_place(
 ) -> Hidden | None:
     """Makes a checkpoint invisible; with ``is_wanted``, asked afterwards with the files that it has, it comes back.
 
+    It is also asked before, with the pin alone: a program that pins a step and knows no leases may do so in between.
+
     Returns:
       What :func:`remove_in_place` is to remove, or None where it came back or has a read lease.
 
@@ -73,11 +75,14 @@ def hide_in_place(
       StorageError: it is being written by somebody, or the store refused, and it is there whole.
     """
     key = join(step_dir(step), MANIFEST)
-    lease = _lease_to_hide(storage, step, clock)
+    try:
+        lease = acquire_lease(storage, step, clock, DELETE)
+    except BeingWrittenError as error:
+        raise StorageError(errno.EBUSY, str(error)) from error
     # Nothing is hidden yet. Afterwards the lease stays where something fails, so that garbage collection looks at the step.
     end = lease.release
     try:
-        if step in lease.read_steps:
+        if step in lease.read_steps or is_wanted([PINNED] if storage.is_file(join(step_dir(step), PINNED)) else []):
             end()
             return None
         try:
@@ -122,17 +127,6 @@ def remove_in_place(storage: Storage, hidden: Hidden, lease: WriteLease) -> None
         lease.close()
         raise
     lease.release()
-
-
-def _lease_to_hide(storage: Storage, step: int, clock: Clock) -> WriteLease:
-    """Acquires the lease of a step to hide it. Waits for another deleter, which needs few requests to hide it."""
-    try:
-        return acquire_lease(storage, step, clock, DELETE)
-    except BeingWrittenError as error:
-        key = join(step_dir(step), MANIFEST)
-        if not storage.is_file(key):
-            raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
-        raise StorageError(errno.EBUSY, str(error)) from error
 
 
 def collect_in_place(storage: Storage, index: Index, clock: Clock, stale_after: float) -> tuple[list[str], Index]:

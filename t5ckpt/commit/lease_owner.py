@@ -17,6 +17,7 @@ __all__ = [
     'DELETE',
     'EXPIRED_REPLACEMENT',
     'MEND',
+    'REPLACE',
     'SAVE',
     'UNKNOWN',
     'Owner',
@@ -32,6 +33,8 @@ SAVE = 'save'
 """The owner writes the step."""
 DELETE = 'delete'
 """The owner is about to hide the step, or removes its files."""
+REPLACE = 'replace'
+"""The owner puts another checkpoint in the place of the step."""
 MEND = 'mend'
 """The owner changes something of the step that no reader needs: garbage collection, and files of data iterators."""
 
@@ -43,8 +46,8 @@ _open_nonces: set[str] = set()
 class Owner:
     """The contents of a write lease: ``place`` names the machine's boot and the container, in which ``pid`` is a process.
 
-    ``host`` is for people alone: machines of one job may all have the same name. ``action`` is one of ``SAVE``, ``DELETE``
-    and ``MEND``. ``replaces``: files of an overwrite in place may have been left, see ``commit/swap.py``.
+    ``host`` is for people alone: machines of one job may all have the same name. ``action`` is one of ``SAVE``, ``DELETE``,
+    ``REPLACE`` and ``MEND``. ``replaces``: files of an overwrite in place may have been left, see ``commit/swap.py``.
     """
 
     nonce: str

@@ -24,7 +24,7 @@ from t5ckpt.errors import AccessDeniedError
 from t5ckpt.format.names import read_lease_file
 from t5ckpt.storage import Storage
 
-__all__ = ['leased_steps', 'read_lease']
+__all__ = ['leased_steps', 'outlives_deleters', 'read_lease']
 
 # A deleter hides a step, or lets it be, within a few requests.
 _DELETER_SECONDS = 5.0
@@ -47,13 +47,16 @@ def read_lease(storage: Storage, step: int, seconds: float, clock: Clock) -> Gen
             'hold_seconds out; a keep policy may then delete the step while it is read.',
         ) from error
     try:
-        yield _stays(storage, step, clock)
+        yield outlives_deleters(storage, step, clock)
     finally:
         storage.delete_file(name)
 
 
-def _stays(storage: Storage, step: int, clock: Clock) -> bool:
-    """Returns whether a step is there and nobody hides it; False where a deleter has not decided after some seconds."""
+def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:
+    """Returns whether a step is there and nobody hides it; False where a deleter has not decided after some seconds.
+
+    To be called after what keeps the step, a read lease or a pin, was written: a later deleter finds that.
+    """
     for has_time in attempts(_DELETER_SECONDS):
         if not is_being_deleted(storage, step, clock):
             return has_step(storage, step)

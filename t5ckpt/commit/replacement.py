@@ -11,7 +11,7 @@ import contextlib
 import logging
 
 from t5ckpt.commit.lease_files import list_leases, live_steps
-from t5ckpt.commit.lease_owner import DELETE
+from t5ckpt.commit.lease_owner import REPLACE
 from t5ckpt.commit.removal import (
     check_known,
     is_pinned,
@@ -68,7 +68,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
 
     with contextlib.ExitStack() as stack:
         # With the lock of the old directory: garbage collection leaves it alone meanwhile.
-        lease = acquire_lease(storage, step, clock, DELETE)
+        lease = acquire_lease(storage, step, clock, REPLACE)
         stack.callback(lease.release)
         if storage.kind(final) is None:
             storage.publish(directory, final)

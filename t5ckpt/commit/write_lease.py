@@ -31,7 +31,6 @@ step that another one has taken over. The clocks of machines that share a run mu
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -46,6 +45,8 @@ from t5ckpt.commit.lease_files import list_leases, live_steps, write_lease_key, 
 from t5ckpt.commit.lease_owner import (
     DELETE,
     EXPIRED_REPLACEMENT,
+    MEND,
+    REPLACE,
     SAVE,
     UNKNOWN,
     Owner,
@@ -53,11 +54,12 @@ from t5ckpt.commit.lease_owner import (
     new_owner,
     read_owner,
 )
+from t5ckpt.core.keys import join
 from t5ckpt.core.polling import attempts
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
-from t5ckpt.errors import T5CkptError
-from t5ckpt.format.names import WriteLeaseName, step_dir
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.format.names import MANIFEST, WriteLeaseName, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.storage import Storage
 
@@ -75,8 +77,8 @@ __all__ = [
 
 TAKE_OVER_SECONDS = 600.0
 _BEAT_SECONDS = 60.0
-# How long to wait for another process that begins or hides the same step, which takes a few requests.
-_RIVAL_SECONDS = 5.0
+# How long to wait for another process that begins or hides the same step, and for one that steps back: a few requests.
+_RIVAL_SECONDS, _STEP_BACK_SECONDS = 5.0, 1.0
 _log = logging.getLogger('t5ckpt')
 
 
@@ -208,15 +210,16 @@ class WriteLease:
     def release(self) -> None:
         """Removes the record, or leaves it expired for garbage collection, and releases the lock."""
         self.stop()
-        with contextlib.closing(self._dir_lock):
-            try:
-                if self.replaces:
-                    self._storage.write(self.key, self._encode(dataclasses.asdict(EXPIRED_REPLACEMENT)))
-                else:
-                    self._storage.delete_file(self.key)
-            except T5CkptError as error:
-                _log.warning('t5ckpt: %s stays for the next save: %s', self.key, error)
-        end_owner(self.nonce)
+        try:
+            if self.replaces:
+                self._storage.write(self.key, self._encode(dataclasses.asdict(EXPIRED_REPLACEMENT)))
+            else:
+                self._storage.delete_file(self.key)
+        except T5CkptError as error:
+            _log.warning('t5ckpt: %s stays for the next save: %s', self.key, error)
+        finally:
+            end_owner(self.nonce)
+            self._dir_lock.close()
 
 
 class _NoLock:
@@ -248,23 +251,26 @@ def acquire_lease(
 
     Raises:
       BeingWrittenError: another process has a lease that has not expired.
+      CheckpointNotFoundError: so it has, and the step that is to be deleted is gone.
     """
     if index is not None:
         owners = _owners(storage, (each for each in index.write_leases if each.step == step))
         owner = _first_live(owners, clock, stale_after)
         if owner is not None and owner.action == SAVE:
             raise BeingWrittenError(_owned_by_other(storage, step, owner))
-    seconds = _RIVAL_SECONDS if action in (SAVE, DELETE) else 0.0
-    for has_time in attempts(seconds):
+    for has_time in attempts(0.0 if action == MEND else _RIVAL_SECONDS):
         try:
-            return _acquire(storage, step, clock, action, stale_after, seconds)
-        except BeingWrittenError:
+            return _acquire(storage, step, clock, action, stale_after)
+        except BeingWrittenError as error:
+            key = join(step_dir(step), MANIFEST)
+            if action == DELETE and not storage.is_file(key):
+                raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
             if not has_time:
                 raise
     raise AssertionError('the last attempt returns or raises')
 
 
-def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after: float, seconds: float) -> WriteLease:
+def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after: float) -> WriteLease:
     lock = storage.try_lock(step_dir(step))
     if lock is None and not storage.renames:
         raise BeingWrittenError(f'{storage.url(step_dir(step))} is being written by another save of this process')
@@ -275,7 +281,7 @@ def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after
         lock.close()
         raise
     try:
-        _await_alone(storage, step, lease, clock, stale_after, seconds)
+        _await_alone(storage, step, lease, clock, stale_after)
     except BaseException:
         lease.release()
         raise
@@ -283,11 +289,9 @@ def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after
     return lease
 
 
-def _await_alone(
-    storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float, seconds: float
-) -> None:
+def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float) -> None:
     """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
-    for has_time in attempts(seconds):
+    for has_time in attempts(_STEP_BACK_SECONDS):
         listed = list_leases(storage)
         others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
         owners = _owners(storage, others)
@@ -320,9 +324,9 @@ def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Cl
 
 
 def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:
-    """Returns whether a process is about to hide the step, or has hidden it and removes its files."""
+    """Returns whether a process is about to hide or replace the step, or has hidden it and removes its files."""
     owners = _owners(storage, write_leases_of(storage, step))
-    return any(owner.action == DELETE and not owner.is_dead(clock(), TAKE_OVER_SECONDS) for owner in owners)
+    return any(owner.action in (DELETE, REPLACE) and not owner.is_dead(clock(), TAKE_OVER_SECONDS) for owner in owners)
 
 
 def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:

@@ -413,7 +413,8 @@ def test_what_is_kept_while_it_is_replaced(tmp_path, keeps, when, exchanges):
 
     def keep():
         if keeps == 'pin':
-            t5ckpt.pin_checkpoint(run / 'checkpoint_1')
+            # As T5X does, which looks for no deleter.
+            (run / 'checkpoint_1' / 'PINNED').write_text('1')
         else:
             assert next(steps) == 1
 
@@ -439,11 +440,12 @@ def test_a_pin_that_comes_while_a_step_is_deleted(tmp_path):
     storage = Acting(open_storage(tmp_path))
     with Checkpointer(state(), checkpoints_dir=storage, keep=1) as ck:
         ck.save(state(1), step=1)
-        storage.acts = {'publish': lambda: t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')}
+        pin = tmp_path / 'checkpoint_1' / 'PINNED'
+        storage.acts = {'publish': lambda: pin.write_text('1')}
         with pytest.raises(StepKeptError, match='is pinned, so it was not deleted'):
             ck.delete(1)
         t5ckpt.unpin_checkpoint(tmp_path / 'checkpoint_1')
-        storage.acts = {'publish .deleted': lambda: t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')}
+        storage.acts = {'publish .deleted': lambda: pin.write_text('1')}
         ck.save(state(2), step=2)
         assert ck.all_steps() == [1, 2]
         assert t5ckpt.is_pinned_checkpoint(tmp_path / 'checkpoint_1')

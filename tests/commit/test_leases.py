@@ -1,18 +1,26 @@
 """Write leases and read leases: who excludes whom, with the other process acting at exactly one operation."""
 
 import json
+import subprocess
+import sys
+import threading
 import time
 import uuid
 
+import numpy as np
 import pytest
+from support.schedules import Killed, Schedule, kills, run_schedule, schedules
 
 import t5ckpt
-from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
+from t5ckpt.catalog.locate import steps_in
+from t5ckpt.commit.deletion import delete_step, hide_checkpoint, remove_hidden
+from t5ckpt.commit.garbage_collection import collect, collect_leftovers
 from t5ckpt.commit.lease_files import write_leases_of
-from t5ckpt.commit.read_lease import read_lease
-from t5ckpt.commit.write_lease import BeingWrittenError, acquire_lease
-from t5ckpt.errors import StorageError
-from t5ckpt.format.names import busy_key
+from t5ckpt.commit.read_lease import outlives_deleters, read_lease
+from t5ckpt.commit.transaction import begin, commit, rollback, writer_facts
+from t5ckpt.commit.write_lease import BeingWrittenError, StepTakenError, acquire_lease
+from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
+from t5ckpt.format.names import busy_key, index_complete
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -97,3 +105,196 @@ def test_a_deleter_that_was_killed_is_not_waited_for(run):
     assert t5ckpt.all_steps(run.url()) == [1, 2, 3]
     remove_hidden(run, hide_checkpoint(run, 1, time.time), time.time)
     assert t5ckpt.all_steps(run.url()) == [2, 3]
+
+
+# --- every order of two processes' operations ------------------------------------------------------------------------
+
+FILES = ('checkpoint', 't5ckpt.json', 'integrity.0.json', 'w/.zarray', 'w/0')
+
+
+def delete(storage):
+    delete_step(storage, 1, time.time)
+    return 'deleted'
+
+
+def read(storage):
+    with read_lease(storage, 1, 600, time.time) as is_there:
+        if not is_there:
+            return 'gone'
+        chunk = storage.read('checkpoint_1/w/0')
+        for name in FILES:
+            storage.read(f'checkpoint_1/{name}')
+        assert storage.read('checkpoint_1/w/0') == chunk, 'another checkpoint took its place'
+        return 'read'
+
+
+def save(storage, *, overwrite=False):
+    source = open_storage('memory://t5ckpt-test-leases/run')
+    files = {name: source.read(f'checkpoint_1/{name}') for name in FILES}
+    try:
+        _, index = collect(storage, time.time)
+        work = begin(storage, 1, time.time, writer_facts('1'), index)
+    except StepTakenError:
+        return 'skipped'
+    work.replaces = overwrite
+    try:
+        for name in FILES[2:]:
+            storage.make_dir(f'{work.directory}/w')
+            storage.write(f'{work.directory}/{name}', files[name] + (b'x' if overwrite and name == 'w/0' else b''))
+        commit(work, files['checkpoint'], files['t5ckpt.json'], [], time.time)
+    except BaseException as error:
+        rollback(work)
+        if isinstance(error, StepTakenError):
+            return 'skipped'
+        raise
+    return 'saved'
+
+
+def overwrite(storage):
+    return save(storage, overwrite=True)
+
+
+def pin(storage):
+    """What ``pin_checkpoint`` does."""
+    if not storage.is_file('checkpoint_1/checkpoint'):
+        return 'gone'
+    try:
+        storage.write('checkpoint_1/PINNED', b'1')
+    except CheckpointNotFoundError:
+        return 'gone'
+    if outlives_deleters(storage, 1, time.time) or storage.is_file('checkpoint_1/checkpoint'):
+        return 'pinned'
+    storage.delete_file('checkpoint_1/PINNED')
+    return 'gone'
+
+
+def copied_run(kind, directory):
+    """A run with the steps 1 and 2."""
+    source = open_storage('memory://t5ckpt-test-leases/run')
+    target = open_storage(directory if kind == 'file' else f'memory://{uuid.uuid4().hex}/run')
+    for key, _ in source.walk(''):
+        if kind == 'file' and not key.startswith('.t5ckpt'):
+            (directory / key).parent.mkdir(parents=True, exist_ok=True)
+            (directory / key).write_bytes(source.read(key))
+        elif kind == 'memory':
+            name = index_complete(target.url()) if key.startswith('.t5ckpt/complete') else key
+            target.write(name, source.read(key))
+    return target
+
+
+def check(storage, actors, found):
+    """Nothing is half there, nobody was told what is not so, and garbage collection leaves nothing behind."""
+    values = [outcome.value for outcome in found]
+    for actor, outcome in zip(actors, found, strict=True):
+        allowed = (Killed,) if actor in (read, pin) else (Killed, CheckpointNotFoundError, StepKeptError)
+        assert outcome.error is None or isinstance(outcome.error, allowed), repr(outcome.error)
+    is_killed = any(isinstance(outcome.error, Killed) for outcome in found)
+    is_there = 1 in steps_in(storage)
+    assert not (is_there and 'deleted' in values) or 'saved' in values or is_killed
+    assert is_there or 'deleted' in values or is_killed
+    assert is_there or 'pinned' not in values
+    collect_leftovers(storage, FakeClock(time.time() + 8000))
+    assert (1 in steps_in(storage)) is is_there
+    left = {key for key, _ in storage.walk('')}
+    of_step = {key for key in left if key.startswith('checkpoint_1')} - {'checkpoint_1/PINNED'}
+    assert of_step == ({f'checkpoint_1/{name}' for name in FILES} if is_there else set())
+    assert not [key for key in left if any(word in key for word in ('busy', 'deleting_', 'held_'))]
+    assert storage.renames or ('.t5ckpt/steps/1' in left) is is_there
+
+
+@pytest.mark.parametrize(
+    ('kind', 'actors'),
+    [
+        *(('memory', (delete, other)) for other in (delete, read, save, pin)),
+        *(('file', (delete, other)) for other in (read, save, overwrite)),
+        ('file', (overwrite, read)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else '-'.join(actor.__name__ for actor in value),
+)
+def test_two_processes_in_every_order_with_one_switch(kind, actors, tmp_path, caplog):
+    """Also where one of them is killed at an operation, and some orders with two switches."""
+    caplog.set_level('ERROR', 't5ckpt')
+    source = open_storage('memory://t5ckpt-test-leases/run')
+    if not source.is_file('checkpoint_1/checkpoint'):
+        with t5ckpt.Checkpointer({'w': np.ones(64)}, checkpoints_dir=source, inline_bytes=0) as ck:
+            for step in (1, 2):
+                ck.save({'w': np.ones(64)}, step=step)
+    serial = [run_schedule(copied_run(kind, tmp_path / str(first)), actors, Schedule(first)) for first in (0, 1)]
+    counts = [max(len(found[actor].operations) for found in serial) for actor in (0, 1)]
+    stride = 1 if kind == 'memory' else 3
+    orders = [*schedules(counts, 1), *kills(counts), *schedules(counts, 2, stride=97)][::stride]
+    for index, order in enumerate(orders):
+        storage = copied_run(kind, tmp_path / f'run{index}')
+        found = run_schedule(storage, actors, order)
+        try:
+            check(storage, actors, found)
+        except AssertionError as error:
+            raise AssertionError(f'{order}: {[outcome.value or outcome.error for outcome in found]}') from error
+
+
+_DELETER = """
+import sys, time
+from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.storage import open_storage
+storage, steps = open_storage(sys.argv[1]), range(int(sys.argv[2]))
+print('ready', flush=True)
+sys.stdin.readline()
+for step in steps:
+    try:
+        hidden = hide_checkpoint(storage, step, time.time)
+    except CheckpointNotFoundError:
+        continue
+    if hidden is not None:
+        remove_hidden(storage, hidden, time.time)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_deleters_and_readers_in_processes_of_their_own(bucket):
+    """A lease that was obtained means that every file can be read until its release; what nobody leased is gone."""
+    place, count = bucket.url(), 12
+    with t5ckpt.Checkpointer({'w': np.ones(64)}, checkpoints_dir=place, inline_bytes=0) as ck:
+        for step in range(count):
+            ck.save({'w': np.ones(64)}, step=step)
+    words = [sys.executable, '-c', _DELETER, place, str(count)]
+    deleters = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in deleters:
+        assert process.stdout.readline() == 'ready\n'
+    begin_all, failures, held = threading.Barrier(4), [], set()
+
+    def reader(offset):
+        storage = open_storage(place)
+        begin_all.wait()
+        for step in range(offset, count, 2):
+            try:
+                with read_lease(storage, step, 60, time.time) as is_there:
+                    if is_there:
+                        held.add(step)
+                        for _ in range(3):
+                            for name in FILES:
+                                storage.read(f'checkpoint_{step}/{name}')
+            except (T5CkptError, OSError) as error:
+                failures.append((step, error))
+
+    readers = [threading.Thread(target=reader, args=(index % 2,)) for index in range(3)]
+    for thread in readers:
+        thread.start()
+    for process in deleters:
+        process.stdin.write('go\n')
+        process.stdin.flush()
+    begin_all.wait()
+    for thread in readers:
+        thread.join()
+    assert [process.wait(120) for process in deleters] == [0, 0]
+    for process in deleters:
+        process.stdin.close()
+        process.stdout.close()
+    storage = open_storage(place)
+    left = steps_in(storage)
+    assert failures == []
+    assert set(left) <= held
+    keys = {key for key, _ in storage.walk('')}
+    expected = {f'checkpoint_{step}/{name}' for step in left for name in FILES}
+    assert keys == expected | {f'.t5ckpt/steps/{step}' for step in left} | {index_complete(storage.url())}

@@ -389,12 +389,12 @@ def test_damage_is_an_error(bucket):
 REQUESTS = {
     's3': [
         {'write': 8, 'read': 1, 'list': 3, 'delete': 1},
-        {'write': 9, 'read': 3, 'list': 5, 'head': 3, 'delete': 9},
+        {'write': 9, 'read': 3, 'list': 5, 'head': 4, 'delete': 9},
         {'read': 5, 'list': 2, 'head': 2},
     ],
     'gs': [
         {'write': 8, 'read': 2, 'list': 4, 'delete': 1},
-        {'write': 9, 'read': 7, 'list': 10, 'delete': 9},
+        {'write': 9, 'read': 8, 'list': 10, 'delete': 9},
         {'read': 8, 'list': 6},
     ],
 }

@@ -28,14 +28,14 @@ PAGE = pathlib.Path(__file__).with_name('errors.md')
 MISTAKES = []
 
 HEAD = """\
-# What t5ckpt says
+# Errors
 
-The commonest mistakes, each with exactly what t5ckpt says. This page is written by `docs/make_errors.py`, which makes all of
-them; a test makes them again. Every error is a `t5ckpt.errors.T5CkptError` unless it is Python's own (`ValueError`,
-`KeyError`), and also the builtin that callers of T5X catch ([the tree](api.md#errors)). What to do when checkpoint and model
-differ has [a page of its own](changed-models.md), and jobs of several processes, too ([many hosts](many-hosts.md)).
+Common mistakes, and the error message of each. An error of t5ckpt is a `t5ckpt.errors.T5CkptError`, and also the builtin that
+callers of T5X catch ([the tree](api.md#errors)). Invalid arguments raise Python's own `ValueError` and `KeyError`.
+[Changed models](changed-models.md) describes what to do if checkpoint and template differ, and [many hosts](many-hosts.md) has
+the errors of jobs of several processes. `docs/make_errors.py` makes these mistakes and writes this page.
 
-In all of them there is this run, in `/data`:
+All examples use this run in `/data`:
 
 ```py
 {setup}```

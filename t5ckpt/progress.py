@@ -12,7 +12,7 @@ from typing import TextIO
 
 from t5ckpt.core.protocols import Clock, Progress
 
-__all__ = ['Meter', 'ProgressReporter']
+__all__ = ['Meter', 'ProgressReporter', 'progress_text']
 
 _UNITS = ('B', 'kB', 'MB', 'GB', 'TB', 'PB')
 
@@ -73,13 +73,18 @@ class ProgressReporter:
             stream.flush()
 
     def _line(self, done: int, total: int, seconds: float) -> str:
-        share = 100 * done // total if total else 100
-        text = f'{self._label} {_size(done)} of {_size(total)} ({share} %), {seconds:.1f} s'
-        if seconds <= 0 or done <= 0:
-            return text
-        rate = done / seconds
-        left = f', {(total - done) / rate:.1f} s left' if done < total else ''
-        return f'{text}, {_size(rate)}/s{left}'
+        return progress_text(self._label, done, total, seconds)
+
+
+def progress_text(label: str, done: int, total: int, seconds: float) -> str:
+    """One line: bytes done and in all, time, rate and what is left of the time."""
+    share = 100 * done // total if total else 100
+    text = f'{label} {_size(done)} of {_size(total)} ({share} %), {seconds:.1f} s'
+    if seconds <= 0 or done <= 0:
+        return text
+    rate = done / seconds
+    left = f', {(total - done) / rate:.1f} s left' if done < total else ''
+    return f'{text}, {_size(rate)}/s{left}'
 
 
 def _size(count: float) -> str:

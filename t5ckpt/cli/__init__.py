@@ -4,15 +4,16 @@ A verb is one module of this package with a click command named ``command``; ``V
 when its verb is called, so that ``t5ckpt ls`` loads neither jax nor tensorstore. Nothing is decided here: verbs parse
 words, call the library and print.
 
-Exit codes, the same for every verb: 0 it worked; 1 it worked, and the answer is no (damage, differences, nothing
-there to do it with); 2 invalid arguments, or a question was answered with no; 3 no such checkpoint, or one that
-cannot be read; 4 the storage refused; 130 interrupted.
+The exit codes are those of :class:`t5ckpt.cli.verb.Exit`, the same for every verb.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
+
+from t5ckpt.cli.streams import open_streams
 
 __all__ = ['VERBS', 'main']
 
@@ -34,13 +35,31 @@ VERBS = {
     'verify': 'verify',
     'repair': 'repair',
 }
+_LACKING, _INTERRUPTED = 5, 130
 
 
 def main() -> None:
     """The program: parses ``sys.argv`` and exits."""
-    missing = [name for name in ('click', 'rich') if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f"t5ckpt: the command line needs {' and '.join(missing)}: pip install 't5ckpt[cli]'")
-    from t5ckpt.cli.app import run
+    try:
+        open_streams()
+        missing = [name for name in ('click', 'rich') if importlib.util.find_spec(name) is None]
+        if missing:
+            _end(
+                f'the command line needs {" and ".join(missing)}: pip install {" ".join(missing)}, '
+                "or pip install 't5ckpt[cli]'",
+                _LACKING,
+            )
+        from t5ckpt.cli.app import run
 
-    run()
+        run()
+    except KeyboardInterrupt:
+        # Also while modules are imported, where no verb can catch it.
+        _end('interrupted', _INTERRUPTED)
+    finally:
+        # The verb has done its work, and Python its last flush is still to do: Ctrl-C would only spoil the exit code.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _end(text: str, code: int) -> None:
+    sys.stderr.write(f't5ckpt: {text}\n')
+    sys.exit(code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,12 +12,13 @@ import click
 
 from t5ckpt._version import __version__
 from t5ckpt.cli import VERBS
+from t5ckpt.cli.streams import OutputError, ReaderGoneError, discard_output
+from t5ckpt.cli.verb import Exit, Interrupted, code_of
+from t5ckpt.cli.words import in_words
 from t5ckpt.core.text import lines, printable
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, InvalidPathError, StorageError, T5CkptError
+from t5ckpt.errors import T5CkptError
 
 __all__ = ['app', 'run']
-
-_USAGE, _UNREADABLE, _REFUSED, _INTERRUPTED = 2, 3, 4, 130
 
 
 class _Verbs(click.Group):
@@ -40,12 +40,14 @@ class _Verbs(click.Group):
 def app() -> None:
     """Looks at, checks, copies and converts checkpoints in T5X's format.
 
-    PATH is a run's directory, a step's directory or a manifest file; what looks at all steps (ls, prune) wants the run.
+    PATH is a run's directory, a step's directory or a manifest file; ls, best and prune want the run. Of a run, run@1200,
+    run@latest, run@best and run@best:eval/loss name a step, in every verb.
 
     \b
-    Exit codes: 0 done; 1 done, and the answer is no (damage, differences);
-    2 invalid arguments; 3 no such checkpoint, or unreadable; 4 the storage refused;
-    130 interrupted. Shell completion: eval "$(_T5CKPT_COMPLETE=bash_source t5ckpt)"
+    Exit codes: 0 done; 1 the answer is no (they differ, damaged, nothing matches,
+    is there already, must stay); 2 wrong usage; 3 no such checkpoint, or it cannot
+    be read; 4 the storage or standard output refused; 5 a library or memory is
+    missing; 130 interrupted; 141 the output's reader ended. Shell completion: eval "$(_T5CKPT_COMPLETE=bash_source t5ckpt)"
     (zsh_source, fish_source).
     """
 
@@ -57,8 +59,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
         code = app.main(arguments, prog_name='t5ckpt', standalone_mode=False)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
-    except click.exceptions.Abort:
-        _fail('interrupted', _INTERRUPTED)
+    except click.exceptions.Abort as error:
+        _fail(error.said if isinstance(error, Interrupted) else 'interrupted', Exit.INTERRUPTED)
     except click.ClickException as error:
         text = io.StringIO()
         # The message holds words of the user and names of a checkpoint; the line breaks are click's.
@@ -66,25 +68,21 @@ def run(arguments: Sequence[str] | None = None) -> None:
         error.show(text)
         click.echo(lines(*text.getvalue().split('\n')), err=True, nl=False)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough; click exits so, too. Python flushes once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except ReaderGoneError:
+        discard_output()
+        sys.exit(Exit.READER_GONE)
+    except OutputError as error:
+        discard_output()
+        _fail(str(error), Exit.STORAGE)
     except T5CkptError as error:
-        _fail(str(error), _code_of(error))
+        _fail(in_words(str(error), vars(error).get('verb')), code_of(error))
 
 
 def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Shows a warning of the library as the program's own words, without a line of source."""
-    click.echo(lines('t5ckpt: warning: ', str(message), between=''), err=True)
-
-
-def _code_of(error: T5CkptError) -> int:
-    if isinstance(error, InvalidPathError):
-        return _USAGE
-    if isinstance(error, (CheckpointNotFoundError, FormatError)):
-        return _UNREADABLE
-    return _REFUSED if isinstance(error, StorageError) else 1
+    context = click.get_current_context(silent=True)
+    text = in_words(str(message), None if context is None else context.command)
+    click.echo(lines('t5ckpt: warning: ', text, between=''), err=True)
 
 
 def _fail(text: str, code: int) -> None:

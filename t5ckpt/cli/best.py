@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import time
 
 import click
 
+from t5ckpt.cli.best_step import chosen
 from t5ckpt.cli.output import json_option, print_json, run_at, say
-from t5ckpt.commit.retention import Retention, missing_from_all
-from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import KeepAll
-from t5ckpt.save.monitored import best_of, candidates, monitored_metrics
+from t5ckpt.cli.paths import RUN
+from t5ckpt.cli.verb import Exit, Verb
 
 __all__ = ['command']
 
 
-@click.command('best')
-@click.argument('path')
+@click.command('best', cls=Verb)
+@click.argument('path', type=RUN)
 @click.argument('metric', required=False, metavar='[METRIC]')
 @click.option(
     '--mode', type=click.Choice(['max', 'min']), help='Which values are best; without it, as the run was saved.'
@@ -45,27 +44,11 @@ def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> N
             f'{metric} is a directory, {path} is none. PATH comes first: t5ckpt best {metric} {path}'
         )
     storage = run_at(path)
-    retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
-    policy = retention.recorded_policy()
-    known = () if policy is None else monitored_metrics(policy, None)
-    found = candidates(known, metric, mode)
-    if len(found) != 1:
-        held = ', '.join(f'{name} ({best})' for name, best in known) or 'none'
-        raise click.UsageError(
-            f'the keep policy of the run does not say which steps are best (metrics that it compares: {held}). Pass METRIC '
-            'and --mode max or --mode min.'
-        )
-    (name, best) = found[0]
-    infos = retention.infos((name,))
-    missing = missing_from_all(infos, name)
-    if missing is not None and any(info.metrics for info in infos):
-        raise click.UsageError(missing)
-    step = best_of(infos, name, best)
-    value = next((info.metrics[name] for info in infos if info.step == step), None)
+    best = chosen(storage, metric, mode)
     if as_json:
-        print_json({'step': step, 'metric': name, 'mode': best, 'value': value})
-    elif step is not None:
-        say(str(step))
-    if step is None:
-        say(f'{storage.url()}: no step has a value of {name}', err=True)
-        raise click.exceptions.Exit(1)
+        print_json(dataclasses.asdict(best))
+    elif best.step is not None:
+        say(str(best.step))
+    if best.step is None:
+        say(f'{storage.url()}: no step has a value of {best.metric}', err=True)
+        raise click.exceptions.Exit(Exit.NO)

@@ -10,8 +10,9 @@ import click
 import numpy as np
 
 from t5ckpt.cli.output import json_option, print_json, say, step_option
+from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.core.text import counted
-from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
 
@@ -29,8 +30,8 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
         return []
 
 
-@click.command('cat')
-@click.argument('path')
+@click.command('cat', cls=Verb)
+@click.argument('path', type=CHECKPOINT)
 @click.argument('leaf', metavar='LEAF[SLICE]', shell_complete=_complete)
 @step_option
 @click.option('--npy', is_flag=True, help="Write the array to standard output in numpy's .npy format.")
@@ -54,8 +55,9 @@ def command(path: str, leaf: str, step: int | None, npy: bool, as_json: bool) ->
     value = view[name]
     if not isinstance(value, LazyArray):
         if isinstance(value, CheckpointView):
-            raise CheckpointNotFoundError(
-                f'{name} is a group of {counted(len(value), "leaf", "leaves")} such as {next(iter(value), "")!r}.'
+            fail(
+                f'{name} is a group of {counted(len(value), "leaf", "leaves")} such as {next(iter(value), "")!r}.',
+                Exit.NO,
             )
         if npy or index is not None:
             raise click.UsageError(f'{name} is {value!r:.80}, not an array: it has no .npy format and no slices.')
@@ -63,11 +65,19 @@ def command(path: str, leaf: str, step: int | None, npy: bool, as_json: bool) ->
         return
     array = np.asarray(value if index is None else _sliced(value, index, name))
     if npy:
-        np.save(sys.stdout.buffer, _known_to_numpy(array), allow_pickle=False)
+        np.save(_Output(), _known_to_numpy(array), allow_pickle=False)
     elif as_json:
         print_json({'name': name, 'dtype': array.dtype.name, 'shape': array.shape, 'values': _listed(array)})
     else:
         click.echo(f'{array[()]}')
+
+
+class _Output:
+    """Standard output. To a real file numpy writes by itself, and its error does not say what went wrong."""
+
+    def write(self, data: Any) -> int:
+        """Writes bytes."""
+        return sys.stdout.buffer.write(data)
 
 
 def _parsed(text: str, view: CheckpointView) -> tuple[str, tuple[Any, ...] | None]:
@@ -91,7 +101,7 @@ def _known(name: str, view: CheckpointView) -> None:
     try:
         view[name]
     except KeyError as error:
-        raise CheckpointNotFoundError(error.args[0]) from error
+        fail(error.args[0], Exit.NO)
 
 
 def _axis(part: str) -> Any:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import runpy
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from t5ckpt.cli.output import as_step_option, cast_leaves_option, dtype_option, json_option, print_json, progress, say
+from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.reports import words as words_of
+from t5ckpt.cli.verb import Verb
 from t5ckpt.convert import CODEC_NAMES, FORMATS, convert_checkpoint
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.to_orbax import convert_to_orbax
@@ -28,10 +31,10 @@ _STEP_RULES = {
 }
 
 
-@click.command('convert')
+@click.command('convert', cls=Verb, resumes=True)
 @click.argument('kind', type=click.Choice((*FORMATS, _TO_ORBAX)), metavar='FORMAT')
-@click.argument('source', metavar='SRC')
-@click.argument('directory', metavar='DST')
+@click.argument('source', metavar='SRC', type=CHECKPOINT)
+@click.argument('directory', metavar='DST', type=RUN)
 @click.option('--step', type=int, help='For to-orbax: which step, where SRC is a run; the latest without it.')
 @as_step_option
 @dtype_option('save_dtype')
@@ -84,6 +87,11 @@ def _translator(path: str) -> CheckpointTranslator:
         found = runpy.run_path(path).get('translator')
     except OSError as error:
         raise click.UsageError(f'--rules {path}: {error.strerror}.') from error
+    except Exception as error:
+        # Whatever the user's program raises.
+        lines_of_it = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        where = f', line {lines_of_it[-1]}' if lines_of_it else ''
+        raise click.UsageError(f'--rules {path}{where}: {type(error).__name__}: {error}') from error
     if not isinstance(found, CheckpointTranslator):
         raise click.UsageError(f'--rules {path}: defines no `translator`, a t5ckpt.CheckpointTranslator.')
     return found

@@ -17,7 +17,9 @@ from t5ckpt.cli.output import (
     say,
     step_option,
 )
+from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.reports import words as words_of
+from t5ckpt.cli.verb import Verb
 from t5ckpt.convert.copy import CopyOptions, copy_checkpoint
 from t5ckpt.core.text import counted, human_bytes
 
@@ -37,9 +39,9 @@ _CHANGES = (
 )
 
 
-@click.command('cp')
-@click.argument('source')
-@click.argument('target')
+@click.command('cp', cls=Verb, resumes=True)
+@click.argument('source', type=CHECKPOINT)
+@click.argument('target', type=RUN)
 @step_option
 @click.option('--workers', type=int, help='How many files are under way at once; 16 without it.')
 @dtype_option('save_dtype')
@@ -48,7 +50,9 @@ _CHANGES = (
 @click.option('--drop', multiple=True, metavar='REGEX', help='Leave out the leaves of this name; repeatable.')
 @click.option('--rename', multiple=True, nargs=2, metavar='REGEX NEW', help=r'NEW may have \1 for a group; repeatable.')
 @click.option('--ema', metavar='SCOPE', help='Moving averages, such as opt_state/ema, in place of the parameters.')
-@click.option('--average', multiple=True, metavar='OTHER', help='Average the parameters with these; repeatable.')
+@click.option(
+    '--average', type=CHECKPOINT, multiple=True, metavar='OTHER', help='Average the parameters with these; repeatable.'
+)
 @click.option('--parameters', metavar='REGEX', help='For --ema and --average; by default target/.* and params/.*')
 @click.option('--compression', metavar='CODEC', help='Write with this codec, or auto.')
 @as_step_option

@@ -8,14 +8,16 @@ import math
 import click
 
 from t5ckpt.cli.output import Column, json_option, print_json, print_table, progress, say
+from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.verb import Verb
 from t5ckpt.inspection.diff import LeafDiff, diff
 
 __all__ = ['command']
 
 
-@click.command('diff')
-@click.argument('a')
-@click.argument('b')
+@click.command('diff', cls=Verb)
+@click.argument('a', type=CHECKPOINT)
+@click.argument('b', type=CHECKPOINT)
 @click.option('--top', type=click.IntRange(1), help='Only the leaves whose values moved most, this many of them.')
 @click.option('--no-values', is_flag=True, help='Compare names, shapes and dtypes alone; reads no array.')
 @json_option

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 import click
 
 from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, progress, step_option
+from t5ckpt.cli.paths import CHECKPOINT, PLACE
 from t5ckpt.cli.reports import print_report, words
+from t5ckpt.cli.verb import Verb
 from t5ckpt.convert.export_options import ExportOptions
 
 __all__ = ['command']
@@ -35,8 +37,8 @@ def _common(function: _F) -> _F:
         click.option('--force', is_flag=True, help='Replace what an earlier export wrote.'),
         dtype_option('dtype'),
         step_option,
-        click.argument('out'),
-        click.argument('path'),
+        click.argument('out', type=PLACE),
+        click.argument('path', type=CHECKPOINT),
     ):
         function = option(function)
     return function
@@ -56,7 +58,7 @@ def command() -> None:
     """
 
 
-@command.command('hf')
+@command.command('hf', cls=Verb)
 @_common
 @click.option('--config', help="JSON, or a file of it, for config.json; a model's own config.json will do.")
 @click.option('--max-shard-size', callback=_bytes, default='5GB', show_default=True, help='Of one file.')
@@ -90,7 +92,7 @@ def _names(function: _F) -> _F:
     return function
 
 
-@command.command('safetensors')
+@command.command('safetensors', cls=Verb)
 @_common
 @_names
 def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> None:
@@ -106,7 +108,7 @@ def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
         print_report(export_safetensors(path, out, ExportOptions(progress=report, **options)), as_json)
 
 
-@command.command('npz')
+@command.command('npz', cls=Verb)
 @_common
 @_names
 def export_npz(path: str, out: str, as_json: bool, **options: Any) -> None:

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import click
 
 from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, moved_option, progress
+from t5ckpt.cli.paths import PLACE, RUN
 from t5ckpt.cli.reports import print_report, words
+from t5ckpt.cli.verb import Verb
 from t5ckpt.convert.export_options import ImportOptions
 
 __all__ = ['command']
@@ -32,8 +34,8 @@ def _common(function: _F) -> _F:
             help='Write as this step; else the input says it, or 0.',
         ),
         moved_option('--step', '--as-step names the step to write as.'),
-        click.argument('out'),
-        click.argument('path'),
+        click.argument('out', type=RUN),
+        click.argument('path', type=PLACE),
     ):
         function = option(function)
     return function
@@ -53,7 +55,7 @@ def command() -> None:
     """
 
 
-@command.command('hf')
+@command.command('hf', cls=Verb)
 @_common
 @click.option('--config', help='JSON, or a file of it, whose entries override those of config.json.')
 @click.option('--scanned/--unscanned', default=None, help='All layers in one array, or each its own; UMT5 is scanned.')
@@ -72,7 +74,7 @@ def import_hf(path: str, out: str, config: str | None, as_json: bool, **options:
         print_report(import_hf(path, out, config, ImportOptions(progress=report, **options)), as_json)
 
 
-@command.command('safetensors')
+@command.command('safetensors', cls=Verb)
 @_common
 def import_safetensors(path: str, out: str, as_json: bool, **options: Any) -> None:
     """Writes the tensors of the file PATH as a checkpoint in OUT; a '/' in a name begins a level of the tree.
@@ -87,7 +89,7 @@ def import_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
         print_report(import_safetensors(path, out, ImportOptions(progress=report, **options)), as_json)
 
 
-@command.command('npz')
+@command.command('npz', cls=Verb)
 @_common
 def import_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
     """Writes the arrays of the file PATH as a checkpoint in OUT; a '/' in a name begins a level of the tree.

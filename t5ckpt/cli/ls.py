@@ -10,6 +10,8 @@ import click
 from t5ckpt.catalog.foreign_layouts import foreign_layout
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.cli.output import Column, json_option, print_json, print_table, run_at, say
+from t5ckpt.cli.paths import RUN
+from t5ckpt.cli.verb import Verb
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.text import human_age, human_bytes
 from t5ckpt.errors import UnsupportedFormatError
@@ -20,8 +22,8 @@ from t5ckpt.storage import Storage
 __all__ = ['command']
 
 
-@click.command('ls')
-@click.argument('path')
+@click.command('ls', cls=Verb)
+@click.argument('path', type=RUN)
 @click.option(
     '--all',
     'show_all',

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
@@ -14,12 +16,15 @@ import click
 
 from t5ckpt.catalog.foreign_layouts import not_a_run
 from t5ckpt.catalog.locate import open_run_storage
-from t5ckpt.core.protocols import Progress
+from t5ckpt.cli.waiting import Waiting, current_waiting
+from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.text import aligned, printable
+from t5ckpt.progress import progress_text
 from t5ckpt.storage import Storage
 
 __all__ = [
     'Column',
+    'ProgressLines',
     'as_step_option',
     'cast_leaves_option',
     'confirm',
@@ -34,6 +39,11 @@ __all__ = [
     'step_option',
     'steps_option',
 ]
+
+# A verb that is over within two seconds says nothing of its progress.
+_FIRST_LINE_SECONDS, _LINE_SECONDS = 2.0, 9.0
+# On a narrower terminal a table's columns would be cut to nothing.
+_NARROW = 30
 
 # One rule for all verbs: --step names the step to work on, --as-step the one to write as.
 step_option = click.option('--step', type=int, help='Which step, where the path is a run; the latest without it.')
@@ -109,6 +119,11 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
         return
     import rich.box
     import rich.console
+
+    console = rich.console.Console(highlight=False)
+    if console.width < _NARROW:
+        _print_plain(columns, [*rows])
+        return
     import rich.table
     import rich.text
 
@@ -120,7 +135,7 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
     for row in rows:
         # Names may hold square brackets, which are rich's markup.
         table.add_row(*[rich.text.Text(printable(cell)) for cell in row])
-    rich.console.Console(highlight=False).print(table)
+    console.print(table)
 
 
 def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
@@ -130,9 +145,10 @@ def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> No
 
 @contextlib.contextmanager
 def progress(title: str) -> Generator[Progress]:
-    """A progress bar on the terminal that errors go to; nothing where there is none. Takes bytes done and in all."""
+    """A progress bar on the terminal that errors go to; elsewhere a line every few seconds. Takes bytes done and in all."""
+    waiting = current_waiting()
     if not sys.stderr.isatty():
-        yield lambda done, total: None  # noqa: ARG005
+        yield ProgressLines(title, waiting)
         return
     import rich.console
     import rich.progress as bars
@@ -141,7 +157,40 @@ def progress(title: str) -> Generator[Progress]:
     with bars.Progress(*columns, bars.TimeRemainingColumn(), console=rich.console.Console(stderr=True)) as shown:
         task = shown.add_task(title, total=None)
         update: Callable[..., None] = shown.update
-        yield lambda done, total: update(task, completed=done, total=total)
+
+        def report(done: int, total: int) -> None:
+            update(task, completed=done, total=total)
+            if waiting is not None:
+                waiting.touch()
+
+        with contextlib.ExitStack() as stack:
+            if waiting is not None:
+                # A line that is printed past the bar would be drawn over.
+                stack.enter_context(waiting.shown_by(shown.console.out))
+            yield report
+
+
+class ProgressLines:
+    """Progress where there is no terminal: a line after two seconds, and then one every ten."""
+
+    def __init__(self, title: str, waiting: Waiting | None, clock: Clock = time.monotonic):
+        self._title = title
+        self._waiting = waiting
+        self._clock = clock
+        self._started = clock()
+        self._due = self._started + _FIRST_LINE_SECONDS
+        self._guard = threading.Lock()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Takes the bytes done so far and in all."""
+        now = self._clock()
+        with self._guard:
+            if now < self._due:
+                return
+            self._due = now + _LINE_SECONDS
+        say(progress_text(self._title, done, total, now - self._started), err=True)
+        if self._waiting is not None:
+            self._waiting.touch()
 
 
 def run_at(path: str) -> Storage:

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from t5ckpt.cli.output import Column, confirm, json_option, moved_option, print_json, print_table, run_at, say
+from t5ckpt.cli.paths import RUN
+from t5ckpt.cli.verb import Exit, Verb
 from t5ckpt.commit.retention import Retention, missing_from_all
 from t5ckpt.core.text import counted, some_of
 from t5ckpt.metrics import TensorBoardMetrics
@@ -30,8 +32,8 @@ from t5ckpt.save.monitored import monitored_metrics
 __all__ = ['command']
 
 
-@click.command('prune')
-@click.argument('path')
+@click.command('prune', cls=Verb)
+@click.argument('path', type=RUN)
 @click.option('--keep', type=click.IntRange(1), metavar='N', help='Keep the N latest.')
 @click.option('--best', 'metric', metavar='METRIC', help='Keep the best by this metric, as --keep-best says.')
 @click.option('--keep-best', type=click.IntRange(1), metavar='N', help='How many of the best; 1 without it.')
@@ -55,7 +57,8 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     whether its highest or its lowest values are the best.
 
     \b
-    Exit codes: 0 done, or nothing to do; 1 a step could not be deleted;
+    Exit codes: 0 done, or nothing to do; 1 a step must stay, which a reader holds or
+    somebody pinned meanwhile; 4 the storage refused to delete one;
     2 invalid arguments, such as a metric that no step has or a step to keep that is not there: nothing is deleted.
 
     \b
@@ -93,7 +96,9 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
     elif failed:
         click.echo(f'not deleted: {", ".join(map(str, failed))}', err=True)
     if failed:
-        raise click.exceptions.Exit(1)
+        # What may go and is there is what the storage did not delete; the library has said why.
+        refused = {decision.step for decision in retention.plan() if not decision.keep}
+        raise click.exceptions.Exit(Exit.STORAGE if refused & {*failed} else Exit.NO)
 
 
 def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:

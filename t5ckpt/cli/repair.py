@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from t5ckpt.cli.output import confirm, json_option, print_json, progress, say, step_option
+from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.reports import words
+from t5ckpt.cli.verb import Verb
 from t5ckpt.core.text import counted, lines
 from t5ckpt.integrity.repair import RepairReport, repair
 from t5ckpt.integrity.repair_plan import RepairOptions
@@ -16,9 +18,9 @@ from t5ckpt.integrity.repair_plan import RepairOptions
 __all__ = ['command']
 
 
-@click.command('repair')
-@click.argument('path')
-@click.argument('output', required=False)
+@click.command('repair', cls=Verb)
+@click.argument('path', type=CHECKPOINT)
+@click.argument('output', required=False, type=RUN)
 @step_option
 @click.option('--in-place', is_flag=True, help='Replace the checkpoint instead of writing OUTPUT.')
 @click.option('--drop', multiple=True, metavar='REGEX', help='Leave out damaged leaves of this name; repeatable.')

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Sequence
 
 import click
 
 from t5ckpt.cli.output import Column, confirm, json_option, print_json, print_table, run_at, say, steps_option
+from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.verb import Verb
 from t5ckpt.commit.deletion import decide_deletion, delete_step
 from t5ckpt.core.text import counted
 from t5ckpt.errors import StepKeptError
 from t5ckpt.format.names import parse_step_dir
-from t5ckpt.storage import Storage, split_path
+from t5ckpt.storage import Storage, open_storage, split_path
 
 __all__ = ['command']
 
+_NUMBER = re.compile(r'-?[0-9]+')
 
-@click.command('rm')
-@click.argument('path')
-@click.argument('numbers', metavar='[STEP]...', type=int, nargs=-1)
+
+@click.command('rm', cls=Verb)
+@click.argument('path', type=CHECKPOINT)
+@click.argument('others', metavar='[STEP]...', type=CHECKPOINT, nargs=-1)
 @steps_option
 @click.option('--pinned', is_flag=True, help='Delete pinned steps, too.')
 @click.option('--dry-run', is_flag=True, help='Only say what would be done.')
 @click.option('--yes', is_flag=True, help='Do not ask.')
 @json_option
 def command(
-    path: str, numbers: tuple[int, ...], steps: tuple[int, ...], pinned: bool, as_json: bool, **how: bool
+    path: str, others: tuple[str, ...], steps: tuple[int, ...], pinned: bool, as_json: bool, **how: bool
 ) -> int:
-    """Deletes the step at PATH, or steps of the run at PATH.
+    """Deletes the step at PATH, or steps of the run at PATH: each STEP is a number, or named like PATH.
 
     Each becomes invisible in one atomic operation, and is then removed. If one of them is pinned or held by a reader, nothing
     is deleted. Which steps go by a rule instead, prune says.
@@ -41,9 +46,10 @@ def command(
     Examples:
       t5ckpt rm run --step 1000 --dry-run
       t5ckpt rm run 1000 2000
+      t5ckpt rm run@1000 run@2000
       t5ckpt rm run/checkpoint_3000 --yes
     """
-    storage, chosen = _chosen(path, (*numbers, *steps))
+    storage, chosen = _chosen(path, others, steps)
     plan = [decide_deletion(storage, step, time.time, even_pinned=pinned) for step in chosen]
     if not as_json:
         columns = [Column('step', right=True), Column(''), Column('because')]
@@ -70,16 +76,31 @@ def command(
     return 1 if kept or failed else 0
 
 
-def _chosen(path: str, numbers: Sequence[int]) -> tuple[Storage, list[int]]:
-    """The run, and the steps that are named in one of three ways.
+def _chosen(path: str, others: Sequence[str], numbers: Sequence[int]) -> tuple[Storage, list[int]]:
+    """The run, and its steps that are named.
 
     Raises:
-      click.UsageError: none is named, or a step of a step.
+      click.UsageError: none is named, a step of a step, or steps of several runs.
     """
+    run, first = _run_and_step(path)
+    steps = {*numbers} if first is None else {first}
+    for word in others:
+        if _NUMBER.fullmatch(word):
+            steps.add(int(word))
+            continue
+        parent, step = _run_and_step(word)
+        if step is None or open_storage(parent).url() != open_storage(run).url():
+            raise click.UsageError(f'{word} is not a step of {run}. Steps of one run are deleted at a time.')
+        steps.add(step)
+    if not steps:
+        raise click.UsageError('say which steps: t5ckpt rm PATH STEP, or --step.')
+    if first is not None and (numbers or any(map(_NUMBER.fullmatch, others))):
+        raise click.UsageError(f'{path} is one step, so no other can be named by its number. Give the run, {run}.')
+    return run_at(run), sorted(steps)
+
+
+def _run_and_step(path: str) -> tuple[str, int | None]:
+    """The run's path, and the step where the path is that of a step's directory."""
     parent, name = split_path(path)
     step = parse_step_dir(name)
-    if step is None and not numbers:
-        raise click.UsageError('say which steps: t5ckpt rm PATH STEP, or --step.')
-    if step is not None and numbers:
-        raise click.UsageError(f'{path} is one step, so no other can be named. Give the run, {parent}.')
-    return run_at(path if step is None else parent), sorted({*numbers} if step is None else {step})
+    return (path, None) if step is None else (parent, step)

@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from t5ckpt.cli.output import Column, json_option, print_json, print_table, say, step_option
+from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.verb import Verb
 from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.inspection.leaf_tree import Group, LeafInfo, build_tree
@@ -26,8 +28,8 @@ _COLUMNS = (
 )
 
 
-@click.command('show')
-@click.argument('path')
+@click.command('show', cls=Verb)
+@click.argument('path', type=CHECKPOINT)
 @step_option
 @click.option('--depth', type=click.IntRange(1), help='Sum up what lies deeper than this many groups.')
 @click.option('--grep', 'pattern', help='Only leaves whose name matches this regular expression somewhere.')

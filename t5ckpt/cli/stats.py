@@ -8,13 +8,16 @@ import math
 import click
 
 from t5ckpt.cli.output import Column, json_option, print_json, print_table, progress, step_option
+from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.verb import Exit, Verb, fail
+from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.view import open_checkpoint
 
 __all__ = ['command']
 
 
-@click.command('stats')
-@click.argument('path')
+@click.command('stats', cls=Verb)
+@click.argument('path', type=CHECKPOINT)
 @click.argument('leaves', required=False, metavar='[LEAVES]')
 @step_option
 @click.option('--fail-on-nan', is_flag=True, help='Exit with 1 if any value is NaN or infinite.')
@@ -32,7 +35,10 @@ def command(path: str, leaves: str | None, step: int | None, fail_on_nan: bool, 
     """
     view = open_checkpoint(path, step)
     if leaves is not None:
-        view = view.select(leaves)
+        try:
+            view = view.select(leaves)
+        except CheckpointNotFoundError as error:
+            fail(str(error), Exit.NO)
     with progress('reading') as report:
         stats = view.stats(progress=report)
     bad = [name for name, leaf in stats.items() if leaf.nan or leaf.inf]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import click
 
-from t5ckpt.catalog.locate import locate
 from t5ckpt.cli.output import json_option, print_json, say, steps_option
+from t5ckpt.cli.paths import CHECKPOINT, checkpoints_of
+from t5ckpt.cli.verb import Verb
 from t5ckpt.steps import is_pinned_checkpoint, unpin_checkpoint
 
 __all__ = ['command']
 
 
-@click.command('unpin')
-@click.argument('path')
+@click.command('unpin', cls=Verb)
+@click.argument('paths', metavar='PATH...', type=CHECKPOINT, nargs=-1, required=True)
 @steps_option
 @json_option
-def command(path: str, steps: tuple[int, ...], as_json: bool) -> None:
-    """Unpins the checkpoint at PATH, or steps of the run at PATH; without --step its latest.
+def command(paths: tuple[str, ...], steps: tuple[int, ...], as_json: bool) -> None:
+    """Unpins the checkpoints at PATH..., or steps of the run at PATH; without --step its latest.
 
     Nothing is deleted; the next save of the run, or prune, may do so.
 
@@ -27,8 +28,7 @@ def command(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     Example:
       t5ckpt unpin run --step 1000
     """
-    found = [locate(path, step) for step in steps or (None,)]
-    places = [each.storage.url(each.directory) for each in found]
+    places = checkpoints_of(paths, steps)
     were = [place for place in places if is_pinned_checkpoint(place)]
     for place in were:
         unpin_checkpoint(place)

@@ -7,13 +7,15 @@ import dataclasses
 import click
 
 from t5ckpt.cli.output import json_option, print_json, progress, step_option
+from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.verb import Verb
 from t5ckpt.integrity.verify import verify
 
 __all__ = ['command']
 
 
-@click.command('verify')
-@click.argument('path')
+@click.command('verify', cls=Verb)
+@click.argument('path', type=CHECKPOINT)
 @step_option
 @click.option('--full', is_flag=True, help='Read every byte and compare its checksum, at the speed of the disk.')
 @click.option('--follow-links', is_flag=True, help='Symbolic links may lead out of the checkpoint.')

@@ -142,12 +142,12 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
         if foreign:
             raise CheckpointExistsError(
                 f'{where} holds what neither T5X nor t5ckpt wrote ({few(foreign)}). Move it away, write to another directory, '
-                'or have it moved aside (overwrite, --force).'
+                'or have it moved aside (overwrite=True).'
             )
         return
     if not overwrite:
         raise CheckpointExistsError(
-            f'{where} is there already. Write to another directory, or replace it (overwrite, --force).'
+            f'{where} is there already. Write to another directory, or replace it (overwrite=True).'
         )
     if storage.kind(join(directory, PINNED)) == 'file':
         raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')

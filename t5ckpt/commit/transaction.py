@@ -208,7 +208,7 @@ def _swap_of(storage: Storage, step: int, lease: WriteLease, may_replace: Callab
     if found is None:
         return None
     if not (found.is_t5x and may_replace()):
-        raise AlreadyCommittedError(storage.url(found.name))
+        raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
     return Swap(storage, step, lease)
 
 
@@ -301,7 +301,7 @@ def _publish(work: Workspace, final: str, clock: Clock) -> str | None:
         storage.publish(work.directory, final)
     except StorageError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and storage.kind(join(final, MANIFEST)) == 'file':
-            raise AlreadyCommittedError(storage.url(final)) from error
+            raise AlreadyCommittedError(f'{storage.url(final)} was saved by another writer in the meantime') from error
         raise
     return None
 
@@ -314,7 +314,7 @@ def _check_replaceable(work: Workspace) -> None:
     """
     found = None if work.replaces else occupant(work.storage, work.step)
     if found is not None:
-        raise AlreadyCommittedError(work.storage.url(found.name))
+        raise AlreadyCommittedError(f'{work.storage.url(found.name)} was saved by another writer in the meantime')
 
 
 def _remove_leftover(work: Workspace, name: str, clock: Clock) -> None:

@@ -127,8 +127,8 @@ def warn_no_optimizer(roots: Sequence[str]) -> None:
     """Warns that ``optimizer=False`` found no optimizer state in a tree with these roots."""
     warn_caller(
         NoEffectWarning(
-            f"optimizer=False (--no-optimizer) has no effect: no leaf is under 'opt_state' or 'param_states'; the tree has "
-            f'{", ".join(roots[:8])}. Name other leaves with drop (t5ckpt cp --drop).'
+            f"optimizer=False has no effect: no leaf is under 'opt_state' or 'param_states'; the tree has "
+            f'{", ".join(roots[:8])}. Name other leaves with Changes(drop=...).'
         )
     )
 
@@ -142,7 +142,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
     """
     step = found.step if options.step is None else options.step
     if step is None:
-        raise ValueError('the source has no step. Pass one (step=, --as-step).')
+        raise ValueError('the source has no step. Pass ConvertOptions(step=...).')
     if not isinstance(directory, Storage) and parse_step_dir(split_path(directory)[1]) is not None:
         raise ValueError(f'{os.fspath(directory)} is the directory of a step. Pass that of the run, its parent.')
     storage = open_run_storage(directory)

@@ -27,9 +27,9 @@ from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_with
 from t5ckpt.catalog.step_index import ensured_index
 from t5ckpt.commit.in_place import remove_step
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere
-from t5ckpt.commit.transaction import Workspace, begin, commit, release, writer_facts
+from t5ckpt.commit.transaction import Workspace, begin, commit, release, rollback, writer_facts
 from t5ckpt.commit.unfinished_write import resume_text, unfinished
-from t5ckpt.commit.write_lease import StepTakenError, acquire_lease
+from t5ckpt.commit.write_lease import AlreadyCommittedError, StepTakenError, acquire_lease
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
@@ -152,7 +152,7 @@ def copy_checkpoint(
         with source_now.told('copied'):
             return _Copy(source_now, storage, number, progress, options).run(started)
     except StepTakenError as error:
-        raise CheckpointExistsError(f'{error}. Copy to another run, or try again.') from error
+        raise CheckpointExistsError(f'{error}. Copy to another run, or replace it (overwrite=True).') from error
 
 
 def _step_of(located: Located, target: str | os.PathLike[str]) -> int:
@@ -243,6 +243,10 @@ class _Copy:
                 moved = self._copy_all(work, waiting, total, checksums)
             parents = sorted({name.rpartition('/')[0] for name in names} - {''})
             commit(work, manifest, sidecar, parents, clock)
+        except AlreadyCommittedError:
+            # Nobody goes on from here: what this copy was to become is there.
+            rollback(work)
+            raise
         except BaseException:
             release(work)
             raise

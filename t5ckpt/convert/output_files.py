@@ -69,8 +69,7 @@ def check_output(path: str, force: bool, is_ours: Callable[[str], bool] | None =
         )
     if not force and (names or not is_dir):
         raise OutputExistsError(
-            f'{path} exists. Choose another name, or replace it with --force; in Python force=True, '
-            'or overwrite=True of a conversion.'
+            f'{path} exists. Choose another name, or replace it (force=True, or overwrite=True of a conversion).'
         )
 
 

@@ -194,7 +194,7 @@ def _no_parameters(table: LeafTable, parameters: str | re.Pattern[str] | None, w
     which = "is under 'target' or 'params'" if parameters is None else f'matches parameters={parameters!r}'
     return (
         f'{what}: no floating leaf {which}; they are under {roots or "nothing"}. Pass a pattern for the whole names of the '
-        'parameters: parameters= (in the command line --parameters).'
+        'parameters: parameters=.'
     )
 
 

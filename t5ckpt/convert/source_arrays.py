@@ -14,7 +14,7 @@ from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.core.text import some_of
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.array_reader import ArrayReader
@@ -63,14 +63,15 @@ class Sources:
         """The arrays with a match of a regular expression in their names; all for None.
 
         Raises:
-          ValueError: not a regular expression, or no name has a match.
+          ValueError: not a regular expression.
+          UnmatchedPattern: no name has a match.
         """
         if pattern is None:
             return dict(self.arrays)
         check_patterns([pattern], 'select')
         chosen = {name: source for name, source in self.arrays.items() if leaf_pattern(pattern).search(name)}
         if not chosen:
-            raise ValueError(
+            raise UnmatchedPattern(
                 f'select={pattern!r} matches no array. The arrays are {some_of(list(self.arrays), 10) or "none"}.'
             )
         return chosen

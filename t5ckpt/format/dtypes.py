@@ -199,7 +199,7 @@ def check_cast(cast: Cast | None, dtypes: Mapping[Path, np.dtype | None]) -> Non
     example = re.escape(roots[0]).replace('\\-', '-') + '.*' if roots[0].endswith('/') else '.*'
     raise UnmatchedPattern(
         f'{asked} would have no effect: it casts floating leaves {which}, but the floating leaves are {shown}. Pass a pattern '
-        f'for the whole names of the leaves to cast: cast_leaves={example!r} (--cast-leaves in the command line).'
+        f'for the whole names of the leaves to cast: cast_leaves={example!r}.'
     )
 
 

@@ -162,7 +162,7 @@ def _unverified_error(lost: Sequence[Damage], names: Sequence[str]) -> CorruptCh
             f'{", ".join(names[:5])}{more}: lost, or no longer verified by a checksum. The other files do not prove what was '
             'there: one or more of them may have changed, be missing (also on purpose, for keep_dataset_checkpoints) or have '
             'been added. Restore an older step, or copy the checkpoint again. To take all files as they are, right or wrong: '
-            'trust_files, --trust-files. Nothing was written.',
+            'trust_files=True. Nothing was written.',
         )
     )
 

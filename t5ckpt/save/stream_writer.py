@@ -197,7 +197,7 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) ->
         locations = [array.location for array in report.arrays.values()] + _parents(request.files)
         commit(work, manifest, encode_sidecar(Sidecar(plan.facts, extra)), locations, request.clock)
     except StepTakenError as error:
-        raise CheckpointExistsError(f'{error} was saved by another writer in the meantime.') from error
+        raise CheckpointExistsError(f'{error}. Write to another directory, or replace it (overwrite=True).') from error
     return sum(size for size, _ in (*digests.values(), *files.values()))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from t5ckpt.storage.absent import AbsentStorage, require_directory
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, foreign_errors
-from t5ckpt.storage.open import is_same_kind, open_storage, split_path
+from t5ckpt.storage.open import is_same_kind, open_storage, option_values, split_path
+from t5ckpt.storage.options import storage_defaults
 
 __all__ = [
     'TENSORSTORE_ERRORS',
@@ -18,6 +19,8 @@ __all__ = [
     'foreign_errors',
     'is_same_kind',
     'open_storage',
+    'option_values',
     'require_directory',
     'split_path',
+    'storage_defaults',
 ]

@@ -7,14 +7,14 @@ import importlib
 import os
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.errors import InvalidPathError, UnsupportedFormatError
 from t5ckpt.storage.absent import AbsentStorage
 from t5ckpt.storage.base import Storage
 
-__all__ = ['is_same_kind', 'open_storage', 'split_path']
+__all__ = ['is_same_kind', 'open_storage', 'option_values', 'split_path']
 
 # The module of each scheme's backend. Its ``open_at`` makes the storage. It is imported when a path of the scheme is opened,
 # because TensorStore's import takes most of the time of `t5ckpt ls`.
@@ -113,7 +113,13 @@ def _path_of_url(text: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    absolute = os.path.abspath(path)
+    try:
+        absolute = os.path.abspath(path)
+    except FileNotFoundError:
+        raise InvalidPathError(
+            f'{path}: the current directory was deleted, so no path relative to it names anything. Change to another '
+            'directory, or write an absolute path.'
+        ) from None
     if '\\' in absolute:
         raise InvalidPathError(
             f'{absolute}: the path has a backslash in it, which TensorStore reads as a slash: it would write to another '
@@ -187,3 +193,35 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
             'checkpoint to a disk first.'
         )
     return importlib.import_module(_BACKENDS[found.scheme]).open_at(found.bucket, found.path, storage_options)
+
+
+def option_values(texts: Mapping[str, str], paths: Sequence[str]) -> dict[str, Any]:
+    """Options of storages from text, such as ``{'anonymous': 'true'}``.
+
+    Args:
+      texts: by the options' names.
+      paths: for whose storages they are meant.
+
+    Raises:
+      ValueError: none of these storages has such an option, or the text is not a value of it.
+    """
+    from t5ckpt.storage.options import BY_SCHEME, parse_options, value_of_text
+
+    places = {_parse(path).scheme: path for path in paths} if texts else {}
+    kinds = {
+        scheme: {field.name: str(field.type) for field in dataclasses.fields(BY_SCHEME[scheme])}
+        for scheme in places
+        if scheme in BY_SCHEME
+    }
+    known = {name: kind for fields in kinds.values() for name, kind in fields.items()}
+    unknown = [name for name in texts if name not in known]
+    if unknown:
+        can = f'only {sorted(known)}' if known else 'none'
+        raise ValueError(
+            f'storage_options: {", ".join(places.values())} has no option {", ".join(unknown)}; {can} can be given.'
+        )
+    values = {name: value_of_text(name, known[name], text) for name, text in texts.items()}
+    for scheme, fields in kinds.items():
+        own = {name: value for name, value in values.items() if name in fields}
+        parse_options(BY_SCHEME[scheme], own, places[scheme])
+    return values

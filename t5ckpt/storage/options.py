@@ -6,18 +6,32 @@ The variables are those that users of each service already set: ``AWS_ENDPOINT_U
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from t5ckpt.storage.file_cache import FileCache
 
-__all__ = ['FileOptions', 'GcsOptions', 'MemoryOptions', 'Retries', 'S3Options', 'parse_options', 'retries_within']
+__all__ = [
+    'BY_SCHEME',
+    'FileOptions',
+    'GcsOptions',
+    'MemoryOptions',
+    'Retries',
+    'S3Options',
+    'parse_options',
+    'retries_within',
+    'storage_defaults',
+    'value_of_text',
+]
 
 LOCKING = ('os', 'lockfile', 'none')
 DIRECT_IO = ('auto', 'always', 'never')
 _MIN_STALL_SECONDS = 1
+_DEFAULTS: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar('t5ckpt.storage_defaults')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +103,9 @@ class S3Options(_BucketOptions):
     requester_pays: bool = False
 
 
+BY_SCHEME: Mapping[str, type[Any]] = {'file': FileOptions, 'gs': GcsOptions, 'memory': MemoryOptions, 's3': S3Options}
+
+
 @dataclasses.dataclass(frozen=True)
 class Retries:
     """When TensorStore sends a failed request again.
@@ -106,6 +123,19 @@ class Retries:
     last_delay: float
 
 
+@contextlib.contextmanager
+def storage_defaults(options: Mapping[str, Any]) -> Generator[None]:
+    """Within the block, storages that this thread opens have these options, as far as their kind has them.
+
+    For a program whose user names the options once for all paths. What a caller passes to ``open_storage`` goes before.
+    """
+    token = _DEFAULTS.set(options)
+    try:
+        yield
+    finally:
+        _DEFAULTS.reset(token)
+
+
 def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) -> Any:
     """The options of one kind of storage.
 
@@ -113,7 +143,7 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
       ValueError: an unknown name or a value of the wrong type, with what there is.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    given = dict(options or {})
+    given = {name: value for name, value in _DEFAULTS.get({}).items() if name in fields} | dict(options or {})
     unknown = sorted(set(given) - set(fields))
     if unknown:
         known = f'only {sorted(fields)}' if fields else 'none'
@@ -122,6 +152,26 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
         _check(name, value, fields[name].default)
     _refuse_idle(given, path)
     return cls(**given)
+
+
+def value_of_text(name: str, kind: str, text: str) -> Any:
+    """The value of an option that was given as text; ``kind`` is its annotation.
+
+    Raises:
+      ValueError: the text is not one.
+    """
+    lowered = text.lower()
+    if 'bool' in kind:
+        if lowered not in ('true', 'false'):
+            raise ValueError(f'storage_options: {name}={text!r:.80} is not true or false.')
+        return lowered == 'true'
+    for word, number in (('int', int), ('float', float)):
+        if word in kind:
+            try:
+                return number(text)
+            except ValueError:
+                raise ValueError(f'storage_options: {name}={text!r:.80} is not a number.') from None
+    return text
 
 
 def _refuse_idle(given: Mapping[str, Any], path: str) -> None:

@@ -259,9 +259,10 @@ profile | error | with anonymous=True
 }
 
 COMMON_OPTIONS = """
-path out source directory target a b | error | nothing is there, or something is
+path paths out source directory target a b | error | nothing is there, or something is
 --step --as-step | error | no such step; a verb where it means nothing names the other
 --json | error | with an option of another form
+--storage-option --anonymous --timeout | error | no path is on a storage that has it
 --dry-run --yes --force | hint | where there is nothing to write, to ask or to replace
 --save-dtype --cast-leaves | error | meant for no floating leaf; without a dtype
 --no-optimizer | warning | there is no optimizer state
@@ -295,7 +296,7 @@ output --in-place | error | both or neither
 --drop | error | names nothing that is damaged
 --trust-files --add-checksums | report | nothing to repair
 """,
-    'rm': 'numbers | error | no such step\n--pinned | hint | none is pinned',
+    'rm': 'others | error | no such step\n--pinned | hint | none is pinned',
     'show': """
 --depth | error | with --sort or --json
 --grep | error | matches no name: exit 1, and unmatched in --json

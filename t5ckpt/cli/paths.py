@@ -1,0 +1,128 @@
+"""How every verb names a step: ``run@1200``, ``run@latest``, ``run@best``, ``run@best:eval/loss``, or the step's path."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from t5ckpt.catalog.locate import locate, open_run_storage
+from t5ckpt.errors import T5CkptError
+from t5ckpt.storage import open_storage
+
+__all__ = ['CHECKPOINT', 'PLACE', 'RUN', 'checkpoints_of', 'named_paths', 'paths_of', 'remote_paths', 'step_named']
+
+_NAMED = re.compile(r'(?P<run>.+)@(?P<step>\d+|latest|best(:(?P<metric>.+?)(:(?P<mode>min|max))?)?)', re.DOTALL)
+
+
+class _Path(click.types.StringParamType):
+    """A path or URL. What it names is looked for when the verb runs."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The path as it is."""
+        if not value:
+            self.fail("The path is empty. Write '.' for the current directory.", param, ctx)
+        return str(value)
+
+
+# A checkpoint: a run, a step of it by any of its names, a file. A run, which no step's name means. Any file or directory.
+CHECKPOINT = _Path('path')
+RUN = _Path('run')
+PLACE = _Path('place')
+
+
+def named_paths(command: click.Command, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that name checkpoints, with the step's directory in the place of ``run@1200``.
+
+    Raises:
+      click.UsageError: a run is wanted and a step named; or ``--step`` names one, too.
+    """
+    found: dict[str, Any] = {}
+    for param in command.params:
+        value = given.get(param.name)
+        if param.type not in (CHECKPOINT, RUN) or value is None:
+            continue
+        is_run = param.type is RUN
+        several = isinstance(value, tuple)
+        paths = [_resolved(path, given, is_run, param) for path in (value if several else (value,))]
+        found[param.name] = tuple(paths) if several else paths[0]
+    return found
+
+
+def paths_of(command: click.Command, given: Mapping[str, Any]) -> list[str]:
+    """All the paths and URLs that a verb was given."""
+    values = [given.get(param.name) for param in command.params if isinstance(param.type, _Path)]
+    return [path for value in values if value is not None for path in (value if isinstance(value, tuple) else (value,))]
+
+
+def remote_paths(paths: Sequence[str]) -> list[str]:
+    """The paths that are not on a file system."""
+    found: list[str] = []
+    for path in paths:
+        # A path that names nothing is the verb's to refuse.
+        with contextlib.suppress(T5CkptError):
+            found += [path] if open_storage(path).local_path('') is None else []
+    return found
+
+
+def checkpoints_of(paths: Sequence[str], steps: Sequence[int]) -> list[str]:
+    """The directories of several checkpoints, each once.
+
+    Raises:
+      click.UsageError: steps are named, and more than the one run that has them.
+    """
+    if steps and len(paths) > 1:
+        raise click.UsageError(
+            '--step names steps of one run. For several paths, name each step in its path: run@1200.'
+        )
+    found = [locate(path, step) for path in paths for step in steps or (None,)]
+    return list(dict.fromkeys(each.storage.url(each.directory) for each in found))
+
+
+def _resolved(path: str, given: Mapping[str, Any], is_run: bool, param: click.Parameter) -> str:
+    named = step_named(path)
+    if named is None:
+        return path
+    run = named['run']
+    if is_run:
+        cure = (
+            'Give the run'
+            if param.name in ('path', 'run')
+            else 'Give the run, and --as-step names the step to write as'
+        )
+        raise click.UsageError(f'{path} names a step, and this is about a run. {cure}: {run}')
+    if given.get('step') is not None or given.get('steps'):
+        raise click.UsageError(f'{path} names a step, so --step cannot name another. Leave one of them out.')
+    located = locate(run, _step_in(named))
+    return located.storage.url(located.directory) if located.directory or not located.manifest else located.url
+
+
+def step_named(path: str) -> re.Match[str] | None:
+    """The parts of a path that ends in ``@`` and a step; None for a directory or a file of this very name, and all others."""
+    named = _NAMED.fullmatch(path)
+    if named is None:
+        return None
+    storage = open_storage(path)
+    if storage.local_path('') is not None and storage.kind('') is not None:
+        return None
+    return named
+
+
+def _step_in(named: re.Match[str]) -> int | None:
+    if named['step'] == 'latest':
+        return None
+    if named['step'].isdecimal():
+        return int(named['step'])
+    from t5ckpt.cli.best_step import chosen
+
+    storage = open_run_storage(named['run'])
+    best = chosen(storage, named['metric'], named['mode'])
+    if best.step is None:
+        raise click.UsageError(f'{named["run"]}@{named["step"]}: no step has a value of {best.metric}.')
+    return best.step

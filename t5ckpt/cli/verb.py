@@ -1,0 +1,162 @@
+"""What all verbs have in common: the options of storages, errors in the command line's words, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import click
+
+from t5ckpt.cli.paths import named_paths, paths_of, remote_paths
+from t5ckpt.cli.waiting import Waiting
+from t5ckpt.cli.words import in_words
+from t5ckpt.core.text import lines
+from t5ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    InvalidPathError,
+    MissingDependencyError,
+    NotEnoughMemoryError,
+    OutputExistsError,
+    StepKeptError,
+    StorageError,
+    T5CkptError,
+    TreeMismatchError,
+)
+from t5ckpt.storage import option_values, storage_defaults
+
+__all__ = ['Exit', 'Interrupted', 'Verb', 'code_of', 'fail']
+
+
+class Exit(enum.IntEnum):
+    """The exit codes; docs/looking.md has the same table."""
+
+    DONE = 0
+    NO = 1
+    USAGE = 2
+    UNREADABLE = 3
+    STORAGE = 4
+    LACKING = 5
+    INTERRUPTED = 130
+    READER_GONE = 141
+
+
+# The first class that fits. What stands in the way of a write is an answer, as a difference and a name that nothing has are.
+_CODES: tuple[tuple[type[T5CkptError], Exit], ...] = (
+    (InvalidPathError, Exit.USAGE),
+    (CheckpointExistsError, Exit.NO),
+    (OutputExistsError, Exit.NO),
+    (StepKeptError, Exit.NO),
+    (MissingDependencyError, Exit.LACKING),
+    (NotEnoughMemoryError, Exit.LACKING),
+    (CheckpointNotFoundError, Exit.UNREADABLE),
+    (FormatError, Exit.UNREADABLE),
+    (StorageError, Exit.STORAGE),
+    (TreeMismatchError, Exit.NO),
+)
+
+
+def code_of(error: T5CkptError) -> Exit:
+    """The exit code for an error of the library."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), Exit.UNREADABLE)
+
+
+def fail(text: str, code: Exit) -> NoReturn:
+    """Says on standard error why the verb ends, and ends it."""
+    click.echo(lines('t5ckpt: ', text, between=''), err=True)
+    raise click.exceptions.Exit(code)
+
+
+class Interrupted(click.Abort):
+    """Ctrl-C."""
+
+    def __init__(self, said: str):
+        super().__init__(said)
+        self.said = said
+
+
+class Verb(click.Command):
+    """A verb; all have the options that this class adds."""
+
+    def __init__(self, *args: Any, resumes: bool = False, **kwargs: Any):
+        """As click's, and ``resumes``: the same command goes on where a stopped one ended."""
+        super().__init__(*args, **kwargs)
+        self.params += [
+            click.Option(
+                ['--storage-option'],
+                multiple=True,
+                metavar='KEY=VALUE',
+                expose_value=False,
+                callback=_keep,
+                help='Of the storages: endpoint, region, profile, ...; see docs/storage.md. May be repeated.',
+            ),
+            click.Option(
+                ['--anonymous'],
+                is_flag=True,
+                expose_value=False,
+                callback=_keep,
+                help='Send no credentials to a bucket.',
+            ),
+            click.Option(
+                ['--timeout'],
+                type=click.FloatRange(1),
+                metavar='SECONDS',
+                expose_value=False,
+                callback=_keep,
+                help='How long to wait for a bucket that does not answer; 50 without it.',
+            ),
+        ]
+        self._resumes = resumes
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the verb."""
+        given = paths_of(self, ctx.params)
+        try:
+            with Waiting(remote_paths(given)) as waiting, storage_defaults(_storage_options(ctx, given)):
+                ctx.meta['t5ckpt.waiting'] = waiting
+                ctx.params.update(named_paths(self, ctx.params))
+                return super().invoke(ctx)
+        except click.UsageError as error:
+            # One that a helper raised knows no context, and would show no usage line.
+            error.ctx = error.ctx or ctx
+            vars(error)['message'] = in_words(error.message, self)
+            raise
+        except T5CkptError as error:
+            # Who prints it, says it in this verb's words.
+            vars(error)['verb'] = self
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted('interrupted; the same command resumes' if self._resumes else 'interrupted') from None
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    ctx.meta[f't5ckpt.{param.name}'] = value
+
+
+def _storage_options(ctx: click.Context, given: list[str]) -> Mapping[str, Any]:
+    """The options of storages that the verb was given.
+
+    Raises:
+      click.UsageError: none of the verb's paths is on a storage that has the option, or the value is of another type.
+    """
+    pairs: dict[str, str] = {}
+    for text in ctx.meta.get('t5ckpt.storage_option', ()):
+        key, found, value = text.partition('=')
+        if not found or not key:
+            raise click.UsageError(f'--storage-option {text!r}: write KEY=VALUE, such as region=us-east-1.', ctx)
+        pairs[key.replace('-', '_')] = value
+    if ctx.meta.get('t5ckpt.anonymous'):
+        pairs['anonymous'] = 'true'
+    if ctx.meta.get('t5ckpt.timeout') is not None:
+        pairs['retry_seconds'] = str(ctx.meta['t5ckpt.timeout'])
+    for name, option in (('anonymous', '--anonymous'), ('retry_seconds', '--timeout')):
+        if name in pairs and given and not remote_paths(given):
+            raise click.UsageError(
+                f'{option} is for buckets, and {" and ".join(given)} is on this machine. Leave it out.', ctx
+            )
+    try:
+        return option_values(pairs, given)
+    except ValueError as error:
+        raise click.UsageError(str(error), ctx) from error

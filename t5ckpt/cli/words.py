@@ -1,0 +1,84 @@
+"""The library's messages in the words of the command line: ``--force``, not ``overwrite=True``.
+
+The library names the cure that works in Python. Each rule here turns one into what works in a shell. Options of the verb are
+known from the verb itself, so a new one needs no rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import click
+
+from t5ckpt.core.text import Lines
+
+__all__ = ['in_words']
+
+# From Python's words to the command line's, in this order.
+_RULES = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r'force=True, or overwrite=True of a conversion', '--force'),
+        (r'\b(overwrite|force)=True', '--force'),
+        (r'\bfollow_links=True', '--follow-links'),
+        (r'\bin_place=True', '--in-place'),
+        (r'\btrust_files=True', '--trust-files'),
+        (r'Changes\(drop=\.\.\.\)', 't5ckpt cp --drop'),
+        (r'(Convert|Import)Options\(step=\.\.\.\)', '--as-step'),
+        (r'output="[^"]*"', 'OUTPUT'),
+        (r'\boptimizer=False', '--no-optimizer'),
+        (r"storage_options=\{'retry_seconds': \.\.\.\} sets the wait", '--timeout sets the wait'),
+        (r"storage_options=\{'(\w+)': ([^}]*)\}", r'--storage-option \1=\2'),
+        (r'\bstorage_options:', '--storage-option:'),
+        (r'\banonymous=True', '--anonymous'),
+        (r'keep fewer checkpoints \(keep=\)', 'delete steps (t5ckpt rm, t5ckpt prune)'),
+        (r'pass smaller chunk_bytes', 'write elsewhere'),
+        (r"such as jnp\.bfloat16 or 'bfloat16'", 'such as bfloat16'),
+        (r'Pass jnp\.bfloat16, say', 'Pass bfloat16, say'),
+        (r'checkpoints_dir is empty: this checkpointer .*directory of the run', 'the path is empty'),
+        (
+            r'a safetensors model, of which restore\(path=\.\.\.\) takes a file',
+            'a safetensors model: t5ckpt show takes a file',
+        ),
+        (
+            r'restore\(path=\.\.\.\), load_t5x_checkpoint and open_checkpoint read it, t5ckpt import',
+            't5ckpt show, stats and cat read it, t5ckpt import',
+        ),
+        (r', which T5X converts with convert_from_tf_checkpoint', ', which t5ckpt convert tf converts'),
+        (r'import_seqax of t5ckpt\.convert\.seqax converts them', 't5ckpt convert seqax converts them'),
+        (
+            r'\(open_checkpoint\(path\)\[name\]\[:100\]\), map it \(mmap=True\), or restore it sharded',
+            "(t5ckpt cat PATH 'LEAF[:100]')",
+        ),
+        (r'pass several checkpoints or ema=', 'pass --average or --ema'),
+        (r', or pass verify=.quick.', ''),
+    )
+)
+# Parameters of the library that the verbs call by another name.
+_OPTIONS = {'select': '--select', 'steps': '--keep-step', 'max_shard_bytes': '--max-shard-size'}
+
+
+def in_words(text: str, command: click.Command | None) -> str:
+    """A message of the library, for who called a verb; ``Lines`` stay ``Lines``."""
+    said = text
+    for pattern, words in _RULES:
+        said = pattern.sub(words, said)
+    for name, option in _options_of(command).items():
+        # 'workers=0: ...' and 'drop: ...' and 'save_dtype must be ...'; a word of the text that only looks like a name stays.
+        said = re.sub(rf'(?<![\w.-]){name}=(?=\S)', f'{option} ', said)
+        said = re.sub(rf'(?<![\w.-]){name}=', option, said)
+        said = re.sub(rf'\A{name}(?=:| must | is one of | has no effect)', option, said)
+    return Lines(said) if isinstance(text, Lines) else said
+
+
+def _options_of(command: click.Command | None) -> Mapping[str, str]:
+    if command is None:
+        return {}
+    found = {
+        param.name: max(param.opts, key=len)
+        for param in command.params
+        if isinstance(param, click.Option) and param.name
+    }
+    of_library = {option.removeprefix('--').replace('-', '_'): option for option in found.values()}
+    return {name: option for name, option in {**of_library, **found}.items() if len(name) > 1}

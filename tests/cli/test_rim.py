@@ -1,0 +1,358 @@
+"""The rim of the command line: closed and full streams, signals, exit codes, steps by name. All verbs, one design."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from support.cli import ROOT, t5ckpt_cli
+
+import t5ckpt
+from t5ckpt.cli import VERBS
+from t5ckpt.cli.app import app, run as run_verb
+from t5ckpt.cli.output import ProgressLines
+from t5ckpt.cli.paths import CHECKPOINT, RUN
+from t5ckpt.cli.streams import OutputError
+from t5ckpt.cli.verb import Exit, Verb
+from t5ckpt.cli.waiting import Waiting
+
+ENVIRON = {**os.environ, 'PYTHONPATH': str(ROOT)}
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    """Steps 100 and 200; the first has the lower loss."""
+    place = tmp_path_factory.mktemp('rim') / 'run'
+    state = {'target': {'w': np.arange(24, dtype=np.float32).reshape(4, 6)}}
+    keep = t5ckpt.KeepLatest(5) | t5ckpt.KeepBest(1, 'eval/loss', 'min')
+    with t5ckpt.Checkpointer(state, checkpoints_dir=place, keep_policy=keep) as checkpointer:
+        checkpointer.save(state, step=100, metrics={'eval/loss': 1.0})
+        checkpointer.save({'target': {'w': state['target']['w'] + 1}}, step=200, metrics={'eval/loss': 2.0})
+    return place
+
+
+def commands():
+    for name in VERBS:
+        found = app.get_command(click.Context(app), name)
+        below = {'': found} if not isinstance(found, click.Group) else found.commands
+        yield from ((f'{name} {word}'.strip(), command) for word, command in below.items())
+
+
+def said(words, capsys):
+    """The exit code, what was printed, and what was complained of."""
+    with pytest.raises(SystemExit) as ended:
+        run_verb([str(word) for word in words])
+    shown = capsys.readouterr()
+    return ended.value.code, shown.out, shown.err
+
+
+# --- one design --------------------------------------------------------------------------------------------------------
+
+# By verb: words around a step, with {} in its place. Every verb that takes a checkpoint is here.
+WITH_A_STEP = {
+    'cat': ['cat', '{}', 'target/w'],
+    'convert': ['convert', 'to-orbax', '{}', 'OUT', '--dry-run'],
+    'cp': ['cp', '{}', 'OUT', '--dry-run'],
+    'diff': ['diff', '{}', '{}'],
+    'export hf': None,  # Wants a T5; the path is resolved by the same code, before anything else.
+    'export npz': ['export', 'npz', '{}', 'OUT', '--force'],
+    'export safetensors': ['export', 'safetensors', '{}', 'OUT', '--force'],
+    'pin': ['pin', '{}'],
+    'repair': ['repair', '{}', '--dry-run'],
+    'rm': ['rm', '{}', '--dry-run'],
+    'show': ['show', '{}'],
+    'stats': ['stats', '{}'],
+    'unpin': ['unpin', '{}'],
+    'verify': ['verify', '{}'],
+}
+OF_A_RUN = {'ls': ['ls', '{}'], 'best': ['best', '{}'], 'prune': ['prune', '{}', '--keep', '1', '--dry-run']}
+WRITERS = {
+    'convert': ['convert', 'orbax', 'RUN', '{}'],
+    'cp': ['cp', 'RUN', '{}'],
+    'import hf': ['import', 'hf', 'RUN', '{}'],
+    'import npz': ['import', 'npz', 'RUN', '{}'],
+    'import safetensors': ['import', 'safetensors', 'RUN', '{}'],
+    'repair': ['repair', 'RUN', '{}'],
+}
+
+
+def test_every_verb_is_one_of_the_design():
+    for name, command in commands():
+        assert isinstance(command, Verb), name
+        options = {option for param in command.params for option in param.opts}
+        assert {'--json', '--storage-option', '--anonymous', '--timeout'} <= options, name
+        kinds = {id(param.type) for param in command.params}
+        assert (id(CHECKPOINT) in kinds) == (name in WITH_A_STEP), name
+        assert (id(RUN) in kinds) == (name in OF_A_RUN or name in WRITERS), name
+
+
+@pytest.mark.parametrize('verb', [name for name, words in WITH_A_STEP.items() if words])
+def test_every_verb_names_steps_in_the_same_way(verb, run, tmp_path, capsys):
+    t5ckpt.pin_checkpoint(run / 'checkpoint_100')
+    t5ckpt.pin_checkpoint(run / 'checkpoint_200')
+
+    def shown(name):
+        words = [word.replace('{}', f'{name}').replace('OUT', str(tmp_path / 'out')) for word in WITH_A_STEP[verb]]
+        code, out, err = said([*words, '--json'], capsys)
+        t5ckpt.pin_checkpoint(run / 'checkpoint_100')
+        t5ckpt.pin_checkpoint(run / 'checkpoint_200')
+        written = (tmp_path / 'out').read_bytes() if (tmp_path / 'out').exists() else b''
+        return code, re.sub(r'"seconds": [0-9.e-]+', '', out), err, written
+
+    one, two = shown(run / 'checkpoint_100'), shown(run / 'checkpoint_200')
+    assert one[0] in (0, 1)
+    assert one != two
+    for name in ('@100', '@best', '@best:eval/loss', '@best:eval/loss:min'):
+        assert shown(f'{run}{name}') == one, name
+    for name in ('@200', '@latest', '@best:eval/loss:max'):
+        assert shown(f'{run}{name}') == two, name
+    assert shown(f'{run}@7')[0] == Exit.UNREADABLE
+
+
+@pytest.mark.parametrize('verb', [*OF_A_RUN, *(f'{name} writes' for name in WRITERS)])
+def test_a_step_is_no_run(verb, run, tmp_path, capsys):
+    words = OF_A_RUN.get(verb) or WRITERS[verb.removesuffix(' writes')]
+    words = [word.replace('{}', f'{run}@100').replace('RUN', str(run)) for word in words]
+    code, _, err = said(words, capsys)
+    assert code == Exit.USAGE
+    assert f'Give the run{", and --as-step names the step to write as" if verb not in OF_A_RUN else ""}: {run}' in err
+    assert not os.path.lexists(f'{run}@100')
+
+
+def test_a_directory_of_this_very_name_is_that_directory(run, tmp_path, capsys):
+    (tmp_path / 'me@200').symlink_to(run)
+    assert json.loads(said(['show', tmp_path / 'me@200', '--step', 100, '--json'], capsys)[1])['step'] == 100
+    assert said(['show', f'{run}@100', '--step', 200], capsys)[0] == Exit.USAGE
+
+
+def test_rm_takes_several_steps_by_any_name(run, capsys):
+    code, out, _ = said(['rm', run / 'checkpoint_100', f'{run}@latest', '--pinned', '--dry-run', '--json'], capsys)
+    assert (code, [each['step'] for each in json.loads(out)['plan']]) == (0, [100, 200])
+    assert said(['rm', run, run.parent / 'other' / 'checkpoint_1', '--dry-run'], capsys)[0] == Exit.USAGE
+
+
+# --- exit codes --------------------------------------------------------------------------------------------------------
+
+EXIT_CODES = [
+    (Exit.NO, 'cat RUN nothing'),
+    (Exit.NO, 'stats RUN nothing*'),
+    (Exit.NO, 'show RUN --grep nothing'),
+    (Exit.NO, 'export npz RUN OUT --select nothing'),
+    (Exit.NO, 'cp RUN OUT --drop nothing'),
+    (Exit.NO, 'cp RUN OUT --ema nothing'),
+    (Exit.NO, 'cp RUN RUN'),
+    (Exit.NO, 'cp RUN RUN --compression zstd'),
+    (Exit.NO, 'diff RUN@100 RUN@200'),
+    (Exit.NO, 'rm RUN 100 --yes'),
+    (Exit.USAGE, 'show RUN --grep ('),
+    (Exit.USAGE, 'cp RUN OUT --drop ('),
+    (Exit.USAGE, 'cp RUN OUT --workers 0'),
+    (Exit.USAGE, 'cp RUN OUT --save-dtype int7'),
+    (Exit.USAGE, 'cp RUN OUT --compression lz5'),
+    (Exit.USAGE, 'prune RUN'),
+    (Exit.USAGE, 'rm RUN'),
+    (Exit.USAGE, 'import npz NOWHERE '),
+    (Exit.UNREADABLE, 'ls NOWHERE'),
+    (Exit.UNREADABLE, 'show NOWHERE'),
+    (Exit.UNREADABLE, 'show RUN@7'),
+    (Exit.UNREADABLE, 'rm RUN 7 --yes'),
+    (Exit.UNREADABLE, 'diff RUN NOWHERE'),
+    (Exit.STORAGE, 'export npz RUN FILE/x.npz'),
+    (Exit.STORAGE, 'cp RUN FILE'),
+]
+
+
+@pytest.mark.parametrize(('code', 'words'), EXIT_CODES, ids=[words for _, words in EXIT_CODES])
+def test_an_exit_code_has_one_meaning(code, words, run, tmp_path, capsys):
+    t5ckpt.pin_checkpoint(run / 'checkpoint_100')
+    (tmp_path / 'file').write_text('')
+    places = {'RUN': run, 'OUT': tmp_path / 'out', 'NOWHERE': tmp_path / 'nowhere', 'FILE': tmp_path / 'file'}
+    found, _, err = said([_placed(word, places) for word in words.split(' ')], capsys)
+    assert found == code, err
+    # The command line's words, not Python's.
+    assert not re.search(r'\w=True|\w=\(|overwrite|storage_options|save_dtype|jnp\.', err), err
+
+
+def _placed(word, places):
+    for name, path in places.items():
+        word = word.replace(name, str(path))
+    return word
+
+
+def test_the_exit_codes_are_those_of_the_page():
+    page = (ROOT / 'docs' / 'looking.md').read_text()
+    assert [int(code) for code in re.findall(r'^\| (\d+) \|', page, re.MULTILINE)] == [*map(int, Exit)]
+
+
+# --- streams -----------------------------------------------------------------------------------------------------------
+
+
+def in_a_shell(text, **options):
+    """A process that bash starts, which can close a stream."""
+    text = text.replace('T5CKPT', f'{sys.executable} -m t5ckpt')
+    return subprocess.run(['bash', '-c', text], capture_output=True, text=True, env=ENVIRON, check=False, **options)
+
+
+@pytest.mark.parametrize(
+    ('words', 'stream', 'code'),
+    [
+        ('ls RUN', '>/dev/full', 4),
+        ('ls RUN', '>&-', 4),
+        ('ls RUN', '2>&-', 0),
+        ('ls RUN', '2>/dev/full', 0),
+        ('ls RUN', '<&-', 0),
+        ('--version', '>/dev/full', 4),
+        ('cat RUN target/w --npy', '>/dev/full', 4),
+        ('cat RUN target/w --npy', '| true; exit ${PIPESTATUS[0]}', 141),
+        ('stats RUN', '2>&-', 0),
+    ],
+)
+def test_a_stream_that_takes_nothing(words, stream, code, run):
+    done = in_a_shell(f'T5CKPT {words.replace("RUN", str(run))} {stream}')
+    assert done.returncode == code, done.stderr
+    assert ('t5ckpt: standard output: ' in done.stderr) == (code == 4)
+    assert 'Traceback' not in done.stderr
+
+
+def test_no_terminal_to_ask_and_no_input_at_all(run):
+    done = in_a_shell(f'T5CKPT rm {run} 200 --pinned <&-')
+    assert (done.returncode, 'pass --yes' in done.stderr) == (2, True)
+
+
+def test_a_file_never_gets_the_number_of_standard_error():
+    """What a library writes to standard error would land in a chunk file."""
+    code = 'import os; from t5ckpt.cli.streams import open_streams; open_streams(); print(os.open(os.devnull, os.O_RDONLY))'
+    assert int(in_a_shell(f"{sys.executable} -c '{code}' 2>&- <&-").stdout) > 2
+
+
+def test_an_error_of_the_output_is_no_error_of_a_file():
+    assert not issubclass(OutputError, OSError)
+
+
+def test_the_current_directory_was_deleted(tmp_path):
+    gone = tmp_path / 'gone'
+    gone.mkdir()
+    done = in_a_shell(f'rmdir {gone}; T5CKPT ls .', cwd=gone)
+    assert (done.returncode, 'the current directory was deleted' in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize('columns', ['0', '1'])
+def test_a_terminal_without_room_shows_the_table_all_the_same(columns, run):
+    done = subprocess.run(
+        ['script', '-qec', f'{sys.executable} -m t5ckpt ls {run}', os.devnull],
+        capture_output=True,
+        text=True,
+        env={**ENVIRON, 'COLUMNS': columns, 'TERM': 'xterm'},
+        check=False,
+    )
+    assert 'complete' in done.stdout
+
+
+# --- signals and silence -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize('module', ['click', 'numpy', 't5ckpt.cli.stats'])
+def test_ctrl_c_while_a_module_is_imported(module, run):
+    """The signal comes at one point of the program's start, and not at a time."""
+    code = (
+        'import sys, os, signal\n'
+        'class Early:\n'
+        '    def find_spec(self, name, path=None, target=None):\n'
+        f'        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n'
+        # What runs the tests may ignore it, and its children then do, too.
+        'signal.signal(signal.SIGINT, signal.default_int_handler)\n'
+        'from t5ckpt.cli import main\n'
+        'sys.meta_path.insert(0, Early())\n'
+        f'sys.argv = ["t5ckpt", "stats", {str(run)!r}]\n'
+        'main()'
+    )
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENVIRON, check=False)
+    assert (done.returncode, done.stderr.strip()) == (130, 't5ckpt: interrupted')
+
+
+@pytest.mark.multiprocess
+def test_ctrl_c_after_the_work_is_done_does_not_spoil_the_exit_code(run):
+    code = (
+        'import atexit, os, signal, sys\n'
+        'signal.signal(signal.SIGINT, signal.default_int_handler)\n'
+        'atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n'
+        'from t5ckpt.cli import main\n'
+        f'sys.argv = ["t5ckpt", "ls", {str(run)!r}]\n'
+        'main()'
+    )
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENVIRON, check=False)
+    assert (done.returncode, done.stderr) == (0, '')
+
+
+def test_a_silence_is_broken(capsys):
+    with Waiting(['memory://a/run'], 0.1):
+        time.sleep(0.35)
+    assert capsys.readouterr().err.startswith(
+        't5ckpt: waiting for memory://a/run, 0 s so far; --timeout SECONDS ends the wait'
+    )
+    with Waiting([], 0.2) as waiting:
+        for _ in range(4):
+            time.sleep(0.1)
+            waiting.touch()
+    assert capsys.readouterr().err == ''
+
+
+class _Silent(BaseHTTPRequestHandler):
+    def do_GET(self):
+        time.sleep(20)
+
+
+@pytest.mark.multiprocess
+def test_the_time_out_ends_the_wait_for_a_server_that_is_silent():
+    server = HTTPServer(('127.0.0.1', 0), _Silent)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    started = time.monotonic()
+    words = [
+        'ls',
+        's3://bucket/run',
+        '--anonymous',
+        '--timeout',
+        2,
+        '--storage-option',
+        f'endpoint=http://127.0.0.1:{server.server_port}',
+    ]
+    text = t5ckpt_cli(*words, code=4)
+    assert time.monotonic() - started < 10
+    assert '--timeout sets the wait' in text
+    server.socket.close()
+
+
+def test_progress_in_a_pipe_is_single_lines(capsys):
+    now = [0.0]
+    lines = ProgressLines('copying', None, clock=lambda: now[0])
+    for second in range(25):
+        now[0] = float(second)
+        lines(second * 10**6, 100 * 10**6)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == 'copying 2.0 MB of 100.0 MB (2 %), 2.0 s, 1.0 MB/s, 98.0 s left'
+    assert len(shown) == 3, 'at 2, 11 and 20 s'
+
+
+def test_the_users_rules_may_be_wrong(tmp_path):
+    (tmp_path / 'rules.py').write_text('x = 1\ny = x / 0\n')
+    done = CliRunner().invoke(
+        app, ['convert', 'tf', str(tmp_path), str(tmp_path / 'o'), '--rules', str(tmp_path / 'rules.py')]
+    )
+    assert done.exit_code == Exit.USAGE
+    assert 'rules.py, line 2: ZeroDivisionError: division by zero' in done.output
+
+
+def test_a_step_that_is_named_twice_is_one(run, capsys):
+    t5ckpt.pin_checkpoint(run / 'checkpoint_100')
+    code, out, _ = said(['unpin', run, '--step', 100, '--step', 100, '--json'], capsys)
+    assert (code, len(json.loads(out)['unpinned'])) == (0, 1)

@@ -118,23 +118,23 @@ class Storage(ABC):
         return [self.is_file(key) for key in keys]
 
     def check_reachable(self, key: str) -> None:
-        """To be called before "there is none" is given as an answer: raises StorageError where there is no such bucket."""
+        """Called before a missing checkpoint is reported: raises StorageError where the bucket does not exist."""
         del key
 
     @abstractmethod
     def size(self, key: str) -> int | None:
-        """The bytes of a file, or None where there is no file. On an object store the file is read for it."""
+        """Returns the bytes of a file, or None where it does not exist. On an object store this reads the file."""
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
-        """What changes when a file is replaced, written to, or gets or loses a name; None where there is no such thing.
+        """Returns a value that changes when a file is replaced, written to, or gets or loses a name; None where there is none.
 
-        With ``before``, an earlier stamp: None too if more has changed since than the names.
+        With ``before``, an earlier stamp: also None if more than the names has changed since then.
         """
         del key, before
         return None
 
     def version(self, key: str) -> Any:
-        """What changes when a file is replaced by another, whatever that holds; None where there is no file.
+        """Returns a value that changes when a file is replaced, also by one with equal bytes; None where it does not exist.
 
         On an object store this is one small request.
         """
@@ -157,12 +157,12 @@ class Storage(ABC):
 
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:
-        """What lies directly below ``key``, by name; empty when there is nothing."""
+        """Returns the entries directly below ``key``, by name; an empty list where there are none."""
 
     def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
         """The names directly below ``key`` that begin so, in order; those of the directories ``without`` left out.
 
-        Where there are no directories this lists everything that lies below these names, and nothing else.
+        On an object store this lists everything below these names, and nothing else.
         """
         found = (entry.name for entry in self.entries(key))
         return [name for name in found if name.startswith(beginning) and name not in without]

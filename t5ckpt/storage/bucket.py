@@ -57,8 +57,6 @@ class BucketStorage(Storage):
         """The size that an entry of a listing gets."""
         del key
 
-    # --- keys ------------------------------------------------------------------------------------------------------
-
     def _kvstore(self) -> Any:
         return self._connection.kvstore()
 
@@ -73,7 +71,7 @@ class BucketStorage(Storage):
         return f'{full}/' if full else ''
 
     def _keys(self, key: str, beginnings: Sequence[str] = ('',)) -> list[str]:
-        """What lies below ``key`` and begins with one of some texts, relative to it, in order."""
+        """Returns the keys below ``key`` that begin with one of some texts, relative to it, in order."""
         below = self._below(key)
         with bucket_errors(self.url(key)):
             found = self._list([_range(below + beginning) for beginning in beginnings])
@@ -109,8 +107,6 @@ class BucketStorage(Storage):
     def _check_nothing(self) -> None:
         """Raises where an empty listing does not say that there is nothing."""
 
-    # --- the interface ---------------------------------------------------------------------------------------------
-
     def read(self, key: str) -> bytes:
         return self.read_with_version(key)[0]
 
@@ -128,10 +124,12 @@ class BucketStorage(Storage):
                     raise
         return b''
 
-    def _found(self, key: str, **options: Any) -> Any:
+    def _found(self, key: str, known: bytes | None = None, **options: Any) -> Any:
+        """Reads a key, of a version other than ``known``; the result has the state 'unspecified' where there is none."""
         with bucket_errors(self.url(key)):
-            found = self.wait(self._kvstore().read(self._key(key), **options))
-        if found.state != 'value':
+            request = self._kvstore().read(self._key(key), if_not_equal=known, **options)
+            found = self._connection.wait(request, is_conditional=known is not None)
+        if found.state == 'missing':
             raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
         return found
 
@@ -143,22 +141,13 @@ class BucketStorage(Storage):
     def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
         if self._cache is None:
             return self.read(key)
+
+        def fetch(known: bytes | None) -> CachedFile | None:
+            found = self._found(key, known)
+            return CachedFile(bytes(found.value), found.stamp.generation) if found.state == 'value' else None
+
         # The same bucket name may stand for other things at another endpoint.
-        name = f'{self._connection.spec} {self._key(key)}'
-        held = self._cache.get(name)
-        if held is not None and is_good is not None and is_good(held.data):
-            return held.data
-        known = held.generation if held is not None and is_good is None else None
-        with bucket_errors(self.url(key)):
-            request = self._kvstore().read(self._key(key), if_not_equal=known)
-            found = self._connection.wait(request, is_conditional=known is not None)
-        if held is not None and known is not None and found.state == 'unspecified':
-            return held.data
-        if found.state != 'value':
-            raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
-        data = bytes(found.value)
-        self._cache.put(name, CachedFile(data, found.stamp.generation))
-        return data
+        return self._cache.read(f'{self._connection.spec} {self._key(key)}', is_good, fetch)
 
     def write(self, key: str, data: bytes) -> None:
         try:

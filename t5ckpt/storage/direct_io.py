@@ -49,7 +49,7 @@ def write_direct(path: str, data: np.ndarray) -> None:
       data: uint8 (n,), contiguous.
 
     Raises:
-      OSError: there is no such file, or the one that was there.
+      OSError: the file could not be written; the directory has no file of this name, or the previous one.
     """
     partial = f'{path}.__lock'
     fd, is_direct = _create(partial)

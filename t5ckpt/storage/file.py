@@ -40,10 +40,10 @@ _RIVAL_ATTEMPTS = 1000
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
-    """One name; None for what is no file (just deleted, a link to nowhere), which must not stop a listing.
+    """One name; None for a name that was just deleted or is a link to nothing, which must not stop a listing.
 
     Raises:
-      OSError: what is there cannot be looked at. To leave it out would make a run seem shorter than it is.
+      OSError: the name cannot be inspected. Without it a listing would be incomplete.
     """
     try:
         info = item.stat()
@@ -56,7 +56,7 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
 
 
 def _remove_tree(path: str) -> None:
-    """Removes a directory. What another process removes at the same time is gone, which is no failure."""
+    """Removes a directory. Names that another process removes at the same time are gone, which is not a failure."""
     for left in range(_RIVAL_ATTEMPTS, -1, -1):
         try:
             shutil.rmtree(path)
@@ -91,7 +91,7 @@ class FileStorage(Storage):
 
     def read(self, key: str) -> bytes:
         with foreign_errors(self.url(key)):
-            # Not blocking: a FIFO in the place of a file would keep its reader waiting for ever.
+            # Non-blocking: opening a FIFO in the place of a file would wait for its writer.
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             with open(fd, 'rb') as file:
                 mode = os.fstat(fd).st_mode

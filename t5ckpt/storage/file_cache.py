@@ -16,6 +16,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Callable
 
 import xxhash
 
@@ -45,6 +46,27 @@ class FileCache:
         self._limit = limit_bytes
         self._lock = threading.Lock()
         self._grown: int | None = None
+
+    def read(
+        self, url: str, is_good: Callable[[bytes], bool] | None, fetch: Callable[[bytes | None], CachedFile | None]
+    ) -> bytes:
+        """Returns the bytes of a file, from the cache if they are valid; else the file is fetched and kept.
+
+        Args:
+          url: the name of the file.
+          is_good: whether cached bytes are those of the file; None to compare its version instead.
+          fetch: reads the file from the store; with a version, returns None if that is the file's version.
+        """
+        held = self.get(url)
+        if held is not None and is_good is not None and is_good(held.data):
+            return held.data
+        found = fetch(held.generation if held is not None and is_good is None else None)
+        if found is not None:
+            self.put(url, found)
+            return found.data
+        if held is None:
+            raise AssertionError(f'{url}: not fetched')
+        return held.data
 
     def get(self, url: str) -> CachedFile | None:
         """What is kept of a file, if it is whole."""

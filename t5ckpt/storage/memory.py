@@ -1,7 +1,7 @@
 """Checkpoints in this process's memory, for tests and for handing a state from one part of a program to another.
 
 TensorStore's ``memory://`` belongs to a Context, so one Context is kept per name for the life of the process:
-``memory://a/run`` opened twice is the same place. There is no rename, so checkpoints are written in place and the
+``memory://a/run`` opened twice is the same store. It cannot rename, so checkpoints are written in place and the
 manifest comes last, exactly as on an object store.
 """
 

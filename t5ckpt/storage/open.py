@@ -140,7 +140,7 @@ def _with_home(text: str) -> str:
 
 
 def _check_key(text: str, scheme: str, bucket: str, prefix: str) -> None:
-    """Keys are no paths: no store resolves '..', and 'a//b' is another directory than 'a/b'."""
+    """Keys are not paths: no store resolves '..', and 'a//b' is another directory than 'a/b'."""
     if not bucket:
         raise InvalidPathError(f'{text}: no bucket in it; write {scheme}://bucket/directory.')
     parts = prefix.split('/') if prefix else []

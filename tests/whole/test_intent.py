@@ -492,7 +492,7 @@ def test_what_cannot_be_done_is_refused(words, code, message, files, tmp_path, m
 @pytest.mark.parametrize('directory', ['gs://bucket/run', 's3://bucket/run', 'memory://run'])
 def test_event_files_are_local(directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnsupportedFormatError, match='only a local file system'):
+    with pytest.raises(UnsupportedFormatError, match='needs a local file system'):
         MetricWriter(directory)
     assert list(tmp_path.iterdir()) == []
 

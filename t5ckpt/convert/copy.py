@@ -21,15 +21,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt._version import __version__
-from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_within, with_links
-from t5ckpt.catalog.step_index import ensured_index
-from t5ckpt.commit.in_place import remove_step
-from t5ckpt.commit.occupancy import check_room, listed_elsewhere
-from t5ckpt.commit.transaction import Workspace, begin, commit, release, rollback, writer_facts
-from t5ckpt.commit.unfinished_write import resume_text, unfinished
-from t5ckpt.commit.write_lease import AlreadyCommittedError, StepTakenError, acquire_lease
+from t5ckpt.commit.begin import resume
+from t5ckpt.commit.occupancy import check_room
+from t5ckpt.commit.transaction import Transaction, writer_facts
+from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
@@ -48,7 +44,7 @@ from t5ckpt.format.names import (
     step_dir,
     superseded,
 )
-from t5ckpt.format.sidecar import Sidecar, decode_sidecar, encode_sidecar
+from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import sidecar_name
@@ -167,28 +163,6 @@ def _step_of(located: Located, target: str | os.PathLike[str]) -> int:
     return located.step
 
 
-def _begin(storage: Storage, step: int, clock: Clock, facts: Mapping[str, Any]) -> Workspace:
-    """The directory of an earlier attempt at the same, or a new one."""
-    if storage.renames:
-        again = unfinished(storage, step, clock, facts)
-        return begin(storage, step, clock, facts) if again is None else again
-    found = listed_elsewhere(storage, step, ensured_index(storage).others)
-    if found is not None:
-        cure = 'Move it away, or write to another directory.'
-        raise other_layout(storage.url(found.name), found.layout, 'which is not replaced', cure)
-    work = Workspace(storage, step, step_dir(step), lease=acquire_lease(storage, step, clock))
-    try:
-        if resume_text(storage, work.directory) != facts['resume']:
-            check_room(storage, step)
-            remove_step(storage, step)
-            owner = Sidecar(extra={'writer': dict(facts), 'step': step})
-            storage.write(join(work.directory, SIDECAR), encode_sidecar(owner))
-    except BaseException:
-        release(work)
-        raise
-    return work
-
-
 class _Copy:
     """One copy under way."""
 
@@ -231,10 +205,10 @@ class _Copy:
             nbytes = sum(self._size(name, sizes, checksums) for name in sizes)
             return CopyReport(self._step, path, len(sizes), nbytes, 0, 0, time.monotonic() - started, left_out)
         unlisted = repr([self._identity(name) for name in names if name not in checksums]).encode()
-        facts = writer_facts(__version__) | {'resume': digest(manifest + (sidecar or b'') + unlisted)}
-        work = _begin(self._to, self._step, clock, facts)
-        work.replaces = self._options.overwrite
-        try:
+        facts = writer_facts() | {'resume': digest(manifest + (sidecar or b'') + unlisted)}
+        with resume(self._to, self._step, clock, facts) as work:
+            work.replaces = self._options.overwrite
+            work.kept_after = (BaseException,)
             kept = self._there(work, names, checksums)
             total = sum(self._size(name, sizes, checksums) for name in names)
             self._report(sum(self._size(name, sizes, checksums) for name in kept), total)
@@ -242,14 +216,7 @@ class _Copy:
             with self._source.reading('copied'):
                 moved = self._copy_all(work, waiting, total, checksums)
             parents = sorted({name.rpartition('/')[0] for name in names} - {''})
-            commit(work, manifest, sidecar, parents, clock)
-        except AlreadyCommittedError:
-            # Nobody goes on from here: what this copy was to become is there.
-            rollback(work)
-            raise
-        except BaseException:
-            release(work)
-            raise
+            work.commit(manifest, sidecar, parents)
         checked = sum(name in checksums for name in [*names, self._manifest_name])
         nbytes = moved + len(manifest) + len(sidecar or b'')
         return CopyReport(
@@ -309,7 +276,7 @@ class _Copy:
         size = sizes[name]
         return size if size is not None else checksums[name][0] if name in checksums else 0
 
-    def _there(self, work: Workspace, names: Sequence[str], checksums: FileChecksums) -> set[str]:
+    def _there(self, work: Transaction, names: Sequence[str], checksums: FileChecksums) -> set[str]:
         """The files that an earlier attempt has copied; what it had besides goes."""
         found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
         # A temporary directory is this copy's alone. In place, others may have put files beside.
@@ -325,7 +292,7 @@ class _Copy:
         if self._progress is not None and size:
             self._progress(self._done, max(total, self._done))
 
-    def _copy_all(self, work: Workspace, waiting: Mapping[str, int], total: int, checksums: FileChecksums) -> int:
+    def _copy_all(self, work: Transaction, waiting: Mapping[str, int], total: int, checksums: FileChecksums) -> int:
         for parent in sorted({name.rpartition('/')[0] for name in waiting}):
             self._to.make_dir(join(work.directory, parent))
         moved = 0
@@ -341,7 +308,7 @@ class _Copy:
                 raise
         return moved
 
-    def _copy_one(self, work: Workspace, name: str, size: int, checksums: FileChecksums) -> int:
+    def _copy_one(self, work: Transaction, name: str, size: int, checksums: FileChecksums) -> int:
         admitted = size or _UNKNOWN_BYTES
         with self._admitted(admitted):
             data = self._read(name, checksums)

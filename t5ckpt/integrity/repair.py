@@ -14,11 +14,11 @@ import os
 import time
 from collections.abc import Sequence
 
-from t5ckpt._version import __version__
 from t5ckpt.catalog.locate import Located, open_run_storage, refuse_within
+from t5ckpt.commit.begin import begin
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room
-from t5ckpt.commit.transaction import Workspace, begin, commit, rollback, writer_facts
+from t5ckpt.commit.transaction import Transaction, write_checksums, writer_facts
 from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
@@ -173,11 +173,11 @@ class _RepairWriter:
         """Writes, verifies and commits; returns the number of files."""
         _, index = collect(self._target, self._clock)
         try:
-            work = begin(self._target, self._step, self._clock, writer_facts(__version__), index)
+            work = begin(self._target, self._step, self._clock, writer_facts(), index)
         except StepTakenError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
         work.replaces = in_place
-        try:
+        with work:
             with Identity.now(self._located).told():
                 files = self._fill(work)
                 self._check_source()
@@ -187,9 +187,6 @@ class _RepairWriter:
                     # It may have been pinned meanwhile.
                     self._target.write(join(work.directory, PINNED), self._files.read(PINNED))
             self._commit(work, files)
-        except BaseException:
-            rollback(work)
-            raise
         return len(files) + len(self._plan.foreign) + (3 if self._plan.has_checksums else 1)
 
     def _check_source(self) -> None:
@@ -202,7 +199,7 @@ class _RepairWriter:
         if source_of(self._located) != self._plan.source:
             raise CorruptCheckpointError(f'{self._located.url} has changed since it was verified. Try again.')
 
-    def _fill(self, work: Workspace) -> FileChecksums:
+    def _fill(self, work: Transaction) -> FileChecksums:
         """Everything but the manifest and the sidecar; returns it with checksums."""
         there = files_of(self._located)
         # A directory that stands where a file is made again goes, too.
@@ -221,7 +218,7 @@ class _RepairWriter:
         own = {name: entry for name, entry in files.items() if not is_own(name) and name not in self._plan.foreign}
         return FileChecksums(own)
 
-    def _take(self, work: Workspace, name: str) -> FileEntry:
+    def _take(self, work: Transaction, name: str) -> FileEntry:
         source, target = join(self._located.directory, name), join(work.directory, name)
         if self._target.link_from(self._located.storage, source, target):
             entry = self._files.digest(name)
@@ -235,36 +232,31 @@ class _RepairWriter:
             )
         return entry
 
-    def _commit(self, work: Workspace, files: FileChecksums) -> None:
-        storage, plan = self._target, self._plan
+    def _commit(self, work: Transaction, files: FileChecksums) -> None:
+        plan = self._plan
         directories = sorted({name.rpartition('/')[0] for name in (*files, *plan.foreign)} - {''})
         if not plan.has_checksums:
             self._commit_as(work, None, directories)
             return
-        checksums = files.encode()
-        storage.write(join(work.directory, file_checksums_name(0)), checksums)
-        recorded = FileChecksums({MANIFEST: entry_of(plan.manifest), file_checksums_name(0): entry_of(checksums)})
+        entry = write_checksums(self._target, work.directory, 0, files)
+        counts = {'bytes': sum(size for name, (size, _) in files.items() if '/' in name), 'files': len(files)}
         known = plan.sidecar.extra or {'facts': 'unknown'}
-        extra = {
-            **known,
-            'writer': writer_facts(__version__),
+        repaired = {
             'created_unix': known.get('created_unix', self._manifest_time()),
-            'step': self._step,
-            'bytes': sum(size for name, (size, _) in files.items() if '/' in name),
-            'files': len(files),
-            'digests': recorded.to_json(),
             'repaired': {
                 'unix': round(self._clock(), 3),
                 'rebuilt': list(plan.rebuilt),
                 'dropped': list(plan.dropped),
             },
         }
-        sidecar = encode_sidecar(dataclasses.replace(plan.sidecar, extra=extra))
-        self._commit_as(work, sidecar, directories)
+        own = {MANIFEST: entry_of(plan.manifest), file_checksums_name(0): entry}
+        written = work.sidecar(plan.sidecar.facts, counts, own, repaired)
+        sidecar = dataclasses.replace(written, extra={**known, **written.extra})
+        self._commit_as(work, encode_sidecar(sidecar), directories)
 
-    def _commit_as(self, work: Workspace, sidecar: bytes | None, directories: Sequence[str]) -> None:
+    def _commit_as(self, work: Transaction, sidecar: bytes | None, directories: Sequence[str]) -> None:
         try:
-            commit(work, self._plan.manifest, sidecar, directories, self._clock)
+            work.commit(self._plan.manifest, sidecar, directories)
         except StepTakenError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
 
@@ -274,7 +266,7 @@ class _RepairWriter:
         found = next((entry.mtime for entry in entries if entry.name == self._located.manifest), 0.0)
         return round(found or self._clock(), 3)
 
-    def _check(self, work: Workspace) -> None:
+    def _check(self, work: Transaction) -> None:
         """Decodes the arrays without file checksums, as they are in the copy.
 
         Raises:

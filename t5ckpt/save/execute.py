@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -10,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt._version import __version__
+from t5ckpt.commit.begin import begin
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import listed_elsewhere
-from t5ckpt.commit.transaction import CommittedCheckpoint, Workspace, begin, commit, rollback, writer_facts
+from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
@@ -22,7 +23,7 @@ from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarnin
 from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import to_stored
-from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
@@ -52,36 +53,36 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     Returns:
       The checkpoint; None if the step exists already.
     """
-    request, leader = job.request, _Leader(job)
+    request = job.request
     try:
-        vote = {'plan': digest(job.text.encode())}
-        started = request.round.reduce_on_leader('plan', vote, leader.begin)
-        _check_agreement(job, started.get('different', ()))
-        if started.get('skip'):
-            return None
-        try:
-            report, entry = _write(job, started)
-            manifest = _manifest_bytes(job, report) if request.round.is_leader else b''
-            check_caller()
-        except BaseException as error:
-            request.round.fail('write', error)
-            raise
-        parents = sorted({name.rpartition('/')[0] for name in job.dataset} - {''})
-        vote = {
-            'integrity': list(entry),
-            'bytes': report.file_bytes,
-            'files': len(report.digests),
-            'directories': parents,
-        }
-        done = request.round.reduce_on_leader('write', vote, lambda votes: leader.commit(votes, report, manifest))
+        with contextlib.ExitStack() as stack:
+            leader = _Leader(job, stack)
+            vote = {'plan': digest(job.text.encode())}
+            started = request.round.reduce_on_leader('plan', vote, leader.begin)
+            _check_agreement(job, started.get('different', ()))
+            if started.get('skip'):
+                return None
+            try:
+                report, entry = _write(job, started)
+                manifest = _manifest_bytes(job, report) if request.round.is_leader else b''
+                check_caller()
+            except BaseException as error:
+                request.round.fail('write', error)
+                raise
+            parents = sorted({name.rpartition('/')[0] for name in job.dataset} - {''})
+            vote = {
+                'integrity': list(entry),
+                'bytes': report.file_bytes,
+                'files': len(report.digests),
+                'directories': parents,
+            }
+            done = request.round.reduce_on_leader('write', vote, lambda votes: leader.commit(votes, report, manifest))
     except BaseException:
-        leader.roll_back()
         if request.reuse is not None and not request.round.is_single_process:
             # The next save must not fail for the same reason.
             request.reuse.previous = None
         raise
     if done.get('skip'):
-        leader.roll_back()
         return None
     seconds = time.monotonic() - request.started
     record_duration(WRITE_EVENT, seconds)
@@ -93,11 +94,12 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
 
 
 class _Leader:
-    """What process 0 does for all: makes the directory, and commits it. It holds the directory until it is committed."""
+    """What process 0 does for all: makes the directory, and commits it. ``stack`` rolls back what it does not commit."""
 
-    def __init__(self, job: PreparedSave):
+    def __init__(self, job: PreparedSave, stack: contextlib.ExitStack):
         self._job = job
-        self._work: Workspace | None = None
+        self._stack = stack
+        self._work: Transaction | None = None
 
     def begin(self, votes: Sequence[Any]) -> dict[str, Any]:
         """Decides whether to save, and where. Nothing is written before all plans agree."""
@@ -119,13 +121,12 @@ class _Leader:
             other = None if index is None else listed_elsewhere(request.storage, request.step, index.others)
             if other is not None and not is_replaced(request, other):
                 return {'skip': True}
-            facts = writer_facts(__version__)
-            self._work = begin(request.storage, request.step, request.clock, facts, index, request.replaces)
-            # Where the storage cannot rename, ``begin`` has asked under the write lease.
-            self._work.replaces = request.storage.renames and request.replaces()
+            facts = writer_facts()
+            work = begin(request.storage, request.step, request.clock, facts, index, request.replaces)
         except StepTakenError as error:
             return _dropped(request.step, error)
-        place = {'directory': self._work.directory, 'generation': self._work.generation}
+        self._work = self._stack.enter_context(work)
+        place = {'directory': work.directory, 'generation': work.generation}
         return {**place, 'reuse': reuse, 'codecs': codecs}
 
     def commit(self, votes: Sequence[Any], report: WriteReport, manifest: bytes) -> dict[str, Any]:
@@ -142,23 +143,16 @@ class _Leader:
             raise SaveFailedError(
                 f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
             )
-        facts = _sidecar(self._job, arrays, files, work.generation)
+        facts = _sidecar(self._job, work, arrays, files)
         sidecar = encode_sidecar(facts)
         below = sorted({name for vote in votes for name in vote['directories']})
         directories = [array.location for array in report.arrays.values()] + below
         try:
-            commit(work, manifest, sidecar, directories, request.clock)
+            work.commit(manifest, sidecar, directories)
         except StepTakenError as error:
             return _dropped(request.step, error)
-        # Committed: a later failure must not remove it.
-        self._work = None
         request.retention.note_saved(request.step, facts.extra)
         return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'sidecar_checksum': digest(sidecar)}
-
-    def roll_back(self) -> None:
-        """Removes what is not committed."""
-        if self._work is not None:
-            rollback(self._work)
 
 
 def _previous(job: PreparedSave, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
@@ -202,9 +196,7 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         request.storage.write(join(directory, name), data)
     report = _below(generation, report)
     files = report.digests | {name: entry_of(data) for name, data in job.dataset.items()}
-    checksums = FileChecksums(files).encode()
-    request.storage.write(join(directory, file_checksums_name(request.round.processes.index)), checksums)
-    return report, entry_of(checksums)
+    return report, write_checksums(request.storage, directory, request.round.processes.index, files)
 
 
 def _below(generation: str, report: WriteReport) -> WriteReport:
@@ -261,15 +253,9 @@ def _check_step(request: SaveRequest, table: LeafTable) -> None:
 
 
 def _sidecar(
-    job: PreparedSave, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]], generation: str
+    job: PreparedSave, work: Transaction, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]]
 ) -> Sidecar:
-    extra: dict[str, Any] = {
-        'writer': writer_facts(__version__),
-        'created_unix': round(job.request.clock(), 3),
-        'step': job.request.step,
-        **arrays,
-        'digests': {name: list(entry) for name, entry in files.items()},
-    }
+    extra: dict[str, Any] = {}
     if job.devices > 1:
         extra['devices'] = job.devices
     if job.request.call.custom_metadata:
@@ -278,5 +264,5 @@ def _sidecar(
         extra['metrics'] = dict(job.request.call.metrics)
     if (keep := fields_of(job.request.retention.policy)) is not None:
         extra['keep'] = keep
-    stored = {join(generation, directory): dtype for directory, dtype in job.facts.stored.items()}
-    return Sidecar(dataclasses.replace(job.facts, stored=stored), extra)
+    stored = {join(work.generation, directory): dtype for directory, dtype in job.facts.stored.items()}
+    return work.sidecar(dataclasses.replace(job.facts, stored=stored), arrays, files, extra)

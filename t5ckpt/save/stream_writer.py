@@ -24,18 +24,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt._version import __version__
+from t5ckpt.commit.begin import begin, unfinished
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room
-from t5ckpt.commit.transaction import (
-    CommittedCheckpoint,
-    Workspace,
-    begin,
-    commit,
-    release,
-    rollback,
-    writer_facts,
-)
-from t5ckpt.commit.unfinished_write import unfinished
+from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
@@ -44,10 +36,10 @@ from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
-from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
-from t5ckpt.format.sidecar import Sidecar, encode_sidecar
+from t5ckpt.format.sidecar import encode_sidecar
 from t5ckpt.planning.plan_fingerprint import plan_text
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
@@ -58,6 +50,7 @@ from t5ckpt.tree.leaf_table import LeafTable, unflatten
 
 __all__ = ['STREAM_BYTES', 'LinkedArray', 'StreamRequest', 'rehearse', 'write_stream']
 
+_INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 STREAM_BYTES = 512 * 10**6
 """Bytes in flight by default: enough for a few chunks of 64 MiB on their way to the disk."""
 
@@ -129,28 +122,18 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     check_room(request.storage, request.step, overwrite=request.overwrite)
     plan = plan_save(table, {}, request.options, rule=request.rule)
     try:
-        work = _workspace(request, plan)
+        work = _begin(request, plan)
     except StepTakenError as error:
         raise CheckpointExistsError(f'{error}. Write to another directory, or try again.') from error
-    try:
+    with work:
         nbytes = _fill_and_commit(request, plan, work)
-    except Exception:
-        rollback(work)
-        raise
-    except BaseException:
-        # Stopped by the user. What is whole is kept for the next attempt, or for the garbage collection of the next save.
-        if request.source is None:
-            rollback(work)
-        else:
-            release(work)
-        raise
     url = request.storage.url(step_dir(request.step))
     return CommittedCheckpoint(request.step, url, nbytes, time.monotonic() - started)
 
 
-def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
+def _begin(request: StreamRequest, plan: SavePlan) -> Transaction:
     """The directory of a killed write of the same checkpoint, or a new one."""
-    storage, facts = request.storage, writer_facts(__version__)
+    storage, facts = request.storage, writer_facts()
     again = None
     if request.source is not None:
         header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
@@ -160,10 +143,13 @@ def _workspace(request: StreamRequest, plan: SavePlan) -> Workspace:
     _, index = collect(storage, request.clock)
     work = begin(storage, request.step, request.clock, facts, index) if again is None else again
     work.replaces = request.overwrite
+    if request.source is not None:
+        # Stopped by the user: what is whole is kept for the next attempt, or for the garbage collection of the next save.
+        work.kept_after = _INTERRUPTS
     return work
 
 
-def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) -> int:
+def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) -> int:
     """Writes everything and commits; returns the bytes of all files."""
     storage, directory = request.storage, work.directory
     taken = _take(request, plan.writes, work)
@@ -179,23 +165,14 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Workspace) ->
     )
     _write_files(request, work)
     digests = report.digests | {name: entry_of(data) for name, data in request.files.items()}
-    checksums = FileChecksums(digests).encode()
-    storage.write(join(directory, file_checksums_name(0)), checksums)
     manifest = _manifest_bytes(staging, report, storage.driver)
-    files = FileChecksums({MANIFEST: entry_of(manifest), file_checksums_name(0): entry_of(checksums)})
-    extra = {
-        'writer': writer_facts(__version__),
-        'created_unix': round(request.clock(), 3),
-        'step': request.step,
-        'bytes': report.file_bytes,
-        'files': len(report.digests),
-        'digests': files.to_json(),
-        **({} if request.source is None else {'source': dict(request.source)}),
-        **request.extra,
-    }
+    files = {MANIFEST: entry_of(manifest), file_checksums_name(0): write_checksums(storage, directory, 0, digests)}
+    counts = {'bytes': report.file_bytes, 'files': len(report.digests)}
+    source = {} if request.source is None else {'source': dict(request.source)}
+    sidecar = work.sidecar(plan.facts, counts, files, {**source, **request.extra})
     try:
         locations = [array.location for array in report.arrays.values()] + _parents(request.files)
-        commit(work, manifest, encode_sidecar(Sidecar(plan.facts, extra)), locations, request.clock)
+        work.commit(manifest, encode_sidecar(sidecar), locations)
     except StepTakenError as error:
         raise CheckpointExistsError(f'{error}. Write to another directory, or replace it (overwrite=True).') from error
     return sum(size for size, _ in (*digests.values(), *files.values()))
@@ -205,7 +182,7 @@ def _parents(files: Mapping[str, bytes]) -> list[str]:
     return sorted({name.rpartition('/')[0] for name in files} - {''})
 
 
-def _write_files(request: StreamRequest, work: Workspace) -> None:
+def _write_files(request: StreamRequest, work: Transaction) -> None:
     for parent in _parents(request.files):
         work.storage.make_dir(join(work.directory, parent))
     for name, data in request.files.items():
@@ -222,7 +199,7 @@ def _progress_after(progress: Progress | None, before: int) -> Progress | None:
     return None if progress is None else lambda done, total: progress(before + done, before + total)
 
 
-def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Workspace) -> _Taken:
+def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Transaction) -> _Taken:
     """Takes the leaves whose files a killed write left here, and links those of other checkpoints."""
     taken = _Taken()
     total = sum(write.array.nbytes for write in writes)
@@ -241,7 +218,7 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Workspace)
     return taken
 
 
-def _files_here(work: Workspace, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
+def _files_here(work: Transaction, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
     """All files of a leaf with their digests, or None if one is missing."""
     storage, names = work.storage, write.files(with_metadata=True)
     sizes = {name: storage.size(join(work.directory, name)) for name in names}
@@ -252,7 +229,7 @@ def _files_here(work: Workspace, write: ArrayWrite) -> dict[str, tuple[int, str]
     return {name: entry_of(data) for name in names for data in [storage.read(join(work.directory, name))]}
 
 
-def _with_codec(work: Workspace, write: ArrayWrite) -> ArrayWrite:
+def _with_codec(work: Transaction, write: ArrayWrite) -> ArrayWrite:
     """The write with the codec of its existing ``.zarray``, if the plan leaves the choice to the data."""
     if write.array.metadata['compressor'] != AUTO:
         return write

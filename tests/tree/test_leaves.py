@@ -15,7 +15,8 @@ import pytest
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit import transaction
+from t5ckpt.commit.begin import begin
+from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.format.array_spec import SpecDict
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.sidecar import Sidecar, TreeFacts, encode_sidecar
@@ -120,12 +121,12 @@ def test_what_no_reader_could_open_is_not_committed(tmp_path, case, where):
     """All writers (saves, conversions, copies, repairs) commit through the one function that decodes it first."""
     manifest, sidecar = UNREADABLE[case]
     storage = open_storage(tmp_path if where == 'file' else f'memory://{tmp_path.name}')
-    work = transaction.begin(storage, 3, lambda: 1e9, transaction.writer_facts('1'))
+    work = begin(storage, 3, lambda: 1e9, writer_facts())
     try:
         with pytest.raises(errors.SaveFailedError, match='nothing is committed'):
-            transaction.commit(work, manifest, None if sidecar is None else encode_sidecar(sidecar), (), lambda: 1e9)
+            work.commit(manifest, None if sidecar is None else encode_sidecar(sidecar), ())
     finally:
-        transaction.rollback(work)
+        work.rollback()
     assert t5ckpt.all_steps(storage) == []
 
 

@@ -1,0 +1,136 @@
+"""The commit where directories can be renamed.
+
+``checkpoint_<step>.tmp-<unix s>`` is made and locked, and gets its owner's sidecar. The arrays are written. The commit writes the
+sidecar and, last, the manifest, fsyncs every directory, renames, and fsyncs the parent. A crash before the rename leaves a
+directory that no listing shows and that garbage collection removes. A crash after it leaves the checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5ckpt.commit.occupancy import occupant
+from t5ckpt.commit.removal import move_aside, remove_checkpoint, renamed_for_deletion, renamed_for_replacement
+from t5ckpt.commit.replacement import NotPutBackError, put_in_place
+from t5ckpt.commit.transaction import Transaction
+from t5ckpt.commit.write_lease import AlreadyCommittedError, WriteLease, sidecar_record
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.format.names import MANIFEST, SIDECAR, parse_leftover, step_dir, tmp_dir
+from t5ckpt.storage import Storage
+
+__all__ = ['RenameTransaction']
+
+_log = logging.getLogger('t5ckpt')
+
+
+class RenameTransaction(Transaction):
+    """A checkpoint in a temporary directory, which is locked."""
+
+    def __init__(self, storage: Storage, step: int, directory: str, clock: Clock, lock: Any):
+        """Takes the directory and its lock; :meth:`take_lease` must follow."""
+        super().__init__(storage, step, directory, clock)
+        self._lock = lock
+
+    @classmethod
+    def begin(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> RenameTransaction:
+        """Makes a temporary directory."""
+        unix = int(clock())
+        while True:
+            directory = tmp_dir(step, unix)
+            if storage.make_dir(directory, exclusive=True):
+                lock = storage.try_lock(directory)
+                if lock is not None:
+                    work = cls(storage, step, directory, clock, lock)
+                    if work._has_lease(writer):
+                        return work
+            unix += 1
+
+    def _has_lease(self, writer: Mapping[str, Any]) -> bool:
+        """Takes the write lease. Returns False where another host, which does not see the lock, removed the empty directory."""
+        try:
+            self.take_lease(writer)
+        except CheckpointNotFoundError:
+            self.release()
+            return False
+        except BaseException:
+            self.rollback()
+            raise
+        return True
+
+    def take_lease(self, writer: Mapping[str, Any]) -> None:
+        """Writes the write lease into the directory and renews it until it is closed."""
+        key = join(self.directory, SIDECAR)
+        self._lock = WriteLease(self.storage, key, self._clock, self._lock, sidecar_record(writer, self.step))
+        self._lock.start()
+
+    def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
+        storage, final = self.storage, step_dir(self.step)
+        key = join(self.directory, SIDECAR)
+        if sidecar is None:
+            storage.delete_file(key)
+        else:
+            storage.write(key, sidecar)
+        storage.write(join(self.directory, MANIFEST), manifest)
+        storage.sync_tree(self.directory, directories)
+        old = self._publish(final)
+        self.directory = final
+        if old is not None:
+            self._remove_replaced(old)
+        self._lock.close()
+
+    def _publish(self, final: str) -> str | None:
+        """Renames the directory to its final name. Returns the new name of a directory that stood there, or None."""
+        storage = self.storage
+        standing = storage.kind(final)
+        found = occupant(storage, self.step) if standing is not None and not self.replaces else None
+        if found is not None:
+            raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
+        if standing == 'file':
+            move_aside(storage, final, self.step, self._clock, ())
+        elif standing == 'dir':
+            self.directory = renamed_for_replacement(storage, self.directory, self.step, self._clock)
+            try:
+                return put_in_place(storage, self.step, self.directory, self._clock, is_whole=self.replaces)
+            except NotPutBackError:
+                self._keeps_files = True
+                raise
+        try:
+            storage.publish(self.directory, final)
+        except StorageError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and storage.kind(join(final, MANIFEST)) == 'file':
+                raise AlreadyCommittedError(
+                    f'{storage.url(final)} was saved by another writer in the meantime'
+                ) from error
+            raise
+        return None
+
+    def _remove_replaced(self, name: str) -> None:
+        """Removes a directory that no listing shows. The checkpoint is committed, so a failure is only logged."""
+        try:
+            remove_checkpoint(self.storage, name, self.step, self._clock)
+        except T5CkptError as error:
+            _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', self.storage.url(name), error)
+
+    def release(self) -> None:
+        """Releases the lock and the lease and keeps the files."""
+        self._lock.close()
+
+    def _remove(self) -> None:
+        remove_checkpoint(self.storage, self._out_of_the_way(), self.step, time.time)
+
+    def _out_of_the_way(self) -> str:
+        """Gives the directory a name that garbage collection removes, even when it is half deleted. Returns the name."""
+        leftover = parse_leftover(self.directory)
+        if leftover is not None:
+            try:
+                return renamed_for_deletion(self.storage, self.directory, self.step, lambda: leftover.unix)
+            except T5CkptError:
+                pass
+        self.storage.delete_file(join(self.directory, MANIFEST))
+        return self.directory

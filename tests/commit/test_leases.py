@@ -13,11 +13,12 @@ from support.schedules import Killed, Schedule, kills, run_schedule, schedules
 
 import t5ckpt
 from t5ckpt.catalog.locate import steps_in
+from t5ckpt.commit.begin import begin
 from t5ckpt.commit.deletion import delete_step, hide_checkpoint, remove_hidden
 from t5ckpt.commit.garbage_collection import collect, collect_leftovers
 from t5ckpt.commit.lease_files import write_leases_of
 from t5ckpt.commit.read_lease import outlives_deleters, read_lease
-from t5ckpt.commit.transaction import begin, commit, rollback, writer_facts
+from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.commit.write_lease import BeingWrittenError, StepTakenError, acquire_lease
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
 from t5ckpt.format.names import busy_key, index_complete
@@ -133,7 +134,7 @@ def save(storage, *, overwrite=False):
     files = {name: source.read(f'checkpoint_1/{name}') for name in FILES}
     try:
         _, index = collect(storage, time.time)
-        work = begin(storage, 1, time.time, writer_facts('1'), index)
+        work = begin(storage, 1, time.time, writer_facts(), index)
     except StepTakenError:
         return 'skipped'
     work.replaces = overwrite
@@ -141,9 +142,9 @@ def save(storage, *, overwrite=False):
         for name in FILES[2:]:
             storage.make_dir(f'{work.directory}/w')
             storage.write(f'{work.directory}/{name}', files[name] + (b'x' if overwrite and name == 'w/0' else b''))
-        commit(work, files['checkpoint'], files['t5ckpt.json'], [], time.time)
+        work.commit(files['checkpoint'], files['t5ckpt.json'], [])
     except BaseException as error:
-        rollback(work)
+        work.rollback()
         if isinstance(error, StepTakenError):
             return 'skipped'
         raise

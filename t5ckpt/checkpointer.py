@@ -17,7 +17,8 @@ from typing import Any, Self
 from t5ckpt import steps
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.retention import Retention, missing_from_all
+from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb

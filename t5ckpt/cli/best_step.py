@@ -7,7 +7,8 @@ import time
 
 import click
 
-from t5ckpt.commit.retention import Retention, missing_from_all
+from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import KeepAll
 from t5ckpt.save.monitored import best_of, candidates, monitored_metrics

@@ -13,7 +13,8 @@ import click
 from t5ckpt.cli.output import Column, confirm, json_option, moved_option, print_json, print_table, run_at, say
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.verb import Exit, Verb
-from t5ckpt.commit.retention import Retention, missing_from_all
+from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.core.text import counted, some_of
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (

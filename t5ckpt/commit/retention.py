@@ -25,22 +25,20 @@ from t5ckpt.commit.in_place import Hidden
 from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known, is_pinned, kept_by
+from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, recorded_extra
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, MetricSource
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import (
     CheckpointNotFoundError,
-    FormatError,
-    StorageError,
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.names import MANIFEST, PINNED, SIDECAR, parse_prefixed_step, step_dir
-from t5ckpt.format.sidecar import decode_sidecar, metrics_of, newer_format, time_of
+from t5ckpt.format.names import MANIFEST, parse_prefixed_step, step_dir
 from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, policy_of, retention_plan
 from t5ckpt.storage import Storage
 
-__all__ = ['Retention', 'missing_from_all', 'saved_facts']
+__all__ = ['Retention']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -62,18 +60,12 @@ class Retention:
         self._storage = storage
         self._clock = clock
         self._source = source
-        # Of a complete checkpoint they never change.
-        self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
-        # Steps whose sidecars are of a format that this program knows.
-        self._known: set[int] = set()
+        self._facts = StepFacts(storage, source)
+        self._coverage = MetricCoverage()
         self._remover: threading.Thread | None = None
         self._latest: int | None = None
         # What the save listed, of whose step retention comes next. On object stores.
         self._index: Index | None = None
-        # For missing_metrics: the steps whose saves had retention carried out, and what the older ones of them lack.
-        self._seen: set[int] = set()
-        self._lacking: dict[str, dict[int, Collection[str]]] = {}
-        self._measured: set[str] = set()
         # Said already: each step that a rule keeps is named once.
         self._told: set[tuple[int, str]] = set()
 
@@ -104,34 +96,9 @@ class Retention:
         return self._infos(self.policy.metric_names if names is None else names)
 
     def _infos(self, names: Collection[str]) -> list[StepInfo]:
-        return self._facts_of(*self._steps_and_held(), names, None)
+        return self._facts.infos(*self._steps_and_leased(), names, None)
 
-    def _facts_of(
-        self, steps: Sequence[int], held: Collection[int], names: Collection[str], just_saved: int | None
-    ) -> list[StepInfo]:
-        self._facts = {step: self._facts[step] if step in self._facts else self._read_facts(step) for step in steps}
-        found = self._found_metrics(steps, names)
-        older = [step for step in steps if step != just_saved]
-        pins = self._storage.are_files([join(step_dir(step), PINNED) for step in older])
-        pinned = {step for step, is_pinned in zip(older, pins, strict=True) if is_pinned}
-        return [
-            StepInfo(
-                step,
-                step in pinned,
-                step in held,
-                self._facts[step][0],
-                {**{name: values[step] for name, values in found.items() if step in values}, **self._facts[step][1]},
-            )
-            for step in steps
-        ]
-
-    def _read_facts(self, step: int) -> tuple[float | None, Mapping[str, float]]:
-        extra = _extra(self._storage, step)
-        if extra:
-            self._known.add(step)
-        return _facts_in(self._storage, step, extra)
-
-    def _steps_and_held(self) -> tuple[list[int], set[int]]:
+    def _steps_and_leased(self) -> tuple[list[int], set[int]]:
         """The steps that may go, and those that readers lease. On object stores one listing has both."""
         if self._storage.renames:
             found = listing(self._storage)
@@ -154,7 +121,7 @@ class Retention:
         own = set[int]() if just_saved is None else {just_saved}
         index = dataclasses.replace(index, steps=index.steps | own)
         steps = self._prunable(steps_of(self._storage, index, assumed | own))
-        infos = self._facts_of(
+        infos = self._facts.infos(
             steps, live_steps(index.read_leases, self._clock()), self.policy.metric_names, just_saved
         )
         assumed -= own
@@ -174,8 +141,7 @@ class Retention:
 
     def note_saved(self, step: int, extra: Mapping[str, Any]) -> None:
         """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
-        self._facts[step] = time_of(extra), metrics_of(extra)
-        self._known.add(step)
+        self._facts.note_saved(step, extra)
         self._latest = step if self._latest is None else max(self._latest, step)
 
     def is_next(self, step: int) -> bool:
@@ -208,12 +174,7 @@ class Retention:
     def recorded_policy(self) -> KeepPolicy | None:
         """The keep policy under which the latest step was saved; None where nothing says so."""
         steps = self._prunable(listing(self._storage).steps)
-        return policy_of(_extra(self._storage, steps[-1]).get('keep')) if steps else None
-
-    def _found_metrics(self, steps: Sequence[int], names: Collection[str]) -> dict[str, Mapping[int, float]]:
-        if self._source is None:
-            return {}
-        return {name: self._source.by_step(name, steps) for name in names}
+        return policy_of(recorded_extra(self._storage, steps[-1]).get('keep')) if steps else None
 
     def plan(self, just_saved: int | None = None) -> list[Decision]:
         """What stays and what goes."""
@@ -222,7 +183,11 @@ class Retention:
     def _known_or_kept(self, decision: Decision) -> Decision:
         try:
             if not decision.keep:
-                check_known(self._storage, step_dir(decision.step), has_known_sidecar=decision.step in self._known)
+                check_known(
+                    self._storage,
+                    step_dir(decision.step),
+                    has_known_sidecar=self._facts.has_known_sidecar(decision.step),
+                )
         except UnsupportedFormatError as error:
             return Decision(decision.step, True, str(error), overruled=True)
         return decision
@@ -236,11 +201,11 @@ class Retention:
         plan: list[Decision] = []
         if not isinstance(self.policy, KeepAll):
             if self._storage.renames:
-                infos = self._facts_of(*self._steps_and_held(), self.policy.metric_names, just_saved)
+                infos = self._facts.infos(*self._steps_and_leased(), self.policy.metric_names, just_saved)
                 plan = retention_plan(self.policy, infos, just_saved)
             else:
                 infos, plan = self._assumed_plan(just_saved)
-            self._note_lacking(infos, just_saved)
+            self._coverage.note(infos, self.policy.metric_names, just_saved)
         done: list[Decision] = []
         hidden: list[Hidden] = []
         for decision in plan:
@@ -276,19 +241,9 @@ class Retention:
 
     def _hidden(self, step: int) -> Hidden | None:
         """Makes a step invisible; None where it is kept."""
-        if not self._storage.renames and step not in self._known:
+        if not self._storage.renames and not self._facts.has_known_sidecar(step):
             check_known(self._storage, step_dir(step), manifest=b'')
         return hide_checkpoint(self._storage, step, self._clock)
-
-    def _note_lacking(self, infos: Sequence[StepInfo], just_saved: int | None) -> None:
-        """A metric source may learn the metrics of a step after its save, so the latest one is not looked at."""
-        for info in infos:
-            if info.step in self._seen and info.step != just_saved:
-                self._measured |= info.metrics.keys()
-                for name in set(self.policy.metric_names) - info.metrics.keys():
-                    self._lacking.setdefault(name, {})[info.step] = tuple(info.metrics)
-        if just_saved is not None:
-            self._seen.add(just_saved)
 
     def missing_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, tuple[int, Collection[str]]]:
         """Metrics that the policy looks at and a step lacks: by name, the step and the metrics that it has.
@@ -299,9 +254,7 @@ class Retention:
             latest save.
         """
         if self._source is not None:
-            # One step may lack them: T5X's loop saves the first before anything is measured.
-            lacking = {name: steps for name, steps in self._lacking.items() if name not in self._measured}
-            return {name: next(iter(steps.items())) for name, steps in lacking.items() if len(steps) > 1}
+            return self._coverage.missing()
         return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
 
     def _tell_failure(self, step: int, error: T5CkptError) -> None:
@@ -330,36 +283,3 @@ class Retention:
             except T5CkptError as error:
                 where = self._storage.url(hidden.directory)
                 _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
-
-
-def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
-    """When a step was saved, as unix seconds or None, and the metrics it was saved with."""
-    return _facts_in(storage, step, _extra(storage, step))
-
-
-def _facts_in(storage: Storage, step: int, extra: Mapping[str, Any]) -> tuple[float | None, Mapping[str, float]]:
-    created = time_of(extra)
-    if created is None and storage.renames:
-        # T5X's: the manifest is written last.
-        created = (
-            next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None
-        )
-    return created, metrics_of(extra)
-
-
-def _extra(storage: Storage, step: int) -> Mapping[str, Any]:
-    """What a step's sidecar records; nothing where it cannot be read, or is newer, which must not stop retention."""
-    key = join(step_dir(step), SIDECAR)
-    try:
-        data = storage.read(key)
-        return {} if newer_format(data) is not None else decode_sidecar(data, storage.url(key)).extra
-    except (StorageError, FileNotFoundError, FormatError):
-        return {}
-
-
-def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:
-    """What to say to a metric that no step has, with those there are; None where a step has it or there is no step."""
-    known = sorted({name for info in infos for name in info.metrics})
-    if not infos or metric in known:
-        return None
-    return f'no step has the metric {metric!r}; there are: {", ".join(known) or "none"}.'

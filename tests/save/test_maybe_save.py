@@ -26,7 +26,8 @@ from t5ckpt import (
     SaveOnPreemption,
     YoungDaly,
 )
-from t5ckpt.commit.retention import Retention, saved_facts
+from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.step_facts import saved_facts
 from t5ckpt.errors import NoSpaceError, SaveFailedError
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.file import FileStorage

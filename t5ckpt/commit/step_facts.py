@@ -1,0 +1,134 @@
+"""What retention knows of each step: when it was saved, its metrics and its pin."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import MetricSource
+from t5ckpt.errors import FormatError, StorageError
+from t5ckpt.format.names import MANIFEST, PINNED, SIDECAR, step_dir
+from t5ckpt.format.sidecar import decode_sidecar, metrics_of, newer_format, time_of
+from t5ckpt.policies import StepInfo
+from t5ckpt.storage import Storage
+
+__all__ = ['MetricCoverage', 'StepFacts', 'missing_from_all', 'recorded_extra', 'saved_facts']
+
+
+class StepFacts:
+    """The facts that a keep policy sees. Those of a complete checkpoint never change, so each sidecar is read once."""
+
+    def __init__(self, storage: Storage, source: MetricSource | None):
+        """Takes the run, and where the metrics that were not given to save come from."""
+        self._storage = storage
+        self._source = source
+        self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
+        # Steps whose sidecars are of a format that this program knows.
+        self._known: set[int] = set()
+
+    def note_saved(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
+        self._facts[step] = time_of(extra), metrics_of(extra)
+        self._known.add(step)
+
+    def has_known_sidecar(self, step: int) -> bool:
+        """Returns whether the sidecar of a step was read, and is of a format that this program knows."""
+        return step in self._known
+
+    def infos(
+        self, steps: Sequence[int], leased: Collection[int], names: Collection[str], just_saved: int | None
+    ) -> list[StepInfo]:
+        """Returns the facts of the steps.
+
+        Args:
+          steps: ascending.
+          leased: those with a read lease.
+          names: the metrics to look for.
+          just_saved: the step that was just saved, which has no pin.
+        """
+        self._facts = {step: self._facts[step] if step in self._facts else self._read_facts(step) for step in steps}
+        found = self._found_metrics(steps, names)
+        older = [step for step in steps if step != just_saved]
+        pins = self._storage.are_files([join(step_dir(step), PINNED) for step in older])
+        pinned = {step for step, is_pinned in zip(older, pins, strict=True) if is_pinned}
+        return [
+            StepInfo(
+                step,
+                step in pinned,
+                step in leased,
+                self._facts[step][0],
+                {**{name: values[step] for name, values in found.items() if step in values}, **self._facts[step][1]},
+            )
+            for step in steps
+        ]
+
+    def _read_facts(self, step: int) -> tuple[float | None, Mapping[str, float]]:
+        extra = recorded_extra(self._storage, step)
+        if extra:
+            self._known.add(step)
+        return _facts_in(self._storage, step, extra)
+
+    def _found_metrics(self, steps: Sequence[int], names: Collection[str]) -> dict[str, Mapping[int, float]]:
+        if self._source is None:
+            return {}
+        return {name: self._source.by_step(name, steps) for name in names}
+
+
+class MetricCoverage:
+    """Which steps lack a metric that the keep policy looks at, as far as the retention of this process has seen."""
+
+    def __init__(self) -> None:
+        # The steps whose saves had retention carried out, and what the older ones of them lack.
+        self._seen: set[int] = set()
+        self._lacking: dict[str, dict[int, Collection[str]]] = {}
+        self._measured: set[str] = set()
+
+    def note(self, infos: Sequence[StepInfo], names: Collection[str], just_saved: int | None) -> None:
+        """A metric source may learn the metrics of a step after its save, so the latest one is not looked at."""
+        for info in infos:
+            if info.step in self._seen and info.step != just_saved:
+                self._measured |= info.metrics.keys()
+                for name in set(names) - info.metrics.keys():
+                    self._lacking.setdefault(name, {})[info.step] = tuple(info.metrics)
+        if just_saved is not None:
+            self._seen.add(just_saved)
+
+    def missing(self) -> dict[str, tuple[int, Collection[str]]]:
+        """Returns the metrics that several steps lack and none has: by name, the first step and the metrics that it has."""
+        # One step may lack them: T5X's loop saves the first before anything is measured.
+        lacking = {name: steps for name, steps in self._lacking.items() if name not in self._measured}
+        return {name: next(iter(steps.items())) for name, steps in lacking.items() if len(steps) > 1}
+
+
+def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
+    """When a step was saved, as unix seconds or None, and the metrics it was saved with."""
+    return _facts_in(storage, step, recorded_extra(storage, step))
+
+
+def _facts_in(storage: Storage, step: int, extra: Mapping[str, Any]) -> tuple[float | None, Mapping[str, float]]:
+    created = time_of(extra)
+    if created is None and storage.renames:
+        # T5X's: the manifest is written last.
+        created = (
+            next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None
+        )
+    return created, metrics_of(extra)
+
+
+def recorded_extra(storage: Storage, step: int) -> Mapping[str, Any]:
+    """What a step's sidecar records; nothing where it cannot be read, or is newer, which must not stop retention."""
+    key = join(step_dir(step), SIDECAR)
+    try:
+        data = storage.read(key)
+        return {} if newer_format(data) is not None else decode_sidecar(data, storage.url(key)).extra
+    except (StorageError, FileNotFoundError, FormatError):
+        return {}
+
+
+def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:
+    """What to say to a metric that no step has, with those there are; None where a step has it or there is no step."""
+    known = sorted({name for info in infos for name in info.metrics})
+    if not infos or metric in known:
+        return None
+    return f'no step has the metric {metric!r}; there are: {", ".join(known) or "none"}.'

@@ -36,9 +36,9 @@ from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, dtype_from_name, 
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.planning.write_assignment import HeldShard, WriteAssignment, chunk_shape_for
-from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.leaf_values import base_number, is_abstract, is_jax_array, valued_leaf
-from t5ckpt.tree.template import LeafTemplate, check_has_values, leaf_template
+from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.tree.leaf_values import base_number, is_jax_array
+from t5ckpt.tree.template import LeafTemplate, leaf_to_save
 
 __all__ = ['ArrayWrite', 'ChunkWrite', 'InlineWrite', 'SaveOptions', 'SavePlan', 'plan_save']
 
@@ -235,19 +235,10 @@ def _spec_lookalikes(table: LeafTable) -> list[tuple[Path, str]]:
 
 def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOptions) -> _Leaf:
     name = leaf_name(path)
-    check_has_values(name, value)
-    if not is_jax_array(value) and not isinstance(value, Empty):
-        value = valued_leaf(path, value)
-    target = leaf_template(path, value)
+    value, target = leaf_to_save(path, value)
     _check_path(path, name, target)
-    if target.kind == 'skip':
-        raise UnsupportedLeafError(
-            f'{name}: is ..., which stands for a leaf that a restore left out. Put its value there before you save.'
-        )
     if target.dtype is None:
         return _Leaf(path, value, target, None, name, name, True, 0)
-    if is_abstract(value):
-        raise UnsupportedLeafError(f'{name}: a ShapeDtypeStruct has no values to save. Pass the arrays themselves.')
     try:
         dtype_from_name(name_of(target.dtype))
     except KeyError:
@@ -255,10 +246,6 @@ def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOp
             f'{name}: {type(value).__name__} of dtype {target.dtype} cannot be saved: a checkpoint holds bool, integers of 2 to '
             '64 bits, floats of 4 to 64 bits, complex64 and complex128. Convert it to one of these, or mark the field static.'
         ) from None
-    if target.kind == 'key':
-        value = _key_data(value)
-    elif target.kind == 'scalar':
-        value = base_number(type(value))(value)
     whole = getattr(value, 'is_fully_addressable', True) or getattr(value, 'is_fully_replicated', False)
     dtype = cast_dtype(path, target.dtype, options.cast)
     array_name = info.array_name if info is not None and info.name else name
@@ -286,12 +273,6 @@ def _check_unicode(name: str) -> None:
         raise UnsupportedLeafError(
             f'{name!r}: the key is not valid Unicode text ({error.reason}). Rename it.'
         ) from error
-
-
-def _key_data(keys: Any) -> Any:
-    import jax
-
-    return jax.random.key_data(keys)
 
 
 def _stored_paths(

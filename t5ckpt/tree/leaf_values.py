@@ -16,7 +16,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 
-__all__ = ['as_instance', 'base_number', 'check_is_array', 'is_jax_array', 'is_key', 'valued_leaf']
+__all__ = ['as_instance', 'base_number', 'check_has_values', 'check_is_array', 'is_jax_array', 'is_key', 'valued_leaf']
 
 # What is more than an array of values, by library, and what to give in its place.
 _OTHERS = {
@@ -65,6 +65,23 @@ def check_is_array(path: Path, leaf: Any) -> None:
         )
 
 
+def check_has_values(path: Path, value: Any) -> None:
+    """Before a leaf's values are asked for.
+
+    Raises:
+      UnsupportedLeafError: it is a tracer, or its buffer was donated.
+    """
+    # First, since a tracer answers hardly any question.
+    if 'Tracer' in type(value).__name__:
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: is a tracer. Save outside of jit, with the arrays that the step returned.'
+        )
+    if callable(getattr(value, 'is_deleted', None)) and value.is_deleted():
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: its buffer is gone, it was donated to a jitted step. Save the state that the step returned.'
+        )
+
+
 def valued_leaf(path: Path, leaf: Any) -> Any:
     """A leaf of a state to be saved, as something that holds values: what only looks like an array is read now.
 
@@ -72,8 +89,9 @@ def valued_leaf(path: Path, leaf: Any) -> Any:
     back as they are.
 
     Raises:
-      UnsupportedLeafError: it looks like an array and does not give one.
+      UnsupportedLeafError: it looks like an array and does not give one, or is a tracer or a donated array.
     """
+    check_has_values(path, leaf)
     if is_jax_array(leaf) or isinstance(leaf, _VALUED) or leaf is None or leaf is ...:
         return leaf
     check_is_array(path, leaf)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.arguments import native_dtype
-from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty
-from t5ckpt.tree.leaf_values import base_number, check_is_array, is_jax_array, is_key
+from t5ckpt.tree.leaf_values import base_number, check_is_array, is_abstract, is_jax_array, is_key, valued_leaf
 
-__all__ = ['LeafTemplate', 'canonical_dtype', 'check_has_values', 'leaf_template']
+__all__ = ['LeafTemplate', 'canonical_dtype', 'leaf_template', 'leaf_to_save']
 
 
 # From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
@@ -103,19 +103,31 @@ def _key_target(leaf: Any, sharding: Any) -> LeafTemplate:
     return LeafTemplate('key', tuple(data.shape), np.dtype(data.dtype), True, sharding, impl=impl)
 
 
-def check_has_values(name: str, value: Any) -> None:
-    """Before a leaf's values are asked for.
+def leaf_to_save(path: Path, leaf: Any) -> tuple[Any, LeafTemplate]:
+    """The values of a leaf of a state to be saved, and their description.
+
+    What only looks like an array is read now. Typed keys become their data, and a subclass of a Python number that number.
 
     Raises:
-      UnsupportedLeafError: it is a tracer, or its buffer was donated.
+      UnsupportedLeafError: the leaf has no values, or is not an array or a number.
     """
-    # First, since a tracer answers hardly any question.
-    if 'Tracer' in type(value).__name__:
-        raise UnsupportedLeafError(f'{name}: is a tracer. Save outside of jit, with the arrays that the step returned.')
-    if callable(getattr(value, 'is_deleted', None)) and value.is_deleted():
+    value: Any = leaf if isinstance(leaf, Empty) else valued_leaf(path, leaf)
+    template = leaf_template(path, value)
+    if template.kind == 'skip':
         raise UnsupportedLeafError(
-            f'{name}: its buffer is gone, it was donated to a jitted step. Save the state that the step returned.'
+            f'{leaf_name(path)}: is ..., which stands for a leaf that a restore left out. Put its value there before you save.'
         )
+    if template.dtype is not None and is_abstract(value):
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: a ShapeDtypeStruct has no values to save. Pass the arrays themselves.'
+        )
+    if template.kind == 'key':
+        import jax
+
+        value = jax.random.key_data(value)
+    elif template.kind == 'scalar':
+        value = base_number(type(value))(value)
+    return value, template
 
 
 def canonical_dtype(dtype: np.dtype) -> np.dtype:

@@ -14,8 +14,8 @@ from t5ckpt.core.protocols import TrainState
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty, LeafTable
+from t5ckpt.tree.leaf_values import check_has_values
 from t5ckpt.tree.parts import BARE, is_bare_array, with_parts
-from t5ckpt.tree.template import check_has_values
 
 __all__ = ['MAX_STEP', 'OWN_STEPS', 'StateView', 'flatten_state', 'step_of']
 
@@ -153,7 +153,7 @@ def step_of(state: Any, table: LeafTable, step: int | None) -> int:
     value: Any = step if step is not None else _found_step(state, table)
     if value is None:
         raise ValueError('the state names no step (no attribute or leaf "step"): pass step= to save.')
-    check_has_values('step', value)
+    check_has_values(('step',), value)
     if isinstance(value, LazyArray):
         value = value.get()
     if getattr(value, 'is_fully_addressable', True) is False:

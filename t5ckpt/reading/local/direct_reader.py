@@ -232,12 +232,15 @@ class _ArrayRead:
     def _region(self, chunk_index: ChunkIndex, box: Box, buffer: np.ndarray) -> _CopyRegion:
         grid, itemsize = self._chunks.grid, self._chunks.itemsize
         chunk = grid.full_box(chunk_index)
-        both = box.intersect(chunk)
-        box_in_chunk = both.relative_to(chunk)
-        target = buffer[(..., *both.relative_to(box).slices)]
+        if box == chunk:
+            # Most leaves of a model have one chunk, which one device takes whole.
+            box_in_chunk, target = Box.whole(box.shape), buffer
+        else:
+            both = box.intersect(chunk)
+            box_in_chunk, target = both.relative_to(chunk), buffer[(..., *both.relative_to(box).slices)]
         first, contiguous = range_of(box_in_chunk, grid.chunk_shape)
         strides = _strides(grid.chunk_shape)
-        length = sum((size - 1) * stride for size, stride in zip(both.shape, strides, strict=True))
+        length = sum((size - 1) * stride for size, stride in zip(box_in_chunk.shape, strides, strict=True))
         straight = None
         if contiguous and target.flags.c_contiguous and not self._converts:
             straight = target.reshape(-1).view(np.uint8).data

@@ -91,7 +91,7 @@ class _WatchedMetrics:
 
     def of(self, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         """The watched ones of the metrics that a call gives."""
-        return {name: metrics[name] for name in self.names & metrics.keys()} if metrics else {}
+        return {name: metrics[name] for name in self.names & metrics.keys()} if self.names and metrics else {}
 
     def warn_if_missing(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Counts a call, and warns if a metric was not given by now; in one process of the job."""

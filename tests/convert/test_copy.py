@@ -179,7 +179,7 @@ def test_overwriting_and_dry_runs(tmp_path):
     other = STATE | {'b': np.zeros(9, np.float32)}
     with t5ckpt.Checkpointer(other, checkpoints_dir=target) as ck:
         ck.save(other)
-    with pytest.raises(errors.CheckpointExistsError, match='--force'):
+    with pytest.raises(errors.CheckpointExistsError, match='overwrite=True'):
         t5ckpt.copy_checkpoint(source, target, options=dry)
     t5ckpt.pin_checkpoint(f'{target}/checkpoint_3')
     force = t5ckpt.CopyOptions(overwrite=True)

@@ -251,3 +251,12 @@ def test_a_limit_of_the_process_is_not_blamed_on_the_disk(tmp_path, limit, words
     assert done.stdout.startswith('[1] ')
     assert words in done.stdout
     assert 'dmesg' not in done.stdout
+
+
+@pytest.mark.parametrize('field', ['base_url', 'endpoint'])
+def test_tensorstore_has_no_other_place_for_the_endpoint_of_gcs(field):
+    """Why the variable of the environment is set: when this fails, ``storage/gcs.py`` can put the endpoint into the spec."""
+    with pytest.raises(ValueError, match='extra members'):
+        ts.KvStore.Spec({'driver': 'gcs', 'bucket': 'some-bucket', field: 'http://127.0.0.1:1'})
+    with pytest.raises(ValueError, match=r'extra members|Invalid context resource'):
+        ts.Context({'gcs_user_project': {field: 'http://127.0.0.1:1'}})

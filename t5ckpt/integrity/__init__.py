@@ -1,1 +1,1 @@
-"""Whether a checkpoint is whole (verify), and what can be rebuilt (repair)."""
+"""Verifies and repairs checkpoints."""

@@ -1,7 +1,7 @@
-"""The files that an array's metadata implies, for checkpoints without file checksums.
+"""Checks the files that an array's metadata implies, for checkpoints without file checksums.
 
-Of an array without a codec each file's size follows from the metadata; the others must decode. The grid of chunks is as
-large as the metadata claims, so it is walked through only as far as there are files.
+For an array without a codec, the size of each file follows from the metadata; chunks with a codec must decode. Hostile metadata
+may describe a huge grid of chunks, so the check ends after a limited number of missing chunks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ArrayFiles:
 
     Attributes:
       leaf: its name.
-      damages: what is missing or of the wrong size.
-      sizes: of the files that are there, relative to the checkpoint's directory.
-      chunks: the indices of the chunks that are there in the right size.
+      damages: files that are missing or have the wrong size.
+      sizes: of the existing files, by name relative to the checkpoint's directory.
+      chunks: the indices of the chunks that exist in the right size.
       chunk_bytes: of a decoded chunk.
     """
 
@@ -83,7 +83,7 @@ class _Array:
 
 
 class Implied:
-    """Looks at the arrays of one checkpoint. Safe from any thread."""
+    """Checks the arrays of one checkpoint. Safe from any thread."""
 
     def __init__(self, storage: Storage, directory: str, *, follow_links: bool = False):
         """Takes the checkpoint's directory."""
@@ -121,7 +121,7 @@ class Implied:
                 continue
             size = present[key]
             if size is None:
-                # The storage's listing does not say it; who decodes the chunk will see.
+                # The listing has no sizes; decoding the chunk detects a wrong one.
                 chunks.append(chunk_index)
                 continue
             sizes[file] = size
@@ -158,7 +158,7 @@ class Implied:
         return _Array(leaf, stored, store, ChunkGrid.from_metadata(metadata, stored.shape, chunk_shape), file_bytes)
 
     def _present(self, array: _Array) -> dict[str, int | None]:
-        """The array's files by key, with sizes where they say something."""
+        """The array's files by key, with their sizes if the listing has them."""
         if array.stored.array.container == 'ocdbt':
             with foreign_errors(self._reader.url(array.stored.array)):
                 return {key.decode(): 0 for key in array.store.kvstore.list().result()}
@@ -167,10 +167,10 @@ class Implied:
 
 
 def placed(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:
-    """With the leaf's name and, where the file is a chunk, its position and elements."""
+    """Adds the leaf's name and, for the file of a chunk, its position and elements."""
     chunks = leaf.array.metadata.get('chunks')
     grid = ChunkGrid(leaf.shape, leaf.shape if chunks is None else tuple(chunks))
-    # The manifest does not say which separator another writer used.
+    # The manifest does not record the separator of another writer.
     chunk_index = damage.chunk if damage.chunk is not None else grid.index(key.replace('/', grid.separator))
     box = None if chunks is None or chunk_index is None else grid.box(chunk_index)
     return dataclasses.replace(damage, leaf=name, chunk=chunk_index, box=box)

@@ -1,7 +1,7 @@
-"""What is known of a damaged checkpoint: its manifest, its sidecar and its file checksums, as far as they are usable.
+"""Reads the usable records of a damaged checkpoint: its manifest, its sidecar and its file checksums.
 
-Damaged file checksums verify nothing. If the files give the very list whose checksum the sidecar records, all of them are
-intact and the list is rebuilt. Without the sidecar nothing verifies the manifest and the lists.
+Damaged file checksums verify nothing. If the files reproduce the list whose checksum the sidecar records, all of them are intact
+and the list is rebuilt. Without the sidecar nothing verifies the manifest and the lists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a verification found: values, and how they read."""
+"""The result of a verification, and its text."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _SHOWN = 20
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong with a checkpoint.
+    """One damage of a checkpoint.
 
     Attributes:
       kind: ``'missing'``, ``'size'``, ``'checksum'``, ``'undecodable'``, ``'contradiction'`` (two files that do not belong
         together), ``'unsafe'`` (it leads outside the checkpoint) or ``'unreadable'`` (the file system failed).
       file: relative to the checkpoint's directory.
-      text: what was found and what was expected.
-      leaf: the leaf whose values are affected; empty where it is none or all.
+      text: the found and the expected value.
+      leaf: the leaf whose values are affected; empty if none or all are.
       chunk: the chunk's position in the leaf's chunk grid.
       box: the leaf's elements in that chunk, (start, stop) per dimension.
-      offsets: the bytes of the file that are affected, (start, stop); None for all, or where that is not known.
+      offsets: the affected bytes of the file, (start, stop); None for all, or if unknown.
     """
 
     kind: str
@@ -49,20 +49,20 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What a verification found.
+    """The result of a verification.
 
     Attributes:
-      path: the manifest, or the directory where there is none of ours.
+      path: the manifest, or the directory of a checkpoint without one.
       step: from the directory's name, or None.
-      full: whether every byte was read; otherwise presence, sizes and the manifest.
-      has_checksums: whether the checkpoint lists its files with checksums, as ours do. Of others, ``full`` decodes every
-        chunk, which finds what is missing, cut off or undecodable, but no flipped bit in plain values.
-      damages: everything that is wrong, by file.
-      notes: what is no damage, but may be worth a look, such as files that nobody knows.
-      leaves: arrays that lie in files of their own.
-      files: that were looked at.
-      nbytes: of these files; with ``full`` all of them were read.
-      seconds: it took.
+      full: whether every byte was read; otherwise only presence, sizes and the manifest were checked.
+      has_checksums: whether the checkpoint has file checksums, as those of t5ckpt do. In others, ``full`` decodes every chunk,
+        which detects missing, truncated and undecodable chunks, but not a flipped bit in uncompressed values.
+      damages: all damages, by file.
+      notes: observations that are not damages, such as unknown files.
+      leaves: the number of stored arrays.
+      files: the number of files that were checked.
+      nbytes: the bytes of these files.
+      seconds: the duration.
     """
 
     path: str
@@ -78,7 +78,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the checkpoint has no damages."""
         return not self.damages
 
     def raise_if_damaged(self) -> None:
@@ -106,7 +106,7 @@ class VerifyReport:
 
 
 def listed(damages: Sequence[Damage], rest: str = '') -> Lines:
-    """The first of them, a line each; ``rest`` says where the others are."""
+    """The first damages, one per line; ``rest`` says where the others are."""
     shown = [f'  {damage}' for damage in damages[:_SHOWN]]
     if len(damages) > _SHOWN:
         shown.append(f'  ... and {len(damages) - _SHOWN} more{rest}')

@@ -66,7 +66,7 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Checks that a checkpoint is whole, and says what is not.
+    """Checks that a checkpoint is complete and undamaged, and reports all damages.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
@@ -81,7 +81,7 @@ def verify(
 
     Raises:
       CheckpointNotFoundError: there is no checkpoint, or it was deleted meanwhile.
-      UnsupportedFormatError: what is there is not one that t5ckpt reads.
+      UnsupportedFormatError: t5ckpt does not read this format.
       StorageError: an object store failed or refused a request.
 
     Notes: any checkpoint that restores can be verified, also those of T5X and Orbax. Full runs at the disk's speed.
@@ -121,7 +121,7 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
 def locate_or_broken(
     path: str | os.PathLike[str], step: int | None, storage_options: Mapping[str, Any] | None = None
 ) -> Located:
-    """The checkpoint; also one of ours whose manifest is missing, which for everybody else is none."""
+    """Locates a checkpoint, also one of t5ckpt whose manifest is missing, which other readers do not see."""
     try:
         return locate(path, step, storage_options)
     except CheckpointNotFoundError:

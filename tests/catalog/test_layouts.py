@@ -146,7 +146,7 @@ def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplo
             with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}'):
                 use(7)
     with pytest.raises(
-        errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}, into which'
+        errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}, to which'
     ) as refused:
         t5ckpt.pin_checkpoint(run_dir / theirs)
     # The cure that it names.

@@ -86,7 +86,7 @@ def test_without_the_sidecar_nothing_verifies_the_manifest(run_dir, tmp_path):
     """Its arrays are verified by the lists that are left, and are lost where they differ."""
     step_dir = save(run_dir)
     (step_dir / 't5ckpt.json').unlink()
-    with pytest.raises(errors.CorruptCheckpointError, match=r't5ckpt\.json: lost.*--trust-files'):
+    with pytest.raises(errors.CorruptCheckpointError, match=r't5ckpt\.json: lost.*trust_files=True'):
         t5ckpt.repair(step_dir, tmp_path / 'mended')
     trust = t5ckpt.RepairOptions(trust_files=True)
     report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust)

@@ -21,7 +21,9 @@ def _axes(ax: Any) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise MissingDependencyError("plots need matplotlib: pip install 't5ckpt[notebook]'") from error
+        raise MissingDependencyError(
+            "plots need matplotlib: pip install matplotlib, or pip install 't5ckpt[notebook]'"
+        ) from error
     return plt.subplots(figsize=(5, 3), layout='constrained')[1]
 
 

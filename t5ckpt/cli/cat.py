@@ -9,7 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
-from t5ckpt.cli.output import json_option, print_json, say, step_option
+from t5ckpt.cli.output import follow_links_option, json_option, print_json, say, step_option
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.core.text import counted
@@ -34,9 +34,10 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.argument('path', type=CHECKPOINT)
 @click.argument('leaf', metavar='LEAF[SLICE]', shell_complete=_complete)
 @step_option
+@follow_links_option
 @click.option('--npy', is_flag=True, help="Write the array to standard output in numpy's .npy format.")
 @json_option
-def command(path: str, leaf: str, step: int | None, npy: bool, as_json: bool) -> None:
+def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: bool, as_json: bool) -> None:
     """Prints the values of a leaf, or of a slice of it; only the chunks that the slice touches are read.
 
     On paper a large array is shortened in the middle, as numpy does; --json and --npy give every value. bfloat16 and
@@ -50,7 +51,7 @@ def command(path: str, leaf: str, step: int | None, npy: bool, as_json: bool) ->
     """
     if npy and as_json:
         raise click.UsageError('--npy and --json are two formats: pass one of them.')
-    view = open_checkpoint(path, step)
+    view = open_checkpoint(path, step, follow_links=follow_links)
     name, index = _parsed(leaf, view)
     value = view[name]
     if not isinstance(value, LazyArray):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import runpy
 import traceback
 from collections.abc import Sequence
@@ -10,7 +9,16 @@ from typing import Any
 
 import click
 
-from t5ckpt.cli.output import as_step_option, cast_leaves_option, dtype_option, json_option, print_json, progress, say
+from t5ckpt.cli.output import (
+    as_step_option,
+    cast_leaves_option,
+    dtype_option,
+    fields_of,
+    json_option,
+    print_json,
+    progress,
+    say,
+)
 from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.reports import words as words_of
 from t5ckpt.cli.verb import Verb
@@ -77,7 +85,7 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
         else:
             done = convert_checkpoint(kind, source, directory, options, translator)
     if as_json:
-        print_json({**dataclasses.asdict(done), 'written': not options.dry_run})
+        print_json({**fields_of(done), 'written': not options.dry_run})
     else:
         print_conversion(done, options.dry_run)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import click
@@ -11,6 +10,8 @@ from t5ckpt.cli.output import (
     as_step_option,
     cast_leaves_option,
     dtype_option,
+    fields_of,
+    follow_links_option,
     json_option,
     print_json,
     progress,
@@ -56,7 +57,7 @@ _CHANGES = (
 @click.option('--parameters', metavar='REGEX', help='For --ema and --average; by default target/.* and params/.*')
 @click.option('--compression', metavar='CODEC', help='Write with this codec, or auto.')
 @as_step_option
-@click.option('--follow-links', is_flag=True, help='Symbolic links may lead out of the checkpoint.')
+@follow_links_option
 @click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the copy is whole.')
 @click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.')
 @json_option
@@ -86,7 +87,7 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
         )
         done = copy_checkpoint(source, target, step, options=options, progress=report)
     if as_json:
-        print_json({**dataclasses.asdict(done), 'written': not options.dry_run})
+        print_json({**fields_of(done), 'written': not options.dry_run})
         return
     resumed = f', {done.resumed_files} of them already there' if done.resumed_files else ''
     how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s{resumed}'
@@ -122,6 +123,6 @@ def _with_changes(source: str, target: str, step: int | None, as_json: bool, wor
         sources = [*words['average'], found] if words['average'] else found
         done = rewrite_checkpoint(sources, target, changes, options)
     if as_json:
-        print_json({**dataclasses.asdict(done), 'written': not options.dry_run})
+        print_json({**fields_of(done), 'written': not options.dry_run})
     else:
         print_conversion(done, options.dry_run)

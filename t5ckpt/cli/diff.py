@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import click
 
-from t5ckpt.cli.output import Column, json_option, print_json, print_table, progress, say
+from t5ckpt.cli.output import (
+    Column,
+    follow_links_option,
+    json_option,
+    moved_option,
+    print_json,
+    print_table,
+    progress,
+    say,
+)
 from t5ckpt.cli.paths import CHECKPOINT
-from t5ckpt.cli.verb import Verb
-from t5ckpt.inspection.diff import LeafDiff, diff
+from t5ckpt.cli.verb import Exit, Verb, fail
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.inspection.diff import CheckpointDiff, LeafDiff, diff
+from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 
 __all__ = ['command']
 
@@ -18,25 +30,37 @@ __all__ = ['command']
 @click.command('diff', cls=Verb)
 @click.argument('a', type=CHECKPOINT)
 @click.argument('b', type=CHECKPOINT)
-@click.option('--top', type=click.IntRange(1), help='Only the leaves whose values moved most, this many of them.')
+@click.argument('pattern', required=False, metavar='[PATTERN]')
+@moved_option('--step', 'name the step in each path: t5ckpt diff run@1000 run@2000.')
+@click.option(
+    '--top',
+    type=click.IntRange(1),
+    help='Only this many leaves: those whose values moved most first, then what else differs.',
+)
 @click.option('--no-values', is_flag=True, help='Compare names, shapes and dtypes alone; reads no array.')
+@follow_links_option
 @json_option
-def command(a: str, b: str, top: int | None, no_values: bool, as_json: bool) -> int:
+def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool, **how: bool) -> int:
     """Compares the checkpoints A and B: leaves added and removed, shapes and dtypes changed, values moved.
 
-    "relative" is the norm of b - a over the norm of a. Any formats that t5ckpt reads can be compared. Exits with 1
-    when they differ.
+    PATTERN is a name, a group, or a pattern such as 'target/**/kernel' (* within a key, ** across keys); all leaves
+    without it. "relative" is the norm of b - a over the norm of a. Any formats that t5ckpt reads can be compared.
+
+    \b
+    Exit codes: 0 equal in every bit, shape and dtype; 1 they differ, or neither has a leaf of PATTERN.
 
     \b
     Examples:
       t5ckpt diff run/checkpoint_1000 run/checkpoint_2000 --top 10
       t5ckpt diff run/checkpoint_1000 orbax_run/1000 --json
+      t5ckpt diff run@latest weights target && echo 'the same weights'
     """
-    if top is not None and no_values:
+    if top is not None and how['no_values']:
         raise click.UsageError('--top sorts by values, which --no-values does not read.')
     with progress('comparing') as report:
-        found = diff(a, b, values=not no_values, progress=report)
-    leaves = found.leaves if top is None else found.top(top)
+        views = _selected([open_checkpoint(path, follow_links=how['follow_links']) for path in (a, b)], pattern)
+        found = diff(*views, values=not how['no_values'], progress=report)
+    leaves = found.leaves if top is None else _first(found, top)
     if as_json:
         fields = [_plain(leaf) for leaf in leaves]
         print_json({'a': found.a, 'b': found.b, 'same': found.same, 'different': len(found.leaves), 'leaves': fields})
@@ -46,6 +70,29 @@ def command(a: str, b: str, top: int | None, no_values: bool, as_json: bool) -> 
         shown = dataclasses.replace(found, leaves=tuple(leaves))
         print_table([Column(name, right=name in ('relative', 'largest')) for name in found.columns], shown.rows())
     return int(bool(found))
+
+
+def _selected(views: Sequence[CheckpointView], pattern: str | None) -> list[CheckpointView]:
+    """The leaves of a pattern on each side; one side may have none of them, and then all differ."""
+    if pattern is None:
+        return [*views]
+    found: list[CheckpointView | None] = []
+    said = ''
+    for view in views:
+        try:
+            found.append(view.select(pattern))
+        except CheckpointNotFoundError as error:
+            found.append(None)
+            said = str(error)
+    if all(each is None for each in found):
+        fail(said, Exit.NO)
+    return [view.without_leaves() if each is None else each for view, each in zip(views, found, strict=True)]
+
+
+def _first(found: CheckpointDiff, count: int) -> list[LeafDiff]:
+    """The leaves that moved most, and then those of which no values were compared."""
+    moved = found.top(count)
+    return [*moved, *(leaf for leaf in found.leaves if leaf not in moved)][:count]
 
 
 def _plain(leaf: LeafDiff) -> dict[str, object]:

@@ -9,7 +9,7 @@ import click
 
 from t5ckpt.catalog.foreign_layouts import foreign_layout
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
-from t5ckpt.cli.output import Column, json_option, print_json, print_table, run_at, say
+from t5ckpt.cli.output import Column, fields_of, json_option, print_json, print_table, run_at, say
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.verb import Verb
 from t5ckpt.commit.read_lease import leased_steps
@@ -50,7 +50,7 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
         raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')
     found = _with_reasons(storage, found)
     if as_json:
-        print_json([dataclasses.asdict(entry) for entry in found])
+        print_json([fields_of(entry) for entry in found])
         return
     now = time.time()
     names = sorted({name for entry in found for name in entry.metrics})

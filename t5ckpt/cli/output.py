@@ -29,6 +29,8 @@ __all__ = [
     'cast_leaves_option',
     'confirm',
     'dtype_option',
+    'fields_of',
+    'follow_links_option',
     'json_option',
     'moved_option',
     'print_json',
@@ -55,6 +57,9 @@ as_step_option = click.option(
 )
 cast_leaves_option = click.option(
     '--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*'
+)
+follow_links_option = click.option(
+    '--follow-links', is_flag=True, help='Symbolic links may lead out of the checkpoint.'
 )
 json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON, for programs.')
 
@@ -110,6 +115,15 @@ def _finite(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, 'item') else str(value)
+
+
+def fields_of(report: Any) -> dict[str, Any]:
+    """What the library reports, for JSON: the same thing has the same key in every verb.
+
+    ``path`` is what was read or written, ``bytes`` its size.
+    """
+    names = {'nbytes': 'bytes', 'output': 'path'}
+    return {names.get(name, name): value for name, value in dataclasses.asdict(report).items()}
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:

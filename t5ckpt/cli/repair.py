@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import click
 
-from t5ckpt.cli.output import confirm, json_option, print_json, progress, say, step_option
+from t5ckpt.cli.output import confirm, fields_of, json_option, print_json, progress, say, step_option
 from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.reports import words
 from t5ckpt.cli.verb import Verb
@@ -52,7 +51,7 @@ def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: b
     with progress('verifying') as report, words():
         done = repair(path, output, how['step'], in_place=in_place, options=options, progress=report)
     if as_json:
-        print_json({'dry_run': dry_run, **dataclasses.asdict(done)})
+        print_json({'dry_run': dry_run, **fields_of(done)})
     else:
         say(_text(done, dry_run))
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Generator, Sequence
 
 import click
 
-from t5ckpt.cli.output import print_json, say
+from t5ckpt.cli.output import fields_of, print_json, say
 from t5ckpt.convert.export_options import ExportReport
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.errors import T5CkptError
@@ -32,7 +31,7 @@ def words() -> Generator[None]:
 def print_report(report: ExportReport, as_json: bool) -> None:
     """One line for what was written, one for what was left out; as JSON every name."""
     if as_json:
-        print_json(dataclasses.asdict(report))
+        print_json(fields_of(report))
         return
     verb = 'would write' if report.dry_run else 'wrote'
     tensors = sum(len(names) for names in report.mapped.values())

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
 import click
 
-from t5ckpt.cli.output import Column, json_option, print_json, print_table, say, step_option
+from t5ckpt.cli.output import (
+    Column,
+    fields_of,
+    follow_links_option,
+    json_option,
+    print_json,
+    print_table,
+    say,
+    step_option,
+)
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.protocols import leaf_pattern
@@ -31,13 +39,14 @@ _COLUMNS = (
 @click.command('show', cls=Verb)
 @click.argument('path', type=CHECKPOINT)
 @step_option
+@follow_links_option
 @click.option('--depth', type=click.IntRange(1), help='Sum up what lies deeper than this many groups.')
 @click.option('--grep', 'pattern', help='Only leaves whose name matches this regular expression somewhere.')
 @click.option(
     '--sort', type=click.Choice(['tree', 'name', 'size']), default='tree', help='size: the largest first, flat.'
 )
 @json_option
-def command(path: str, step: int | None, depth: int | None, pattern: str | None, sort: str, as_json: bool) -> int:
+def command(path: str, step: int | None, depth: int | None, pattern: str | None, as_json: bool, **how: Any) -> int:
     """Shows the leaves of a checkpoint as a tree: dtype, shape, values, bytes, and where the values lie.
 
     Reads the manifest alone. Exits with 1 if --grep finds nothing.
@@ -48,14 +57,14 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
       t5ckpt show run --step 1000 --grep 'kernel$' --sort size
       t5ckpt show run/checkpoint_1000 --depth 2
     """
-    if depth is not None and (sort != 'tree' or as_json):
+    if depth is not None and (how['sort'] != 'tree' or as_json):
         raise click.UsageError('--depth goes with the tree, not with --sort or --json.')
-    view = open_checkpoint(path, step)
+    view = open_checkpoint(path, step, follow_links=how['follow_links'])
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
     if pattern is not None and not infos:
         say(f'--grep {pattern!r} matches no name in {view.path}', err=True)
-    if sort != 'tree':
-        infos.sort(key=lambda info: info.name if sort == 'name' else (-info.nbytes, info.name))
+    if how['sort'] != 'tree':
+        infos.sort(key=lambda info: info.name if how['sort'] == 'name' else (-info.nbytes, info.name))
     unmatched = [f'--grep {pattern}'] if pattern is not None and not infos else []
     code = len(unmatched)
     if as_json:
@@ -65,7 +74,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
         )
         return code
     tree = build_tree(infos)
-    rows = _tree_rows(tree, depth, 0) if sort == 'tree' else [_leaf_row(info.name, info) for info in infos]
+    rows = _tree_rows(tree, depth, 0) if how['sort'] == 'tree' else [_leaf_row(info.name, info) for info in infos]
     total = ('total', '', counted(tree.leaves, 'leaf', 'leaves'), f'{tree.size:,}', human_bytes(tree.nbytes), '')
     print_table(_COLUMNS, [*rows, total])
     return code
@@ -79,7 +88,9 @@ def _matcher(pattern: str) -> re.Pattern[str]:
 
 
 def _fields(info: LeafInfo) -> dict[str, Any]:
-    return {'name': info.name, **dataclasses.asdict(info)}
+    fields = fields_of(info)
+    # The keys of the tree; a path is a file's or a directory's in every verb.
+    return {'name': info.name, 'keys': fields.pop('path'), **fields}
 
 
 def _tree_rows(group: Group, depth: int | None, level: int) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ import math
 
 import click
 
-from t5ckpt.cli.output import Column, json_option, print_json, print_table, progress, step_option
+from t5ckpt.cli.output import Column, follow_links_option, json_option, print_json, print_table, progress, step_option
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.errors import CheckpointNotFoundError
@@ -20,9 +20,12 @@ __all__ = ['command']
 @click.argument('path', type=CHECKPOINT)
 @click.argument('leaves', required=False, metavar='[LEAVES]')
 @step_option
+@follow_links_option
 @click.option('--fail-on-nan', is_flag=True, help='Exit with 1 if any value is NaN or infinite.')
 @json_option
-def command(path: str, leaves: str | None, step: int | None, fail_on_nan: bool, as_json: bool) -> int:
+def command(
+    path: str, leaves: str | None, step: int | None, follow_links: bool, fail_on_nan: bool, as_json: bool
+) -> int:
     """Reads the leaves of a checkpoint and sums each up: mean, standard deviation, extremes, norm, zeros, NaN, inf.
 
     LEAVES is a name, a group, or a pattern such as 'target/**/kernel' (* within a key, ** across keys); all leaves
@@ -33,7 +36,7 @@ def command(path: str, leaves: str | None, step: int | None, fail_on_nan: bool, 
       t5ckpt stats run
       t5ckpt stats run 'target/**/kernel' --fail-on-nan
     """
-    view = open_checkpoint(path, step)
+    view = open_checkpoint(path, step, follow_links=follow_links)
     if leaves is not None:
         try:
             view = view.select(leaves)

@@ -21,7 +21,6 @@ _RULES = tuple(
     for pattern, words in (
         (r'force=True, or overwrite=True of a conversion', '--force'),
         (r'\b(overwrite|force)=True', '--force'),
-        (r'\bfollow_links=True', '--follow-links'),
         (r'\bin_place=True', '--in-place'),
         (r'\btrust_files=True', '--trust-files'),
         (r'Changes\(drop=\.\.\.\)', 't5ckpt cp --drop'),
@@ -42,8 +41,8 @@ _RULES = tuple(
             'a safetensors model: t5ckpt show takes a file',
         ),
         (
-            r'restore\(path=\.\.\.\), load_t5x_checkpoint and open_checkpoint read it, t5ckpt import',
-            't5ckpt show, stats and cat read it, t5ckpt import',
+            r'restore\(path=\.\.\.\) and open_checkpoint read it, t5ckpt show lists it',
+            't5ckpt show, stats, cat and diff read it',
         ),
         (r', which T5X converts with convert_from_tf_checkpoint', ', which t5ckpt convert tf converts'),
         (r'import_seqax of t5ckpt\.convert\.seqax converts them', 't5ckpt convert seqax converts them'),
@@ -61,10 +60,12 @@ _OPTIONS = {'select': '--select', 'steps': '--keep-step', 'max_shard_bytes': '--
 
 def in_words(text: str, command: click.Command | None) -> str:
     """A message of the library, for who called a verb; ``Lines`` stay ``Lines``."""
-    said = text
+    options = _options_of(command)
+    links = 'pass --follow-links' if '--follow-links' in options.values() else 'copy it with t5ckpt cp --follow-links'
+    said = text.replace('pass follow_links=True', links)
     for pattern, words in _RULES:
         said = pattern.sub(words, said)
-    for name, option in _options_of(command).items():
+    for name, option in options.items():
         # 'workers=0: ...' and 'drop: ...' and 'save_dtype must be ...'; a word of the text that only looks like a name stays.
         said = re.sub(rf'(?<![\w.-]){name}=(?=\S)', f'{option} ', said)
         said = re.sub(rf'(?<![\w.-]){name}=', option, said)

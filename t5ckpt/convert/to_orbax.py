@@ -110,7 +110,9 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter) -> None:
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
-        raise MissingDependencyError("writing Orbax's layout needs pip install 't5ckpt[orbax]'") from error
+        raise MissingDependencyError(
+            "writing Orbax's layout needs Orbax: pip install orbax-checkpoint, or pip install 't5ckpt[orbax]'"
+        ) from error
 
     class LazyHandler(ocp.type_handlers.NumpyHandler):
         """Reads and writes one array after another; NumpyHandler would hold all of them at once."""

@@ -14,5 +14,7 @@ def pandas() -> Any:
     try:
         import pandas as pd
     except ImportError as error:
-        raise MissingDependencyError("to_pandas needs pandas: pip install 't5ckpt[notebook]'") from error
+        raise MissingDependencyError(
+            "to_pandas needs pandas: pip install pandas, or pip install 't5ckpt[notebook]'"
+        ) from error
     return pd

@@ -197,6 +197,10 @@ class CheckpointView(Mapping[str, LazyArray]):
         except KeyError as error:
             raise CheckpointNotFoundError(error.args[0]) from error
 
+    def without_leaves(self) -> CheckpointView:
+        """The checkpoint with none of its leaves, as the other side of a comparison."""
+        return self._part({}, ())
+
     def _part(self, leaves: LeafTable, below: Path) -> CheckpointView:
         return CheckpointView(self._contents, self._reader, leaves, (*self._prefix, *below))
 

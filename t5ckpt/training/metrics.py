@@ -57,7 +57,7 @@ class MetricWriter:
             from tensorboardX.proto import event_pb2, summary_pb2
         except ImportError as error:
             raise MissingDependencyError(
-                "MetricWriter needs tensorboardX: pip install 't5ckpt[tensorboard]'"
+                "MetricWriter needs tensorboardX: pip install tensorboardX, or pip install 't5ckpt[tensorboard]'"
             ) from error
         os.makedirs(root, exist_ok=True)
         # Any, because these classes are generated when the modules are loaded.

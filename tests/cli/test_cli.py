@@ -90,7 +90,7 @@ def test_ls_all_shows_what_is_not_complete(run_dir):
 def test_ls_counts_the_bytes_that_are_there(run_dir):
     by_step = {entry['step']: entry for entry in json.loads(t5ckpt_cli('ls', run_dir, '--json'))}
     files = (run_dir / 'checkpoint_100').rglob('*')
-    assert by_step[100]['nbytes'] == sum(file.stat().st_size for file in files if file.is_file())
+    assert by_step[100]['bytes'] == sum(file.stat().st_size for file in files if file.is_file())
 
 
 def test_ls_loads_neither_jax_nor_tensorstore(run_dir):

@@ -31,7 +31,7 @@ def test_to_hugging_face_and_back(run: pathlib.Path, tmp_path: pathlib.Path):
     config = json.loads((tmp_path / 'hf/config.json').read_text())
     assert (config['dropout_rate'], config['torch_dtype']) == (0.0, 'bfloat16')
     report = json.loads(t5ckpt_cli('import', 'hf', tmp_path / 'hf', tmp_path / 'back', '--dtype', 'float32', '--json'))
-    assert report['output'] == f'{tmp_path}/back/checkpoint_100'
+    assert report['path'] == f'{tmp_path}/back/checkpoint_100'
     assert report['mapped']['target/token_embedder/embedding'] == ['shared.weight']
     values = t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target']['token_embedder']['embedding']
     expected = t5.init(t5.Config(gated=True, tied=False))['token_embedder']['embedding']

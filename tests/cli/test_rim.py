@@ -356,3 +356,56 @@ def test_a_step_that_is_named_twice_is_one(run, capsys):
     t5ckpt.pin_checkpoint(run / 'checkpoint_100')
     code, out, _ = said(['unpin', run, '--step', 100, '--step', 100, '--json'], capsys)
     assert (code, len(json.loads(out)['unpinned'])) == (0, 1)
+
+
+def test_diff_answers_whether_the_weights_are_equal(tmp_path, capsys):
+    """Of a part of both; the list of --top is filled with what cannot be ranked."""
+    kernel = np.ones((2, 3), np.float32)
+    one = {'target': {'w': kernel, 'v': kernel}, 'opt': {'m': kernel, 'old': kernel, 'n': kernel}}
+    two = {'target': {'w': kernel, 'v': kernel}, 'opt': {'m': kernel * 2, 'new': kernel, 'n': np.ones(4, np.float32)}}
+    for step, state in ((1, one), (2, two)):
+        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as checkpointer:
+            checkpointer.save(state, step=step)
+    sides = [f'{tmp_path}/run@1', f'{tmp_path}/run@2']
+    assert said(['diff', *sides, 'target'], capsys)[0] == Exit.DONE
+    assert said(['diff', *sides, 'target/**'], capsys)[0] == Exit.DONE
+    assert said(['diff', *sides], capsys)[0] == Exit.NO
+    code, out, _ = said(['diff', *sides, 'opt/old', '--json'], capsys)
+    assert (code, [leaf['what'] for leaf in json.loads(out)['leaves']]) == (Exit.NO, ['removed'])
+    code, _, err = said(['diff', *sides, 'nothing'], capsys)
+    assert (code, 'no such leaf' in err) == (Exit.NO, True)
+    _, out, _ = said(['diff', *sides, '--top', 3, '--json'], capsys)
+    leaves = json.loads(out)['leaves']
+    assert (leaves[0]['name'], len(leaves)) == ('opt/m', 3)
+    code, _, err = said(['diff', *sides, '--step', 1], capsys)
+    assert (code, 't5ckpt diff run@1000 run@2000' in err) == (Exit.USAGE, True)
+
+
+def test_a_verb_that_names_follow_links_has_it(run, tmp_path, capsys):
+    link = tmp_path / 'run' / 'checkpoint_100'
+    link.parent.mkdir()
+    link.mkdir()
+    for path in (run / 'checkpoint_100').iterdir():
+        (link / path.name).symlink_to(path)
+    for words in (['show', link], ['cat', link, 'target/w'], ['stats', link], ['diff', link, run], ['verify', link]):
+        code, out, err = said(words, capsys)
+        assert 'pass --follow-links' in out + err, words
+        assert code == (Exit.NO if words[0] == 'verify' else Exit.UNREADABLE)
+        assert said([*words, '--follow-links'], capsys)[0] in (Exit.DONE, Exit.NO)
+    assert 't5ckpt cp --follow-links' in said(['export', 'npz', link, tmp_path / 'x.npz'], capsys)[2]
+
+
+def test_the_same_thing_has_the_same_key(run, tmp_path, capsys):
+    verbs = {
+        'ls': ['ls', run],
+        'verify': ['verify', run],
+        'cp': ['cp', run, tmp_path / 'a', '--dry-run'],
+        'cp with changes': ['cp', run, tmp_path / 'b', '--compression', 'zstd', '--dry-run'],
+        'export': ['export', 'npz', run, tmp_path / 'x.npz'],
+        'import': ['import', 'npz', tmp_path / 'x.npz', tmp_path / 'c'],
+    }
+    for name, words in verbs.items():
+        found = json.loads(said([*words, '--json'], capsys)[1])
+        fields = found[0] if isinstance(found, list) else found
+        assert {'path', 'bytes'} <= fields.keys(), name
+        assert not {'nbytes', 'output'} & fields.keys(), name

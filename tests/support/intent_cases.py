@@ -1088,6 +1088,11 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('cp', '--ema', 1, 'its moving average', 'cp {run} {out} --ema ema'),
     ('cp', '--average', 1, 'nothing would be averaged', 'cp {run} {out} --average {run}'),
     ('cp', '--parameters', 2, 'has no effect', 'cp {run} {out} --parameters model/.*'),
+    *(
+        (verb, '--follow-links', 0, 'warning: --follow-links', f'{verb} {{memory}} {more}--follow-links')
+        for verb, more in (('cat', 'model/ids '), ('diff', '{memory} '), ('show', ''), ('stats', ''))
+    ),
+    ('diff', 'pattern', 1, 'nowhere', 'diff {run} {run} nowhere'),
     ('diff', '--top', 2, '--no-values', 'diff {run} {run} --top 1 --no-values'),
     ('export hf', '--config', 3, 'd_model', 'export hf {root}/t5 {out} --config {{"d_model":7}}'),
     ('export npz', '--select', 1, 'nowhere', 'export npz {run} {out} --select nowhere'),

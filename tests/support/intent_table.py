@@ -271,14 +271,23 @@ path paths out source directory target a b | error | nothing is there, or someth
 
 VERBS = {
     'best': 'metric | error | no step has it\n--mode | error | the policy says neither',
-    'cat': 'leaf | error | no such leaf\n--npy | error | with --json, or no array',
+    'cat': """
+leaf | error | no such leaf
+--npy | error | with --json, or no array
+--follow-links | warning | not on a local file system
+""",
     'convert': 'kind | error | unknown\n--rules | error | not for tf',
     'cp': """
 --workers --follow-links | error | with changes
 --follow-links | warning | not on a local file system
 --drop --rename --ema --average --parameters | error | matches nothing; nothing is averaged
 """,
-    'diff': '--top | error | with --no-values\n--no-values | hint | no values to compare',
+    'diff': """
+pattern | error | neither has such a leaf
+--top | error | with --no-values
+--no-values | hint | no values to compare
+--follow-links | warning | not on a local file system
+""",
     'export hf': '--config | error | it does not fit\n--max-shard-size | hint | a limit',
     'export npz': '--select | error | matches nothing',
     'export safetensors': '--select | error | matches nothing',
@@ -301,8 +310,13 @@ output --in-place | error | both or neither
 --depth | error | with --sort or --json
 --grep | error | matches no name: exit 1, and unmatched in --json
 --sort | hint | how it looks
+--follow-links | warning | not on a local file system
 """,
-    'stats': 'leaves | error | matches nothing\n--fail-on-nan | hint | there is none: exit 0',
+    'stats': """
+leaves | error | matches nothing
+--fail-on-nan | hint | there is none: exit 0
+--follow-links | warning | not on a local file system
+""",
     'verify': '--full | hint | no checksums: the notes say so\n--follow-links | warning | not on a local file system',
 }
 

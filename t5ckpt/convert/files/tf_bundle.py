@@ -125,7 +125,10 @@ def _checksum_function() -> Any:
     try:
         import google_crc32c
     except ImportError as error:
-        raise MissingDependencyError("reading a TensorFlow checkpoint needs pip install 't5ckpt[tf]'") from error
+        raise MissingDependencyError(
+            'reading a TensorFlow checkpoint needs google-crc32c: pip install google-crc32c, or pip install '
+            "'t5ckpt[tf]'"
+        ) from error
     return google_crc32c.extend
 
 

@@ -37,12 +37,14 @@ from t5ckpt.errors import (
     TreeMismatchError,
     UnreadLayoutWarning,
     with_cures,
+    UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.names import PINNED, damaged_dir, step_dir
 from t5ckpt.planning.new_state import check_new_state
 from t5ckpt.planning.resizing import Patterns
 from t5ckpt.steps import find_checkpoint
+from t5ckpt.storage.base import Storage
 from t5ckpt.translate import assigned
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.train_state import flatten_state
@@ -166,6 +168,7 @@ def restore_or_init(
 
     Raises:
       CorruptCheckpointError: the run has checkpoints and none of them can be read.
+      UnsupportedFormatError: another program wrote the latest checkpoint, and t5ckpt does not read it.
       TreeMismatchError: checkpoint and template differ.
     """
     if init_fn is not None and not callable(init_fn):
@@ -188,7 +191,7 @@ def restore_or_init(
             checkpointer.restored_step = step
             checkpointer.agree('putting damaged checkpoints aside', None, lambda _: _put_aside(checkpointer, failed))
             return state
-        kind: str = checkpointer.agree('the fallback of restore_or_init', _kind(error), _verdict)
+        kind: str = checkpointer.agree('the fallback of restore_or_init', _kind(error, checkpointer, step), _verdict)
         if fallback is None or kind == 'other':
             raise error
         failed[step] = kind
@@ -221,14 +224,22 @@ def _warn_of_unread(checkpointer: Checkpointer) -> None:
         warn_caller(UnreadLayoutWarning(f'{where} has no step that t5ckpt reads, so the run starts anew, but {text}'))
 
 
-def _kind(error: T5CkptError) -> str:
+def _kind(error: T5CkptError, checkpointer: Checkpointer, step: int) -> str:
     """Classifies the error of a failed restore, in one process."""
+    # A step that another program wrote and that t5ckpt does not read is not damaged. An older step would lose what came after it.
+    if isinstance(error, UnsupportedFormatError) and step in _steps_of_others(checkpointer.storage):
+        return 'other'
     # A file in place of the directory of an array is damage, too.
     if isinstance(error, (CorruptCheckpointError, NotADirectoryStorageError)):
         return 'corrupt'
     if isinstance(error, RemoteError):
         return 'remote'
     return 'format' if isinstance(error, FormatError) else 'other'
+
+
+def _steps_of_others(storage: Storage) -> dict[int, str]:
+    """Maps each step in another layout than T5X's to the name of its directory or file."""
+    return {each.step: each.name for each in listing(storage).steps if not each.is_t5x}
 
 
 def _verdict(kinds: Sequence[str]) -> str:
@@ -240,7 +251,7 @@ def _verdict(kinds: Sequence[str]) -> str:
 def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
     """Renames damaged steps, except those that are pinned or that another program or a newer version wrote."""
     storage = checkpointer.storage
-    others = {each.step: each.name for each in listing(storage).steps if not each.is_t5x} if failed else {}
+    others = _steps_of_others(storage) if failed else {}
     for step, kind in failed.items():
         directory = others.get(step, step_dir(step))
         if (

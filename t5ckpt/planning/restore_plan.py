@@ -283,7 +283,8 @@ class _Matcher:
             return None
         if resizes:
             self.resized.append(f'{pair.name}: {shape} to {target.shape}')
-        if differs and not (target.device and canonical_dtype(cast) == wanted):
+        # A cast that the caller asked for is not worth a note.
+        if differs and cast == dtype and not (target.device and canonical_dtype(cast) == wanted):
             self.notes.append(f'{pair.name}: checkpoint {dtype.name}, template {wanted.name}')
         return cast
 

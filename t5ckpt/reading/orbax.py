@@ -49,9 +49,11 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
         if storage.is_file(join(base, '_METADATA')):
             return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), item)
     names = [entry.name for entry in storage.entries(directory)]
+    trees = [name for name in names if storage.is_file(join(directory, name, '_METADATA'))]
+    cure = f"restore(path='{storage.url(join(directory, trees[0]))}') restores" if trees else 'Give the path of'
     raise UnsupportedFormatError(
         f'{storage.url(directory)} looks like an Orbax checkpoint of several items ({", ".join(names[:8])}), none of '
-        'which is a tree called "state" or "default". Give the path of the item that holds the model.'
+        f'which is a tree called "state" or "default". {cure} one item.'
     )
 
 

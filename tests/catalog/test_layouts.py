@@ -202,6 +202,22 @@ def test_t5xs_own_orbax_run_goes_on(golden, tmp_path):
     assert t5ckpt.all_steps(run) == [12, 13]
 
 
+@pytest.mark.parametrize('older', [True, False])
+def test_a_run_does_not_go_on_before_a_step_of_others_that_is_not_read(tmp_path, older):
+    run = tmp_path / 'run'
+    with open_ck(run) as ck:
+        if older:
+            ck.save(state(50))
+    with ocp.CheckpointManager(run) as manager:
+        items = {'params': ocp.args.StandardSave(state(100)), 'meta': ocp.args.JsonSave({'a': 1})}
+        manager.save(100, args=ocp.args.Composite(**items))
+    with open_ck(run) as ck:
+        with pytest.raises(errors.UnsupportedFormatError, match=r"several items.*restore\(path='.*/100/params'\)"):
+            t5ckpt.restore_or_init(ck, lambda: STATE)
+        assert ck.restore(path=run / '100' / 'params')['step'] == 100
+    assert t5ckpt.all_steps(run) == [50, 100][not older :]
+
+
 def test_a_bucket_knows_steps_of_others_by_markers(bucket, tmp_path):
     run = tmp_path / 'run'
     run.mkdir()

@@ -256,14 +256,24 @@ def test_floating_leaves_in_the_dtype_of_the_template(tmp_path, caplog):
     assert 'restored as in the checkpoint' not in caplog.text
 
 
-def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path):
+def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path, caplog):
     save(tmp_path, {'w': jnp.ones(4)})
     with Checkpointer({'w': jnp.ones(4, jnp.bfloat16)}, checkpoints_dir=tmp_path) as checkpointer:
         assert checkpointer.restore()['w'].dtype == jnp.float32
+        assert 'w: checkpoint float32, template bfloat16' in caplog.text
         checkpointer.restore_dtype = 'template'
         assert checkpointer.restore()['w'].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match='restore_dtype'):
         Checkpointer({'w': jnp.ones(4)}, checkpoints_dir=tmp_path, restore_dtype='model')
+
+
+@pytest.mark.parametrize('options', [{}, {'cast_leaves': '.*'}])
+def test_a_cast_that_was_asked_for_is_not_a_warning(tmp_path, caplog, options):
+    state = {'params': {'w': jnp.ones(4)}}
+    save(tmp_path, state)
+    with Checkpointer(state, checkpoints_dir=tmp_path, restore_dtype='bfloat16', **options) as checkpointer:
+        assert checkpointer.restore()['params']['w'].dtype == jnp.bfloat16
+    assert not [record for record in caplog.records if record.levelname == 'WARNING']
 
 
 # --- host memory in flight --------------------------------------------------------------------------------------------

@@ -627,7 +627,7 @@ except t5ckpt.errors.CheckpointNotFoundError as error:
     assert second[:2] == [2, 'unreadable']
     assert 'checkpoint_2' in second[2]
     assert 'checkpoint_2' in error
-    assert 'step 7 is not there' in absent
+    assert 'step 7 does not exist' in absent
 
 
 # --- a run within a step -----------------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ def test_a_directory_with_a_model_is_read_on_a_bucket_as_on_a_disk(bucket, reque
         assert t5ckpt.all_steps(place) == []
         with pytest.raises(CheckpointNotFoundError, match=r'Give the path of the file: .*/model\.safetensors'):
             t5ckpt.find_checkpoint(place)
-        with pytest.raises(CheckpointNotFoundError, match='step 7 is not there'):
+        with pytest.raises(CheckpointNotFoundError, match='step 7 does not exist'):
             t5ckpt.open_checkpoint(place, 7)
     # A run that holds an export is the run.
     with Checkpointer({'w': np.ones(2)}, checkpoints_dir=f'{url}/hub') as checkpointer:

@@ -55,7 +55,7 @@ def test_what_follows_from_the_rest_is_made_again(run_dir, tmp_path, how, files)
     is_sidecar, is_readable = files == OWN_FILES[:1], how == 'flipped' and len(files) == 2
     if is_sidecar or is_readable:
         # Nothing verifies the manifest without it, nor which of the files is damaged where its metadata decodes.
-        with pytest.raises(errors.CorruptCheckpointError, match=rf'{files[0]}: lost.*--trust-files'):
+        with pytest.raises(errors.CorruptCheckpointError, match=rf'{files[0]}: lost.*trust_files=True'):
             t5ckpt.repair(step_dir, tmp_path / 'mended')
         assert not (tmp_path / 'mended').exists()
         if is_readable:

@@ -36,8 +36,8 @@ from t5ckpt.errors import (
     T5CkptError,
     TreeMismatchError,
     UnreadLayoutWarning,
-    with_cures,
     UnsupportedFormatError,
+    with_cures,
 )
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.names import PINNED, damaged_dir, step_dir

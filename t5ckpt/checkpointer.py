@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from t5ckpt import steps
 from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.commit.dataset_files import dataset_count
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_facts import missing_from_all
@@ -99,6 +100,7 @@ class Checkpointer:
         larger leaf is read alone.
       keep_dataset_checkpoints: how many of the latest checkpoints keep their iterator state; None keeps all.
       keep_policy: decides instead of ``keep``, see ``policies.py``.
+      prune_other_layouts: the policy also counts and deletes steps of Orbax and Flax, on file systems; see docs/migration.md.
       metric_source: where a keep policy finds metrics that were not given to save, such as TensorBoardMetrics.
       save_policy: when ``maybe_save`` saves, see ``save_policies.py``.
       preempted: returns whether this process is preempted, such as a PreemptionNotice; called by ``maybe_save``.
@@ -139,6 +141,7 @@ class Checkpointer:
         restore_concurrent_gb: float = 4,
         keep_dataset_checkpoints: int | None = None,
         keep_policy: KeepPolicy | None = None,
+        prune_other_layouts: bool = False,
         metric_source: MetricSource | None = None,
         save_policy: SavePolicy | None = None,
         preempted: Callable[[], bool] | None = None,
@@ -177,6 +180,7 @@ class Checkpointer:
             follow_links=follow_links,
             strict_save=strict_save,
             read_only=read_only,
+            prune_other_layouts=prune_other_layouts,
         )
         if staging not in STAGING_MODES:
             raise ValueError(f'staging is one of {list(STAGING_MODES)}, got {staging!r:.80}.')
@@ -198,8 +202,9 @@ class Checkpointer:
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
         self._options = SaveOptions(cast, compression, chunk_bytes, inline_bytes)
         policy = _latest(keep) if keep_policy is None else keep_policy
+        datasets = dataset_count(keep_dataset_checkpoints)
         self._retention = Retention(
-            self._storage, policy, clock, _dataset_count(keep_dataset_checkpoints), metric_source
+            self._storage, policy, clock, datasets, metric_source, prune_others=prune_other_layouts
         )
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
@@ -276,7 +281,7 @@ class Checkpointer:
 
     @keep_dataset_checkpoints.setter
     def keep_dataset_checkpoints(self, keep: int | None) -> None:
-        self._retention.keep_datasets = _dataset_count(keep)
+        self._retention.keep_datasets = dataset_count(keep)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -788,10 +793,6 @@ def _check_no_directory(**options: Any) -> None:
 
 def _latest(keep: int | None) -> KeepPolicy:
     return KeepAll() if keep is None else KeepLatest(keep)
-
-
-def _dataset_count(keep: int | None) -> int | None:
-    return None if keep is None else integer('keep_dataset_checkpoints', keep, 1, 'None keeps all.')
 
 
 def _is_template(restore_dtype: Any) -> bool:

@@ -6,7 +6,8 @@
     flax    ``checkpoint_<step>`` is a file, as ``flax.training.checkpoints`` writes it
     t5x-padded  as t5x, with leading zeros in the number; T5X lists such steps but does not write them
 
-Steps in all layouts are listed and restored. Only steps in the layout t5x are written, replaced, pruned or repaired.
+Steps in all layouts are listed and restored. Only steps in the layout t5x are written, replaced or repaired; those in
+another are pruned only where a caller asks for it (``commit/other_layouts.py``).
 
 Notes: costs one read of the manifest for each directory and, without a manifest, a check for five names. Does not load
 TensorStore.

@@ -45,14 +45,16 @@ __all__ = ['command']
 @click.option('--every-hours', type=float, metavar='T', help='Keep one in T hours.')
 @click.option('--keep-step', 'steps', type=int, multiple=True, metavar='STEP', help='Keep this step; may be repeated.')
 @moved_option('--step', '--keep-step keeps a step. To delete one, t5ckpt rm PATH --step STEP.')
+@click.option('--other-layouts', is_flag=True, help='Count and delete steps of Orbax and Flax, too.')
 @click.option('--dry-run', is_flag=True, help='Only say what would be done.')
 @click.option('--yes', is_flag=True, help='Do not ask.')
 @json_option
-def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> None:
+def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> None:
     """Deletes the steps of the run at PATH that no rule keeps, and says why each goes or stays.
 
     A step stays if any of the options keeps it. The latest stays always, and so do pinned ones and those that a reader
-    holds, and those in the layout of Orbax or Flax: remove their directories yourself. It is the plan that a trainer with the
+    holds. Steps in the layout of Orbax or Flax stay and are not counted. With --other-layouts, on file systems, they count
+    and go as well, but one that holds a file which its writer does not write stays. It is the plan that a trainer with the
     same policy carries out. A metric is what was given to save, or what TensorBoard's files below PATH say: with --best
     train/loss, of the tag loss in PATH/train. Without --mode, the keep policy under which the latest step was saved says
     whether its highest or its lowest values are the best.
@@ -67,7 +69,12 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
       t5ckpt prune run --keep 3 --best eval/accuracy --every 10000 --dry-run
     """
     storage = run_at(path)
-    retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
+    try:
+        retention = Retention(
+            storage, KeepAll(), time.time, None, TensorBoardMetrics(storage), prune_others=other_layouts
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     mode, told = _mode(retention, keep['metric'], keep['mode'])
     retention.policy = _policy({**keep, 'mode': mode})
     plan = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
@@ -84,7 +91,7 @@ def command(path: str, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> 
         deleted = retention.carry_out()
         retention.wait()
     # What another process has deleted meanwhile is gone, as was wanted.
-    failed = [] if dry_run or not doomed else sorted(set(doomed) & {info.step for info in retention.infos()})
+    failed = [] if dry_run or not doomed else sorted(set(doomed) & {each.step for each in retention.plan()})
     if as_json:
         print_json(
             {

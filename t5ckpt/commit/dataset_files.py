@@ -13,13 +13,14 @@ from collections.abc import Collection, Generator, Sequence
 from t5ckpt.commit.lease_owner import MEND
 from t5ckpt.commit.removal import is_pinned
 from t5ckpt.commit.write_lease import StepTakenError, acquire_lease
+from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, TRAIN_DS_PREFIX, step_dir
 from t5ckpt.storage import Storage
 
-__all__ = ['remove_old_datasets']
+__all__ = ['dataset_count', 'remove_old_datasets']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -73,3 +74,12 @@ def _remove(storage: Storage, step: int, names: Collection[str]) -> None:
         # Some iterators write directories.
         remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
         remove(key)
+
+
+def dataset_count(keep: int | None) -> int | None:
+    """Checks ``keep_dataset_checkpoints``.
+
+    Raises:
+      ValueError: it is not an integer of at least 1.
+    """
+    return None if keep is None else integer('keep_dataset_checkpoints', keep, 1, 'None keeps all.')

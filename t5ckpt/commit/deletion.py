@@ -91,6 +91,8 @@ def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:
 
 def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
     """Removes what :func:`hide_checkpoint` left, unless garbage collection does; after a crash, the next one does."""
+    if not hidden.directory:
+        return
     if hidden.lease is not None:
         remove_in_place(storage, hidden, hidden.lease)
         return

@@ -99,7 +99,7 @@ def _collect_one(storage: Storage, leftover: Leftover, now: float, stale_after: 
             return False
         if is_dead:
             name = leftover.name
-            if leftover.state != 'deleted':
+            if leftover.state not in ('deleted', 'pruned'):
                 # A removal that is killed may have removed the files by which the rest is recognised.
                 name = renamed_for_deletion(storage, name, leftover.step, lambda: leftover.unix)
             remove_checkpoint(storage, name, leftover.step, lambda: leftover.unix)

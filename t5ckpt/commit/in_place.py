@@ -30,7 +30,8 @@ _log = logging.getLogger('t5ckpt')
 class Hidden:
     """A step that no listing shows and whose files are still there; in place, with the lease under which they go.
 
-    ``keys`` are those files, relative to ``directory``, as they were listed after it was hidden in place.
+    ``keys`` are those files, relative to ``directory``, as they were listed after it was hidden in place. The directory is ''
+    where nothing is left to remove.
     """
 
     directory: str

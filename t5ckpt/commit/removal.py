@@ -32,9 +32,11 @@ from t5ckpt.format.names import (
     foreign_dir,
     foreign_keys,
     is_file_checksums,
+    parse_leftover,
     replaced_dir,
     step_dir,
 )
+from t5ckpt.format.orbax_names import may_be_orbax
 from t5ckpt.format.sidecar import FORMAT, decode_sidecar, newer_format
 from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
@@ -165,6 +167,9 @@ def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> N
         return
     keys = keys_below(storage, name)
     foreign = _foreign(storage, name, keys)
+    leftover = parse_leftover(name)
+    if leftover is not None and leftover.state == 'pruned':
+        foreign = [key for key in foreign if not may_be_orbax(key)]
     if not foreign:
         storage.delete_tree(name)
         return

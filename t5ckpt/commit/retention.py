@@ -4,8 +4,9 @@ The plan is pure (``policies.retention_plan``); here its facts are gathered, and
 made invisible in one atomic operation, and then removed in the background. A crash in between leaves a directory that no
 listing shows and that garbage collection removes. One deletion that fails is logged and does not stop the others.
 
-Only steps in T5X's layout are looked at. A step of Orbax or Flax stays, and takes no place among the latest or the best; who
-wants it gone removes its directory. A step that cannot be looked at stays, too, and is logged.
+Only steps in T5X's layout are looked at. A step of Orbax or Flax stays, and takes no place among the latest or the best, unless
+``prune_others`` is set: then it counts and goes like the others, see ``commit/other_layouts.py``. A step that cannot be looked
+at stays, too, and is logged.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.commit.in_place import Hidden
 from t5ckpt.commit.lease_files import live_steps
+from t5ckpt.commit.other_layouts import check_prunes, hide_other, infos_of_others, reason_to_stay
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known, is_pinned, kept_by
 from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, recorded_extra
@@ -53,12 +55,17 @@ class Retention:
         clock: Clock,
         keep_datasets: int | None = None,
         source: MetricSource | None = None,
+        *,
+        prune_others: bool = False,
     ):
         """See ``Checkpointer`` for the parameters."""
+        if prune_others:
+            check_prunes(storage)
         self.policy = policy
         self.keep_datasets = keep_datasets
         self._storage = storage
         self._clock = clock
+        self._prunes_others = prune_others
         self._source = source
         self._facts = StepFacts(storage, source)
         self._coverage = MetricCoverage()
@@ -77,7 +84,9 @@ class Retention:
         """The steps that the policy is not asked about, and why they stay."""
         found = listing(self._storage)
         written = [
-            Decision(each.step, True, f'in the layout of {each.layout}') for each in found.steps if not each.is_t5x
+            Decision(each.step, True, f'in the layout of {each.layout}')
+            for each in found.steps
+            if not each.is_t5x and not self._prunes_others
         ]
         unreadable = [
             Decision(parse_prefixed_step(name) or 0, True, f'unreadable: {error}')
@@ -87,7 +96,7 @@ class Retention:
 
     def _prunable(self, steps: Sequence[ListedStep]) -> list[int]:
         for each in steps:
-            if not each.is_t5x:
+            if not each.is_t5x and not self._prunes_others:
                 self._tell(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
         return [each.step for each in steps if each.is_t5x]
 
@@ -178,9 +187,26 @@ class Retention:
 
     def plan(self, just_saved: int | None = None) -> list[Decision]:
         """What stays and what goes."""
-        return [self._known_or_kept(each) for each in retention_plan(self.policy, self.infos(), just_saved)]
+        others = self._others()
+        return [
+            self._known_or_kept(each, others)
+            for each in retention_plan(self.policy, [*self.infos(), *self._infos_of(others)], just_saved)
+        ]
 
-    def _known_or_kept(self, decision: Decision) -> Decision:
+    def _others(self) -> dict[int, ListedStep]:
+        """The steps in other layouts that may go."""
+        found = listing(self._storage).steps if self._prunes_others else ()
+        return {each.step: each for each in found if not each.is_t5x}
+
+    def _infos_of(self, others: Mapping[int, ListedStep]) -> list[StepInfo]:
+        leased = leased_steps(self._storage, self._clock) if others else ()
+        return infos_of_others(self._storage, [*others.values()], leased)
+
+    def _known_or_kept(self, decision: Decision, others: Mapping[int, ListedStep]) -> Decision:
+        other = others.get(decision.step)
+        if other is not None:
+            reason = None if decision.keep else reason_to_stay(self._storage, other)
+            return decision if reason is None else Decision(decision.step, True, reason, overruled=True)
         try:
             if not decision.keep:
                 check_known(
@@ -199,10 +225,11 @@ class Retention:
           The decisions that were carried out.
         """
         plan: list[Decision] = []
+        others = {} if isinstance(self.policy, KeepAll) else self._others()
         if not isinstance(self.policy, KeepAll):
             if self._storage.renames:
                 infos = self._facts.infos(*self._steps_and_leased(), self.policy.metric_names, just_saved)
-                plan = retention_plan(self.policy, infos, just_saved)
+                plan = retention_plan(self.policy, [*infos, *self._infos_of(others)], just_saved)
             else:
                 infos, plan = self._assumed_plan(just_saved)
             self._coverage.note(infos, self.policy.metric_names, just_saved)
@@ -213,7 +240,7 @@ class Retention:
                 self._tell(decision)
                 continue
             try:
-                found = self._hidden(decision.step)
+                found = self._hidden(decision.step, others.get(decision.step))
             except CheckpointNotFoundError:
                 # Another process has deleted it: it is gone, as was wanted.
                 done.append(decision)
@@ -222,9 +249,7 @@ class Retention:
                 self._tell_failure(decision.step, error)
                 continue
             if found is None:
-                pinned = is_pinned(self._storage, step_dir(decision.step))
-                reason = kept_by(self._storage, decision.step, self._clock, pinned=pinned) or HELD
-                self._tell(Decision(decision.step, True, reason, overruled=True))
+                self._tell_kept(decision.step, others.get(decision.step))
             else:
                 hidden.append(found)
                 done.append(decision)
@@ -239,8 +264,21 @@ class Retention:
                 self._remove(hidden)
         return done
 
-    def _hidden(self, step: int) -> Hidden | None:
+    def _tell_kept(self, step: int, other: ListedStep | None) -> None:
+        name = step_dir(step) if other is None else other.name
+        reason = None if other is None else reason_to_stay(self._storage, other)
+        if reason is not None and (step, reason) not in self._told:
+            self._told.add((step, reason))
+            _log.warning('t5ckpt: %s stays: %s', self._storage.url(name), reason)
+        if reason is None:
+            pinned = is_pinned(self._storage, name)
+            held = kept_by(self._storage, step, self._clock, pinned=pinned) or HELD
+            self._tell(Decision(step, True, held, overruled=True))
+
+    def _hidden(self, step: int, other: ListedStep | None) -> Hidden | None:
         """Makes a step invisible; None where it is kept."""
+        if other is not None:
+            return hide_other(self._storage, other, self._clock)
         if not self._storage.renames and not self._facts.has_known_sidecar(step):
             check_known(self._storage, step_dir(step), manifest=b'')
         return hide_checkpoint(self._storage, step, self._clock)

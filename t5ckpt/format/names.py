@@ -12,6 +12,7 @@ t5ckpt's names:
     t5ckpt.json, integrity.<process>.json  the sidecar and the file checksums
     DATASET_REMOVED                        retention has deleted the files of data iterators
     checkpoint_<step>.deleted-<unix>       a step that is being deleted
+    checkpoint_<step>.pruned-<unix>        a step in the layout of another program that is being deleted
     checkpoint_<step>.replaced-<unix>      the old or the new step during a replacement
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
@@ -70,6 +71,7 @@ __all__ = [
     'parse_step_dir',
     'parse_step_name',
     'parse_write_lease',
+    'pruned_dir',
     'read_lease_file',
     'replaced_dir',
     'sidecar_of',
@@ -95,7 +97,7 @@ _SIDECAR_OF = re.compile(r't5ckpt\.[0-9a-f]{16}\.json')
 _FILE_CHECKSUMS = re.compile(r'(t5ckpt-[0-9a-f]{16}/)?integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _PADDED = re.compile(r'checkpoint_(0[0-9]{1,17})')
-_LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)-([0-9]{1,12})')
+_LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|pruned|replaced)-([0-9]{1,12})')
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
 _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
 _OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
@@ -119,7 +121,7 @@ class Leftover:
     Attributes:
       name: of the directory.
       step: the number of its step.
-      state: ``'tmp'``, ``'deleted'`` or ``'replaced'``.
+      state: ``'tmp'``, ``'deleted'``, ``'pruned'`` or ``'replaced'``.
       unix: the time in the name, in unix seconds.
     """
 
@@ -172,6 +174,11 @@ def tmp_dir(step: int, unix: int) -> str:
 def deleted_dir(step: int, unix: int) -> str:
     """The directory of a checkpoint that is being deleted."""
     return f'checkpoint_{step}.deleted-{unix}'
+
+
+def pruned_dir(step: int, unix: int) -> str:
+    """The directory of a step in the layout of another program that is being deleted."""
+    return f'checkpoint_{step}.pruned-{unix}'
 
 
 def replaced_dir(step: int, unix: int) -> str:

@@ -32,12 +32,12 @@ def lock_directory(path: str) -> DirectoryLock | None:
     """Locks a directory without waiting.
 
     Returns:
-      None where the directory does not exist or another process has the lock. On a file system without locks, a lock that
+      None where there is no such directory or another process has the lock. On a file system without locks, a lock that
       is not held: garbage collection uses the time in the name of the directory there.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

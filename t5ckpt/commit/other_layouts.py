@@ -1,0 +1,180 @@
+"""Deletes steps in the layouts of Orbax and Flax, where a caller asks for it (``prune_other_layouts``).
+
+A step goes only if its layout is certain: :func:`unknown_to_its_writer` names what the writer of the layout does not
+write, and such a step stays. The directory is renamed to ``checkpoint_<step>.pruned-<unix seconds>`` under the leases of a
+deletion, looked at again there, and removed; garbage collection removes what a crash leaves. A single file of Flax is
+unlinked.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from t5ckpt.catalog.layouts import FLAX, PADDED, ListedStep
+from t5ckpt.commit.in_place import Hidden
+from t5ckpt.commit.lease_owner import DELETE
+from t5ckpt.commit.removal import check_known, few, foreign_files, keys_below, move_aside, renamed
+from t5ckpt.commit.write_lease import BeingWrittenError, acquire_lease
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, UnsupportedFormatError
+from t5ckpt.format.names import PINNED, pruned_dir
+from t5ckpt.format.orbax_names import is_orbax_key, orbax_array
+from t5ckpt.policies import StepInfo
+from t5ckpt.storage import Storage
+
+__all__ = ['check_prunes', 'hide_other', 'infos_of_others', 'reason_to_stay']
+
+_METADATA = '_CHECKPOINT_METADATA'
+_TREE_MARKS = ('_METADATA', 'manifest.ocdbt')
+_ARRAY_METADATA = ('.zarray', 'zarr.json')
+_OCDBT = re.compile(r'ocdbt\.process_.*')
+_HEAD_BYTES = 4096
+
+
+def check_prunes(storage: Storage) -> None:
+    """Raises ValueError for a store that cannot rename: Orbax's steps there have no operation that hides them at once."""
+    if not storage.renames:
+        raise ValueError(
+            f'{storage.url()}: steps in other layouts are deleted on file systems only, since object stores cannot rename a '
+            'directory. Leave prune_other_layouts (--other-layouts) out, and remove them with the program that wrote them.'
+        )
+
+
+def infos_of_others(storage: Storage, steps: Sequence[ListedStep], leased: Collection[int]) -> list[StepInfo]:
+    """What a keep policy sees of steps in other layouts: their metrics are not read, their time is the directory's."""
+    times = {entry.name: entry.mtime for entry in storage.entries()} if steps else {}
+    return [
+        StepInfo(
+            each.step,
+            each.layout != FLAX and storage.is_file(join(each.name, PINNED)),
+            each.step in leased,
+            times.get(each.name) or None,
+            {},
+        )
+        for each in steps
+    ]
+
+
+def reason_to_stay(storage: Storage, found: ListedStep) -> str | None:
+    """Why a step in another layout is not deleted; None where all that it consists of was written by its layout's writer."""
+    try:
+        unknown = unknown_to_its_writer(storage, found.name, found.layout)
+    except UnsupportedFormatError as error:
+        return str(error)
+    return f'{found.layout} does not write {few(unknown)}: move that away to have the step deleted' if unknown else None
+
+
+def unknown_to_its_writer(storage: Storage, name: str, layout: str) -> list[str]:
+    """The files of a step that the writer of its layout does not write, relative to the step; empty where it is certain.
+
+    Orbax 0.12.8 writes ``_CHECKPOINT_METADATA`` and ``commit_success.txt`` into a step (``metadata/checkpoint.py`` and
+    ``path/atomicity_types.py`` in its ``_src``), and a directory for each item that the former names. A tree, in an item or
+    in the step itself, is ``_METADATA``, ``_sharding``, ``array_metadatas/process_<n>``, ``_strings.json``, and either
+    OCDBT's ``manifest.ocdbt``, ``d/`` and ``ocdbt.process_<n>/`` (``path/format_utils.py`` and
+    ``serialization/ocdbt_process_spec.py``) or a zarr directory for each array with, in 2023, the msgpack file
+    ``checkpoint``. JSON items are one file, ``metadata`` or ``metrics``. T5X's item ``dataset`` has files ``train_ds-*``,
+    Grain's ``process_<n>-of-<m>.json``. Flax writes one msgpack map with string keys.
+
+    Raises:
+      UnsupportedFormatError: T5X's step with zeros in its name was written by a newer program.
+    """
+    if layout == FLAX:
+        return [] if _begins_as_flax(storage.read_range(name, 0, _HEAD_BYTES)) else [name]
+    if layout == PADDED:
+        check_known(storage, name)
+        return foreign_files(storage, name)
+    keys = keys_below(storage, name)
+    return unknown_to_orbax(keys, _items(storage, name) if _METADATA in keys else ())
+
+
+def unknown_to_orbax(keys: Collection[str], items: Iterable[str]) -> list[str]:
+    """The files that Orbax does not write into a step.
+
+    Args:
+      keys: all files of the step, relative to it.
+      items: the item directories that the step's metadata names.
+    """
+    homes = set(items)
+    arrays = set[str]()
+    for key in keys:
+        directory, _, name = key.rpartition('/')
+        if name in _TREE_MARKS and directory and '/' not in directory and not _OCDBT.fullmatch(directory):
+            homes.add(directory)
+        if name in _ARRAY_METADATA:
+            arrays.add(directory)
+
+    def is_known(key: str) -> bool:
+        top, slash, below = key.partition('/')
+        item = f'{top}/' if slash and top in homes else ''
+        array = orbax_array(below if item else key)
+        if array is not None:
+            return f'{item}{array}' in arrays
+        return is_orbax_key(below if item else key, in_item=bool(item))
+
+    return [key for key in keys if not is_known(key)]
+
+
+def _items(storage: Storage, name: str) -> list[str]:
+    try:
+        found: Any = json.loads(storage.read(join(name, _METADATA)))
+    except (ValueError, CheckpointNotFoundError):
+        return []
+    handlers = found.get('item_handlers') if isinstance(found, Mapping) else None
+    return [str(item) for item in handlers] if isinstance(handlers, Mapping) else []
+
+
+def _begins_as_flax(head: bytes) -> bool:
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(head)
+    try:
+        return unpacker.read_map_header() > 0 and isinstance(unpacker.unpack(), str)
+    except (ValueError, msgpack.UnpackException):
+        return False
+
+
+def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | None:
+    """Makes a step in another layout invisible, in one atomic operation, under the write lease of the step.
+
+    Returns:
+      What ``remove_hidden`` is to remove; None where the step has a read lease, is pinned, or holds what its writer does
+      not write.
+
+    Raises:
+      CheckpointNotFoundError: it is gone; another process has deleted it.
+      StorageError: it could not be made invisible, and is there whole.
+    """
+    try:
+        lease = acquire_lease(storage, found.step, clock, DELETE)
+    except BeingWrittenError as error:
+        raise StorageError(errno.EBUSY, str(error)) from error
+    try:
+        if found.step in lease.read_steps or reason_to_stay(storage, found) is not None:
+            return None
+        if found.layout == FLAX:
+            storage.delete_file(found.name)
+            return Hidden('', found.step)
+        if storage.is_file(join(found.name, PINNED)):
+            return None
+        doomed = renamed(storage, found.name, functools.partial(pruned_dir, found.step), clock)
+        added = (
+            [PINNED] if storage.is_file(join(doomed, PINNED)) else unknown_to_its_writer(storage, doomed, found.layout)
+        )
+        if not added:
+            return Hidden(doomed, found.step)
+        try:
+            storage.publish(doomed, found.name)
+        except StorageError:
+            # A writer has taken the place.
+            move_aside(storage, doomed, found.step, clock, added)
+            raise
+        return None
+    finally:
+        lease.release()

@@ -1,0 +1,42 @@
+"""The names of the files that Orbax writes into a step: trees, the other items, and arrays of zarr 2 and 3 outside OCDBT.
+
+``commit/other_layouts.py`` says where Orbax's own source has them.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ['is_orbax_key', 'may_be_orbax', 'orbax_array']
+
+_ORBAX_TREE = re.compile(
+    r'_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|checkpoint|array_metadatas/process_[0-9]+'
+    r'|(ocdbt\.process_[A-Za-z0-9_]+/)?(manifest\.ocdbt|d/[0-9a-f]{32})'
+)
+_ORBAX_ITEM = re.compile(
+    r'metadata|metrics|process_[0-9]+-of-[0-9]+\.json|(process_[0-9]+-of-[0-9]+/)?train_ds-[0-9]+-of-[0-9]+[^/]*'
+)
+_ORBAX_ARRAY = re.compile(r'([^/]+)/(?:\.zarray|zarr\.json|[0-9]+(?:\.[0-9]+)*|c(?:/[0-9]+)*)')
+
+
+def orbax_array(key: str) -> str | None:
+    """The directory of a zarr array that a name of Orbax's belongs to, relative to the tree; None for any other name."""
+    match = _ORBAX_ARRAY.fullmatch(key)
+    return None if match is None else match.group(1)
+
+
+def is_orbax_key(key: str, *, in_item: bool) -> bool:
+    """Whether Orbax writes files with this name, chunks of zarr arrays aside.
+
+    Args:
+      key: relative to the item's directory with ``in_item``, else to the step's.
+      in_item: whether it lies in the directory of an item.
+    """
+    return _ORBAX_TREE.fullmatch(key) is not None or (in_item and _ORBAX_ITEM.fullmatch(key) is not None)
+
+
+def may_be_orbax(key: str) -> bool:
+    """Whether a name below a :func:`pruned_dir`, of which files may be gone already, is one of Orbax's."""
+    below = key.partition('/')[2]
+    known = orbax_array(key) or is_orbax_key(key, in_item=False)
+    return bool(known or (below and (orbax_array(below) or is_orbax_key(below, in_item=True))))

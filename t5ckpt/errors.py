@@ -378,8 +378,8 @@ _CURES = {
     'pass fallback_state=.',
     'sharding': 'Use None for such a dimension in the PartitionSpec (by the rules of a partitioner), or a mesh whose axis '
     'divides it.',
-    'unexpected': 'To leave out leaves that the template lacks, pass state_transformation_fns=[t5ckpt.intersect_state], or use '
-    '... as the leaf in the template.',
+    'unexpected': "To leave out leaves that the template lacks, pass strict='contains', or use ... as the leaf or the subtree in "
+    'the template.',
 }
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,

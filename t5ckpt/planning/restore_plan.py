@@ -257,9 +257,15 @@ class _Matcher:
         """Close names on the other side that match no leaf on this side, and so may be the renamed leaf."""
         if len(self.problems) >= _HINTED:
             return ()
-        # An empty container is not a leaf that could have been renamed.
-        names = (leaf_name(path) for path, other in there.items() if path not in here and not is_empty(other))
-        return tuple(near_names(name, names))
+        # What is no leaf could not have been renamed, and a leaf above or below this one is no other name of it.
+        names = (
+            leaf_name(path)
+            for path, other in there.items()
+            if path not in here and not is_empty(other) and getattr(other, 'kind', '') not in _NO_PLACE
+        )
+        return tuple(
+            near_names(name, (other for other in names if not _is_above(name, other) and not _is_above(other, name)))
+        )
 
     def _checked_dtype(self, pair: _Pair) -> np.dtype | None:
         """The dtype of the restored leaf, after the cast. None where the leaf does not fit, which is added to the problems."""
@@ -335,5 +341,9 @@ class _Matcher:
         near = self._near(name, self._targets, self._leaves)
         what = '' if above is None else 'None' if places[above] == 'none' else 'an empty container'
         where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
-        hint = f'The template has {what} {where}.' if what else ''
+        hint = f'The template has {what} {where}: ... leaves it out, its subtree restores it.' if what else ''
         self.problems.append(LeafProblem(name, 'unexpected', held(found), what, hint, near))
+
+
+def _is_above(name: str, other: str) -> bool:
+    return other.startswith(f'{name}/')

@@ -178,11 +178,20 @@ def test_nothing_in_the_template_is_no_place_for_an_array(tmp_path, nothing):
     for template, names in (({**FULL, 'a': nothing}, ['a']), ({**FULL, 'b': nothing}, ['b/c', 'b/d'])):
         with pytest.raises(UnexpectedLeaves, match=r'None|an empty container') as caught:
             restore(tmp_path, template)
-        assert [problem.leaf for problem in caught.value.problems] == names
-        # The two cures that the error names.
+        assert [(problem.leaf, problem.near) for problem in caught.value.problems] == [(name, ()) for name in names]
+        assert 'only a name has changed' not in str(caught.value)
+        assert ': ... leaves it out, its subtree restores it' in str(caught.value)
+        assert "pass strict='contains'" in str(caught.value)
         for arguments in ({'strict': 'contains'}, {'state_transformation_fns': [t5ckpt.intersect_state]}):
             restored = restore(tmp_path, template, **arguments)
             assert [restored[name] for name, leaf in template.items() if leaf is nothing] == [nothing]
+
+
+def test_a_leaf_above_another_is_no_other_name_of_it(tmp_path):
+    save(tmp_path, {'params': {'d': {'k': np.ones(3)}}, 'w': np.ones(2)})
+    with pytest.raises(TreeMismatchError) as caught:
+        restore(tmp_path, {'params': 0, 'w': np.ones(2)})
+    assert [problem.near for problem in caught.value.problems] == [(), ()]
 
 
 def test_an_ellipsis_leaves_a_leaf_out_unread(tmp_path, caplog):

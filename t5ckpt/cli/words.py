@@ -6,7 +6,10 @@ known from the verb itself, so a new one needs no rule.
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
+import shlex
 from collections.abc import Mapping
 
 import click
@@ -54,6 +57,8 @@ _RULES = tuple(
         (r', or pass verify=.quick.', ''),
     )
 )
+# A text as Python prints it.
+_TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 # Parameters of the library that the verbs call by another name.
 _OPTIONS = {'select': '--select', 'steps': '--keep-step', 'max_shard_bytes': '--max-shard-size'}
 
@@ -66,11 +71,22 @@ def in_words(text: str, command: click.Command | None) -> str:
     for pattern, words in _RULES:
         said = pattern.sub(words, said)
     for name, option in options.items():
+        said = re.sub(rf'(?<![\w.-]){name}=(\[{_TEXT}(?:, {_TEXT})*\])', functools.partial(_once_each, option), said)
         # 'workers=0: ...' and 'drop: ...' and 'save_dtype must be ...'; a word of the text that only looks like a name stays.
         said = re.sub(rf'(?<![\w.-]){name}=(?=\S)', f'{option} ', said)
         said = re.sub(rf'(?<![\w.-]){name}=', option, said)
         said = re.sub(rf'\A{name}(?=:| must | is one of | has no effect)', option, said)
     return Lines(said) if isinstance(text, Lines) else said
+
+
+def _once_each(option: str, found: re.Match[str]) -> str:
+    """A list of texts as a shell takes it: the option once for each."""
+    return ' '.join(f'{option} {_quoted(text)}' for text in ast.literal_eval(found[1]))
+
+
+def _quoted(text: str) -> str:
+    quoted = shlex.quote(text)
+    return f"'{text}'" if quoted == text else quoted
 
 
 def _options_of(command: click.Command | None) -> Mapping[str, str]:

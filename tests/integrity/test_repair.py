@@ -513,7 +513,7 @@ def test_the_verb(run_dir, tmp_path):
     t5ckpt_cli('repair', run_dir, '--in-place', '--yes')
     assert t5ckpt.verify(step_dir, full=True).ok
     (step_dir / 'params.edge' / '0.0').unlink()
-    assert "--drop ['params/edge']" in t5ckpt_cli('repair', run_dir, '--in-place', '--yes', code=3)
+    assert "naming them: --drop 'params/edge'. Nothing" in t5ckpt_cli('repair', run_dir, '--in-place', '--yes', code=3)
     t5ckpt_cli('repair', run_dir, '--in-place', '--yes', '--drop', 'params/edge')
     assert jax.tree.leaves(t5ckpt.load_t5x_checkpoint(run_dir))
     assert pathlib.Path(run_dir, 'checkpoint_1').is_dir()

@@ -19,7 +19,6 @@ from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.commit.dataset_files import dataset_count
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
@@ -64,6 +63,7 @@ from t5ckpt.save import (
     TemplateCheck,
     best_of,
     in_order,
+    infos_with,
     monitored,
     monitored_metrics,
 )
@@ -713,12 +713,8 @@ class Checkpointer:
         """
         self.wait_until_finished()
         self._schedule.is_used = True
-        name, best = monitored(self._monitored, metric, mode)
-        infos = self._retention.infos({name, *self._retention.policy.metric_names})
-        missing = missing_from_all(infos, name)
-        if missing is not None and any(info.metrics for info in infos):
-            raise ValueError(f'best_step: {missing} Pass one of these.')
-        return best_of(infos, name, best)
+        name, best = monitored(self._monitored, metric, mode, self._retention)
+        return best_of(infos_with(self._retention, name), name, best)
 
     def delete(self, step: int) -> None:
         """Deletes one step: it is made invisible in one atomic operation, and then removed. Waits for a running save.

@@ -10,7 +10,7 @@ import click
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import KeepAll
+from t5ckpt.policies import KeepAll, StepInfo
 from t5ckpt.save.monitored import best_of, candidates, monitored_metrics
 from t5ckpt.storage import Storage
 
@@ -27,8 +27,10 @@ class Best:
     value: float | None
 
 
-def chosen(storage: Storage, metric: str | None, mode: str | None) -> Best:
-    """The best step of a run; without a metric or a mode, by its keep policy.
+def chosen(
+    storage: Storage, metric: str | None, mode: str | None, cure: str = 'Pass METRIC and --mode max or --mode min.'
+) -> Best:
+    """The best step of a run; without a metric or a mode, by its keep policy. ``cure`` says how to name them.
 
     Raises:
       click.UsageError: the policy does not say which, or steps have metrics, but not this one.
@@ -38,16 +40,24 @@ def chosen(storage: Storage, metric: str | None, mode: str | None) -> Best:
     known = () if policy is None else monitored_metrics(policy, None)
     found = candidates(known, metric, mode)
     if len(found) != 1:
+        infos = _infos_with(retention, metric)
+        there = ', '.join(sorted({name for info in infos for name in info.metrics})) or 'none'
         held = ', '.join(f'{name} ({best})' for name, best in known) or 'none'
         raise click.UsageError(
-            f'the keep policy of the run does not say which steps are best (metrics that it compares: {held}). Pass METRIC '
-            'and --mode max or --mode min.'
+            f'the keep policy of the run does not say which steps are best (metrics that it compares: {held}; metrics of the '
+            f'steps: {there}). {cure}'
         )
     (name, best) = found[0]
-    infos = retention.infos((name,))
-    missing = missing_from_all(infos, name)
-    if missing is not None and any(info.metrics for info in infos):
-        raise click.UsageError(missing)
+    infos = _infos_with(retention, name)
     step = best_of(infos, name, best)
     value = next((info.metrics[name] for info in infos if info.step == step), None)
     return Best(step, name, best, value)
+
+
+def _infos_with(retention: Retention, metric: str | None) -> list[StepInfo]:
+    """The facts of the steps; raises click.UsageError where they have metrics, but not this one."""
+    infos = retention.infos(() if metric is None else (metric,))
+    missing = None if metric is None else missing_from_all(infos, metric)
+    if missing is not None and any(info.metrics for info in infos):
+        raise click.UsageError(missing)
+    return infos

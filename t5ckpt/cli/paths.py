@@ -122,7 +122,8 @@ def _step_in(named: re.Match[str]) -> int | None:
     from t5ckpt.cli.best_step import chosen
 
     storage = open_run_storage(named['run'])
-    best = chosen(storage, named['metric'], named['mode'])
+    metric = named['metric']
+    best = chosen(storage, metric, named['mode'], f'Name them: {named["run"]}@best:{metric or "METRIC"}:min, or :max.')
     if best.step is None:
         raise click.UsageError(f'{named["run"]}@{named["step"]}: no step has a value of {best.metric}.')
     return best.step

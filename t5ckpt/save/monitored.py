@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.core.arguments import check_kind
 from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo, check_metric_mode
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
 
-__all__ = ['best_of', 'candidates', 'monitored', 'monitored_metrics']
+__all__ = ['best_of', 'candidates', 'infos_with', 'monitored', 'monitored_metrics']
 
 
 def monitored_metrics(keep: KeepPolicy, save: SavePolicy | None) -> tuple[tuple[str, str], ...]:
@@ -27,11 +29,19 @@ def _parts(policy: KeepPolicy) -> Iterator[KeepPolicy]:
         yield policy
 
 
-def monitored(known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> tuple[str, str]:
+def monitored(
+    known: Sequence[tuple[str, str]], metric: str | None, mode: str | None, retention: Retention
+) -> tuple[str, str]:
     """The metric to rank by, and its mode; what the caller leaves open is taken from the policies.
 
+    Args:
+      known: (metric, mode) of the policies.
+      metric: the caller's, or None.
+      mode: the caller's, or None.
+      retention: of the run. A metric that no step has is said first, since a mode would be no cure.
+
     Raises:
-      ValueError: the policies name no metric, or more than one.
+      ValueError: the policies name no metric, or more than one; or no step has this one.
     """
     check_kind('metric', metric, str, "'eval/accuracy'")
     if metric in ('max', 'min') and mode not in ('max', 'min', None):
@@ -42,12 +52,28 @@ def monitored(known: Sequence[tuple[str, str]], metric: str | None, mode: str | 
         check_metric_mode(mode)
     found = candidates(known, metric, mode)
     if len(found) != 1:
-        missing = "the metric and the mode, such as best_step('eval/loss', 'min')"
+        if metric is not None:
+            infos_with(retention, metric)
+        example = f'best_step({metric or "eval/loss"!r}, {mode or "min"!r})'
+        missing = f'the {"mode" if metric else "metric and the mode"}, such as {example}'
         held = ', '.join(f'{name} ({best})' for name, best in known) or 'none'
         raise ValueError(
             f'best_step: the policies do not say which steps are best (metrics they compare: {held}). Pass {missing}.'
         )
     return found[0]
+
+
+def infos_with(retention: Retention, metric: str) -> list[StepInfo]:
+    """The facts of the steps.
+
+    Raises:
+      ValueError: the steps have metrics, but not this one.
+    """
+    infos = retention.infos({metric, *retention.policy.metric_names})
+    missing = missing_from_all(infos, metric)
+    if missing is not None and any(info.metrics for info in infos):
+        raise ValueError(f'best_step: {missing} Pass one of these.')
+    return infos
 
 
 def candidates(known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> list[tuple[str, str]]:

@@ -119,7 +119,18 @@ def test_best_prints_the_step_that_best_step_returns(tmp_path):
             options = [*words[:1], *(['--mode', words[1]] if words[1:] else [])]
             assert found_best(tmp_path, *options) == f'{ck.best_step(*words)}\n'
     assert json.loads(found_best(tmp_path, '--json')) == {'step': 2, 'metric': 'loss', 'mode': 'min', 'value': 1.0}
-    assert 'loss (min)). Pass METRIC and --mode' in found_best(tmp_path, 'accuracy', code=2)
+    assert 'loss (min); metrics of the steps: accuracy, loss). Pass METRIC and --mode' in found_best(
+        tmp_path, 'accuracy', code=2
+    )
+    assert "no step has the metric 'los'; there are: accuracy, loss" in found_best(tmp_path, 'los', code=2)
+    for named, text in (
+        ('best:los', "no step has the metric 'los'; there are: accuracy, loss"),
+        ('best:accuracy', f'Name them: {tmp_path}@best:accuracy:min, or :max.'),
+    ):
+        shown = CliRunner().invoke(app, ['show', f'{tmp_path}@{named}'])
+        assert shown.exit_code == 2
+        assert text in shown.output
+        assert '--mode' not in shown.output
     assert 'there are: accuracy, loss' in found_best(tmp_path, 'los', '--mode', 'max', code=2)
     assert f'PATH comes first: t5ckpt best {tmp_path} loss' in found_best('loss', tmp_path, code=2)
     save(tmp_path / 'bare', range(2))

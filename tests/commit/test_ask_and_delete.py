@@ -107,13 +107,18 @@ def test_best_step_and_metrics(tmp_path):
         assert ck.best_step('acc', 'min') == 0
         with pytest.raises(ValueError, match="no step has the metric 'lss'; there are: acc, loss"):
             ck.best_step('lss', 'min')
+        with pytest.raises(ValueError, match=r"no step has the metric 'accc'; there are: acc, loss\. Pass one"):
+            ck.best_step('accc')
         with pytest.raises(ValueError, match=r"the metric comes first\. Pass best_step\('loss', 'min'\)"):
             ck.best_step('min', 'loss')
         assert ck.metrics(1) == {'loss': 1.0, 'acc': -1.0}
         assert ck.metrics() == {'loss': 2.0, 'acc': -2.0}
         with pytest.raises(CheckpointNotFoundError, match='no step 7; complete steps are: 0, 1, 2, 3, 4'):
             ck.metrics(7)
-        with pytest.raises(ValueError, match=r'do not say which steps are best .*loss \(min\)'):
+        with pytest.raises(
+            ValueError,
+            match=r"do not say which steps are best .*loss \(min\).* Pass the mode, such as best_step\('acc', 'min'\)",
+        ):
             ck.best_step('acc')
     with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveOnImprovement('acc', 'max')) as ck:
         assert ck.best_step() == 3

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import click
 
+from t5ckpt.catalog.layouts import inspect_name
 from t5ckpt.cli.output import Column, confirm, json_option, print_json, print_table, run_at, say, steps_option
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Verb
@@ -103,4 +104,7 @@ def _run_and_step(path: str) -> tuple[str, int | None]:
     """The run's path, and the step where the path is that of a step's directory."""
     parent, name = split_path(path)
     step = parse_step_dir(name)
+    if step is None and name and (found := inspect_name(open_storage(parent), name)) is not None:
+        # A step of another layout may have another name.
+        step = found.step
     return (path, None) if step is None else (parent, step)

@@ -246,6 +246,21 @@ def test_a_bucket_knows_steps_of_others_by_markers(bucket, tmp_path):
         assert [float(ck.restore(step=step)['w'][0]) for step in (3, 4, 5, 6, 7, 9)] == [3, 4, 5, 6, 7, 9]
 
 
+@pytest.mark.parametrize('make', [*(make for make, _ in MAKERS), *NAMED])
+def test_rm_says_the_same_however_a_step_is_named(run_dir, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    (name,) = {path.name for path in run_dir.iterdir()}
+    before = tree(run_dir)
+    said = []
+    for words in ([run_dir, '7'], [f'{run_dir}@7'], [run_dir / name], [run_dir, run_dir / name], [run_dir, '--step', 7]):
+        done = CliRunner().invoke(app, ['rm', *map(str, words), '--yes'])
+        said.append(str(done.exception))
+    assert set(said) == {said[0]}
+    assert 'which t5ckpt does not delete' in said[0]
+    assert tree(run_dir) == before
+
+
 @pytest.mark.parametrize(('make', 'layout'), [*MAKERS, (BOTH, 'orbax')])
 def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, layout, caplog):
     """Before the run has an index of its steps, and after the first save, which makes one."""

@@ -97,11 +97,11 @@ def _path_of_single(state: Any) -> Path:
     """
     if _empty_kind(state) is not None:
         raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
-    if not is_bare_array(state):
-        raise UnsupportedLeafError(
-            f'the state is a single {type(state).__name__}, a checkpoint holds a tree. Pass a dict: {{"x": x}}.'
-        )
-    return BARE
+    if is_bare_array(state):
+        return BARE
+    is_value = isinstance(state, (bool, int, float, complex, str, np.generic))
+    cure = 'Pass a dict: {"x": x}.' if is_value else 'It is no pytree: pass the tree of arrays itself.'
+    raise UnsupportedLeafError(f'the state is a single {type(state).__name__}, a checkpoint holds a tree. {cure}')
 
 
 def _clash_text(path: Path) -> str:

@@ -253,7 +253,13 @@ def test_rm_says_the_same_however_a_step_is_named(run_dir, make):
     (name,) = {path.name for path in run_dir.iterdir()}
     before = tree(run_dir)
     said = []
-    for words in ([run_dir, '7'], [f'{run_dir}@7'], [run_dir / name], [run_dir, run_dir / name], [run_dir, '--step', 7]):
+    for words in (
+        [run_dir, '7'],
+        [f'{run_dir}@7'],
+        [run_dir / name],
+        [run_dir, run_dir / name],
+        [run_dir, '--step', 7],
+    ):
         done = CliRunner().invoke(app, ['rm', *map(str, words), '--yes'])
         said.append(str(done.exception))
     assert set(said) == {said[0]}

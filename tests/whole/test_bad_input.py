@@ -147,6 +147,20 @@ def test_missing_leaves(saved):
     assert {p.leaf for p in error.value.problems} == {'target/decoder/weight', 'target/decoder/extra'}
 
 
+def test_what_is_no_tree_is_not_put_into_one(tmp_path):
+    class Arguments:
+        def __init__(self, item):
+            self.item = item
+
+    with t5ckpt.Checkpointer({'w': W}, checkpoints_dir=tmp_path) as checkpointer:
+        for value, cure in (
+            (Arguments({'w': W}), 'a single Arguments, .* It is no pytree: pass the tree of arrays itself'),
+            (np.float32(1), 'Pass a dict: {"x": x}'),
+        ):
+            with pytest.raises(errors.UnsupportedLeafError, match=cure):
+                checkpointer.save(value, step=1)
+
+
 def test_near_names_are_suggested(saved):
     model = state_of({'target/decoder/biases': FLAT['target/decoder/bias']}, ['target/decoder/bias'])
     with pytest.raises(errors.TreeMismatchError) as error:

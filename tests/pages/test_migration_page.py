@@ -61,7 +61,7 @@ def test_t5x(here):
 def test_blocks_that_are_not_run_name_what_is_there():
     """T5X and gin are not installed here: of their blocks at least our names and options exist."""
     section = re.search(r'^## From T5X\n(.*?)^## ', PAGE, re.DOTALL | re.MULTILINE).group(1)
-    blocks = ''.join(re.findall(r'^```(?:sh|gin)\n(.*?)^```', section, re.DOTALL | re.MULTILINE))
+    blocks = ''.join(re.findall(r'^```(?:sh|py|gin)\n(.*?)^```', section, re.DOTALL | re.MULTILINE))
     assert {getattr(t5ckpt, name).__name__ for name in re.findall(r't5ckpt\.(\w+)', section)} >= {
         'Checkpointer',
         'SaveBestCheckpointer',

@@ -85,8 +85,17 @@ def _once_each(option: str, found: re.Match[str]) -> str:
 
 
 def _quoted(text: str) -> str:
+    if not text.isprintable():
+        # As bash reads it; a name must not reach the terminal as it is.
+        return f"$'{''.join(map(_escaped, text))}'"
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text else quoted
+
+
+def _escaped(character: str) -> str:
+    if character in "\\'":
+        return f'\\{character}'
+    return character if character.isprintable() else character.encode('unicode_escape').decode()
 
 
 def _options_of(command: click.Command | None) -> Mapping[str, str]:

@@ -84,7 +84,12 @@ def export_npz(
 ) -> ExportReport:
     """Writes arrays of a checkpoint to one npz file, which ``numpy.load`` reads.
 
-    Takes the arguments and raises the errors of :func:`export_safetensors`, except that npz files hold all dtypes.
+    Args:
+      checkpoint: path or URL of a checkpoint or a run.
+      file: local path of the file to write.
+      options: which arrays, and how; ``max_shard_bytes`` is refused, since npz is one file.
+
+    Raises the errors of :func:`export_safetensors`, except that npz files hold all dtypes.
     """
     return _export(checkpoint, file, options, _write_npz)
 
@@ -214,7 +219,12 @@ def import_npz(
 ) -> ExportReport:
     """Writes the arrays of one npz file as a checkpoint; a '/' in a name begins a level of the tree.
 
-    Takes the arguments and raises the errors of :func:`import_safetensors`. Pickles in the file are not read.
+    Args:
+      file: local path of the file to read.
+      checkpoints_dir: path or URL of the run that gets the checkpoint.
+      options: step, dtype and layout of the checkpoint.
+
+    Raises the errors of :func:`import_safetensors`. Pickles in the file are not read.
     """
     path = os.fspath(file)
     with contextlib.ExitStack() as opened:

@@ -346,4 +346,5 @@ class _Matcher:
 
 
 def _is_above(name: str, other: str) -> bool:
-    return other.startswith(f'{name}/')
+    # Flax NNX has one more level, 'value', in one of the forms of its state.
+    return other.startswith(f'{name}/') and other != f'{name}/value'

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from t5ckpt.catalog.step_index import Index, read_index
 from t5ckpt.commit.in_place import collect_in_place
 from t5ckpt.commit.lease_files import Leases, leased_directory, list_leases
-from t5ckpt.commit.lease_owner import has_ended, parse_owner
+from t5ckpt.commit.lease_owner import UNKNOWN, has_ended, parse_owner, read_owner
 from t5ckpt.commit.removal import remove_checkpoint, renamed_for_deletion
 from t5ckpt.commit.replacement import is_still_kept, put_back
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, has_live_lease
@@ -54,7 +54,7 @@ def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SEC
         return collect_in_place(storage, index, clock, stale_after)
     # On object stores the write lease of a step goes when its leftovers are gone. Here it has none.
     ended = [each.key for each in leases.of_writers if not has_live_lease(storage, [each], clock, stale_after)]
-    _remove_leases(storage, ended)
+    _remove_leases(storage, ended + [name for name in leases.partial if _is_torn(storage, name, clock(), stale_after)])
     removed: list[str] = []
     for entry in storage.entries():
         leftover = parse_leftover(entry.name) if entry.is_dir else None
@@ -80,6 +80,12 @@ def _remove_leases(storage: Storage, keys: Iterable[str]) -> None:
             storage.delete_file(key)
         except T5CkptError as error:
             _log.warning('t5ckpt: could not remove %s: %s', storage.url(key), error)
+
+
+def _is_torn(storage: Storage, name: str, now: float, stale_after: float) -> bool:
+    """Whether a partial write lease is of a dead process, or empty: a live one writes it again (``WriteLease``)."""
+    owner = read_owner(storage, name)
+    return owner is not None and (owner is UNKNOWN or owner.is_dead(now, stale_after))
 
 
 def _collect_one(storage: Storage, leftover: Leftover, now: float, stale_after: float) -> bool:

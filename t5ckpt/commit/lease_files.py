@@ -13,6 +13,7 @@ from t5ckpt.catalog.step_index import read_index
 from t5ckpt.format.names import (
     DELETING_PREFIX,
     INDEX,
+    PARTIAL_SUFFIX,
     READ_LEASE_PREFIX,
     ReadLease,
     WriteLeaseName,
@@ -28,10 +29,14 @@ __all__ = ['Leases', 'leased_directory', 'list_leases', 'live_steps', 'write_lea
 
 @dataclasses.dataclass(frozen=True)
 class Leases:
-    """What one listing shows; expired leases are among them."""
+    """What one listing shows; expired leases are among them.
+
+    ``partial`` are the names of write leases that a process began to write, or was killed over.
+    """
 
     of_writers: tuple[WriteLeaseName, ...]
     of_readers: tuple[ReadLease, ...]
+    partial: tuple[str, ...] = ()
 
 
 def leased_directory(storage: Storage) -> str:
@@ -48,6 +53,7 @@ def list_leases(storage: Storage) -> Leases:
     return Leases(
         tuple(lease for name in names if (lease := parse_write_lease(name)) is not None),
         tuple(lease for name in names if (lease := parse_read_lease(name)) is not None),
+        tuple(name for name in names if name.startswith(DELETING_PREFIX) and name.endswith(PARTIAL_SUFFIX)),
     )
 
 

@@ -149,7 +149,14 @@ class WriteLease:
     def _write(self) -> None:
         beat = self._clock()
         owner = dataclasses.replace(new_owner(self.nonce, beat, self._action), replaces=self.replaces)
-        self._storage.write(self.key, self._encode(dataclasses.asdict(owner)))
+        record = self._encode(dataclasses.asdict(owner))
+        try:
+            self._storage.write(self.key, record)
+        except CheckpointNotFoundError:
+            if self.nonce not in self.key:
+                raise
+            # Garbage collection took the file, still empty, for that of a dead process.
+            self._storage.write(self.key, record)
         self._beat = beat
 
     def start(self) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     'DELETING_PREFIX',
     'INDEX',
     'MANIFEST',
+    'PARTIAL_SUFFIX',
     'PINNED',
     'READ_LEASE_PREFIX',
     'SIDECAR',
@@ -111,7 +112,8 @@ _CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
 _NESTED_CHUNK = re.compile(r'[0-9]+([./][0-9]+)*')
 _ARRAY_METADATA = '.zarray'
 # Suffixes of files that t5ckpt or TensorStore is writing.
-_PARTIAL = ('.__partial', '.__lock')
+PARTIAL_SUFFIX = '.__partial'
+_PARTIAL = (PARTIAL_SUFFIX, '.__lock')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -209,6 +209,9 @@ class Checkpointer:
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
         _warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints)
+        if prune_other_layouts and isinstance(policy, KeepAll):
+            text = 'prune_other_layouts has no effect: every step is kept. Pass keep= or keep_policy=, or leave it out.'
+            warn_caller(NoEffectWarning(text))
         self._keep = keep
         # Makes a policy of keep; None where the caller gave the policy.
         self._policy_of_keep = _latest if keep_policy is None else None

@@ -208,6 +208,12 @@ def test_prune_lists_them_and_deletes_them_where_asked(mixed):
     assert t5ckpt.all_steps(mixed) == [1, 3, 4]
 
 
+@pytest.mark.parametrize('options', [{}, {'keep_policy': t5ckpt.KeepAll()}])
+def test_where_every_step_is_kept_the_option_has_no_effect_and_says_so(run_dir, options):
+    with pytest.warns(t5ckpt.NoEffectWarning, match='prune_other_layouts has no effect: every step is kept'):
+        t5ckpt.Checkpointer(STATE, checkpoints_dir=run_dir, prune_other_layouts=True, **options)
+
+
 def test_object_stores_refuse(bucket):
     with pytest.raises(ValueError, match='prune_other_layouts'):
         open_ck(bucket.url(), prune_other_layouts=True)

@@ -208,10 +208,7 @@ class Checkpointer:
         )
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
-        _warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints)
-        if prune_other_layouts and isinstance(policy, KeepAll):
-            text = 'prune_other_layouts has no effect: every step is kept. Pass keep= or keep_policy=, or leave it out.'
-            warn_caller(NoEffectWarning(text))
+        _warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints, prune_others=prune_other_layouts)
         self._keep = keep
         # Makes a policy of keep; None where the caller gave the policy.
         self._policy_of_keep = _latest if keep_policy is None else None
@@ -768,7 +765,12 @@ def _cast(dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast
     return None if dtype is None else Cast.of(dtype, leaves, option)
 
 
-def _warn_of_idle(policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None) -> None:
+def _warn_of_idle(
+    policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None, *, prune_others: bool
+) -> None:
+    if prune_others and isinstance(policy, KeepAll):
+        text = 'prune_other_layouts has no effect: every step is kept. Pass keep= or keep_policy=, or leave it out.'
+        warn_caller(NoEffectWarning(text))
     if source is not None and not policy.metric_names:
         text = 'metric_source has no effect: no keep policy looks at a metric. Pass keep_policy=KeepBest(...), or leave it out.'
         warn_caller(NoEffectWarning(text))

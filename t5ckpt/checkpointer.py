@@ -86,45 +86,45 @@ class Checkpointer:
     """Saves and restores a train state, in T5X's format. The signatures are T5X's, plus keywords.
 
     Args:
-      train_state: the structure, shapes, dtypes and shardings to restore to: an object with T5X's protocol, a
+      train_state: the template: the structure, shapes, dtypes and shardings to restore to. An object with T5X's protocol, a
         Flax TrainState or any pytree; leaves may be jax.ShapeDtypeStruct.
-      partitioner: T5X's; gives the mesh and the axes to restore to. Without one the leaves' own shardings count.
-      checkpoints_dir: the run's directory: a path, a URL of a storage that is served, or a Storage. With the empty path,
-        which T5X's restorers pass, ``restore(path=...)`` works and everything that needs the directory raises ValueError.
-      dataset_iterator: whose position is saved, too: tf.data's, Grain's, torch's; see docs/data-iterators.md.
-      keep: how many of the latest checkpoints stay; at least 1; None keeps all.
+      partitioner: that of T5X, which gives the mesh and the axes to restore to. Without one, the leaves' shardings are used.
+      checkpoints_dir: the run's directory: a path, the URL of a supported storage, or a Storage. With the empty path, which
+        T5X's restorers pass, ``restore(path=...)`` works, and methods that need the directory raise ValueError.
+      dataset_iterator: its position is saved with the state: tf.data, Grain or torch; see docs/data-iterators.md.
+      keep: the number of latest checkpoints to keep, at least 1; None keeps all.
       save_dtype: floating leaves of ``target`` and ``params`` are cast to it on save; None casts nothing.
-      restore_dtype: the same on restore; 'template' gives every floating leaf the dtype that it has in ``train_state``.
+      restore_dtype: the same on restore; 'template' casts every floating leaf to its dtype in ``train_state``.
       cast_leaves: a pattern for the whole names of the leaves that both cast instead, such as ``'model/.*'``.
-      restore_concurrent_gb: gigabytes (10^9 bytes) of host memory that a restore reads into before it reaches the devices; a
-        larger leaf is read alone.
-      keep_dataset_checkpoints: how many of the latest checkpoints keep their iterator state; None keeps all.
+      restore_concurrent_gb: gigabytes (10^9 bytes) of host memory for values that are not on the devices yet; a larger leaf is
+        read alone.
+      keep_dataset_checkpoints: the number of latest checkpoints that keep their iterator state; None keeps all.
       keep_policy: decides instead of ``keep``, see ``policies.py``.
       prune_other_layouts: the policy also counts and deletes steps of Orbax and Flax, on file systems; see docs/migration.md.
-      metric_source: where a keep policy finds metrics that were not given to save, such as TensorBoardMetrics.
+      metric_source: provides metrics that were not passed to ``save`` to keep policies, such as TensorBoardMetrics.
       save_policy: when ``maybe_save`` saves, see ``save_policies.py``.
       preempted: returns whether this process is preempted, such as a PreemptionNotice; called by ``maybe_save``.
-      compression: None, 'zstd', 'gzip', 'blosc', or 'auto' to compress the leaves for which it pays.
+      compression: None, 'zstd', 'gzip', 'blosc', or 'auto' to compress the leaves that become much smaller.
       chunk_bytes: the desired largest size of a chunk file; 64 MiB by default.
-      inline_bytes: leaves up to this many bytes (16 KiB) go into the manifest instead of a stored array.
+      inline_bytes: leaves up to this many bytes (16 KiB) are stored in the manifest instead of an array directory.
       staging: how ``save_async`` stages the state: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
         the CPU, which waits until they are computed, or 'auto', which chooses among them.
-      reuse_unchanged: chunks equal to the previous checkpoint's are hard-linked from it, where the storage has links.
-      mmap: ``restore`` maps chunk files instead of reading them, on the CPU backend; see docs/mapped-restore.md.
+      reuse_unchanged: chunks that equal those of the previous checkpoint are hard-linked from it, if the storage has links.
+      mmap: ``restore`` memory-maps chunk files instead of reading them, on the CPU backend; see docs/mapped-restore.md.
       progress: called with (bytes done, bytes in total) during saves and restores, from their threads.
-      clock: unix seconds.
+      clock: returns unix seconds.
       storage_options: of the run's storage: endpoint, credentials, retries, ...; see docs/storage.md.
-      share_replicated: with several processes, ``restore`` reads what all hold whole once; see docs/many-hosts.md.
-      processes: of the job; by default those of ``jax.distributed``. Saves and restores are for all of them together.
-      process_timeout: seconds that a process waits for the others at each of the two points where all meet.
-      verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks read whole.
+      share_replicated: with several processes, ``restore`` reads replicated arrays once; see docs/many-hosts.md.
+      processes: of the job; by default those of ``jax.distributed``. All of them save and restore together.
+      process_timeout: seconds that a process waits for the others at each of the two barriers of a save.
+      verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks that are read whole.
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
-      strict_save: a state that does not fit ``train_state`` is an error of ``save``, which otherwise warns.
+      strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
       read_only: saving and deleting raise ReadOnlyError.
-      use_gda: of older versions of T5X; ignored with a DeprecationWarning.
+      use_gda: an argument of older versions of T5X; ignored with a DeprecationWarning.
 
-    Notes: one save at a time, a second one waits for the first. Call the methods from one thread, the one that trains.
-      Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
+    Notes: one save runs at a time; a second one waits for the first. Call the methods from one thread, that of the training
+      loop. Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Checkpointer:
             raise ValueError(f'staging is one of {list(STAGING_MODES)}, got {staging!r:.80}.')
         self._storage = open_run_storage(checkpoints_dir, storage_options)
         self._storage_options = storage_options
-        # Absolute, so that a later chdir does not make this another directory.
+        # Absolute, so that a later chdir does not change it.
         self.checkpoints_dir = self._storage.url()
         if save_dtype is None and restore_dtype is None:
             Cast.of(None, cast_leaves, 'save_dtype or restore_dtype')
@@ -210,7 +210,7 @@ class Checkpointer:
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
         _warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints, prune_others=prune_other_layouts)
         self._keep = keep
-        # Makes a policy of keep; None where the caller gave the policy.
+        # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
         self._staging = staging
         self._reuse = Reuse() if reuse_unchanged and self._storage.links else None
@@ -236,7 +236,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            # A loop that an error has ended may not have come to maybe_save.
+            # An error may have ended the loop before its first maybe_save.
             self._schedule.is_used = True
         self.close()
 
@@ -252,7 +252,7 @@ class Checkpointer:
 
     @property
     def template(self) -> Any:
-        """The state that was given to the constructor."""
+        """The state that was passed to the constructor."""
         return self._train_state
 
     def __repr__(self) -> str:
@@ -261,7 +261,7 @@ class Checkpointer:
 
     @property
     def keep(self) -> int | None:
-        """How many checkpoints stay; may be set, and counts from the next save on."""
+        """The number of checkpoints to keep; may be set, with effect from the next save."""
         return self._keep
 
     @keep.setter
@@ -276,7 +276,7 @@ class Checkpointer:
 
     @property
     def keep_dataset_checkpoints(self) -> int | None:
-        """How many checkpoints keep their iterator state; may be set, and counts from the next save on."""
+        """The number of checkpoints that keep their iterator state; may be set, with effect from the next save."""
         return self._retention.keep_datasets
 
     @keep_dataset_checkpoints.setter
@@ -302,29 +302,29 @@ class Checkpointer:
         order, does the same.
 
         Args:
-          train_state: as given to the constructor; arrays, numpy arrays, Python numbers and LazyArrays as leaves.
-          state_transformation_fns: called in order with (state dict, parameter infos), return both.
+          train_state: of the constructor's structure; leaves are arrays, numpy arrays, Python numbers and LazyArrays.
+          state_transformation_fns: called in order with (state dict, parameter infos); each returns both.
           concurrent_gb: gigabytes (10^9 bytes) of host memory in flight; a larger array is written alone.
-          step: the step to save as; without it the state's own. Where the two differ, StepMismatchWarning says so once.
-          metrics: numbers by name, kept in the sidecar, for keep policies and for people; process 0's count.
-          overwrite: replaces a complete checkpoint of the step, once the new one is whole. On object stores not where the
-            old or the new one has positions of data iterators, or T5X wrote the old one: ``delete(step)`` there first.
-          custom_metadata: a dict of JSON's types, kept in the sidecar; ``open_checkpoint(...).custom_metadata`` has it.
-            Process 0's counts.
+          step: the step to save as; None takes the state's step. If the two differ, a StepMismatchWarning is issued once.
+          metrics: numbers by name, stored in the sidecar and read by keep policies; those of process 0 are used.
+          overwrite: replaces a complete checkpoint of the step, after the new one is complete. Not on an object store if the
+            old or the new one has positions of data iterators, or T5X wrote the old one: call ``delete(step)`` first.
+          custom_metadata: a dict of JSON's types, stored in the sidecar; ``open_checkpoint(...).custom_metadata`` returns it.
+            That of process 0 is used.
 
         Returns:
-          The checkpoint, or None when a complete one of this step was there already and nothing was written.
+          The checkpoint, or None if a complete one of this step exists and nothing was written.
 
         Raises:
-          UnsupportedLeafError: a leaf cannot be written; nothing was.
-          StepKeptError: the step to overwrite is pinned, or a reader holds it.
-          CheckpointExistsError: the step to overwrite lies on an object store and cannot be replaced by one write.
+          UnsupportedLeafError: a leaf cannot be written; nothing was written.
+          StepKeptError: the step to overwrite is pinned or has a read lease.
+          CheckpointExistsError: the step to overwrite is on an object store and cannot be replaced by one write.
           UnsupportedFormatError: the step to overwrite is in the layout of Orbax or Flax.
-          TreeMismatchError: with ``strict_save``, the state does not fit the constructor's; nothing was written.
-          StorageError: the checkpoint did not become visible, and what was written of it is gone.
+          TreeMismatchError: with ``strict_save``, the state does not match the template; nothing was written.
+          StorageError: the checkpoint did not become visible, and its files were removed.
 
-        Notes: a state that does not fit the constructor's is saved with a TemplateMismatchWarning. With transforms there
-          is no such check, since what they make is restored through others.
+        Notes: a state that does not match the template is saved with a TemplateMismatchWarning. With transforms there is no
+          such check, because a restore applies other transforms to their result.
         """
         state, call = SaveCall.of(
             train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
@@ -344,8 +344,8 @@ class Checkpointer:
     ) -> PendingSave:
         """Returns as soon as the state may be donated or overwritten, and saves in the background.
 
-        A save that is still under way is waited for first. Arguments as in :meth:`save`. An error in the background
-        is raised by ``result()`` of what is returned, or by the next save, ``check_for_errors`` or ``close``.
+        Waits for a running save first. The arguments are those of :meth:`save`. An error in the background is raised by
+        ``result()`` of the returned object, or by the next save, ``check_for_errors`` or ``close``.
         """
         state, call = SaveCall.of(
             train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
@@ -363,23 +363,23 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> PendingSave | None:
-        """Saves in the background if the save policy says so; to be called at every step, which costs microseconds.
+        """Saves in the background if the save policy returns a reason. Call it at every step; a call takes microseconds.
 
-        ``maybe_save(step, state)`` and ``maybe_save(state, step)`` do the same. In a job of several processes all of them
-        call it, for the same steps, and give metrics in the same calls. Look at ``should_stop`` afterwards.
+        ``maybe_save(step, state)`` and ``maybe_save(state, step)`` do the same. In a job of several processes, all of them
+        call it for the same steps, and pass metrics in the same calls. Check ``should_stop`` afterwards.
 
         Args:
-          step: the step that the state is at.
-          train_state: as for :meth:`save`; not looked at when nothing is due.
+          step: of the state.
+          train_state: as for :meth:`save`; ignored if no save is due.
           state_transformation_fns: as for :meth:`save`.
           metrics: for the save policy, and as for :meth:`save`.
           custom_metadata: as for :meth:`save`.
 
         Returns:
-          The save that was begun, or None when none is due.
+          The started save, or None if no save is due.
 
         Raises:
-          SaveFailedError: a save that was begun before has failed; raised when the next one is due.
+          SaveFailedError: an earlier save failed; raised when the next one is due.
         """
         at, state = in_order(step, train_state, 'maybe_save')
 
@@ -445,32 +445,32 @@ class Checkpointer:
         fit_leaves(leaves, 'the state', self._train_state, self._partitioner, options)
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
-        """Meets all processes of the job: each brings a note, process 0 decides on all of them, and all get its answer.
+        """A coordination round: each process sends a vote, process 0 decides on all of them, and all get its answer.
 
-        Notes and answer are of JSON's types. In a single process it is a call of ``decide``.
+        Votes and answer are of JSON's types. In a single process, this calls ``decide``.
         """
         return self._round(action).reduce_on_leader('agree', note, decide)
 
     def _round(self, action: str) -> CoordinationRound:
         if self._coordinator.processes_of_job().count > 1:
-            # One thing at a time: the keys of a round go when the next one begins.
+            # Rounds must not overlap: a round removes the keys of the previous one.
             self.wait_until_finished()
         return self._coordinator.round(action)
 
     def wait_until_finished(self) -> None:
-        """Waits for the save in the background, if there is one. Its error stays for ``check_for_errors``."""
+        """Waits for the save in the background, if there is one. ``check_for_errors`` raises its error."""
         if self._pending is not None:
             self._pending.wait()
 
     def check_for_errors(self) -> None:
-        """Raises SaveFailedError if a save in the background failed and nobody has seen it; once."""
+        """Raises SaveFailedError if a save in the background failed and no call has raised its error yet."""
         if self._pending is not None:
             self._pending.raise_unseen()
 
     def close(self) -> None:
-        """Waits for what goes on in the background, and raises the error of a save, if nobody has seen it.
+        """Waits for saves and deletions in the background, and raises the error of a save that no call has raised yet.
 
-        After that ``save`` and ``save_async`` raise ClosedError; restoring goes on.
+        Afterwards ``save`` and ``save_async`` raise ClosedError; ``restore`` still works.
         """
         self._is_closed = True
         self.wait_until_finished()
@@ -501,24 +501,24 @@ class Checkpointer:
           path: a checkpoint elsewhere: a run's directory, a step's directory or a manifest file, on any storage.
           state_transformation_fns: called in order with (checkpoint's state dict, template's state dict).
           fallback_state: values for leaves that the checkpoint lacks, nested like the template's state dict.
-          lazy_parameters: arrays come as LazyArray, and as numpy in what an object's ``load_state_dict`` gets; not with a
-            partitioner that puts parameters on devices.
+          lazy_parameters: returns arrays as LazyArray, but passes numpy arrays to the ``load_state_dict`` of an object in the
+            state. Not with a partitioner that puts parameters on devices.
           strict: how closely checkpoint and template must match: 'exact' includes every dtype; 'up_to_dtype' allows
             float32 for bfloat16 and the like; 'contains' also allows a checkpoint with more leaves than the template.
             None is 'contains' for a state with T5X's protocol and with a partitioner, as in T5X, and 'up_to_dtype' for any
             other pytree. The log counts the leaves that are left out.
-          donate: frees the arrays of the constructor's state before reading, so that memory need not hold two states.
-            Only when the checkpoint fits, but an error while reading leaves them freed.
+          donate: frees the arrays of the template before reading, so memory does not have to hold two states. They are freed
+            only if the checkpoint matches, but stay freed if a read fails.
           restore_iterator: whether the data iterator, if there is one, takes its position from the checkpoint.
           resize: patterns for whole names of leaves. Where the shape of such a leaf is not that of the template, the values keep
             their indices: a larger dimension of the template is padded with zeros, a smaller one is truncated. The log names
             each leaf.
 
         Returns:
-          A new state; the constructor's is untouched, unless ``donate``.
+          A new state; the template is unchanged, except with ``donate``.
 
         Raises:
-          CheckpointNotFoundError: no such checkpoint.
+          CheckpointNotFoundError: the checkpoint does not exist.
           TreeMismatchError: checkpoint and template differ; the error lists every difference.
           FormatError, StorageError: the checkpoint cannot be read.
         """
@@ -526,7 +526,7 @@ class Checkpointer:
         check_transforms(state_transformation_fns)
         return self._restored(
             step=step,
-            # T5X's programs pass the empty path where they have none.
+            # T5X's programs pass the empty path instead of None.
             path=None if path == '' else path,
             transforms=state_transformation_fns,
             fallback=fallback_state,
@@ -538,7 +538,7 @@ class Checkpointer:
         )
 
     def _restored(self, **asked: Any) -> Any:
-        """What a restore returns; ``asked`` are the fields of ``RestoreRequest`` that the call determines."""
+        """Restores; ``asked`` are the fields of ``RestoreRequest`` that the call determines."""
         request = RestoreRequest(
             storage=self._storage,
             storage_options=self._storage_options,
@@ -552,7 +552,7 @@ class Checkpointer:
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 
     def _strictness(self, strict: str | None) -> str:
-        """What None stands for: T5X's rule where the state or the partitioner is T5X's."""
+        """The strictness of a call; None takes T5X's default if the state or the partitioner is that of T5X."""
         if strict is None:
             is_t5x = self._partitioner is not None or isinstance(self._train_state, TrainState)
             return 'contains' if is_t5x else 'up_to_dtype'
@@ -569,14 +569,14 @@ class Checkpointer:
         strict: str | None = None,
         resize: Patterns | None = None,
     ) -> dict[Path, Any]:
-        """Restores some leaves of the state, by path, and reads nothing else; for ``restore_or_init`` from several sources.
+        """Restores some leaves of the state, by path, and reads no other leaf; for ``restore_or_init`` from several sources.
 
         Args:
-          path: as in :meth:`restore`, as are the other arguments.
-          leaves: of the constructor's state.
-          state_transformation_fns: called in order.
-          strict: how alike the leaves must be.
-          resize: patterns for whole names of leaves.
+          path: as in :meth:`restore`.
+          leaves: the paths of leaves of the template.
+          state_transformation_fns: as in :meth:`restore`.
+          strict: as in :meth:`restore`.
+          resize: as in :meth:`restore`.
         """
         return self._restored(
             path=path,
@@ -594,11 +594,11 @@ class Checkpointer:
 
         Args:
           path_or_dir: a directory, or the prefix of a checkpoint's files.
-          strict: False leaves out what the template lacks. Every leaf of the template must be there either way.
-          translator: rules from TensorFlow's names; None takes those of T5 (``convert/tf_rules.py``).
+          strict: False ignores leaves that the template lacks. The checkpoint must have every leaf of the template either way.
+          translator: rules for TensorFlow's names; None takes those of T5 (``convert/tf_rules.py``).
 
         Raises:
-          TreeMismatchError: checkpoint and template differ, or a name has no rule; the error lists all of it.
+          TreeMismatchError: checkpoint and template differ, or a name has no rule; the error lists every difference.
         """
         from t5ckpt.convert.tf import open_tf, tf_leaves
         from t5ckpt.convert.tf.model import restore_tf
@@ -621,9 +621,9 @@ class Checkpointer:
         concurrent_gb: float = 16,
         translator: CheckpointTranslator | None = None,
     ) -> CommittedCheckpoint | None:
-        """Writes a TensorFlow checkpoint as a step of ``checkpoints_dir``, tensor by tensor; process 0 does it alone.
+        """Writes a TensorFlow checkpoint as a step of ``checkpoints_dir``, tensor by tensor, in process 0.
 
-        What the template lacks is left out. A conversion that was killed goes on where it was.
+        Leaves that the template lacks are left out. A conversion resumes one that was killed.
 
         Args:
           path_or_dir: see :meth:`restore_from_tf_checkpoint`.
@@ -632,7 +632,7 @@ class Checkpointer:
           translator: see :meth:`restore_from_tf_checkpoint`.
 
         Returns:
-          The checkpoint, in process 0; None elsewhere, and when a complete one of this step was there already.
+          The checkpoint, in process 0; None in other processes, and if a complete one of this step exists.
         """
         from t5ckpt.convert.tf import open_tf, tf_leaves
         from t5ckpt.convert.tf.model import convert_tf_to_model
@@ -656,7 +656,7 @@ class Checkpointer:
         return open_checkpoint(path, step, storage_options=options, follow_links=self._reading.follow_links)
 
     def _restore_cast(self) -> Cast | None:
-        # ``restore_dtype`` may have been set since, as in T5X.
+        # Made anew, because callers may set ``restore_dtype``, as in T5X.
         if _is_template(self.restore_dtype):
             return Cast.to_template(self._cast_leaves, 'restore_dtype')
         return _cast(self.restore_dtype, self._cast_leaves, 'restore_dtype')
@@ -664,21 +664,21 @@ class Checkpointer:
     # --- asking and deleting -----------------------------------------------------------------------------------------
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
-        """Whether ``maybe_save`` would begin a save at this step. Asks alone: nothing is saved, noted or sent.
+        """Whether ``maybe_save`` would begin a save at this step. Has no side effects and does not communicate.
 
-        Before the first ``maybe_save`` each call lists the steps on storage. In a job of several processes the answer is
-        that of the latest check-in of ``maybe_save``, so it is the same in all of them.
+        Before the first ``maybe_save``, each call lists the steps on storage. In a job of several processes, the answer is
+        based on the latest coordination round of ``maybe_save``, so it is the same in all of them.
 
         Raises:
-          ValueError: there is no save policy.
+          ValueError: the checkpointer has no save policy.
         """
         return self._schedule.would_save(integer('step', step), metrics)
 
     def reached_preemption(self, step: int) -> bool:
         """Whether a process of the job is preempted; the same at the same step in all processes.
 
-        For loops that decide by themselves when to save; all processes call it, for the same steps. ``maybe_save`` with
-        ``SaveOnPreemption`` and ``should_stop`` do the same.
+        For loops without ``maybe_save``; all processes call it for the same steps. Loops with ``maybe_save`` use
+        ``SaveOnPreemption`` and ``should_stop`` instead.
 
         Raises:
           ValueError: the checkpointer was made without ``preempted=``.
@@ -686,7 +686,7 @@ class Checkpointer:
         return self._schedule.is_preempted(integer('step', step))
 
     def metrics(self, step: int | None = None) -> dict[str, float]:
-        """The metrics of a step, as given to ``save``, and those of the keep policy as the metric source has them.
+        """The metrics of a step that were passed to ``save``, and those of the keep policy from the metric source.
 
         Args:
           step: None takes the latest.
@@ -699,17 +699,17 @@ class Checkpointer:
         return dict(self._retention.metrics_at(None if step is None else integer('step', step)))
 
     def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
-        """The step that is best by a metric; of equal ones the newest, and NaN never.
+        """The step with the best value of a metric; the newest of equal ones. NaN is never the best.
 
         Args:
           metric: its name; None takes that of the keep policy, or else that of the save policy.
           mode: 'max' or 'min'; None takes the policy's.
 
         Returns:
-          None where there is no step, no step has any metric, or all values are NaN.
+          The step, or None if there is no step, no step has any metric, or all values are NaN.
 
         Raises:
-          ValueError: no policy, or more than one, says which metric or mode; or steps have other metrics, but not this one.
+          ValueError: no policy, or more than one, determines the metric or the mode; or the steps have only other metrics.
         """
         self.wait_until_finished()
         self._schedule.is_used = True
@@ -717,14 +717,14 @@ class Checkpointer:
         return best_of(infos_with(self._retention, name), name, best)
 
     def delete(self, step: int) -> None:
-        """Deletes one step: it is made invisible in one atomic operation, and then removed. Waits for a running save.
+        """Deletes one step: makes it invisible in one atomic operation, and then removes it. Waits for a running save.
 
-        In a job of several processes all of them call it, and process 0 deletes.
+        In a job of several processes, all of them call it, and process 0 deletes.
 
         Raises:
-          CheckpointNotFoundError: there is no such step.
-          StepKeptError: it is pinned, or a reader holds it.
-          StorageError: it is there whole, since it could not be made invisible.
+          CheckpointNotFoundError: the step does not exist.
+          StepKeptError: it is pinned or has a read lease.
+          StorageError: it could not be made invisible, and is unchanged.
         """
         at = integer('step', step)
         self._refuse_if_read_only(f'delete step {at}')
@@ -757,7 +757,7 @@ class Checkpointer:
         return None if found is None else found.step
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
-        """The steps that hold data-iterator state, ascending."""
+        """The steps with data-iterator state, ascending."""
         return steps.dataset_steps_in(self._storage)
 
 
@@ -783,7 +783,7 @@ def _warn_of_idle(
 
 
 def _check_no_directory(**options: Any) -> None:
-    """Raises ValueError where a directory was given in the place of something else."""
+    """Raises ValueError if one of the options is a directory."""
     for name, value in options.items():
         if isinstance(value, (str, os.PathLike, Storage)):
             raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError

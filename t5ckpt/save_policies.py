@@ -1,11 +1,11 @@
-"""When to save. Policies are pure: they look at a moment of the training loop and give a reason to save, or None.
+"""Policies that decide when to save. A policy is a pure function of a moment of the training loop; it returns a reason, or None.
 
-They are joined with ``|`` (any of them) and ``&`` (all of them)::
+Policies are joined with ``|`` (any of them) and ``&`` (all of them)::
 
     SaveEvery(1000) | SaveEverySeconds(600) | SaveOnPreemption()
     SaveEvery(100) & SaveOnImprovement('eval/loss', 'min')
 
-In a job of several processes, each asks its own copy about the same moment (``save/schedule.py``), so all get the same answer
+In a job of several processes, each calls its own copy with the same moment (``save/schedule.py``), so all get the same answer
 without communication. A policy must therefore depend only on the moment.
 """
 
@@ -39,19 +39,19 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """What a policy may know, at one call of ``maybe_save``.
+    """The facts that a policy gets at one call of ``maybe_save``.
 
     Attributes:
-      step: the call's.
-      previous_step: of the call before it; None at the first call.
-      last_saved_step: the latest step that is saved or being saved; None when the run has none.
-      seconds_since_save: seconds since that save was begun, or, before the first one, since the first call.
+      step: of this call.
+      previous_step: of the previous call; None at the first call.
+      last_saved_step: the latest step that is saved or being saved; None if the run has none.
+      seconds_since_save: seconds since that save began, or since the first call if there was no save.
       preempted: whether a process of the job is preempted, and nothing has been saved since.
-      metrics: given in this call.
-      best: by metric, the smallest and the largest value among the saved steps, NaN left out.
-      blocked_seconds: how long the latest save stopped the loop; None before the first.
-      write_seconds: how long it took until it was on storage; None before the first.
-      saving: whether a save of this checkpointer is under way.
+      metrics: of this call.
+      best: the smallest and the largest value among the saved steps, by metric, without NaN.
+      blocked_seconds: the time for which the latest save blocked the loop; None before the first save.
+      write_seconds: the time until the latest save was on storage; None before the first save.
+      saving: whether a save of this checkpointer is running.
     """
 
     step: int
@@ -71,12 +71,12 @@ class SavePolicy(ABC):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The metrics it looks at. None, unless it says so."""
+        """The metrics that the policy compares. Empty by default."""
         return ()
 
     @abstractmethod
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now, in words, or None."""
+        """The reason to save now, as text, or None."""
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
         return SaveAny((self, other))
@@ -86,7 +86,7 @@ class SavePolicy(ABC):
 
 
 def parts_of(policy: SavePolicy | None) -> Iterator[SavePolicy]:
-    """The policies that a policy is joined of, or the policy itself."""
+    """The policies that are joined in a policy, or the policy itself."""
     if isinstance(policy, (SaveAny, SaveAll)):
         for part in policy.policies:
             yield from parts_of(part)
@@ -96,10 +96,10 @@ def parts_of(policy: SavePolicy | None) -> Iterator[SavePolicy]:
 
 @dataclasses.dataclass(frozen=True)
 class SaveEvery(SavePolicy):
-    """Saves the steps that ``steps`` divides, 0 included.
+    """Saves the multiples of ``steps``, including 0.
 
-    Where a loop does not call at every step, the first call after such a step saves. No step below ``min_step`` is
-    saved: with 1, step 0 is not.
+    If a loop does not call at every step, the first call after a multiple saves. Steps below ``min_step`` are not saved: with
+    ``min_step=1``, step 0 is not saved.
     """
 
     steps: int
@@ -132,7 +132,7 @@ class SaveAt(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class SaveEverySeconds(SavePolicy):
-    """Saves when ``seconds`` have passed since the previous save, by the clock of process 0; from ``min_step`` on."""
+    """Saves when ``seconds`` have passed since the previous save, by the clock of process 0; not below ``min_step``."""
 
     seconds: float
     min_step: int = 0
@@ -149,7 +149,7 @@ class SaveEverySeconds(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class SaveFirst(SavePolicy):
-    """Saves at the first call of a run that has no checkpoint: before hours of work show that the disk refuses."""
+    """Saves at the first call of a run that has no checkpoint, so that a storage error shows at the start of the run."""
 
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
@@ -159,7 +159,7 @@ class SaveFirst(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class SaveLast(SavePolicy):
-    """Saves at the first call with the given step or a later one: the last step of the run."""
+    """Saves at the first call with the given step or a later one, for the last step of a run."""
 
     step: int
 
@@ -174,9 +174,9 @@ class SaveLast(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class SaveWhenIdle(SavePolicy):
-    """Saves whenever no save is under way, so that as little work as possible is lost; from ``min_step`` on.
+    """Saves whenever no save is running, so that a failure loses as little work as possible; not below ``min_step``.
 
-    In a job of several processes, process 0's save counts, as of about a second ago.
+    In a job of several processes, the state of process 0 about a second ago decides.
     """
 
     min_step: int = 0
@@ -200,13 +200,13 @@ class SaveOnPreemption(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class SaveOnImprovement(SavePolicy):
-    """Saves when a metric is better than in every saved step; NaN never is.
+    """Saves when a metric is better than in every saved step; NaN is never better.
 
     Attributes:
-      metric: its name among the metrics given to ``maybe_save``.
+      metric: its name among the metrics passed to ``maybe_save``.
       mode: ``'max'`` or ``'min'``.
-      least: by how much it must be better.
-      min_step: no step below it is saved.
+      least: the minimum improvement.
+      min_step: steps below it are not saved.
     """
 
     metric: str
@@ -238,17 +238,17 @@ class SaveOnImprovement(SavePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class YoungDaly(SavePolicy):
-    """Saves at the interval that minimizes the time lost to saves and failures together.
+    """Saves at the interval that minimizes the total time lost to saves and failures.
 
     The interval is sqrt(2 * cost of a save * mean time between failures): J. W. Young, A first order approximation to the
     optimum checkpoint interval, CACM 17(9), 1974; J. T. Daly, A higher order estimate of the optimum checkpoint interval
-    for restart dumps, FGCS 22(3), 2006, whose further terms vanish where a save is short against the time between
-    failures. The cost is what the loop was stopped for, as measured; and saves are never closer than they take to write.
+    for restart dumps, FGCS 22(3), 2006, whose further terms vanish if a save is short compared with the time between
+    failures. The cost is the measured time for which a save blocks the loop. The interval is at least the time of a write.
 
     Attributes:
-      mtbf_seconds: mean time between failures of the job: that of one machine divided by their number.
-      first_cost_seconds: what a save is taken to cost before one was measured.
-      min_step: no step below it is saved.
+      mtbf_seconds: mean time between failures of the job: that of one machine divided by the number of machines.
+      first_cost_seconds: the assumed cost before a save was measured.
+      min_step: steps below it are not saved.
     """
 
     mtbf_seconds: float
@@ -283,11 +283,11 @@ class SaveAny(SavePolicy):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """What all of them look at."""
+        """The metrics of all policies."""
         return tuple(sorted({name for policy in self.policies for name in policy.metric_names}))
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now: all their reasons."""
+        """The reasons of the policies, joined."""
         reasons = [reason for policy in self.policies if (reason := policy.reason(moment)) is not None]
         return '; '.join(dict.fromkeys(reasons)) if reasons else None
 
@@ -303,11 +303,11 @@ class SaveAll(SavePolicy):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """What all of them look at."""
+        """The metrics of all policies."""
         return tuple(sorted({name for policy in self.policies for name in policy.metric_names}))
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now: all their reasons."""
+        """The reasons of the policies, joined."""
         reasons: list[str] = []
         for policy in self.policies:
             reason = policy.reason(moment)

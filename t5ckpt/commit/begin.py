@@ -1,4 +1,4 @@
-"""Begins a transaction: chooses how it commits, and takes over what an earlier attempt at the same has written."""
+"""Begins a transaction: chooses the commit strategy, and adopts the files of an earlier attempt at the same write."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def begin(
     index: Index | None = None,
     may_replace: Callable[[], bool] = lambda: False,
 ) -> Transaction:
-    """Makes the directory that a save writes into, and locks it.
+    """Creates and locks the directory that a save writes to.
 
-    The caller collects garbage before, which returns ``index``. On object stores that also writes missing steps markers, which
-    no listing looks for after the marker of this step exists. ``may_replace`` is asked under the lock or the write lease:
-    whether a complete checkpoint of the step is to be replaced.
+    The caller runs garbage collection before, which returns ``index``. On object stores that also writes missing steps markers;
+    listings do not search for these after the marker of this step exists. ``may_replace`` is called under the lock or the write
+    lease, and returns whether a complete checkpoint of the step may be replaced.
     """
     storage.make_dir('')
     if not storage.renames:
@@ -48,7 +48,7 @@ def begin(
 
 
 def resume(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Transaction:
-    """Goes on with an unfinished write of the same contents, which ``writer['resume']`` identifies, or begins anew."""
+    """Resumes an unfinished write of the same contents, which ``writer['resume']`` identifies, or begins a new one."""
     if storage.renames:
         again = unfinished(storage, step, clock, writer)
         return begin(storage, step, clock, writer) if again is None else again
@@ -61,7 +61,7 @@ def resume(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any])
 
 
 def unfinished(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Transaction | None:
-    """Takes over the temporary directory of a killed write of the same contents; None where there is none."""
+    """Adopts the temporary directory of a killed write of the same contents; None if there is none."""
     for entry in storage.entries() if storage.renames else ():
         leftover = parse_leftover(entry.name)
         if leftover is None or leftover.state != 'tmp' or leftover.step != step:
@@ -79,7 +79,7 @@ def unfinished(storage: Storage, step: int, clock: Clock, writer: Mapping[str, A
 
 
 def _resume_text(storage: Storage, directory: str) -> Any:
-    """Returns the text that identifies what an unfinished directory was to become; None where its lease has none."""
+    """Returns the text that identifies the contents of an unfinished write; None if its lease has none."""
     key = join(directory, SIDECAR)
     if storage.kind(key) != 'file':
         return None

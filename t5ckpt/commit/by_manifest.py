@@ -1,6 +1,6 @@
-"""The commit where nothing can be renamed: files are written in place, and the write of the manifest is the commit.
+"""The commit on storage that cannot rename: files are written in place, and the write of the manifest is the commit.
 
-``commit/write_lease.py`` has the order of the requests, ``commit/swap.py`` that of an overwrite.
+``commit/write_lease.py`` documents the order of the requests, ``commit/swap.py`` that of an overwrite.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger('t5ckpt')
 
 
 class ManifestTransaction(Transaction):
-    """A checkpoint in the directory of its step, under the write lease of that."""
+    """Writes a checkpoint in the directory of its step, under the write lease of the step."""
 
     def __init__(self, storage: Storage, step: int, clock: Clock, lease: WriteLease):
         """Takes the lease."""
@@ -41,7 +41,7 @@ class ManifestTransaction(Transaction):
     def begin(
         cls, storage: Storage, step: int, clock: Clock, index: Index | None, may_replace: Callable[[], bool]
     ) -> ManifestTransaction:
-        """Takes the lease, and removes what is broken there; ``may_replace`` is asked where the step is complete."""
+        """Acquires the lease, and removes a broken step; calls ``may_replace`` if the step is complete."""
         _check_layout(storage, step, index)
         lease = acquire_lease(storage, step, clock, index=index)
         work = cls(storage, step, clock, lease)
@@ -71,7 +71,7 @@ class ManifestTransaction(Transaction):
         writer: Mapping[str, Any],
         is_same: Callable[[], bool],
     ) -> ManifestTransaction:
-        """Goes on with an unfinished step where it ``is_same``; else removes that, and writes its own record."""
+        """Resumes an unfinished step if it ``is_same``; else removes it and writes a new record."""
         _check_layout(storage, step, index)
         work = cls(storage, step, clock, acquire_lease(storage, step, clock))
         try:
@@ -121,7 +121,7 @@ class ManifestTransaction(Transaction):
         try:
             mark_step(storage, self.step)
         except T5CkptError as error:
-            # The step is listed all the same, since its write lease stays.
+            # The write lease stays, so the step is listed without a marker.
             _log.warning('t5ckpt: the marker of step %d is left to the next save: %s', self.step, error)
             self._lease.close()
         else:
@@ -142,8 +142,8 @@ class ManifestTransaction(Transaction):
         if self._swap is not None:
             self._swap.abandon()
             self._lease.release()
-        # A save writes its manifest last, so one that is there is another writer's; so is a step with another lease.
-        # Such a step stays listed by the lease's marker, until the next garbage collection gives it its own.
+        # A save writes its manifest last, so an existing manifest belongs to another writer, as does a step with another
+        # lease. Such a step stays listed by the lease's marker, until the next garbage collection writes its steps marker.
         elif self._lease.is_ours() and not self.storage.is_file(join(self.directory, MANIFEST)):
             remove_step(self.storage, self.step)
             self._lease.release()
@@ -153,7 +153,7 @@ def _check_layout(storage: Storage, step: int, index: Index | None) -> None:
     """Checks that no step of another layout has this number.
 
     Raises:
-      UnsupportedFormatError: one has.
+      UnsupportedFormatError: such a step exists.
     """
     found = listed_elsewhere(storage, step, () if index is None else index.others)
     if found is not None:

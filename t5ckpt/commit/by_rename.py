@@ -1,8 +1,8 @@
-"""The commit where directories can be renamed.
+"""The commit on storage that can rename directories.
 
-``checkpoint_<step>.tmp-<unix s>`` is made and locked, and gets its owner's sidecar. The arrays are written. The commit writes the
-sidecar and, last, the manifest, fsyncs every directory, renames, and fsyncs the parent. A crash before the rename leaves a
-directory that no listing shows and that garbage collection removes. A crash after it leaves the checkpoint.
+``checkpoint_<step>.tmp-<unix s>`` is created and locked, and gets a sidecar with its owner. The arrays are written. The commit
+writes the sidecar and, last, the manifest, fsyncs every directory, renames, and fsyncs the parent. A crash before the rename
+leaves a directory that no listing shows and that garbage collection removes. A crash after it leaves the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger('t5ckpt')
 
 
 class RenameTransaction(Transaction):
-    """A checkpoint in a temporary directory, which is locked."""
+    """Writes a checkpoint in a temporary directory, under its lock."""
 
     def __init__(self, storage: Storage, step: int, directory: str, clock: Clock, lock: Any):
         """Takes the directory and its lock; :meth:`take_lease` must follow."""
@@ -39,7 +39,7 @@ class RenameTransaction(Transaction):
 
     @classmethod
     def begin(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> RenameTransaction:
-        """Makes a temporary directory."""
+        """Creates a temporary directory."""
         unix = int(clock())
         while True:
             directory = tmp_dir(step, unix)
@@ -52,7 +52,7 @@ class RenameTransaction(Transaction):
             unix += 1
 
     def _has_lease(self, writer: Mapping[str, Any]) -> bool:
-        """Takes the write lease. Returns False where another host, which does not see the lock, removed the empty directory."""
+        """Takes the write lease. Returns False if another host, which does not see the lock, removed the empty directory."""
         try:
             self.take_lease(writer)
         except CheckpointNotFoundError:
@@ -85,7 +85,7 @@ class RenameTransaction(Transaction):
         self._lock.close()
 
     def _publish(self, final: str) -> str | None:
-        """Renames the directory to its final name. Returns the new name of a directory that stood there, or None."""
+        """Renames the directory to its final name. Returns the new name of a directory that had this name, or None."""
         storage = self.storage
         standing = storage.kind(final)
         found = occupant(storage, self.step) if standing is not None and not self.replaces else None

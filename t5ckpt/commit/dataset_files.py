@@ -1,7 +1,7 @@
-"""Removing the data-iterator files of older steps (T5X's ``keep_dataset_checkpoints``); their arrays stay.
+"""Removes the data-iterator files of older steps (T5X's ``keep_dataset_checkpoints``); their arrays stay.
 
-On an object store this is done under the write lease of the step. A deleter of the step waits, so nothing is written into
-the files that it removes, and the leftovers of a crash have a lease.
+On an object store this runs under the write lease of the step. So a deleter of the step waits, no file is written while it
+removes the files, and the leftovers of a crash have a lease.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _log = logging.getLogger('t5ckpt')
 def remove_old_datasets(
     storage: Storage, steps: Sequence[int], keep: int, just_saved: int | None, clock: Clock
 ) -> None:
-    """Removes them of all but the latest ``keep`` steps that have some; pinned steps keep theirs, as in T5X.
+    """Removes the iterator files of all but the latest ``keep`` steps that have some; not of pinned steps, as in T5X.
 
     Args:
       storage: the run.
       steps: the complete steps in T5X's layout, ascending.
-      keep: how many steps keep theirs.
-      just_saved: keeps its own, too.
-      clock: unix seconds.
+      keep: the number of steps that keep their files.
+      just_saved: the step that was just saved, which keeps its files.
+      clock: returns unix seconds.
     """
     files = {step: storage.names(step_dir(step), f'{TRAIN_DS_PREFIX}-') for step in steps}
     having = [step for step, names in files.items() if names]
@@ -47,7 +47,7 @@ def remove_old_datasets(
                 if is_there:
                     _remove(storage, step, files[step])
         except (StepTakenError, CheckpointNotFoundError):
-            # Another process deletes the step, or its iterator's files.
+            # Another process deletes the step or its iterator files.
             continue
         except T5CkptError as error:
             _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
@@ -67,7 +67,7 @@ def _leased(storage: Storage, step: int, clock: Clock) -> Generator[bool]:
 
 
 def _remove(storage: Storage, step: int, names: Collection[str]) -> None:
-    # First: from then on it is no damage that some of them are missing.
+    # First, so that a verification does not report the missing files as damage.
     storage.write(join(step_dir(step), DATASET_REMOVED), b'')
     for name in names:
         key = join(step_dir(step), name)

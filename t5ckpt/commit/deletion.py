@@ -36,18 +36,18 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
     """Makes a step invisible, in one atomic operation, under the write lease of the step.
 
     A reader that leases the step in the meantime finds the write lease and waits, see ``commit/read_lease.py``. A pin that is
-    set in the meantime is found afterwards, and the step is made visible again, unless ``even_pinned`` is given.
+    set in the meantime is found afterwards, and the step is made visible again, except with ``even_pinned``.
 
     A step of a newer program is refused, see ``check_known``. On an object store only the manifest is read, and the caller
     checks the sidecar.
 
     Returns:
-      What :func:`remove_hidden` is to remove; None where the step has a read lease or is pinned.
+      The argument of :func:`remove_hidden`; None if the step has a read lease or is pinned.
 
     Raises:
-      CheckpointNotFoundError: it is gone; another process has deleted it.
-      UnsupportedFormatError: a newer program wrote it, and it is there whole.
-      StorageError: it could not be made invisible, and is there whole.
+      CheckpointNotFoundError: another process has deleted it.
+      UnsupportedFormatError: a newer program wrote it; it is unchanged.
+      StorageError: it could not be made invisible, and is unchanged.
     """
     if not storage.renames:
         return hide_in_place(storage, step, clock, lambda keys: PINNED in keys and not even_pinned)
@@ -66,7 +66,7 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
         try:
             storage.publish(doomed, step_dir(step))
         except StorageError:
-            # A writer has taken the place. Garbage collection brings back what is pinned and has this name.
+            # A writer has written the step. Garbage collection brings back a pinned checkpoint with this name.
             renamed_for_replacement(storage, doomed, step, clock)
             raise
         return None
@@ -75,14 +75,14 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
 
 
 def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:
-    """Keeps garbage collection from bringing back, once the step is gone, what a writer left that died over a replacement."""
+    """Renames the leftovers of killed replacements, so that garbage collection does not restore them after the deletion."""
     for entry in storage.entries():
         leftover = parse_leftover(entry.name)
         if leftover is None or leftover.state != 'replaced' or leftover.step != step:
             continue
         lock = storage.try_lock(entry.name)
         if lock is None:
-            # Its writer lives, and puts it in the place of the step.
+            # Its writer is alive and will publish it as the step.
             continue
         with contextlib.closing(lock):
             if lock.is_held and not is_pinned(storage, entry.name):
@@ -90,7 +90,7 @@ def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:
 
 
 def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
-    """Removes what :func:`hide_checkpoint` left, unless garbage collection does; after a crash, the next one does."""
+    """Removes the files of a hidden step, unless garbage collection is removing them."""
     if not hidden.directory:
         return
     if hidden.lease is not None:
@@ -106,10 +106,10 @@ def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
 
 
 def decide_deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Decision:
-    """Whether a step that somebody asks to delete goes, and why; nothing is changed.
+    """Decides whether a step may be deleted, with the reason; changes nothing.
 
     Raises:
-      CheckpointNotFoundError: with the steps that are there.
+      CheckpointNotFoundError: the step does not exist; the message lists the steps.
       UnsupportedFormatError: the step is in another layout, or of a newer program.
     """
     directory = step_dir(step)
@@ -135,14 +135,14 @@ def decide_deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: b
 
 
 def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> None:
-    """Deletes one step: it becomes invisible in one atomic operation, and is then removed.
+    """Deletes one step: makes it invisible in one atomic operation, and then removes it.
 
-    A crash in between leaves what no listing shows and the next save removes.
+    A crash in between leaves files that no listing shows and the next save removes.
 
     Raises:
-      CheckpointNotFoundError: the step is not there, with those that are.
-      StepKeptError: it is pinned, or a reader holds it; nothing was changed.
-      StorageError: the storage refused; the step is there whole, or is not listed.
+      CheckpointNotFoundError: the step does not exist; the message lists the steps.
+      StepKeptError: it is pinned or has a read lease; nothing was changed.
+      StorageError: the storage failed; the step is unchanged, or is not listed.
     """
     found = decide_deletion(storage, step, clock, even_pinned=even_pinned)
     hidden = None
@@ -150,7 +150,7 @@ def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool 
         hidden = hide_checkpoint(storage, step, clock, even_pinned=even_pinned)
     if hidden is None:
         if not found.keep:
-            # Something has kept it since.
+            # It was pinned or leased since the decision.
             found = decide_deletion(storage, step, clock, even_pinned=even_pinned)
         raise kept_error(storage, step, found.reason if found.keep else HELD, 'deleted')
     try:

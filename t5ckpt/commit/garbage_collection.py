@@ -44,7 +44,7 @@ def collect_leftovers(storage: Storage, clock: Clock, stale_after: float = STALE
 
 
 def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> tuple[list[str], Index | None]:
-    """The same; also returns the index of an object store, which one listing shows together with the read leases."""
+    """As :func:`collect_leftovers`; also returns the index of an object store, which one listing has with the read leases."""
     index = None if storage.renames else read_index(storage)
     expired = clock() - TAKE_OVER_SECONDS
     leases = list_leases(storage) if index is None else Leases((), index.read_leases)
@@ -52,7 +52,7 @@ def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SEC
     _remove_leases(storage, [join(leased_directory(storage), lease.name) for lease in doomed])
     if index is not None:
         return collect_in_place(storage, index, clock, stale_after)
-    # On object stores the write lease of a step goes when its leftovers are gone. Here it has none.
+    # On object stores, the write lease of a step is removed after its leftovers. File systems have no such leftovers.
     ended = [each.key for each in leases.of_writers if not has_live_lease(storage, [each], clock, stale_after)]
     _remove_leases(storage, ended + [name for name in leases.partial if _is_torn(storage, name, clock(), stale_after)])
     removed: list[str] = []
@@ -83,7 +83,7 @@ def _remove_leases(storage: Storage, keys: Iterable[str]) -> None:
 
 
 def _is_torn(storage: Storage, name: str, now: float, stale_after: float) -> bool:
-    """Whether a partial write lease is of a dead process, or empty: a live one writes it again (``WriteLease``)."""
+    """Whether a partial write lease belongs to a dead process, or is empty: a live process writes it again (``WriteLease``)."""
     owner = read_owner(storage, name)
     return owner is not None and (owner is UNKNOWN or owner.is_dead(now, stale_after))
 
@@ -96,7 +96,7 @@ def _collect_one(storage: Storage, leftover: Leftover, now: float, stale_after: 
         if leftover.state != 'tmp' and lock.is_held:
             is_dead = True
         elif leftover.state != 'tmp':
-            # Without a lock that works only the age says anything.
+            # Without a working lock, only the age decides.
             is_dead = leftover.unix < now - stale_after
         else:
             is_dead = is_abandoned(storage, leftover, now, stale_after, has_lock=lock.is_held)
@@ -106,7 +106,7 @@ def _collect_one(storage: Storage, leftover: Leftover, now: float, stale_after: 
         if is_dead:
             name = leftover.name
             if leftover.state not in ('deleted', 'pruned'):
-                # A removal that is killed may have removed the files by which the rest is recognised.
+                # A removal that was killed may have removed the files that identify the directory.
                 name = renamed_for_deletion(storage, name, leftover.step, lambda: leftover.unix)
             remove_checkpoint(storage, name, leftover.step, lambda: leftover.unix)
         return is_dead
@@ -126,7 +126,7 @@ def is_abandoned(storage: Storage, leftover: Leftover, now: float, stale_after: 
     entries = [entry.name for entry in storage.entries(name)]
     is_old = leftover.unix < now - stale_after
     if SIDECAR not in entries:
-        # The crash came while the first file was being written; T5X and Orbax never make such a name.
+        # The writer was killed while it wrote the first file; T5X and Orbax never use such a name.
         return is_old or (has_lock and all(entry.startswith(SIDECAR) for entry in entries))
     try:
         writer = decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).extra.get('writer')
@@ -134,6 +134,6 @@ def is_abandoned(storage: Storage, leftover: Leftover, now: float, stale_after: 
         return is_old
     owner = parse_owner(writer)
     if owner is None:
-        # The finished sidecar, which a crash in the commit leaves. A copy's names the writer of its source, hence the lock.
+        # A crash in the commit leaves the finished sidecar. That of a copy names the writer of the source, hence the lock.
         return is_old or (has_lock and has_ended(writer))
     return owner.is_dead(now, stale_after)

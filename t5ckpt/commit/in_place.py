@@ -1,6 +1,6 @@
-"""Deletion and garbage collection on object stores, where nothing can be renamed.
+"""Deletion and garbage collection on object stores, which cannot rename.
 
-``commit/write_lease.py`` has the order of the requests.
+``commit/write_lease.py`` documents the order of the requests.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _log = logging.getLogger('t5ckpt')
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """A step that no listing shows and whose files are still there; in place, with the lease under which they go.
+    """A step that no listing shows and whose files still exist; on object stores, with the lease for their removal.
 
-    ``keys`` are those files, relative to ``directory``, as they were listed after it was hidden in place. The directory is ''
-    where nothing is left to remove.
+    On object stores, ``keys`` are these files, relative to ``directory``, as listed after the step was hidden. The directory is
+    '' if nothing is left to remove.
     """
 
     directory: str
@@ -63,24 +63,25 @@ def hide_in_place(
     clock: Clock,
     is_wanted: Callable[[Collection[str]], bool],
 ) -> Hidden | None:
-    """Makes a checkpoint invisible; with ``is_wanted``, asked afterwards with the files that it has, it comes back.
+    """Makes a checkpoint invisible; makes it visible again if ``is_wanted`` is true of its files.
 
-    It is also asked before, with the pin alone: a program that pins a step and knows no leases may do so in between.
+    ``is_wanted`` is called before with the pin alone, and afterwards with all files, since a program without leases may pin
+    the step in between.
 
     Returns:
-      What :func:`remove_in_place` is to remove, or None where it came back or has a read lease.
+      The argument of :func:`remove_in_place`, or None if the step was made visible again or has a read lease.
 
     Raises:
-      CheckpointNotFoundError: it is gone; another process has deleted it.
+      CheckpointNotFoundError: another process has deleted it.
       UnsupportedFormatError: a newer program wrote it, see ``check_known``.
-      StorageError: it is being written by somebody, or the store refused, and it is there whole.
+      StorageError: another process is writing it, or the store failed; it is unchanged.
     """
     key = join(step_dir(step), MANIFEST)
     try:
         lease = acquire_lease(storage, step, clock, DELETE)
     except BeingWrittenError as error:
         raise StorageError(errno.EBUSY, str(error)) from error
-    # Nothing is hidden yet. Afterwards the lease stays where something fails, so that garbage collection looks at the step.
+    # Until the step is hidden, an error releases the lease. Afterwards the lease stays, for garbage collection.
     end = lease.release
     try:
         if step in lease.read_steps or is_wanted([PINNED] if storage.is_file(join(step_dir(step), PINNED)) else []):
@@ -89,7 +90,7 @@ def hide_in_place(
         try:
             manifest = storage.read(key)
         except CheckpointNotFoundError:
-            # Its deleter may have been killed over it, so it is removed here, too. No other one can be at it.
+            # Its deleter may have been killed, so its files are removed here. The lease excludes other deleters.
             end = lease.close
             remove_step(storage, step)
             end = lease.release
@@ -106,7 +107,7 @@ def hide_in_place(
         keys = keys_below(storage, step_dir(step))
         if not is_wanted(keys):
             storage.delete_file(step_marker(step))
-            # The lease stays until all of it is gone.
+            # The lease stays until all files are removed.
             return Hidden(step_dir(step), step, lease, keys)
         storage.write(key, manifest)
     except BaseException:
@@ -117,12 +118,12 @@ def hide_in_place(
 
 
 def remove_in_place(storage: Storage, hidden: Hidden, lease: WriteLease) -> None:
-    """Removes what ``hide_in_place`` made invisible, unless another process has taken the step over."""
+    """Removes the files of a hidden step, unless another process has taken the step over."""
     try:
         if not lease.is_ours():
             lease.close()
             return
-        # Its marker went when it was hidden.
+        # Its marker was removed when it was hidden.
         remove_own_keys(storage, hidden.directory, hidden.keys)
     except BaseException:
         lease.close()
@@ -149,7 +150,7 @@ def collect_in_place(storage: Storage, index: Index, clock: Clock, stale_after: 
 
 
 def _collect_one(storage: Storage, index: Index, step: int, clock: Clock, stale_after: float) -> bool:
-    """Finishes or removes the step of a writer that died, under a lease of its own."""
+    """Finishes or removes the step of a dead writer, under a new lease."""
     leases = [lease for lease in index.write_leases if lease.step == step]
     if has_live_lease(storage, leases, clock, stale_after):
         return False

@@ -1,8 +1,8 @@
-"""Whether a step may be written: what stands in its place.
+"""Decides whether a step may be written, from the existing files of the step.
 
-nothing, or a broken checkpoint of T5X's format     it is written, the broken one replaced
-a complete step, in any layout                      the save is skipped, as T5X skips it
-files of others                                     moved aside by a save, where the storage can rename; else refused
+nothing, or a broken checkpoint of T5X's format     the step is written, the broken one is replaced
+a complete step, in any layout                      the save is skipped, as in T5X
+files of other programs                             a save moves them aside if the storage can rename; else refused
 a broken checkpoint that is pinned                  refused
 """
 
@@ -31,10 +31,10 @@ __all__ = ['check_room', 'listed_elsewhere', 'occupant']
 
 
 def occupant(storage: Storage, step: int) -> ListedStep | None:
-    """The complete step of this number, in whichever layout; None where there is none, or a broken one.
+    """The complete step with this number, in any layout; None if there is none, or a broken one.
 
     Raises:
-      UnsupportedFormatError: what is there can neither be skipped nor replaced, see the top of this module.
+      UnsupportedFormatError: the existing files can neither be skipped nor replaced, see the top of this module.
     """
     return _on_disk(storage, step) if storage.renames else _in_place(storage, step)
 
@@ -55,7 +55,7 @@ def _on_disk(storage: Storage, step: int) -> ListedStep | None:
 
 
 def _decodes(storage: Storage, found: ListedStep) -> bool:
-    """Whether a listed step is whole, also behind what a listing looks at, and still there: another process may delete it.
+    """Whether the manifest of a listed step decodes; False if another process has deleted it.
 
     Raises:
       UnsupportedFormatError: it is of a newer version.
@@ -109,7 +109,7 @@ def _foreign_text(storage: Storage, directory: str, foreign: list[str]) -> str:
 
 
 def listed_elsewhere(storage: Storage, step: int, others: Collection[str]) -> ListedStep | None:
-    """On an object store, a step that lies there under another name or as a file.
+    """On an object store, the step with this number under the name of another layout.
 
     Args:
       storage: the run.
@@ -124,12 +124,12 @@ def listed_elsewhere(storage: Storage, step: int, others: Collection[str]) -> Li
 
 
 def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
-    """Says, before anything is read, that a copy or a conversion cannot be written as this step.
+    """Checks, before anything is read, that a copy or a conversion can be written as this step.
 
     Raises:
-      CheckpointExistsError: a complete checkpoint is there, or files of others are, and replacing them was not asked for or
-        is not possible.
-      UnsupportedFormatError: what is there is a step in another layout, which is never replaced.
+      CheckpointExistsError: a complete checkpoint or files of other programs exist, and ``overwrite`` is not set or the
+        storage cannot replace them.
+      UnsupportedFormatError: the step exists in another layout, which is never replaced.
     """
     directory = step_dir(step)
     found = occupant(storage, step)
@@ -156,6 +156,6 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
 
 
 def _foreign_at(storage: Storage, directory: str) -> list[str]:
-    """The files of others in the place of a step; the name itself where that is not a directory."""
+    """The files of other programs in the directory of a step; the name itself if it is not a directory."""
     kind = storage.kind(directory)
     return [] if kind is None else foreign_files(storage, directory) if kind == 'dir' else [directory]

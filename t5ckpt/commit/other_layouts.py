@@ -1,9 +1,9 @@
-"""Deletes steps in the layouts of Orbax and Flax, where a caller asks for it (``prune_other_layouts``).
+"""Deletes steps in the layouts of Orbax and Flax, on request (``prune_other_layouts``).
 
-A step goes only if its layout is certain: :func:`unknown_to_its_writer` names what the writer of the layout does not
-write, and such a step stays. The directory is renamed to ``checkpoint_<step>.pruned-<unix seconds>`` under the leases of a
-deletion, looked at again there, and removed; garbage collection removes what a crash leaves. A single file of Flax is
-unlinked.
+A step is deleted only if its layout is certain: :func:`unknown_to_its_writer` returns the files that the writer of the layout
+does not write, and a step with such files stays. The directory is renamed to ``checkpoint_<step>.pruned-<unix seconds>`` under
+the leases of a deletion, checked again, and removed; garbage collection removes the leftovers of a crash. A single file of Flax
+is unlinked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HEAD_BYTES = 4096
 
 
 def check_prunes(storage: Storage) -> None:
-    """Raises ValueError for a store that cannot rename: Orbax's steps there have no operation that hides them at once."""
+    """Raises ValueError for a store that cannot rename: no single operation there hides a step of Orbax."""
     if not storage.renames:
         raise ValueError(
             f'{storage.url()}: steps in other layouts are deleted on file systems only, since object stores cannot rename a '
@@ -49,7 +49,7 @@ def check_prunes(storage: Storage) -> None:
 
 
 def infos_of_others(storage: Storage, steps: Sequence[ListedStep], leased: Collection[int]) -> list[StepInfo]:
-    """What a keep policy sees of steps in other layouts: their metrics are not read, their time is the directory's."""
+    """The facts about steps in other layouts for a keep policy: without metrics, and with the directory's time."""
     times = {entry.name: entry.mtime for entry in storage.entries()} if steps else {}
     return [
         StepInfo(
@@ -64,7 +64,7 @@ def infos_of_others(storage: Storage, steps: Sequence[ListedStep], leased: Colle
 
 
 def reason_to_stay(storage: Storage, found: ListedStep) -> str | None:
-    """Why a step in another layout is not deleted; None where all that it consists of was written by its layout's writer."""
+    """The reason not to delete a step in another layout; None if the writer of the layout wrote all its files."""
     try:
         unknown = unknown_to_its_writer(storage, found.name, found.layout)
     except UnsupportedFormatError as error:
@@ -73,7 +73,7 @@ def reason_to_stay(storage: Storage, found: ListedStep) -> str | None:
 
 
 def unknown_to_its_writer(storage: Storage, name: str, layout: str) -> list[str]:
-    """The files of a step that the writer of its layout does not write, relative to the step; empty where it is certain.
+    """The files of a step that the writer of its layout does not write, relative to the step; empty if the layout is certain.
 
     Orbax 0.12.8 writes ``_CHECKPOINT_METADATA`` and ``commit_success.txt`` into a step (``metadata/checkpoint.py`` and
     ``path/atomicity_types.py`` in its ``_src``), and a directory for each item that the former names. A tree, in an item or
@@ -144,12 +144,12 @@ def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | No
     """Makes a step in another layout invisible, in one atomic operation, under the write lease of the step.
 
     Returns:
-      What ``remove_hidden`` is to remove; None where the step has a read lease, is pinned, or holds what its writer does
-      not write.
+      The argument of ``remove_hidden``; None if the step has a read lease, is pinned, or has files that its writer does not
+      write.
 
     Raises:
-      CheckpointNotFoundError: it is gone; another process has deleted it.
-      StorageError: it could not be made invisible, and is there whole.
+      CheckpointNotFoundError: another process has deleted it.
+      StorageError: it could not be made invisible, and is unchanged.
     """
     try:
         lease = acquire_lease(storage, found.step, clock, DELETE)
@@ -172,7 +172,7 @@ def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | No
         try:
             storage.publish(doomed, found.name)
         except StorageError:
-            # A writer has taken the place.
+            # A writer has written the step.
             move_aside(storage, doomed, found.step, clock, added)
             raise
         return None

@@ -1,12 +1,12 @@
-"""Removing directories of steps: only what T5X or t5ckpt wrote is ever removed.
+"""Removes directories of steps, but only files that T5X or t5ckpt wrote.
 
-``format.names.foreign_keys`` tells by their names which files are whose. A directory without files of others goes as a whole. One
-with such files is renamed to ``checkpoint_<step>.foreign-<unix seconds>``, which no listing shows and no garbage
-collection removes, and the log names them; if it was a checkpoint, its own files are removed from there. A store that
-cannot rename keeps the other files where they are.
+``format.names.foreign_keys`` recognises files of other programs by their names. A directory without such files is removed as a
+whole. One with such files is renamed to ``checkpoint_<step>.foreign-<unix seconds>``, which no listing shows and no garbage
+collection removes, and the files are logged. If it was a checkpoint, its own files are removed. A store that cannot rename keeps
+the other files in the step's directory.
 
-The names are looked at when a directory is removed, not when it is hidden: that is in the background, and costs one more
-listing of what is to be removed anyway.
+The names are checked when a directory is removed, not when it is hidden, because the removal runs in the background. The check
+costs one listing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _manifest_version(storage: Storage, key: str) -> int | None:
     try:
         head = storage.read_range(key, 0, _HEAD_BYTES)
         version = version_of(head)
-        # Whoever writes the version first, as T5X does, has it read without the rest.
+        # T5X writes the version first, so that it can be read without the rest.
         return version if version is not None or len(head) < _HEAD_BYTES else version_of(storage.read(key))
     except CheckpointNotFoundError:
         return None
@@ -115,7 +115,7 @@ def keys_below(storage: Storage, directory: str) -> list[str]:
 def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]:
     found = foreign_keys(keys)
     if found:
-        # What else lies in the source of a copy comes along, and a converted checkpoint lists it.
+        # A copy has all files of its source, and a converted checkpoint lists the files that were copied.
         known = _listed(storage, directory, keys)
         found = (
             []
@@ -147,22 +147,22 @@ def _is_unfinished_copy(storage: Storage, directory: str) -> bool:
 
 def _is_another_manifest(storage: Storage, key: str) -> bool:
     size = storage.size(key) if storage.renames else 0
-    # Nobody's file of this name is that large but a manifest.
+    # A larger file of this name is a manifest.
     return size is not None and size < 2**20 and is_of_others(storage.read(key))
 
 
 def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> None:
-    """Removes a directory that no listing shows any more, on a storage that renames; what others wrote stays.
+    """Removes a directory that no listing shows, on a storage that renames; files of other programs stay.
 
     Args:
-      storage: the run's.
+      storage: the run.
       name: the directory.
-      step: whose it is, or was to be.
-      clock: unix seconds.
+      step: of the directory.
+      clock: returns unix seconds.
     """
     local = storage.local_path(name)
     if local is not None and os.path.islink(local):
-        # The link goes; what it leads to was not made here.
+        # Only the link is removed, not its target.
         storage.delete_tree(name)
         return
     keys = keys_below(storage, name)
@@ -182,7 +182,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> N
 
 
 def move_aside(storage: Storage, name: str, step: int, clock: Clock, foreign: Sequence[str]) -> str:
-    """Gives what holds files of others a name that nothing looks for, and says so; returns the name."""
+    """Renames a directory with files of other programs to a name that no program uses, and logs it; returns the name."""
     aside = renamed(storage, name, functools.partial(foreign_dir, step), clock)
     _log.warning(
         't5ckpt: %s holds what neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
@@ -205,25 +205,25 @@ def renamed_for_deletion(storage: Storage, name: str, step: int, clock: Clock) -
 
 
 def renamed_for_replacement(storage: Storage, name: str, step: int, clock: Clock) -> str:
-    """Renames a checkpoint, the old or the new, to a name from which it is brought back where the place is empty."""
+    """Renames an old or new checkpoint to a name from which garbage collection restores it if the step is missing."""
     return renamed(storage, name, functools.partial(replaced_dir, step), clock)
 
 
 def is_pinned(storage: Storage, directory: str) -> bool:
-    """Whether a checkpoint is marked as never to be deleted."""
+    """Whether a checkpoint is pinned, so that it is never deleted."""
     return storage.is_file(join(directory, PINNED))
 
 
 def kept_by(storage: Storage, step: int, clock: Clock, *, pinned: bool) -> str | None:
-    """Why a checkpoint must not be removed: it is pinned, or a reader holds the step. None where nothing keeps it.
+    """The reason not to remove a checkpoint: it is pinned, or the step has a read lease. None if it may be removed.
 
-    Asked after the checkpoint was given another name: then nobody can pin it or begin to read it any more.
+    Called after the checkpoint was renamed, so that no process can pin it or begin to read it.
 
     Args:
       storage: the run.
-      step: its step.
-      clock: unix seconds.
-      pinned: whether it is, see :func:`is_pinned`.
+      step: of the checkpoint.
+      clock: returns unix seconds.
+      pinned: whether it is pinned, see :func:`is_pinned`.
     """
     if pinned:
         return 'pinned'
@@ -231,21 +231,21 @@ def kept_by(storage: Storage, step: int, clock: Clock, *, pinned: bool) -> str |
 
 
 def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKeptError:
-    """The error for a step that is kept for a reason of :func:`kept_by`, and so was not ``action``."""
+    """The error for a step that is kept for a reason of :func:`kept_by`; ``action`` is 'deleted' or 'replaced'."""
     cure = 'Try again when the reader is done.' if reason == HELD else 'Unpin it first.'
     return StepKeptError(f'{storage.url(step_dir(step))} is {reason}, so it was not {action}. {cure}')
 
 
 def renamed(storage: Storage, name: str, name_at: Callable[[int], str], clock: Clock) -> str:
-    """Renames a directory to the first free name, and returns that.
+    """Renames a directory to the first free name, and returns that name.
 
-    Another process may take a name between the look and the rename.
+    Another process may take a name between the check and the rename.
 
     Args:
       storage: the run.
       name: the directory.
-      name_at: makes a name of unix seconds; those of ``clock`` come first.
-      clock: unix seconds.
+      name_at: makes a name from unix seconds, beginning with those of ``clock``.
+      clock: returns unix seconds.
     """
     unix = int(clock())
     while True:
@@ -262,12 +262,12 @@ def renamed(storage: Storage, name: str, name_at: Callable[[int], str], clock: C
 
 
 def remove_own_keys(storage: Storage, directory: str, keys: Sequence[str]) -> None:
-    """Removes what T5X or t5ckpt wrote below a directory of a store that cannot rename; the rest stays and is logged.
+    """Removes the files of T5X or t5ckpt below a directory of a store that cannot rename; others stay and are logged.
 
     Args:
       storage: the run.
-      directory: whose files go.
-      keys: all that lies there, from :func:`keys_below`.
+      directory: of the files.
+      keys: all files of the directory, from :func:`keys_below`.
     """
     if not keys:
         return

@@ -1,8 +1,8 @@
-"""A new checkpoint in the place of an old one, which is whole or broken.
+"""Replaces an old checkpoint, complete or broken, by a new one.
 
-The new one is renamed to ``checkpoint_<step>.replaced-<unix seconds>``, and then exchanged with the old one, so the step is
-listed at every moment. Where the storage cannot exchange two names, the old one gets such a name, too, and the new one is
-published. After a crash, garbage collection brings the first whole one back if the place is empty, and removes the others.
+The new one is renamed to ``checkpoint_<step>.replaced-<unix seconds>`` and then exchanged with the old one, so the step is always
+listed. If the storage cannot exchange two names, the old one is renamed likewise, and the new one is published. After a crash,
+garbage collection restores the first complete one if the step is missing, and removes the others.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ _log = logging.getLogger('t5ckpt')
 
 
 class NotPutBackError(StorageError):
-    """The old checkpoint, which is kept, lies under the name of the new one, since the second exchange failed, too."""
+    """The second exchange failed, so the old checkpoint, which is kept, has the temporary name of the new one."""
 
 
 def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, is_whole: bool) -> str | None:
-    """Puts a written directory in the place of the one that stands there, under the write lease of the step.
+    """Replaces the directory of a step by a new one, under the write lease of the step.
 
-    A reader that leases the old one meanwhile waits for the lease. A pin that is set meanwhile is found afterwards.
+    A reader that leases the old one in the meantime waits for the write lease. A pin that is set in the meantime is found
+    afterwards.
 
     Args:
-      storage: the run, which renames.
+      storage: the run, which can rename.
       step: of both.
-      directory: what was written, under its name of :func:`renamed_for_replacement`.
-      clock: unix seconds.
-      is_whole: whether the old one is a complete checkpoint; it stays if it is pinned, unless the new one is as well, and
-        if a reader holds it, also where either has come to be since the save began.
+      directory: the new directory, under its name of :func:`renamed_for_replacement`.
+      clock: returns unix seconds.
+      is_whole: whether the old one is a complete checkpoint. Then it stays if it has a read lease, or is pinned and the new one
+        is not, even if the lease or the pin was set after the save began.
 
     Returns:
-      Where the old one lies now, to be removed; None where another process has deleted it.
+      The new name of the old directory, to be removed; None if another process has deleted it.
 
     Raises:
-      StepKeptError: it stays.
-      UnsupportedFormatError: so does one of a newer program.
+      StepKeptError: the old one is pinned or has a read lease.
+      UnsupportedFormatError: a newer program wrote the old one.
       BeingWrittenError: another process replaces or deletes it.
       StorageError: nothing has changed.
     """
@@ -67,7 +68,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
             raise kept_error(storage, step, 'pinned', 'replaced')
 
     with contextlib.ExitStack() as stack:
-        # With the lock of the old directory: garbage collection leaves it alone meanwhile.
+        # The lease includes the lock of the old directory, so garbage collection ignores it.
         lease = acquire_lease(storage, step, clock, REPLACE)
         stack.callback(lease.release)
         if storage.kind(final) is None:
@@ -106,7 +107,7 @@ def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptEr
 
 
 def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
-    """Gives the old checkpoint, a name that garbage collection removes, even when the directory is half deleted."""
+    """Renames the old checkpoint to a name that garbage collection removes, even if half of it is deleted."""
     try:
         return renamed_for_deletion(storage, name, step, clock)
     except T5CkptError:
@@ -116,8 +117,8 @@ def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
 def is_still_kept(storage: Storage, leftover: Leftover, now: float) -> bool:
     """Returns whether a replaced checkpoint must not be removed; the caller holds the lock of its directory.
 
-    A pinned one lies there where the new one was to give its place back, and could not. It gets its place now, and the new one
-    its name. Nothing changes while the step has a read lease.
+    A pinned one has this name if a writer failed to undo its exchange. It is exchanged with the new one now. Nothing changes
+    while the step has a read lease.
     """
     final = step_dir(leftover.step)
     if is_pinned(storage, leftover.name) and not is_pinned(storage, final):
@@ -130,7 +131,7 @@ def is_still_kept(storage: Storage, leftover: Leftover, now: float) -> bool:
 
 
 def put_back(storage: Storage, leftover: Leftover) -> bool:
-    """Renames a replaced checkpoint back if its step has none; the caller holds the lock of its directory."""
+    """Restores the name of a replaced checkpoint if the step is missing; the caller holds the lock of its directory."""
     final, manifest = step_dir(leftover.step), join(leftover.name, MANIFEST)
     if storage.kind(final) is not None or not storage.is_file(manifest):
         return False

@@ -1,19 +1,19 @@
-"""Overwriting a complete step where nothing can be renamed: new files under new names, then one write of the manifest.
+"""Overwrites a complete step on storage that cannot rename: new files under new names, then one write of the manifest.
 
-The arrays and the file checksums of the new checkpoint lie in ``checkpoint_<step>/t5ckpt-<nonce>/``, and its manifest names them
-there, so T5X reads them, too. Its sidecar is ``t5ckpt.<checksum of the manifest>.json`` until the swap is complete: a reader
-takes the sidecar that has the manifest's checksum, see ``reading/contents.py``. The order of the writes:
+The arrays and the file checksums of the new checkpoint are in ``checkpoint_<step>/t5ckpt-<nonce>/``, and its manifest has these
+locations, so T5X reads them as well. Its sidecar is ``t5ckpt.<checksum of the manifest>.json`` until the swap is complete: a
+reader takes the sidecar that has the manifest's checksum, see ``reading/contents.py``. The order of the writes:
 
     [lease with ``replaces``], new files, new sidecar, [no pin? no read lease? is the lease still ours?],
     manifest if it is still the old one, [no pin? no read lease?], t5ckpt.json, -old files, -lease
 
-Until the manifest's write the step is the old checkpoint, and from then on the new one. A crash leaves files of the other
-one, which garbage collection removes when nobody has a read lease on the step. If a pin or a read lease came just before the
-manifest's write, the old manifest is written back.
+The step is the old checkpoint before the write of the manifest, and the new one after it. A crash leaves files of the other
+one, which garbage collection removes when the step has no read lease. If a pin or a read lease was written just before the
+manifest, the old manifest is written back.
 
-A step with positions of data iterators is not overwritten: T5X reads them from files with fixed names, so that no single write
-changes the weights and the position (docs/decisions.md). Nor is one without a sidecar that has the checksum of its manifest:
-nothing would tell a reader that the new sidecar is not the old checkpoint's.
+A step with positions of data iterators is not overwritten: T5X reads them from files with fixed names, so no single write
+replaces both the weights and the position (docs/decisions.md). Nor is a step whose sidecar lacks the checksum of its manifest:
+a reader could not distinguish the new sidecar from that of the old checkpoint.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_swappable(storage: Storage, step: int, *, has_positions: bool) -> None
       has_positions: whether the new checkpoint has positions of data iterators.
 
     Raises:
-      CheckpointExistsError: it cannot, with the reason.
+      CheckpointExistsError: it cannot; the message has the reason.
     """
     directory = step_dir(step)
     if has_positions or storage.names(directory, f'{TRAIN_DS_PREFIX}-'):
@@ -85,7 +85,7 @@ def _located(storage: Storage, step: int) -> Located:
 
 
 class Swap:
-    """One overwrite under way; its caller has the write lease of the step.
+    """One overwrite; its caller has the write lease of the step.
 
     Attributes:
       generation: the directory of its arrays and file checksums, in that of the step.
@@ -93,7 +93,7 @@ class Swap:
     """
 
     def __init__(self, storage: Storage, step: int, lease: WriteLease):
-        """Reads the manifest that is to be replaced, and says in the lease that it is."""
+        """Reads the manifest to replace, and records the overwrite in the lease."""
         self._storage = storage
         self._step = step
         self._lease = lease
@@ -108,8 +108,8 @@ class Swap:
         """Replaces the manifest.
 
         Raises:
-          StepKeptError: it is pinned, or a reader holds it; nothing has changed.
-          StepTakenError: somebody else has replaced or deleted the step, or is at it.
+          StepKeptError: it is pinned or has a read lease; nothing has changed.
+          StepTakenError: another process has replaced or deleted the step, or is doing so.
           StorageError: nothing has changed, unless ``is_unknown``.
         """
         storage = self._storage
@@ -152,7 +152,7 @@ class Swap:
             raise
 
     def _put_back(self, version: Any, error: T5CkptError) -> None:
-        """Writes the old manifest again, since a pin or a read lease came before it was replaced."""
+        """Writes the old manifest again, since a pin or a read lease was written before it was replaced."""
         try:
             if self._storage.replace(self._key, self._old, version) is not None:
                 return
@@ -163,7 +163,7 @@ class Swap:
         raise StorageError(errno.EIO, f'{error} The old manifest could not be written back: {reason}') from error
 
     def abandon(self) -> None:
-        """Removes what was written under new names; the manifest is the old one."""
+        """Removes the new files; the manifest is still the old one."""
         storage = self._storage
         storage.delete_tree(join(step_dir(self._step), self.generation))
         if self._sidecar:
@@ -172,10 +172,10 @@ class Swap:
 
 
 def finish_swap(storage: Storage, step: int) -> None:
-    """Removes the files of the checkpoint that was replaced, or was to replace it; the caller has the write lease.
+    """Removes the files that do not belong to the current manifest; the caller has the write lease.
 
     Raises:
-      CorruptCheckpointError: no sidecar has the checksum of the manifest, so that nothing says which files are its.
+      CorruptCheckpointError: no sidecar has the checksum of the manifest, so its files are unknown.
       StorageError: a file could not be read or removed.
     """
     located = _located(storage, step)

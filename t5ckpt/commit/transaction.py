@@ -1,12 +1,12 @@
-"""The write of one checkpoint: its directory, its files, the commit in one atomic step, or the rollback.
+"""The write of one checkpoint: its directory, its files, and an atomic commit or a rollback.
 
     with begin(storage, step, clock, writer) as work:
         storage.write(join(work.directory, name), data)
         work.commit(manifest, sidecar, directories)
 
-``commit/begin.py`` chooses how, once: :class:`~t5ckpt.commit.by_rename.RenameTransaction` where directories can be renamed, else
-:class:`~t5ckpt.commit.by_manifest.ManifestTransaction`, where the write of the manifest is the commit. What a crash leaves,
-``commit/garbage_collection.py`` removes.
+``commit/begin.py`` chooses the class: :class:`~t5ckpt.commit.by_rename.RenameTransaction` if directories can be renamed, else
+:class:`~t5ckpt.commit.by_manifest.ManifestTransaction`, which commits by the write of the manifest.
+``commit/garbage_collection.py`` removes the leftovers of a crash.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _log = logging.getLogger('t5ckpt')
 
 @dataclasses.dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A checkpoint that is on storage, durably.
+    """A durable checkpoint.
 
     Attributes:
-      step: its step.
-      path: its directory, as a user would write it.
+      step: of the checkpoint.
+      path: its directory, as a path or URL.
       nbytes: bytes of all its files.
       seconds: from the call of save to the commit.
     """
@@ -92,7 +92,7 @@ class Transaction(ABC):
         self.kept_after: tuple[type[BaseException], ...] = ()
         self._clock = clock
         self._is_committed = False
-        # Another process has the step, or the commit may still arrive: then the files are needed.
+        # Whether a rollback keeps the files, since another process has the step or the commit may still arrive.
         self._keeps_files = False
 
     def __enter__(self) -> Self:
@@ -103,7 +103,7 @@ class Transaction(ABC):
     ) -> None:
         if self._is_committed:
             return
-        # Where the step is there already, nobody goes on from here.
+        # If the step is complete already, no later attempt needs the files.
         if kind is not None and issubclass(kind, self.kept_after) and not issubclass(kind, AlreadyCommittedError):
             self.release()
         else:
@@ -134,12 +134,12 @@ class Transaction(ABC):
 
         Args:
           manifest: the file's bytes.
-          sidecar: likewise; None for a copy of what has none.
-          directories: that were written, relative to the checkpoint's.
+          sidecar: the bytes of the sidecar; None for a copy of a checkpoint without one.
+          directories: the written directories, relative to that of the checkpoint.
 
         Raises:
           SaveFailedError: a reader would reject the manifest or the sidecar; nothing became visible.
-          StepTakenError: another process has written the step, or is at it; nothing became visible.
+          StepTakenError: another process has written the step, or is writing it; nothing became visible.
           StorageError: nothing became visible.
         """
         try:

@@ -1,14 +1,14 @@
-"""Copying a checkpoint as it is, between any two storages.
+"""Copies a checkpoint byte for byte, between any two storages.
 
-Files are copied many at a time, each compared with its checksum on the way where the checkpoint has checksums; the
-manifest comes last, by the same commit as a save's, so that a copy is there whole or not at all.
+Files are copied concurrently, and each is compared with its checksum if the checkpoint has checksums. The manifest is written
+last, by the same commit as that of a save, so a copy is visible only when it is complete.
 
-A copy that was stopped or that failed leaves what it has written. The next one of the same checkpoint to the same place
-goes on from there: a file that is there came whole, since none is visible before that. Its owner's sidecar says what it is
-a copy of: the manifest, the checksums, and of files without a checksum size, time and inode, where the source is local; from
-a bucket these are copied again. Other unfinished directories are left to the garbage collection of the next save.
+An interrupted or failed copy keeps the files that it has written. The next copy of the same checkpoint to the same run
+resumes: each of these files is complete, since a write makes a file visible as a whole. The sidecar of the temporary directory
+identifies the source: the manifest, the checksums and, for files without a checksum, size, time and inode. From a bucket, files
+without a checksum are copied again. Other unfinished directories are left to the garbage collection of the next save.
 
-Notes: memory is that of the files in flight, 256 MiB or one file. Nothing is decoded but the file checksums.
+Notes: memory holds the files in flight, 256 MiB or one file. Only the file checksums are decoded.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from t5ckpt.storage import Storage, foreign_errors, split_path
 __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
 
 _IN_FLIGHT_BYTES = 256 * 2**20
-# What a file counts whose size no listing and no checksum says.
+# Reserved for a file whose size neither the listing nor a checksum has.
 _UNKNOWN_BYTES = 16 * 2**20
 _ABSENT: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyOptions:
-    """How to copy.
+    """The options of a copy.
 
     Attributes:
       source_options, target_options: of the two storages, see docs/storage.md.
-      workers: how many files are under way at once.
-      overwrite: replaces a complete checkpoint of the step, once the copy is whole.
-      follow_links: files that are symbolic links out of the checkpoint are copied as what they lead to.
-      dry_run: moves nothing; the report says what would be moved.
+      workers: the number of files that are copied at once.
+      overwrite: replaces a complete checkpoint of the step, after the copy is complete.
+      follow_links: symbolic links out of the checkpoint are followed, and their targets are copied.
+      dry_run: copies nothing; the report describes the copy.
     """
 
     source_options: Mapping[str, Any] | None = None
@@ -84,17 +84,17 @@ class CopyOptions:
 
 @dataclasses.dataclass(frozen=True)
 class CopyReport:
-    """What was copied, or would be.
+    """The result of a copy or, with ``dry_run``, its description.
 
     Attributes:
-      step: the checkpoint's.
-      path: the copy's directory, as a user would write it.
-      files: that the copy has.
-      nbytes: that were moved, not counting what an earlier attempt had moved.
-      resumed_files: that an earlier attempt had copied.
-      checked_files: that were compared with their checksums.
-      seconds: it took.
-      left_out: files that do not come along: the pin.
+      step: of the checkpoint.
+      path: the directory of the copy, as a path or URL.
+      files: the number of files in the copy.
+      nbytes: the bytes that this call copied, without those of an earlier attempt.
+      resumed_files: the number of files that an earlier attempt copied.
+      checked_files: the number of files that were compared with their checksums.
+      seconds: the duration.
+      left_out: files that are not copied: the pin.
     """
 
     step: int
@@ -115,21 +115,21 @@ def copy_checkpoint(
     options: CopyOptions | None = None,
     progress: Progress | None = None,
 ) -> CopyReport:
-    """Copies a checkpoint byte for byte to another run, on any storage; a pin does not come along.
+    """Copies a checkpoint byte for byte to another run, on any storage; a pin is not copied.
 
     Args:
       source: a run's directory, a step's directory, or a manifest file.
-      target: the run's directory that is to hold it.
-      step: which step, where ``source`` is a run's directory; None takes the latest.
-      options: storages, how many files at once, what to do with a step that is there; see :class:`CopyOptions`.
+      target: the directory of the run that gets the copy.
+      step: which step, if ``source`` is a run's directory; None takes the latest.
+      options: see :class:`CopyOptions`.
       progress: called with (bytes done, bytes in all), as far as they are known.
 
     Raises:
-      CheckpointNotFoundError: there is no such checkpoint.
-      CheckpointExistsError: the target has this step already, or somebody is writing it.
+      CheckpointNotFoundError: the checkpoint does not exist.
+      CheckpointExistsError: the target has this step already, or another process is writing it.
       CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
       UnsafeSpecError: a symbolic link leads out of the checkpoint.
-      StorageError: one of the storages refused. Nothing became visible, and a second call goes on from here.
+      StorageError: one of the storages failed. Nothing became visible, and a second call resumes the copy.
     """
     options = CopyOptions() if options is None else options
     started = time.monotonic()
@@ -189,7 +189,7 @@ class _Copy:
         sidecar = self._read(name, None) if name in sizes else None
         checksums = self._file_checksums(sidecar, sizes)
         if sidecar is not None:
-            # Files of a checkpoint that this one has replaced, and that are not removed yet.
+            # Without the files of a replaced checkpoint that are not removed yet.
             sizes = {key: sizes[key] for key in sizes.keys() - superseded(sizes, checksums) - {name}} | {
                 SIDECAR: sizes[name]
             }
@@ -235,7 +235,7 @@ class _Copy:
             checksums.check(name, entry_of(data), self._from.url(join(self._base, name)), cure)
 
     def _file_checksums(self, sidecar: bytes | None, sizes: Mapping[str, int | None]) -> FileChecksums:
-        """The checksums of all files, as far as there are any."""
+        """The recorded checksums of all files; empty for a checkpoint without checksums."""
         if sidecar is None:
             if lists := [name for name in sizes if is_file_checksums(name)]:
                 raise CorruptCheckpointError(
@@ -249,7 +249,7 @@ class _Copy:
         return recorded.merged(recorded.read_lists(lists, lambda name: self._from.url(join(self._base, name))))
 
     def _identity(self, name: str) -> tuple[str, int, int, int]:
-        """Tells a file from every other that may come to have its name, where nothing is known of its bytes."""
+        """Identifies a file without a checksum, to detect that it was replaced."""
         path = self._from.local_path(join(self._base, name))
         if path is None:
             return name, 0, 0, 0
@@ -258,10 +258,10 @@ class _Copy:
         return name, info.st_size, info.st_mtime_ns, info.st_ino
 
     def _check_links(self) -> None:
-        """A directory that is a link would be left out, and what is missing of others' checkpoints is not known.
+        """Checks that no directory is a symbolic link: the listing would leave out its files.
 
         Raises:
-          UnsupportedFormatError: there is one.
+          UnsupportedFormatError: a directory is a symbolic link.
         """
         root = self._from.local_path(self._base)
         for parent, directories, _ in os.walk(root) if root is not None else ():
@@ -277,9 +277,9 @@ class _Copy:
         return size if size is not None else checksums[name][0] if name in checksums else 0
 
     def _there(self, work: Transaction, names: Sequence[str], checksums: FileChecksums) -> set[str]:
-        """The files that an earlier attempt has copied; what it had besides goes."""
+        """The files that an earlier attempt has copied; deletes the other files that it left."""
         found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
-        # A temporary directory is this copy's alone. In place, others may have put files beside.
+        # A temporary directory has only files of this copy. The directory of a step may also have files of other programs.
         others = set[str]() if self._to.renames else set(foreign_keys(found))
         for name in found.keys() - {*names, SIDECAR} - others:
             self._to.delete_file(join(work.directory, name))

@@ -27,7 +27,7 @@ def local_output(path: str | os.PathLike[str]) -> str:
 
     Raises:
       UnsupportedFormatError: it is not on a local file system, or is '-'.
-      OutputExistsError: it lies in a step's directory, where it could replace a file of the checkpoint.
+      OutputExistsError: it is inside a step's directory, where it could replace a file of the checkpoint.
     """
     if os.fspath(path) == '-':
         raise UnsupportedFormatError(

@@ -14,7 +14,7 @@ __all__ = ['Findings']
 
 
 class Findings:
-    """What a verification has found so far.
+    """The damages that a verification has found so far.
 
     Attributes:
       damages: in the order in which they were found.
@@ -22,7 +22,7 @@ class Findings:
     """
 
     def __init__(self, files: CheckpointFiles):
-        """Takes what reads the checkpoint's files."""
+        """Takes the reader of the checkpoint's files."""
         self._files = files
         self.damages: list[Damage] = []
         self.leaves: dict[str, tuple[str, StoredLeaf]] = {}
@@ -45,7 +45,7 @@ class Findings:
         try:
             return self._files.zeros(name)
         except T5CkptError:
-            # Gone since its checksum was taken; that it differs is known.
+            # The file was deleted after its checksum was computed.
             return None
 
     def size_differs(self, name: str, found: int, recorded: int) -> None:
@@ -59,8 +59,8 @@ class Findings:
         """Adds a file that cannot be read or decoded.
 
         Raises:
-          StorageError: an object store failed or refused the request, which tells nothing about the file. On a disk the
-            failure may be that of the file's sectors, and the others are still verified.
+          StorageError: an object store failed or refused the request, so the state of the file is unknown. On a disk, the
+            error may be that of a bad sector, and the other files are still verified.
         """
         if isinstance(error, StorageError) and self._files.storage.local_path('') is None:
             raise error
@@ -76,11 +76,11 @@ class Findings:
         self.damages.append(self._located_in_leaf(Damage(kind, name, str(error), leaf, chunk_index)))
 
     def add(self, kind: str, name: str, text: str, *, offsets: tuple[int, int] | None = None) -> None:
-        """Adds a damage of a kind of ``Damage``."""
+        """Adds a damage; see ``Damage`` for the kinds."""
         self.damages.append(self._located_in_leaf(Damage(kind, name, text, offsets=offsets)))
 
     def _located_in_leaf(self, damage: Damage) -> Damage:
-        """With the leaf, the chunk and the elements that a file holds."""
+        """Adds the leaf, the chunk and the elements of the file."""
         parts = damage.file.split('/')
         for length in range(len(parts), 0, -1):
             location = '/'.join(parts[:length])

@@ -94,7 +94,7 @@ class Implied:
         self._budget = ByteBudget(_DECODED_BYTES)
 
     def files(self, leaf: str, stored: StoredLeaf) -> ArrayFiles:
-        """Opens an array and looks for its files.
+        """Opens an array and lists its files.
 
         Raises:
           FormatError: its metadata cannot be read, contradicts the manifest, or it leads outside the checkpoint.

@@ -42,14 +42,14 @@ _LOST_FACTS = (
 )
 
 Source = tuple[bytes, bytes, float]
-"""The manifest's bytes, the sidecar's, and when the manifest was written, where the storage says it."""
+"""The bytes of the manifest, those of the sidecar, and the manifest's modification time, if the storage has it."""
 
 
 def source_of(located: Located) -> Source:
-    """Tells a checkpoint from another that is saved in its place.
+    """The contents that identify a checkpoint, to detect that it was replaced.
 
     Raises:
-      CheckpointNotFoundError: there is no manifest.
+      CheckpointNotFoundError: the manifest does not exist.
     """
     files = CheckpointFiles(located.storage, located.directory)
     there = {entry.name: entry for entry in located.storage.entries(located.directory)}
@@ -62,20 +62,20 @@ class RecoveryRecords:
     """The manifest, the sidecar and the file checksums.
 
     Attributes:
-      source: the checkpoint's own files as they were read.
+      source: the bytes of manifest and sidecar.
       manifest: decoded.
-      sidecar: None where it is missing or damaged.
-      had_checksums: whether t5ckpt wrote file checksums at all.
+      sidecar: None if it is missing or damaged.
+      had_checksums: whether t5ckpt wrote file checksums.
       unusable_lists: files with file checksums (``integrity.*.json``) that are missing or damaged.
-      checksums: those of the other lists, and once :meth:`reconstruct` has returned True, those of all files.
-      rebuilt: the sidecar and lists that have to be rebuilt.
+      checksums: those of the other lists; after :meth:`reconstruct` has returned True, those of all files.
+      rebuilt: the sidecar and the lists to rebuild.
     """
 
     def __init__(self, located: Located, report: VerifyReport):
-        """Takes the checkpoint and what a verification of all its bytes found.
+        """Takes the checkpoint and the report of a full verification.
 
         Raises:
-          CorruptCheckpointError: something is damaged that cannot be repaired.
+          CorruptCheckpointError: a damage cannot be repaired.
         """
         self._located = located
         self._files = CheckpointFiles(located.storage, located.directory)
@@ -98,7 +98,7 @@ class RecoveryRecords:
             self.checksums = self.checksums.merged(FileChecksums.decode(self._files.read(name), name))
 
     def zarrays(self, leaves: Mapping[str, StoredLeaf], damages: Sequence[Damage]) -> dict[str, bytes]:
-        """The ``.zarray`` files that are damaged and follow from the manifest, rebuilt; by name."""
+        """The damaged ``.zarray`` files that can be rebuilt from the manifest: their new bytes, by name."""
         found: dict[str, bytes] = {}
         for damage in damages:
             rebuilt = self._zarray(leaves[damage.leaf].array) if damage.leaf in leaves else None
@@ -114,11 +114,11 @@ class RecoveryRecords:
         name, data = f'{array.location}/{ZARRAY}', zarray_bytes(array)
         if name in self.checksums:
             return (name, data) if self.checksums.matches(name, entry_of(data)) else None
-        # A readable one with other metadata is not a damaged file: the array may be another one.
+        # A readable file with other metadata is not damaged: the array may be a different one.
         return None if _json(_read(self._files, name)) is not None else (name, data)
 
     def reconstruct(self, zarrays: Mapping[str, bytes]) -> bool:
-        """Whether file checksums verify all files, if need be after one list is rebuilt from the files.
+        """Whether file checksums verify all files; rebuilds a damaged list from the files first, if possible.
 
         Raises:
           StorageError: a file cannot be read.
@@ -148,15 +148,15 @@ class RecoveryRecords:
     def unverified(self, leaves: Mapping[str, StoredLeaf], is_verified: bool) -> list[str]:
         """The leaves, and the files of data iterators, that have no file checksums."""
         names = sorted(name for name, leaf in leaves.items() if not self.checksums.has_array(leaf.array))
-        # Where all lists are intact, an iterator's file without a checksum does not belong to the checkpoint.
+        # If all lists are intact, an iterator's file without a checksum does not belong to the checkpoint.
         files = [] if is_verified else files_of(self._located)
         return names + [file for file in files if file.startswith(f'{TRAIN_DS_PREFIX}-') and file not in self.checksums]
 
     def check_rebuilt_metadata(self, zarrays: Mapping[str, bytes], leaves: Mapping[str, StoredLeaf]) -> None:
-        """A ``.zarray`` without a checksum is rebuilt as T5X and t5ckpt write it: the other arrays have to be written so, too.
+        """Checks that T5X or t5ckpt wrote the arrays, if a ``.zarray`` without a checksum is rebuilt in their layout.
 
         Raises:
-          CorruptCheckpointError: another program wrote them, with another order of bytes or elements.
+          CorruptCheckpointError: another program wrote an array, with another order of bytes or elements.
         """
         if all(name in self.checksums for name in zarrays):
             return
@@ -169,7 +169,7 @@ class RecoveryRecords:
                 )
 
     def notes(self, unverified: Sequence[str], zarrays: Iterable[str]) -> list[str]:
-        """What a caller has to know of a repair without file checksums for all files."""
+        """The caveats of a repair without file checksums for all files."""
         notes: list[str] = []
         rebuilt = sorted(name for name in zarrays if name not in self.checksums)
         if rebuilt:
@@ -183,7 +183,7 @@ class RecoveryRecords:
 
 
 def _read(files: CheckpointFiles, name: str) -> bytes:
-    """A file's bytes; empty where there is no such file, or no regular one."""
+    """A file's bytes; empty if the file does not exist or is not a regular file."""
     try:
         return files.read(name)
     except (CheckpointNotFoundError, FormatError):
@@ -191,7 +191,7 @@ def _read(files: CheckpointFiles, name: str) -> bytes:
 
 
 def _json(data: bytes) -> Mapping[str, Any] | None:
-    """The object in a JSON file; None where it does not decode."""
+    """The object in a JSON file; None if it does not decode."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -200,7 +200,7 @@ def _json(data: bytes) -> Mapping[str, Any] | None:
 
 
 def _is_standard(zarray: Mapping[str, Any] | None) -> bool:
-    """Whether the elements and bytes of an array are in the order in which T5X and t5ckpt write them."""
+    """Whether the elements and bytes of an array are in the order that T5X and t5ckpt write."""
     if zarray is None:
         return False
     order = zarray.get('order', 'C'), zarray.get('dimension_separator', '.')
@@ -208,23 +208,23 @@ def _is_standard(zarray: Mapping[str, Any] | None) -> bool:
 
 
 def is_own(name: str) -> bool:
-    """Whether a file is one of the checkpoint's own, not one of an array or an iterator."""
+    """Whether a file is metadata of the checkpoint, and not of an array or an iterator."""
     return name in {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED} or is_file_checksums(name) or is_swap_sidecar(name)
 
 
 def files_of(located: Located) -> list[str]:
-    """Every file of the checkpoint, without what an interrupted write leaves beside."""
+    """All files of the checkpoint, without the partial files and locks of an interrupted write."""
     found = [key.removeprefix(f'{located.directory}/') for key, _ in located.storage.walk(located.directory)]
     return [name for name in found if not name.endswith(('.__partial', '.__lock')) and is_inside(name)]
 
 
 def below(names: Iterable[str], locations: Collection[str]) -> set[str]:
-    """The files that are one of the locations, or lie in one."""
+    """The files that are at or below one of the locations."""
     return {name for name in names if any(name == each or name.startswith(f'{each}/') for each in locations)}
 
 
 def unrecoverable_text(damages: Sequence[Damage]) -> Lines:
-    """The damages that cannot be repaired, as they are shown."""
+    """The damages that cannot be repaired, as text."""
     return lines('not to be repaired:', *([listed(damages)] if damages else []))
 
 

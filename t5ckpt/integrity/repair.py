@@ -1,10 +1,10 @@
-"""Repairs a damaged checkpoint as far as ``integrity/repair_plan.py`` finds that it can be.
+"""Carries out the repair of a damaged checkpoint that ``integrity/repair_plan.py`` has planned.
 
-Intact files are hard-linked into a temporary directory, or copied where links do not work. Rebuilt files are written
-there, arrays without file checksums are decoded, and the result is committed as a save is. A repair that is killed leaves
-the checkpoint as it was; ``in_place`` ends with one exchange of directories.
+Intact files are hard-linked into a temporary directory, or copied if links do not work. Rebuilt files are written there, arrays
+without file checksums are decoded, and the result is committed like a save. A repair that is killed leaves the checkpoint
+unchanged; with ``in_place``, the last operation exchanges the directories.
 
-Notes: reads every byte twice, and decodes what it has no checksums of. No jax is needed.
+Notes: reads every byte twice, and decodes arrays without checksums. Does not need jax.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ __all__ = ['RepairOptions', 'RepairReport', 'repair']
 
 @dataclasses.dataclass(frozen=True)
 class RepairReport:
-    """What was done, or would be.
+    """The result of a repair or, with ``dry_run``, its description.
 
     Attributes:
-      path: the repaired checkpoint's directory, as a user would write it; where nothing was to be done, the checkpoint's.
-      step: its step.
-      rebuilt: files that were made again.
+      path: the directory of the repaired checkpoint, as a path or URL; that of the original if nothing was to be repaired.
+      step: of the checkpoint.
+      rebuilt: files that were rebuilt.
       dropped: leaves, and files of data iterators, that were left out.
-      notes: what could not come back, or may be worth a look.
+      notes: facts that were lost, and other observations.
       changed: whether a repaired checkpoint was written, or would be.
-      files: that it has.
-      seconds: it took.
+      files: the number of its files.
+      seconds: the duration.
     """
 
     path: str
@@ -78,21 +78,21 @@ def repair(
     options: RepairOptions | None = None,
     progress: Progress | None = None,
 ) -> RepairReport:
-    """Writes a repaired copy of a checkpoint into another run, or puts it in the place of the damaged one.
+    """Writes a repaired copy of a checkpoint into another run, or replaces the damaged checkpoint by it.
 
     Args:
       path: a run's directory, a step's directory, or a manifest file.
-      output: the directory of the run that is to hold the copy. It may be on another storage.
-      step: which step, where ``path`` is a run's directory; None takes the latest.
-      in_place: instead of ``output``: replace the checkpoint, at once and as a whole.
+      output: the directory of the run that gets the copy. It may be on another storage.
+      step: which step, if ``path`` is a run's directory; None takes the latest.
+      in_place: instead of ``output``: replaces the checkpoint in one atomic operation.
       options: which leaves may be left out, see :class:`RepairOptions`.
       progress: called with (bytes done, bytes in all) while the checkpoint is verified.
 
     Raises:
       CheckpointNotFoundError: there is no checkpoint.
-      CorruptCheckpointError: something is lost that cannot be rebuilt, and no option takes it. Nothing was written.
+      CorruptCheckpointError: a damage cannot be repaired, and no option accepts the loss. Nothing was written.
       CheckpointExistsError: the output has this step already.
-      UnsupportedFormatError: no checkpoint in T5X's format, or ``in_place`` on a storage that cannot rename.
+      UnsupportedFormatError: the checkpoint is not in T5X's format, or ``in_place`` on a storage that cannot rename.
     """
     options = RepairOptions() if options is None else options
     if not options.dry_run and (output is None) != in_place:
@@ -159,7 +159,7 @@ def _check_output(target: Storage, output: str | os.PathLike[str], step: int) ->
 
 
 class _RepairWriter:
-    """One repaired copy under way."""
+    """Writes one repaired copy."""
 
     def __init__(self, located: Located, plan: RepairPlan, target: Storage, step: int, clock: Clock):
         self._located = located
@@ -184,25 +184,25 @@ class _RepairWriter:
                 self._check(work)
                 self._check_source()
                 if in_place and self._target.is_file(join(self._located.directory, PINNED)):
-                    # It may have been pinned meanwhile.
+                    # The step may have been pinned in the meantime.
                     self._target.write(join(work.directory, PINNED), self._files.read(PINNED))
             self._commit(work, files)
         return len(files) + len(self._plan.foreign) + (3 if self._plan.has_checksums else 1)
 
     def _check_source(self) -> None:
-        """Somebody may have deleted the step meanwhile, or saved it anew: neither is to be undone.
+        """Checks that no process has deleted or replaced the step in the meantime.
 
         Raises:
-          CheckpointNotFoundError: deleted.
-          CorruptCheckpointError: overwritten.
+          CheckpointNotFoundError: it was deleted.
+          CorruptCheckpointError: it was replaced.
         """
         if source_of(self._located) != self._plan.source:
             raise CorruptCheckpointError(f'{self._located.url} has changed since it was verified. Try again.')
 
     def _fill(self, work: Transaction) -> FileChecksums:
-        """Everything but the manifest and the sidecar; returns it with checksums."""
+        """Writes all files except the manifest and the sidecar; returns their checksums."""
         there = files_of(self._located)
-        # A directory that stands where a file is made again goes, too.
+        # Without the files in a directory that has the name of a rebuilt file.
         gone = below(there, {*self._plan.left_out, *self._plan.zarrays})
         names = [name for name in there if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
         for parent in sorted({name.rpartition('/')[0] for name in (*names, *self._plan.zarrays)} - {''}):
@@ -261,16 +261,16 @@ class _RepairWriter:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
 
     def _manifest_time(self) -> float:
-        """When the checkpoint was saved, as far as a file system knows."""
+        """The modification time of the manifest, or now on a storage without such times."""
         entries = self._located.storage.entries(self._located.directory)
         found = next((entry.mtime for entry in entries if entry.name == self._located.manifest), 0.0)
         return round(found or self._clock(), 3)
 
     def _check(self, work: Transaction) -> None:
-        """Decodes the arrays without file checksums, as they are in the copy.
+        """Decodes the arrays of the copy that have no file checksums.
 
         Raises:
-          CorruptCheckpointError: one is damaged all the same.
+          CorruptCheckpointError: an array is damaged.
         """
         implied = Implied(work.storage, work.directory)
         damages: list[Damage] = []

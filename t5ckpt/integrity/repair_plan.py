@@ -1,9 +1,9 @@
-"""What a repair can do about the damages of a checkpoint: a decision, without a byte written.
+"""Plans the repair of a checkpoint from the damages that a verification found; writes nothing.
 
-Three things can be rebuilt: a ``.zarray``, from the manifest; one process's file checksums, from the files, if they match the
-checksum in the sidecar; and a checkpoint without the damaged leaves that the caller names. ``trust_files`` takes files as
-they are where their checksums are lost. Values are never made up: a chunk that is missing or differs from its checksum is
-lost, and so is a damaged manifest.
+Three repairs are possible. A ``.zarray`` is rebuilt from the manifest. The file checksums of one process are rebuilt from the
+files, if the result matches the checksum in the sidecar. Damaged leaves that the caller names are left out. ``trust_files``
+accepts files whose checksums are lost. Values are never invented: a chunk that is missing or differs from its checksum cannot
+be repaired, nor can a damaged manifest.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ __all__ = ['RepairOptions', 'RepairPlan', 'plan_repair', 'unrecoverable_error']
 
 @dataclasses.dataclass(frozen=True)
 class RepairOptions:
-    """What may be done.
+    """The options of a repair.
 
     Attributes:
-      drop: patterns; damaged leaves, and damaged files of data iterators, whose whole name one of them matches are left out.
-      trust_files: take files as they are whose checksums are lost. Their values may be wrong then.
-      add_checksums: write file checksums for a checkpoint that has none, such as one of T5X.
-      dry_run: say what would be done, and do nothing.
+      drop: patterns; a damaged leaf or file of a data iterator is left out if one of them matches its whole name.
+      trust_files: accepts files whose checksums are lost. Their values may be wrong.
+      add_checksums: writes file checksums for a checkpoint that has none, such as one of T5X.
+      dry_run: writes nothing; the report describes the repair.
       source_options, target_options: of the storages of the checkpoint and of the copy, see docs/storage.md.
-      clock: unix seconds.
+      clock: returns unix seconds.
     """
 
     drop: Sequence[str] = ()
@@ -69,21 +69,21 @@ class RepairOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RepairPlan:
-    """What will be done.
+    """The plan of a repair.
 
     Attributes:
       source: the checkpoint as it was verified.
-      manifest: its bytes, without the leaves that are dropped.
-      sidecar: what is known of the tree, likewise.
-      zarrays: bytes by file.
-      rebuilt: files that are rebuilt: these, the sidecar and file checksums.
+      manifest: the bytes of the new manifest, without the dropped leaves.
+      sidecar: the sidecar, or an empty one, without the dropped leaves.
+      zarrays: the bytes of the rebuilt ``.zarray`` files, by name.
+      rebuilt: the names of all rebuilt files: these, the sidecar and file checksums.
       dropped: names of leaves and of iterator files.
-      left_out: directories and files that the copy does not have.
-      foreign: files that are copied and do not belong to the checkpoint: they get no checksums.
+      left_out: directories and files that are not copied.
+      foreign: files that are copied and do not belong to the checkpoint; they get no checksums.
       has_checksums: whether the copy gets file checksums.
-      notes: for people.
-      checksums: those that files have to match.
-      leaves: the stored leaves that stay.
+      notes: for the report.
+      checksums: the recorded checksums, which files have to match.
+      leaves: the remaining stored leaves.
     """
 
     source: Source
@@ -101,12 +101,12 @@ class RepairPlan:
 
 
 def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) -> RepairPlan:
-    """From what a verification found to what can be done about it.
+    """Plans the repair of a checkpoint.
 
     Args:
       located: the checkpoint.
-      options: what may be done.
-      report: of all its bytes.
+      options: which losses are accepted.
+      report: of a full verification.
 
     Raises:
       CorruptCheckpointError: it cannot be repaired, with each damage and the option that may help.
@@ -121,7 +121,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     is_verified = records.reconstruct(zarrays)
     lost = [damage for damage in damages if not _is_repaired(damage, leaves, zarrays, records.checksums, options.drop)]
     if is_verified and records.unusable_lists:
-        # The files that the damaged list names are verified: what it says of them is no damage.
+        # The rebuilt list verifies its files, so a difference from the damaged list is not a damage.
         lost = [damage for damage in lost if damage.file in usable]
     unverified = records.unverified(leaves, is_verified)
     if records.had_checksums and not options.trust_files and (unverified or not is_verified):
@@ -170,7 +170,7 @@ def _unverified_error(lost: Sequence[Damage], names: Sequence[str]) -> CorruptCh
 def _foreign(
     located: Located, leaves: Mapping[str, StoredLeaf], known: Collection[str], checksums: FileChecksums
 ) -> frozenset[str]:
-    """The files that belong to nothing. In the directory of an array without file checksums every file belongs to it."""
+    """The files that do not belong to the checkpoint. All files in the directory of an array without checksums belong to it."""
     unlisted = {leaf.array.location for leaf in leaves.values() if not checksums.has_array(leaf.array)}
     others = {name for name in files_of(located) if name not in known and not is_own(name)}
     return frozenset(others - below(others, unlisted))
@@ -183,10 +183,10 @@ def _is_repaired(
     checksums: FileChecksums,
     drop: Sequence[str],
 ) -> bool:
-    """Whether a rebuilt ``.zarray`` repairs it.
+    """Whether a rebuilt ``.zarray`` repairs a damage.
 
-    Without a checksum of it, the chunks behind an unreadable ``.zarray`` have not been verified: they may be lost as well, so
-    that ``drop`` leaves out a leaf that it names.
+    The chunks of an unreadable ``.zarray`` without a checksum were not verified and may be lost as well. So a leaf that
+    ``drop`` names is left out.
     """
     if damage.leaf not in leaves:
         return False
@@ -205,10 +205,10 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequence[str]) -> tuple[set[str], set[str]]:
-    """The leaves and the iterator files that are lost and may be left out.
+    """The lost leaves and iterator files, all of which the caller allows to leave out.
 
     Raises:
-      CorruptCheckpointError: others are lost, too, or a pattern is none of the ``names`` of what is damaged.
+      CorruptCheckpointError: others are lost, or a pattern matches none of the damaged ``names``.
     """
     unused = [pattern for pattern in patterns if not any(leaf_pattern(pattern).fullmatch(name) for name in names)]
     if unused:
@@ -225,7 +225,7 @@ def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequenc
 
 
 def unrecoverable_error(damages: Sequence[Damage]) -> CorruptCheckpointError:
-    """The error of a repair that would lose leaves; it names them, and the option that leaves them out."""
+    """The error of a repair that would lose leaves, with their names and the option to leave them out."""
     names = sorted({re.escape(_named(damage)) for damage in damages})
     return CorruptCheckpointError(
         lines(

@@ -1,12 +1,12 @@
-"""Is a checkpoint whole? ``verify`` compares what lies there with what should.
+"""Verifies that a checkpoint is complete and undamaged.
 
-A checkpoint of ours has file checksums (``format/file_checksums.py``). Quick: the manifest and the file checksums are read
-and hashed; of every other file, presence and size are compared, with one listing a directory. Full: every byte is read.
+A checkpoint of t5ckpt has file checksums (``format/file_checksums.py``). A quick verification reads and hashes the manifest and
+the file checksums, and compares presence and size of all other files with one listing per directory. A full one reads every byte.
 
-Of a checkpoint that others wrote, every chunk that the metadata implies must be there, and with ``full`` it must decode.
+In a checkpoint of another program, every chunk that the metadata implies must exist and, with ``full``, decode.
 
-Damage is reported, never raised. Nothing is written; no device and no JAX is needed. The number of chunks that are looked
-for is bounded by the number of files.
+Damages are reported, not raised. Nothing is written, and neither a device nor JAX is needed. The number of files limits the
+number of chunks that are checked.
 """
 
 from __future__ import annotations
@@ -70,28 +70,29 @@ def verify(
 
     Args:
       path: a run's directory, a step's directory, or the manifest file.
-      step: which step, where ``path`` is a run's directory; None takes the latest.
-      full: read every byte and compare its checksum; without, presence and sizes, and the manifest's checksum.
+      step: which step, if ``path`` is a run's directory; None takes the latest.
+      full: reads every byte and compares checksums; otherwise presence, sizes, and the manifest's checksum are compared.
       follow_links: symbolic links may lead out of the checkpoint's directory.
       storage_options: see docs/storage.md.
       progress: called with (bytes done, bytes in all) while files are read.
 
     Returns:
-      The report; ``report.ok`` says whether anything is wrong, ``report.raise_if_damaged()`` raises it.
+      The report. ``report.ok`` is False for a damaged checkpoint, and ``report.raise_if_damaged()`` raises its damages.
 
     Raises:
-      CheckpointNotFoundError: there is no checkpoint, or it was deleted meanwhile.
+      CheckpointNotFoundError: there is no checkpoint, or it was deleted in the meantime.
       UnsupportedFormatError: t5ckpt does not read this format.
       StorageError: an object store failed or refused a request.
 
-    Notes: any checkpoint that restores can be verified, also those of T5X and Orbax. Full runs at the disk's speed.
+    Notes: any checkpoint that can be restored can be verified, including those of T5X and Orbax. With ``full``, the disk limits
+      the speed.
     """
     located = with_links(locate_or_broken(path, step, storage_options), follow_links)
     return verify_located(located, full=full, progress=progress)
 
 
 def verify_located(located: Located, *, full: bool, progress: Progress | None = None) -> VerifyReport:
-    """The same for a directory that may not be a step yet."""
+    """As :func:`verify`, for a directory that may not be a step yet."""
     started = time.monotonic()
     files = CheckpointFiles.of(located)
     findings = Findings(files)
@@ -121,7 +122,7 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
 def locate_or_broken(
     path: str | os.PathLike[str], step: int | None, storage_options: Mapping[str, Any] | None = None
 ) -> Located:
-    """Locates a checkpoint, also one of t5ckpt whose manifest is missing, which other readers do not see."""
+    """Locates a checkpoint, or a directory of t5ckpt whose manifest is missing, which other readers do not list."""
     try:
         return locate(path, step, storage_options)
     except CheckpointNotFoundError:
@@ -143,10 +144,10 @@ class _Check:
       notes: so far.
       checksums: the file checksums of all processes.
       implied: the files of arrays without file checksums.
-      sizes: of the files that were looked at and are there.
+      sizes: of the existing files that were checked.
       read: files whose bytes have been compared already.
-      dirs: directories beside the manifest.
-      is_listed: whether the manifest's checksum is known.
+      dirs: the subdirectories.
+      is_listed: whether the manifest's checksum is recorded.
     """
 
     located: Located
@@ -164,7 +165,7 @@ class _Check:
     # --- the manifest and the file checksums --------------------------------------------------------------------------
 
     def file_checksums(self) -> None:
-        """Reads the manifest and the file checksums, and compares them with what the sidecar records."""
+        """Reads the manifest and the file checksums, and compares them with the checksums in the sidecar."""
         everything = {entry.name: entry for entry in self._entries('')}
         self.dirs = {name for name, entry in everything.items() if entry.is_dir}
         top = {name: entry for name, entry in everything.items() if not entry.is_dir}
@@ -231,7 +232,7 @@ class _Check:
         self.checksums = self.checksums.merged(found)
 
     def _read(self, name: str, recorded: FileChecksums) -> bytes | None:
-        """A small file's bytes, compared with what is recorded of it; None and a damage where it cannot be read."""
+        """A small file's bytes, compared with the recorded checksum; adds a damage and returns None if it cannot be read."""
         try:
             data = self.files.read(name)
         except T5CkptError as error:
@@ -246,7 +247,7 @@ class _Check:
     # --- arrays -------------------------------------------------------------------------------------------------------
 
     def arrays(self, follow_links: bool) -> None:
-        """Finds the stored leaves, and the files of those without file checksums."""
+        """Finds the stored leaves, and the files of leaves without file checksums."""
         if self.located.manifest and self.raw.manifest is None:
             return
         try:
@@ -274,13 +275,13 @@ class _Check:
         except CorruptCheckpointError:
             if self.raw.sidecar is None:
                 raise
-            # Whatever is wrong with the sidecar is known already; the manifest alone says where the arrays are.
+            # The damage of the sidecar is recorded already, and the manifest alone locates the arrays.
             return read_contents(self.located, RawFiles(self.raw.manifest, None))
 
     # --- presence and sizes -------------------------------------------------------------------------------------------
 
     def presence(self) -> None:
-        """Looks for every file, with one listing for each directory."""
+        """Compares presence and size of every file, with one listing per directory."""
         expected = set(self.checksums) - self.read
         parents = {name.rpartition('/')[0] for name in expected}
         found: dict[str, int] = {}
@@ -290,7 +291,7 @@ class _Check:
             for entry in entries:
                 name = join(parent, entry.name)
                 if not entry.is_dir:
-                    # Where a listing says no sizes, who reads the bytes will see.
+                    # A listing without sizes; a full verification compares them.
                     recorded = self.checksums.get(name, (0,))[0]
                     found[name] = recorded if entry.size is None else entry.size
         removed = {name for name in expected if self._is_removed(name, found)}
@@ -335,7 +336,7 @@ class _Check:
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def contents(self, progress: Progress | None) -> None:
-        """Reads everything that is there in the right size."""
+        """Reads all files that have the recorded size."""
         wrong = {damage.file for damage in self.findings.damages}
         listed = [name for name in self.checksums if name in self.sizes and name not in wrong and name not in self.read]
         listed.sort(key=lambda name: -self.sizes[name])

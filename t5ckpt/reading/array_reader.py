@@ -66,12 +66,12 @@ class ArrayReader:
 
         Args:
           located: the checkpoint.
-          mmap: its arrays are mapped where that is possible, see ``reading/local/mmap_reader.py``.
+          mmap: arrays are memory-mapped where possible, see ``reading/local/mmap_reader.py``.
           checksums: the checkpoint's file checksums; every file that is read is compared with them.
-          only_whole_chunks: but no chunk that is not wanted whole anyway.
-          identity: each :meth:`read` looks whether the checkpoint is still this one; None where the caller does, for
-            many reads together.
-          cache: through which chunks of an object store are fetched.
+          only_whole_chunks: verifies an uncompressed chunk only if one request reads all of it.
+          identity: each :meth:`read` checks that the checkpoint is still this one; None if the caller checks it once for
+            many reads.
+          cache: fetches the chunks of an object store.
         """
         self._storage = storage = located.storage
         self._directory = directory = located.directory
@@ -93,7 +93,7 @@ class ArrayReader:
         return self._cache is not None
 
     def url(self, array: StoredArray) -> str:
-        """Where an array lies, for messages."""
+        """The location of an array, for messages."""
         return self._storage.url(join(self._directory, array.location))
 
     def range_tasks(self, array: StoredArray, buffers: dict[Box, np.ndarray]) -> list[Callable[[], None]]:
@@ -120,7 +120,7 @@ class ArrayReader:
         """The opened array.
 
         Raises:
-          CorruptCheckpointError: there is no array, or its metadata contradicts the manifest or the size of its files.
+          CorruptCheckpointError: the array is missing, or its metadata contradicts the manifest or the size of its files.
           NotEnoughMemoryError: a chunk is larger than this machine's memory.
         """
         try:
@@ -130,10 +130,10 @@ class ArrayReader:
                 with foreign_errors(f'{leaf} ({self.url(array)})'):
                     raise
             store = self._open_without_metadata(array, leaf)
-        self._check_claims(array, store, f'{leaf} ({self.url(array)})')
+        self._check_sizes(array, store, f'{leaf} ({self.url(array)})')
         return store
 
-    def _check_claims(self, array: StoredArray, store: Any, where: str) -> None:
+    def _check_sizes(self, array: StoredArray, store: Any, where: str) -> None:
         """Checks sizes, before TensorStore allocates memory for a chunk or a list of all chunks."""
         chunk = store.chunk_layout.read_chunk.shape or ()
         # The chunks of an empty array are empty, too.
@@ -180,15 +180,15 @@ class ArrayReader:
             return self.wait(ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()))
 
     def read(self, leaf: StoredLeaf, name: str, index: Any = ...) -> np.ndarray:
-        """Reads a numpy basic index of an array; only the chunks it touches are read.
+        """Reads a numpy basic index of an array; only the chunks that it overlaps are read.
 
         Args:
           leaf: the array.
-          name: the leaf's, for errors.
-          index: integers, slices with any step, Ellipsis and None, in a tuple or alone.
+          name: of the leaf, for errors.
+          index: an integer, a slice with any step, Ellipsis or None, or a tuple of these.
 
         Returns:
-          An array of the leaf's dtype: a new one or, for the index ``...`` of a mapped leaf, one on a private map.
+          An array of the leaf's dtype: a new array or, for the index ``...`` of a mapped leaf, an array on a private map.
 
         Raises:
           CheckpointNotFoundError: the checkpoint was deleted or overwritten since it was opened.

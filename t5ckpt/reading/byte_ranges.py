@@ -45,7 +45,7 @@ class RangeReader:
     """Reads arrays of one checkpoint. Safe from any thread."""
 
     def __init__(self, storage: Storage, directory: str):
-        """Takes the directory that the files lie in."""
+        """Takes the directory of the files."""
         self._storage = storage
         self._directory = directory
 

@@ -27,7 +27,7 @@ class ChecksumVerifier:
     """The checksums of one checkpoint's files. Safe from any thread."""
 
     def __init__(self, checksums: FileChecksums, files: CheckpointFiles, *, only_whole_chunks: bool = False):
-        """Takes the checkpoint's file checksums, and what reads its files.
+        """Takes the checkpoint's file checksums, and the reader of its files.
 
         With ``only_whole_chunks`` an uncompressed chunk is verified only if one request reads all of it. A compressed chunk
         is always read whole, and so verified.
@@ -43,7 +43,7 @@ class ChecksumVerifier:
         return self._checksums.below(prefix)
 
     def compare(self, file: str, leaf: str, found: FileEntry) -> None:
-        """Compares a file's length and checksum with what is recorded.
+        """Compares a file's length and checksum with the recorded ones.
 
         Raises:
           CorruptCheckpointError: they differ, or the file has none.

@@ -143,7 +143,7 @@ def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: byte
 
 
 def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) -> FileChecksums | None:
-    """The checkpoint's file checksums; None if nobody asked, or it has none, as T5X's have none."""
+    """The checkpoint's file checksums; None if they were not read, or the checkpoint has none, as those of T5X."""
     lists = raw.checksum_lists
     if lists is None or (raw.sidecar is None and not lists):
         return None
@@ -188,7 +188,7 @@ def check_step(contents: Contents, *, strictly: bool) -> None:
     """Checks that the directory's name has the step that was saved; a renamed or copied directory may have another.
 
     Raises:
-      CorruptCheckpointError: it has not, with ``strictly``; otherwise this is logged.
+      CorruptCheckpointError: with ``strictly``, the name has another step; otherwise a warning is logged.
     """
     written, step = contents.sidecar.extra.get('step'), contents.located.step
     if written is None or step is None or written == step:

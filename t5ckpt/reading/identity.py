@@ -86,9 +86,9 @@ class Identity:
     def _witnesses(self) -> Collection[str]:
         """The files whose versions tell of an overwrite."""
         if is_safetensors(self.located.manifest):
-            # Each is replaced, or written to, by itself.
+            # Each file can be replaced separately.
             return self.versions
-        # A directory is replaced as a whole; in a bucket an equal manifest has an equal version, but no equal sidecar.
+        # A directory is replaced as a whole. In a bucket, an equal manifest has an equal version, so the sidecar is compared.
         is_bucket = SIDECAR in self.versions and not self.located.storage.renames
         return self.versions.keys() & {SIDECAR if is_bucket else self.located.manifest}
 
@@ -97,13 +97,13 @@ class Identity:
 
         Raises:
           CheckpointNotFoundError: it is not; chained to ``cause``.
-          StorageError: the check failed, so that a CorruptCheckpointError is not proven.
+          StorageError: the check failed, so the cause of a CorruptCheckpointError is unknown.
         """
         try:
             change = self._change()
         except T5CkptError as error:
             if isinstance(error, StorageError) and isinstance(cause, CorruptCheckpointError):
-                # A storage that fails now may have failed before, and no damage is proven.
+                # The storage that fails now may also have caused the first error, so the file may be intact.
                 raise error from cause
             # The check itself failed; the first error is more useful.
             return

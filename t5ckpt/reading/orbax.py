@@ -3,12 +3,12 @@
 Two layouts (orbax/checkpoint/_src/serialization/type_handlers.py, _src/metadata/tree.py; written by orbax 0.12.8 and
 by the orbax of 2023):
 
-- ``_METADATA`` is JSON, ``tree_metadata`` lists every leaf with its keys and type. Arrays are zarr (or zarr3, where
-  ``use_zarr3`` is set) under the name of their keys joined with '.', in an OCDBT database beside the file
+- ``_METADATA`` is JSON; its ``tree_metadata`` lists every leaf with its keys and type. Arrays are zarr (zarr3 if
+  ``use_zarr3`` is set) with the keys joined by '.' as the name, in an OCDBT database in the same directory
   (``manifest.ocdbt``) or in a directory each. Strings are in ``_strings.json``.
-- ``checkpoint`` is Flax msgpack, and each array's leaf is the string ``PLACEHOLDER://<name>``.
+- ``checkpoint`` is Flax msgpack, in which each array is the string ``PLACEHOLDER://<name>``.
 
-A step directory holds the tree itself or, below it, items; ours is ``state`` (T5X) or ``default`` (Orbax).
+A step directory contains the tree itself or directories of items, of which ``state`` (T5X) or ``default`` (Orbax) is read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reads the manifest, the sidecar and the file checksums of a located checkpoint, undecoded.
 
-While a step is overwritten in place, ``t5ckpt.json`` is for a moment the sidecar of another manifest, and after a crash until
-garbage collection. The sidecar that belongs to the manifest then has another name, see ``commit/swap.py``.
+While a step is overwritten in place, and after a crash until garbage collection, ``t5ckpt.json`` may belong to another manifest.
+The sidecar of the manifest then has another name, see ``commit/swap.py``.
 
-Notes: one checksum of the manifest; no request more than one for each file, unless manifest and sidecar do not match.
+Notes: computes one checksum of the manifest, and sends one request per file unless manifest and sidecar do not match.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from t5ckpt.reading.safetensors import read_tensors
 
 __all__ = ['RawFiles', 'find_sidecar', 'is_sidecar_of', 'read_raw', 'sidecar_name']
 
-# So often is a step read anew that is overwritten between the reads of its manifest and of its sidecar.
+# The number of times that a step is read again if it is overwritten between the reads of its manifest and of its sidecar.
 _OVERWRITES = 3
 
 
@@ -73,7 +73,7 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
                 break
         before, raw = raw, _read_pair(located, files)
         if raw == before:
-            # The checkpoint is damaged, as its readers will find.
+            # The checkpoint is damaged, which its decoder reports.
             break
     return dataclasses.replace(raw, checksum_lists=_read_lists(located, files, raw.sidecar)) if checksums else raw
 
@@ -94,7 +94,7 @@ def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
 
 
 def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None) -> dict[str, bytes]:
-    """The files with the file checksums: those that the sidecar records, and those beside it."""
+    """The files with the file checksums: those in the directory and those that the sidecar records."""
     names = {entry.name for entry in located.storage.entries(located.directory) if is_file_checksums(entry.name)}
     found = {name: files.read(name) for name in names}
     with contextlib.suppress(CorruptCheckpointError):
@@ -115,7 +115,7 @@ def sidecar_name(manifest: bytes, names: Container[str]) -> str:
 
 
 def find_sidecar(files: CheckpointFiles, manifest: str, names: Collection[str]) -> str:
-    """The same for a manifest that was not read yet; it is read only if a step that was overwritten may have two sidecars."""
+    """As :func:`sidecar_name`, for a manifest that was not read yet; it is read only if the directory has several sidecars."""
     if any(map(is_swap_sidecar, names)):
         with contextlib.suppress(T5CkptError):
             return sidecar_name(files.read(manifest), names)

@@ -61,7 +61,7 @@ def read_tensors(
 
 
 def _weight_map(text: bytes, where: str) -> dict[str, str]:
-    """The file of each tensor by an index.
+    """The file of each tensor, from an index.
 
     Raises:
       CorruptCheckpointError: the index does not decode, or names a file that is not below its directory.
@@ -82,10 +82,10 @@ def _weight_map(text: bytes, where: str) -> dict[str, str]:
 def _chosen(
     by_tensor: Mapping[str, str], found: Mapping[str, tuple[int, list[Any]]], where: str
 ) -> dict[str, tuple[int, list[Any]]]:
-    """The tensors of each file that the index takes from it: of one that several files hold, the index names one.
+    """The tensors of each file for which the index names this file; several files may have the same tensor.
 
     Raises:
-      CorruptCheckpointError: a file lacks a tensor that the index takes from it, or the index lacks a tensor.
+      CorruptCheckpointError: a file lacks a tensor that the index assigns to it, or the index lacks a tensor.
     """
     held: dict[str, list[str]] = {}
     for file, (_, tensors) in found.items():
@@ -133,14 +133,14 @@ def _entries(files: _Local | _Bucket, file: str) -> tuple[int, list[Any]]:
 
 
 class _Local:
-    """The files of a directory on a disk."""
+    """The files of a local directory."""
 
     def __init__(self, root: str, follow_links: bool):
         self._root = root
         self._contained = ContainedDirectory(root, follow_links=follow_links)
 
     def where(self, file: str) -> str:
-        """The name for messages."""
+        """The path of a file, for messages."""
         return os.path.join(self._root, file)
 
     def read(self, file: str) -> bytes:
@@ -181,7 +181,7 @@ class _Bucket:
         self._directory = directory
 
     def where(self, file: str) -> str:
-        """The name for messages."""
+        """The URL of a file, for messages."""
         return self._storage.url(join(self._directory, file))
 
     def read(self, file: str) -> bytes:

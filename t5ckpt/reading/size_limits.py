@@ -1,6 +1,6 @@
-"""Limits the sizes that a checkpoint's metadata may claim, before memory is allocated.
+"""Checks the sizes in a checkpoint's metadata against its files, before memory is allocated.
 
-A manifest of a hundred bytes can claim an array or a chunk of 2^60 elements. Memory is allocated only for sizes that the files
+A manifest of a hundred bytes can describe an array or a chunk of 2^60 elements. Memory is allocated only for sizes that the files
 can hold. A plain chunk is as long as its file, and no codec of zarr expands one byte to more than 2^17 bytes (zstd 2^15, gzip
 2^10, blosc 2^8; bz2 can, but only for chunks of zeros far above the size that is checked). An array that needs more memory
 than the machine has is refused, before the kernel kills the process.
@@ -22,7 +22,7 @@ _CGROUP = '/sys/fs/cgroup'
 
 
 def check_chunk(chunk_bytes: int, file_bytes: Callable[[], int], where: str) -> None:
-    """Checks that a chunk file can hold as many bytes as its metadata claims; small claims are accepted unchecked.
+    """Checks that a chunk file can hold the bytes that its metadata describes; small chunks are accepted unchecked.
 
     Raises:
       CorruptCheckpointError: no codec compresses that many bytes to the size of the file.
@@ -55,10 +55,10 @@ def check_memory(nbytes: int, where: str) -> None:
 
 
 def check_count(chunks: int, files: Callable[[], int], where: str) -> None:
-    """Checks that there are as many files as the metadata claims chunks; counts them only for large claims.
+    """Checks that an array with many chunks has a file for each; the files of an array with few chunks are not counted.
 
     Raises:
-      CorruptCheckpointError: there are fewer.
+      CorruptCheckpointError: it has fewer files.
     """
     if chunks > _MANY and chunks > (found := files()):
         raise CorruptCheckpointError(

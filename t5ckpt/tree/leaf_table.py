@@ -39,10 +39,10 @@ class Empty:
 
 
 def unflatten(table: Mapping[Path, Any]) -> dict[str, Any]:
-    """Nested dicts from a table.
+    """Converts a table to nested dicts.
 
     Raises:
-      UnsupportedLeafError: one leaf's path goes through another leaf.
+      UnsupportedLeafError: the path of a leaf continues that of another leaf.
     """
     root: dict[str, Any] = {}
     owned: set[int] = {id(root)}
@@ -65,7 +65,7 @@ def unflatten(table: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def flatten_nested(tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool], prefix: Path = ()) -> LeafTable:
-    """A table from nested dicts; what is empty becomes ``Empty``, and ``is_leaf`` maps stay whole."""
+    """Converts nested dicts to a table; empty containers become ``Empty``, and mappings with ``is_leaf`` are leaves."""
     table: LeafTable = {}
     _flatten_into(table, tree, is_leaf, prefix)
     return table
@@ -75,7 +75,7 @@ def _flatten_into(table: LeafTable, tree: Mapping[Any, Any], is_leaf: Callable[[
     for key, value in tree.items():
         path = (*prefix, str(key))
         if isinstance(value, np.ndarray):
-            # First: most leaves are arrays, and to ask whether it is a Mapping takes ten times as long.
+            # First, because most leaves are arrays, and a check for Mapping takes ten times as long.
             table[path] = value
         elif isinstance(value, Mapping) and not is_leaf(value):
             if value:
@@ -89,7 +89,7 @@ def _flatten_into(table: LeafTable, tree: Mapping[Any, Any], is_leaf: Callable[[
 
 
 def lookup(tree: Any, path: Path, default: Any = None) -> Any:
-    """The node at ``path`` in a tree of mappings, sequences and attributes, or ``default`` where it ends early."""
+    """The node at ``path`` in a tree of mappings, sequences and attributes, or ``default`` if there is no such node."""
     from jax.sharding import PartitionSpec
 
     node: Any = tree

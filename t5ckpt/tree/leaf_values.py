@@ -18,7 +18,7 @@ from t5ckpt.lazy import LazyArray
 
 __all__ = ['as_instance', 'base_number', 'check_has_values', 'check_is_array', 'is_jax_array', 'is_key', 'valued_leaf']
 
-# What is more than an array of values, by library, and what to give in its place.
+# Libraries whose arrays have more than values, and the conversion that an error suggests.
 _OTHERS = {
     'pandas': 'x.to_numpy()',
     'scipy': 'x.toarray(), or its arrays in a dict,',
@@ -30,20 +30,20 @@ _VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
 
 
 def is_jax_array(leaf: Any) -> bool:
-    """Whether a leaf is a jax.Array; asks its type, since a donated array answers no other question."""
+    """Whether a leaf is a jax.Array; checks only the type, since the attributes of a donated array raise."""
     return hasattr(type(leaf), 'addressable_shards')
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype is JAX's extended key type; without importing jax, which need not be there to ask."""
+    """Whether a dtype is that of JAX's typed keys; does not import jax."""
     return not isinstance(dtype, np.dtype) and type(dtype).__name__ == 'KeyTy'
 
 
 def check_is_array(path: Path, leaf: Any) -> None:
-    """Whether what is no Python number, text or container has the shape and the dtype of an array.
+    """Checks that a leaf has the shape and the dtype of an array; not for Python numbers, text and containers.
 
     Raises:
-      UnsupportedLeafError: it has not, or it is more than its values, such as a mask or an index.
+      UnsupportedLeafError: it does not, or it has more than values, such as a mask or an index.
     """
     name, kind = leaf_name(path), f'{type(leaf).__module__}.{type(leaf).__qualname__}'.removeprefix('builtins.')
     library = kind.partition('.')[0]
@@ -54,7 +54,7 @@ def check_is_array(path: Path, leaf: Any) -> None:
     try:
         is_array = isinstance(leaf.shape, tuple)
         if not is_key(leaf.dtype):
-            # Raises where numpy has no such dtype.
+            # Raises if NumPy does not have the dtype.
             native_dtype(leaf.dtype)
     except Exception:  # noqa: BLE001 - the attributes may be properties of any class
         is_array = False
@@ -66,12 +66,12 @@ def check_is_array(path: Path, leaf: Any) -> None:
 
 
 def check_has_values(path: Path, value: Any) -> None:
-    """Before a leaf's values are asked for.
+    """Checks that a leaf has values.
 
     Raises:
       UnsupportedLeafError: it is a tracer, or its buffer was donated.
     """
-    # First, since a tracer answers hardly any question.
+    # First, since most attributes of a tracer raise.
     if 'Tracer' in type(value).__name__:
         raise UnsupportedLeafError(
             f'{leaf_name(path)}: is a tracer. Save outside of jit, with the arrays that the step returned.'
@@ -83,13 +83,12 @@ def check_has_values(path: Path, value: Any) -> None:
 
 
 def valued_leaf(path: Path, leaf: Any) -> Any:
-    """A leaf of a state to be saved, as something that holds values: what only looks like an array is read now.
+    """The values of a leaf of a state to save.
 
-    A ``jax.Ref`` is read as the array it holds at the moment, and an object with ``__array__`` as numpy. Other leaves come
-    back as they are.
+    Reads the current array of a ``jax.Ref``, and converts an object with ``__array__`` to numpy. Returns other leaves unchanged.
 
     Raises:
-      UnsupportedLeafError: it looks like an array and does not give one, or is a tracer or a donated array.
+      UnsupportedLeafError: its values cannot be read, or it is a tracer or a donated array.
     """
     check_has_values(path, leaf)
     if is_jax_array(leaf) or isinstance(leaf, _VALUED) or leaf is None or leaf is ...:
@@ -120,19 +119,19 @@ def is_abstract(leaf: Any) -> bool:
 
 
 def leaf_devices(leaf: Any) -> int:
-    """Over how many devices a leaf is spread; 1 for what is no jax.Array."""
+    """The number of devices of a leaf; 1 for a leaf that is not a jax.Array."""
     # A tracer has no such attribute.
     sharding = getattr(leaf, 'sharding', None) if is_jax_array(leaf) else None
     return 1 if sharding is None else len(sharding.device_set)
 
 
 def most_devices(leaves: Iterable[Any]) -> int:
-    """Over how many devices the leaf lies that is spread most."""
+    """The largest number of devices of any leaf."""
     return max(map(leaf_devices, leaves), default=1)
 
 
 def _is_ref(leaf: Any) -> bool:
-    """Whether a leaf is a mutable array of JAX's (``jax.new_ref``)."""
+    """Whether a leaf is a mutable array of JAX (``jax.new_ref``)."""
     if not type(leaf).__module__.startswith('jax.'):
         return False
     import jax
@@ -146,12 +145,12 @@ def base_number(python: type) -> type:
 
 
 def as_instance(python: type, value: Any) -> Any:
-    """A number or text as the template's subclass, if that holds exactly this value; else as it is."""
+    """Converts a number or text to the template's subclass, if that has exactly this value; else returns it unchanged."""
     if type(value) is python:
         return value
     try:
         made = python(value)
         is_same = bool(made == value or (np.isnan(made) and np.isnan(value)))
-    except Exception:  # noqa: BLE001 - a class of the user's: an enum may have lost this member
+    except Exception:  # noqa: BLE001 - the user's class, such as an enum without this member
         return value
     return made if is_same else value

@@ -23,17 +23,17 @@ BARE: Path = ('array',)
 
 
 def is_bare_array(state: Any) -> bool:
-    """Whether a state that is a single leaf is an array. A number, NumPy's too, is more likely a step in the wrong place."""
+    """Whether a state that is a single leaf is an array. A number or NumPy scalar is more likely a misplaced step."""
     return hasattr(state, 'shape') and hasattr(state, 'dtype') and not isinstance(state, np.generic)
 
 
 def is_part(leaf: Any) -> bool:
-    """Whether a leaf carries a state of its own."""
+    """Whether a leaf is an object with a state dict."""
     return hasattr(type(leaf), 'load_state_dict') and hasattr(type(leaf), 'state_dict')
 
 
 def with_parts(view: Any, view_tree: Callable[[Any], Any]) -> Any:
-    """A view of a state in which parts are seen as what their ``state_dict()`` returns.
+    """A view of a state in which each part is replaced by the result of its ``state_dict()``.
 
     Args:
       view: a StateView.
@@ -70,7 +70,7 @@ def with_parts(view: Any, view_tree: Callable[[Any], Any]) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """The values of a LazyArray; the object that loads them knows arrays only."""
+    """The values of a LazyArray, since ``load_state_dict`` expects arrays."""
     return value.get() if isinstance(value, LazyArray) else value
 
 

@@ -23,19 +23,19 @@ _KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
 
 @dataclasses.dataclass(frozen=True)
 class LeafTemplate:
-    """What a template asks for at one leaf.
+    """The description of one leaf of a template.
 
     Attributes:
       kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none', 'empty', 'skip' (``...``, a
-        leaf that a restore leaves out) or 'unread' (one that this restore is not asked for).
+        leaf that a restore leaves out) or 'unread' (a leaf that this restore does not return).
       shape: of the array; of the key data for keys.
       dtype: numpy dtype; uint32 for keys. None for text, none, empty and skip.
       device: whether the result is a jax.Array.
-      sharding: where it goes; None with ``device`` leaves the place to JAX (uncommitted).
-      python: the scalar's type, for 'scalar', which may be a subclass such as an IntEnum; ``np.generic`` where an array leaf
+      sharding: of the result; None with ``device`` lets JAX choose the device (uncommitted).
+      python: the scalar's type, for 'scalar', which may be a subclass such as an IntEnum; ``np.generic`` if an array leaf
         is a numpy scalar.
       impl: the name of the PRNG implementation, for 'key'.
-      example: the leaf itself for 'none', 'empty' and 'text', which come back as they are.
+      example: the leaf itself for 'none', 'empty' and 'text', which are returned unchanged.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class LeafTemplate:
     example: Any = None
 
     def left_out(self) -> LeafTemplate:
-        """The target of a leaf of which nothing is read."""
+        """The template of a leaf that is not read."""
         return dataclasses.replace(self, kind='unread', sharding=None)
 
 
@@ -56,13 +56,13 @@ def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = Fals
     """Describes a template leaf.
 
     Args:
-      path: the leaf's, for the error.
+      path: of the leaf, for errors.
       leaf: jax.Array, ShapeDtypeStruct, numpy array or scalar, Python number, LazyArray, typed key, None, Empty, str.
-      sharding: overrides the leaf's own, where a partitioner decides.
-      host: the result is a numpy array whatever the leaf is.
+      sharding: from a partitioner; overrides that of the leaf.
+      host: whether the result is a numpy array in any case.
     """
     if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
-        # First, because most leaves are such: none of the other questions needs to be asked.
+        # First, because most leaves are jax.Arrays.
         place = _own_sharding(leaf) if sharding is None else sharding
         return LeafTemplate('array', leaf.shape, leaf.dtype, not host, None if host else place)
     if leaf is None or leaf is ...:
@@ -104,9 +104,9 @@ def _key_target(leaf: Any, sharding: Any) -> LeafTemplate:
 
 
 def leaf_to_save(path: Path, leaf: Any) -> tuple[Any, LeafTemplate]:
-    """The values of a leaf of a state to be saved, and their description.
+    """The values of a leaf of a state to save, and their description.
 
-    What only looks like an array is read now. Typed keys become their data, and a subclass of a Python number that number.
+    Reads the values as :func:`valued_leaf`. Typed keys become their data, and a subclass of a Python number that number.
 
     Raises:
       UnsupportedLeafError: the leaf has no values, or is not an array or a number.
@@ -131,7 +131,7 @@ def leaf_to_save(path: Path, leaf: Any) -> tuple[Any, LeafTemplate]:
 
 
 def canonical_dtype(dtype: np.dtype) -> np.dtype:
-    """What JAX makes of a dtype on a device: of 64 bits 32, unless ``jax_enable_x64`` is set."""
+    """The dtype on a device: JAX converts 64 bits to 32, unless ``jax_enable_x64`` is set."""
     import jax
 
     return jax.dtypes.canonicalize_dtype(dtype)

@@ -23,13 +23,13 @@ __all__ = ['MAX_STEP', 'OWN_STEPS', 'StateView', 'flatten_state', 'step_of']
 MAX_STEP = 10**18
 
 
-# Where a state may hold its step: T5X's and Flax's.
+# The paths of the step in states of T5X and Flax.
 OWN_STEPS: tuple[Path, ...] = (('state', 'step'), ('step',))
 
 
 @dataclasses.dataclass(frozen=True)
 class StateView:
-    """A state seen as a table.
+    """A state as a table.
 
     Attributes:
       table: path to leaf; ``Empty`` stands for an empty container.
@@ -55,7 +55,7 @@ def flatten_state(state: Any) -> StateView:
 def _view_pytree(tree: Any) -> StateView:
     with paused():
         view = _flattened(tree)
-    # Outside of the pause, since a part's state_dict() is the user's code.
+    # Not in the pause, since a part's state_dict() is the user's code.
     return with_parts(view, _view_pytree)
 
 
@@ -93,7 +93,7 @@ def _path_of_single(state: Any) -> Path:
     """The path of a state that is one leaf.
 
     Raises:
-      UnsupportedLeafError: it is no array.
+      UnsupportedLeafError: it is not an array.
     """
     if _empty_kind(state) is not None:
         raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
@@ -139,15 +139,15 @@ def _key_text(key: Any) -> str:
 
 
 def step_of(state: Any, table: LeafTable, step: int | None) -> int:
-    """The step that a save is named after.
+    """The step of a save.
 
     Args:
       state: may have an attribute ``step``.
       table: may have a leaf ``state/step`` or ``step``.
-      step: the caller's word, which wins.
+      step: from the caller; overrides the others.
 
     Raises:
-      ValueError: no step anywhere, or not a non-negative integer.
+      ValueError: there is no step, or it is not a non-negative integer.
       UnsupportedLeafError: it was donated, or is a tracer.
     """
     value: Any = step if step is not None else _found_step(state, table)

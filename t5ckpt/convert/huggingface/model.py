@@ -184,7 +184,7 @@ def _count(names: Iterable[str], pattern: str) -> int:
 
 def _bounded(count: int, what: str) -> int:
     if count > _MAX_COUNT:
-        raise UnsupportedFormatError(f'{count} {what}: no T5 has so many.')
+        raise UnsupportedFormatError(f'{count} {what}: more than any T5 has.')
     return count
 
 

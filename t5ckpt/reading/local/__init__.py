@@ -1,1 +1,1 @@
-"""Uncompressed chunk files of a local checkpoint, read without TensorStore."""
+"""Reads uncompressed chunk files of a local checkpoint without TensorStore."""

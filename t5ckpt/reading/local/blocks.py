@@ -1,4 +1,4 @@
-"""A chunk cut into blocks that are read and copied one at a time."""
+"""Divides a chunk into blocks that are read and copied one at a time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Limits:
     """Sizes in bytes.
 
     Attributes:
-      task: what one task reads at least.
-      scratch: what is copied at once; fits a core's cache.
-      scatter: what is read at once to many places.
-      min_run: shorter runs are copied, since each place costs the kernel as much as to copy some hundred bytes.
+      task: the least that one task reads.
+      scratch: a block that is copied; fits a core's cache.
+      scatter: a block that is read into many buffers with one system call.
+      min_run: shorter runs are copied, since each address of a scatter read costs as much as a copy of some hundred bytes.
     """
 
     task: int = 8 * 2**20
@@ -29,7 +29,7 @@ class Limits:
 
 
 class Blocks:
-    """The bytes of a chunk in blocks that are boxes, too: some rows of one axis, whole in all later ones."""
+    """The blocks of a chunk: each is a contiguous range of bytes and a box of some rows of one axis, whole in all later axes."""
 
     def __init__(self, chunks: PlainChunks, limit: int):
         self._is_scalar = not chunks.grid.chunk_shape
@@ -46,9 +46,9 @@ class Blocks:
         self.count = self._grid.num_chunks
 
     def ranges(self, size: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks of about ``size`` bytes that hold the bytes from ``first`` to ``last``.
+        """Ranges of blocks of about ``size`` bytes that cover the bytes from ``first`` to ``last``.
 
-        A chunk may claim to be larger than anything, so its blocks are not counted one by one.
+        Damaged metadata may describe a huge chunk, so the blocks are not enumerated.
         """
         step = max(1, size // (self._rows * self._row))
         begin, end = self._block_at(first), self._block_at(last - 1) + 1
@@ -59,7 +59,7 @@ class Blocks:
         return lead * self._per_lead + row // self._rows
 
     def offset(self, index: int) -> int:
-        """Where a block begins in the file, in bytes."""
+        """The offset of a block in the file, in bytes."""
         lead, rest = divmod(index, self._per_lead)
         return (lead * self._axis_rows + rest * self._rows) * self._row
 

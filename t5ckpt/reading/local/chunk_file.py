@@ -1,4 +1,4 @@
-"""One chunk file that is open: asking for it ahead, and filling buffers with ranges of it."""
+"""An open chunk file: readahead, and reads of byte ranges into buffers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ChunkFile:
     """An open chunk file.
 
     Attributes:
-      fd: its descriptor, which is closed by ``close``.
+      fd: its descriptor, which ``close`` closes.
       path, leaf: for messages.
-      base: where the chunk begins in the file; offsets count from there.
+      base: the offset of the chunk in the file; other offsets are relative to it.
     """
 
     fd: int
@@ -30,16 +30,16 @@ class ChunkFile:
     base: int = 0
 
     def announce(self, start: int, stop: int) -> None:
-        """Has the kernel begin to read a range of bytes; where it cannot be asked to, it reads when it must."""
+        """Asks the kernel to read a range of bytes ahead, if the system supports it."""
         if hasattr(os, 'posix_fadvise'):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.fd, self.base + start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fills a buffer with the bytes from an offset on.
+        """Fills a buffer with the bytes at an offset.
 
         Raises:
-          CorruptCheckpointError: the file ends before.
+          CorruptCheckpointError: the file is too short.
           OSError: it cannot be read.
         """
         offset += self.base
@@ -62,5 +62,5 @@ class ChunkFile:
         )
 
     def close(self) -> None:
-        """Once."""
+        """Closes the descriptor; to be called once."""
         os.close(self.fd)

@@ -1,23 +1,22 @@
-"""Reading chunk files straight into the buffers that wait for them, without TensorStore.
+"""Reads uncompressed chunk files directly into the buffers of a restore, without TensorStore.
 
-A chunk of plain bytes (``reading/local/uncompressed.py``) needs no decoding. TensorStore still reads it into memory of
-its own first, and on a machine whose memory is dear to touch for the first time that alone halves the speed. Here a
-thread reads
+A chunk of plain bytes (``reading/local/uncompressed.py``) needs no decoding. TensorStore would read it into its own memory
+first, which halves the speed on machines with expensive page faults. Here a thread reads
 
-- bytes that lie one after another both in the file and in the buffer: directly to where they belong;
-- a chunk whose rows are cut up among the devices of another sharding: with one system call for many rows, each to the
-  buffer that it belongs to (``reading/local/scatter_read.py``);
-- the rest (runs of a few bytes, a dtype to convert): block by block into a scratch of 1 MiB that stays in the processor's
-  cache, and from there to every buffer that wants some of it.
+- bytes that are contiguous both in the file and in the buffer: directly into the buffer;
+- a chunk whose rows are divided among the devices of another sharding: with one system call for many rows, each into its
+  buffer (``reading/local/scatter_read.py``);
+- other chunks (runs of a few bytes, a dtype to convert): block by block into a scratch of 1 MiB that fits the processor's
+  cache, from which each buffer copies its elements.
 
-With checksums to compare (``reading/checksum_verifier.py``) a thread reads a whole chunk file, block by block, hashes
-each block while it is in the cache, and copies it to whoever wants some of it and did not get it directly.
+To verify checksums (``reading/checksum_verifier.py``), a thread reads a whole chunk file block by block, hashes each block
+while it is in the cache, and copies it to the buffers that it was not read into.
 
-So each byte is read once however many devices want parts of its chunk, and the only memory that is touched besides the
-buffers is the scratch.
+So each byte is read once, even if several devices need parts of its chunk, and no memory except the buffers and the scratch is
+used.
 
-Notes: one thread per 8 MiB of a file. The kernel is told of a few files ahead of the one that is read (``posix_fadvise``),
-which keeps a disk busy when nothing is cached.
+Notes: one thread per 8 MiB of a file. The kernel is asked to read a few files ahead (``posix_fadvise``), which keeps the disk
+busy when nothing is cached.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ from t5ckpt.storage import foreign_errors
 
 __all__ = ['DirectReader', 'Limits', 'ReadRequest']
 
-# Beyond it the list of chunks would itself be large; TensorStore works through such a grid piece by piece.
+# For more chunks the list of reads would be large; TensorStore iterates over such a grid.
 _MAX_CHUNKS = 2**14
-# Files of a task that are open at once, of which the kernel reads those behind the first.
+# The files of a task that are open at once; the kernel reads all but the first ahead.
 _AHEAD = 4
-# Elements are moved as words, which numpy copies faster than the dtypes that it does not know itself.
+# Elements are copied as integers of the same size, since NumPy copies those faster than extension dtypes.
 _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 Task = Callable[[], None]
@@ -66,12 +65,12 @@ Task = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class ReadRequest:
-    """What is read of one array.
+    """The boxes of one array to read.
 
     Attributes:
-      array: what the manifest says of it.
+      array: the array as the manifest describes it.
       leaf: its name, for errors.
-      dtype: the leaf's, which ``array.dtype`` may only stand for (``dtypes.from_stored``).
+      dtype: of the leaf; ``array.dtype`` may be a stored form of it (``dtypes.from_stored``).
       buffers: C-order arrays of the boxes' shapes, all in ``array.dtype`` or all in the dtype to convert to.
     """
 
@@ -82,7 +81,7 @@ class ReadRequest:
 
 
 class DirectReader:
-    """Reads the plain arrays of one checkpoint that lies in a local directory. Safe from any thread."""
+    """Reads the uncompressed arrays of one checkpoint in a local directory. Safe from any thread."""
 
     def __init__(
         self,
@@ -100,10 +99,10 @@ class DirectReader:
         self._local = threading.local()
 
     def plain_chunks(self, array: StoredArray, leaf: str) -> PlainChunks | None:
-        """The chunks of an array that can be read here; None for any other.
+        """The chunks of an array that this reader can read; None for any other array.
 
         Raises:
-          CorruptCheckpointError: its ``.zarray`` is no regular file.
+          CorruptCheckpointError: its ``.zarray`` is not a regular file.
         """
         if array.container == 'file':
             return chunk_of_file(array)
@@ -113,20 +112,20 @@ class DirectReader:
             with ChunkFiles(self.root, array.location, leaf, follow_links=self.follow_links) as files:
                 text = files.metadata()
         except OSError:
-            # TensorStore finds the words for what is wrong.
+            # TensorStore reads the array instead, and reports the error.
             return None
         if self.checks is not None:
             self.checks.compare(f'{array.location}/.zarray', leaf, entry_of(text))
         return plain_chunks_of(text, array)
 
     def tasks(self, request: ReadRequest, chunks: PlainChunks) -> list[Task] | None:
-        """Cuts a read into tasks for threads; the buffers are filled when all are done. None: too many chunks."""
+        """The tasks for threads that fill the buffers of a request; None if there are too many chunks."""
         if sum(chunks.grid.count(box) for box in request.buffers) > _MAX_CHUNKS:
             return None
         return _ArrayRead(self, request, chunks).tasks()
 
     def scratch(self) -> np.ndarray:
-        """Memory of this thread, which the next read overwrites."""
+        """A buffer of this thread, which the next read overwrites."""
         if not hasattr(self._local, 'scratch'):
             self._local.scratch = np.empty(self.limits.scratch, np.uint8)
         return self._local.scratch
@@ -134,13 +133,13 @@ class DirectReader:
 
 @dataclasses.dataclass(frozen=True)
 class _CopyRegion:
-    """What one buffer takes from one chunk.
+    """The elements that one buffer takes from one chunk.
 
     Attributes:
-      box: where, in the chunk's coordinates.
-      first, last: bytes of the chunk from the first element to the end of the last.
-      target: the view of the buffer that takes it.
-      straight: the bytes of ``target``, if they are the bytes from ``first`` to ``last``.
+      box: of these elements, in the chunk's coordinates.
+      first, last: the byte range in the chunk from the first element to the end of the last.
+      target: the view of the buffer for these elements.
+      straight: the bytes of ``target``, if they equal the bytes from ``first`` to ``last``.
     """
 
     box: Box
@@ -150,13 +149,13 @@ class _CopyRegion:
     straight: memoryview | None
 
     def takes(self, start: int, stop: int) -> bool:
-        """Whether these bytes of the chunk can be read to where they belong."""
+        """Whether these bytes of the chunk can be read directly into the buffer."""
         return self.straight is not None and self.first <= start and stop <= self.last
 
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkRead:
-    """Blocks ``start`` to ``stop`` of one chunk file, and the regions that have elements there."""
+    """The blocks ``start`` to ``stop`` of one chunk file, and the regions that overlap them."""
 
     name: str
     start: int
@@ -182,7 +181,7 @@ class _ArrayRead:
         self._blocks = Blocks(chunks, reader.limits.scatter if self._scatters else reader.limits.scratch)
 
     def _takes_whole_chunks(self) -> bool:
-        """Whether each chunk that is touched goes to one buffer, all of it that lies inside the array."""
+        """Whether each chunk is read whole into one buffer, except for elements outside the array."""
         grid = self._chunks.grid
         for chunk_index, regions in self._regions.items():
             inside = Box.whole(grid.box(chunk_index).shape)
@@ -195,7 +194,7 @@ class _ArrayRead:
         return min((region.target.shape[-1] * self._chunks.itemsize for region in regions), default=0)
 
     def tasks(self) -> list[Task]:
-        """All of them; see ``DirectReader.tasks``."""
+        """See ``DirectReader.tasks``."""
         tasks: list[Task] = []
         batch: list[_ChunkRead] = []
         size = 0
@@ -215,14 +214,14 @@ class _ArrayRead:
         return tasks
 
     def _ranges(self, regions: Sequence[_CopyRegion]) -> Iterable[tuple[int, int]]:
-        """The blocks of a chunk that are read together: to be hashed, all of them."""
+        """The ranges of blocks that are read together; a chunk whose checksum is verified is one range."""
         if self._checks is not None:
             return [(0, self._blocks.count)]
         span = min(region.first for region in regions), max(region.last for region in regions)
         return self._blocks.ranges(self._reader.limits.task, *span)
 
     def _regions_by_chunk(self) -> dict[ChunkIndex, list[_CopyRegion]]:
-        """By chunk index, what is wanted of the chunk."""
+        """The regions to read, by chunk index."""
         regions: dict[ChunkIndex, list[_CopyRegion]] = {}
         for box, buffer in self._request.buffers.items():
             for chunk_index in self._chunks.grid.chunks_of(box):
@@ -233,7 +232,7 @@ class _ArrayRead:
         grid, itemsize = self._chunks.grid, self._chunks.itemsize
         chunk = grid.full_box(chunk_index)
         if box == chunk:
-            # Most leaves of a model have one chunk, which one device takes whole.
+            # A fast path: most leaves of a model have one chunk, which one device reads whole.
             box_in_chunk, target = Box.whole(box.shape), buffer
         else:
             both = box.intersect(chunk)
@@ -313,14 +312,14 @@ class _ArrayRead:
             self._copy(file, index, found)
 
     def _touching(self, index: int, regions: Sequence[_CopyRegion]) -> list[tuple[_CopyRegion, Box]]:
-        """The regions that have elements in a block, each with the box of these in the chunk's coordinates."""
+        """The regions that overlap a block, each with the overlap in the chunk's coordinates."""
         if not regions:
             return []
         box = self._blocks.box(index)
         return [(region, both) for region in regions if not (both := region.box.intersect(box)).is_empty]
 
     def _scatter(self, file: ChunkFile, found: Sequence[tuple[_CopyRegion, Box]]) -> None:
-        """Reads runs to where they belong, those that follow one another in the file in one call."""
+        """Reads runs directly into their buffers; runs that are adjacent in the file are read in one call."""
         itemsize = self._chunks.itemsize
         strides = [stride * itemsize for stride in _strides(self._chunks.grid.chunk_shape)]
         offsets, places, lengths = [], [], []
@@ -340,14 +339,14 @@ class _ArrayRead:
             file.read_runs(int(offset[first]), place[first:last], length[first:last])
 
     def _copy(self, file: ChunkFile, index: int, found: Sequence[tuple[_CopyRegion, Box]]) -> None:
-        """Reads a block into the scratch and copies what is wanted of it."""
+        """Reads a block into the scratch and copies it to the regions."""
         start, stop = self._blocks.offset(index), self._blocks.offset(index + 1)
         scratch = self._reader.scratch()[: stop - start].data
         file.read(scratch, start)
         self._hand_out(index, scratch, found)
 
     def _hand_out(self, index: int, data: memoryview, found: Sequence[tuple[_CopyRegion, Box]]) -> None:
-        """Copies a block to whoever wants some of it."""
+        """Copies a block to the regions that overlap it."""
         if not found:
             return
         box = self._blocks.box(index)
@@ -365,10 +364,10 @@ class _ArrayRead:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Elements from one index to the next, by axis, in a C-order array."""
+    """The strides of a C-order array, in elements."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _split(starts: np.ndarray, length: int, shorter: int) -> np.ndarray:
-    """Where runs begin when each is cut into shorter ones."""
+    """The starts of the runs when each is divided into shorter ones."""
     return starts if length == shorter else (starts[:, None] + np.arange(0, length, shorter)).reshape(-1)

@@ -51,11 +51,11 @@ def max_maps() -> int:
 
 
 class _MapCount:
-    """How many maps of ours live in this process: the kernel's limit is one for all."""
+    """The number of live maps of this module; the kernel's limit is per process."""
 
     def __init__(self) -> None:
         self._count = 0
-        # Reentrant: a collection of garbage while it is held may end a region.
+        # Reentrant, since Python's garbage collector may delete a region while the lock is held.
         self._guard = threading.RLock()
 
     def take(self, maps: int) -> None:
@@ -73,35 +73,35 @@ _count = _MapCount()
 
 
 class Region:
-    """A range of addresses that is unmapped when the last array on it is gone.
+    """A range of addresses that is unmapped when the last array on it is deleted.
 
-    Not ``weakref.finalize``, which would also unmap at the interpreter's exit, under the hands of JAX's threads.
+    Not ``weakref.finalize``, which would also unmap at the interpreter's exit, while threads of JAX may still read.
     """
 
     def __init__(self, size: int, maps: int):
-        """Takes ``size`` bytes for so many maps; nothing is mapped yet.
+        """Prepares a region of ``size`` bytes in ``maps`` maps; nothing is mapped yet.
 
         Raises:
-          OSError: too many maps are alive.
+          OSError: this process has too many maps.
         """
         _count.take(maps)
         self._maps = maps
         self._size = size
         self._address: int | None = None
-        # Names of a module may be gone when the interpreter ends.
+        # Module globals may be None when ``__del__`` runs at the interpreter's exit.
         self._libc = _libc()
         self._give = _count.give
         self.__array_interface__: dict[str, Any] = {}
 
     def reserve(self) -> None:
-        """Takes the range of addresses, for more than one map."""
+        """Reserves the range of addresses, for more than one map."""
         self._map(None, self._size, _PROT_NONE, mmap.MAP_ANON, -1)
 
     def map(self, fd: int, offset: int, size: int) -> None:
         """Maps the first ``size`` bytes of a file, ``offset`` bytes into the region: a multiple of the page size.
 
         Raises:
-          OSError: the file system cannot map, or there is no room.
+          OSError: the file system cannot map, or the address space is full.
         """
         place, fixed = (None, 0) if self._address is None else (self._address + offset, _MAP_FIXED)
         self._map(place, size, mmap.PROT_READ | mmap.PROT_WRITE, fixed, fd)

@@ -1,22 +1,21 @@
-"""Mapping chunk files instead of reading them.
+"""Memory-maps chunk files instead of reading them.
 
-A zarr chunk without codec, filters and foreign byte order is the bytes of a C-order array, so a chunk file can be the
-array. What is mapped:
+The file of a zarr chunk without codec and filters, in native byte order, has the bytes of a C-order array, so it can be mapped
+as the array. Two kinds of boxes can be mapped:
 
-- a box inside one chunk, where its rows lie one after another;
-- a run of whole chunk files whose bytes, one after the other, are the box: the files are mapped side by side into one
-  reserved range (``MAP_FIXED``), which needs chunks of a whole number of pages. Chunks that divide only the first axis
-  are such a run.
+- a box inside one chunk whose rows are contiguous;
+- a box that is the concatenation of whole chunk files. They are mapped next to each other into one reserved range
+  (``MAP_FIXED``), which needs chunks of a whole number of pages. Chunks that divide only the first axis are such a case.
 
-Everything else gives None, and the caller reads it: other codecs, orders and byte orders, dtypes that TensorStore and
-numpy lay out differently, a missing file, a file system that cannot map. The reading path then also finds the words
-for what is wrong. Two things are errors here: a file of the wrong size, because a map beyond the end of a file kills
-the process when it is touched (SIGBUS), and a symbolic link that leads out of the checkpoint.
+For any other box the result is None, and the caller reads it: other codecs, orders and byte orders, dtypes that TensorStore and
+NumPy lay out differently, a missing file, a file system that cannot map. The read then reports the error, if there is one. Two
+cases are errors here: a file of the wrong size, because an access beyond the end of a mapped file kills the process (SIGBUS),
+and a symbolic link that leads out of the checkpoint.
 
-Maps are private (``MAP_PRIVATE``): a write copies the page, so nothing that is done to an array reaches the file.
-A checkpoint larger than memory can be mapped.
+Maps are private (``MAP_PRIVATE``): a write copies the page, so a change of an array never reaches the file. A checkpoint larger
+than memory can be mapped.
 
-Notes: 15 us a file. A map lives as long as any array on it, also one that JAX holds.
+Notes: 15 us a file. A map exists as long as any array on it, including arrays that JAX holds.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _ALIGNMENT = 64
 
 
 class ArrayMapper:
-    """Maps the arrays of one checkpoint that lies in a local directory. Safe from any thread."""
+    """Maps the arrays of one checkpoint in a local directory. Safe from any thread."""
 
     def __init__(self, root: str, *, follow_links: bool = False):
         """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
         self._root = root
         self._follow_links = follow_links
-        # Most arrays of a model have the metadata and the shards of many others: what follows from them is kept.
+        # Many arrays of a model have the same metadata and the same boxes, so the runs are cached.
         self._runs: dict[Any, dict[Box, _Run] | None] = {}
 
     def map_boxes(
@@ -55,18 +54,17 @@ class ArrayMapper:
         """Maps parts of an array.
 
         Args:
-          array: what the manifest says of it; must agree with its ``.zarray``.
+          array: the array as the manifest describes it; must agree with its ``.zarray``.
           leaf: its name, for errors.
           boxes: (start, stop) per dimension.
-          strided: also maps boxes whose bytes do not lie one after another, for a caller who copies.
+          strided: also maps boxes that are not contiguous, for a caller that copies them.
 
         Returns:
-          By box, writable arrays on private maps, in the dtype on disk; without ``strided`` in C order and from a
-          multiple of 64 bytes, as XLA wants its buffers. Boxes in the same files share a map. None when a box cannot
-          be mapped.
+          By box, writable arrays on private maps, in the dtype on disk. Without ``strided`` they are in C order and aligned to
+          64 bytes, as XLA requires. Boxes in the same files share a map. None if a box cannot be mapped.
 
         Raises:
-          CorruptCheckpointError: a chunk file has another size than its chunk.
+          CorruptCheckpointError: the size of a chunk file differs from that of its chunk.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
         """
         if not has_plain_chunks(array):
@@ -94,14 +92,14 @@ class ArrayMapper:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Chunk files that, end to end, are a C-order array of ``shape``, and where in it a box lies.
+    """Chunk files whose concatenation is a C-order array of ``shape``, and the position of a box in it.
 
     Attributes:
       names: of the files.
       chunk_bytes: of each file.
       shape: of all of them together.
       box: the box in that shape.
-      offset: bytes from the start to the box.
+      offset: of the box, in bytes.
       contiguous: whether the box is one aligned range of bytes.
     """
 
@@ -133,9 +131,9 @@ def _runs(text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _R
 
 
 def _run(chunks: PlainChunks, box: Box) -> _Run | None:
-    """The run of chunk files that holds a box.
+    """The run of chunk files that holds a box; None if it cannot be mapped.
 
-    Chunks in C order are the region in C order exactly if every axis before the last divided one has chunks of size 1.
+    The concatenated chunks are the region in C order only if every axis before the last divided one has chunks of size 1.
     """
     if box.is_empty:
         return None

@@ -1,7 +1,7 @@
-"""Reading a range of a file into many places at once (``preadv``).
+"""Reads a range of a file into many addresses with one system call (``preadv``).
 
-``os.preadv`` takes a buffer object for each place, which costs more than to read a row of a few KB; here the places are
-arrays of addresses and go to libc as they are.
+``os.preadv`` takes a buffer object for each address, which costs more than the read of a row of a few KB. This module passes
+an array of addresses to libc.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def _preadv() -> Callable[..., int]:
 
 @functools.cache
 def can_scatter() -> bool:
-    """Whether this system's libc is one whose types are known here."""
+    """Whether this system has a libc whose argument types this module knows."""
     return sys.platform == 'linux' and sys.maxsize > 2**32 and hasattr(ctypes.CDLL(None), 'preadv')
 
 
 def runs_in(shape: Sequence[int], strides: Sequence[int], itemsize: int, base: int) -> tuple[np.ndarray, int]:
-    """Where the elements of a box lie one after another.
+    """The contiguous runs of a box.
 
     Args:
       shape: of the box.
-      strides: bytes from one index to the next, by axis.
+      strides: in bytes.
       itemsize: bytes of an element.
-      base: of the first element.
+      base: the offset or address of the first element.
 
     Returns:
-      Where each run begins, in C order, and how many bytes each has.
+      The start of each run, in C order, and the bytes of each.
     """
     axis, length = len(shape), itemsize
     while axis > 0 and strides[axis - 1] == length:
@@ -59,12 +59,12 @@ def runs_in(shape: Sequence[int], strides: Sequence[int], itemsize: int, base: i
 def read_runs(
     fd: int, offset: int, places: np.ndarray, lengths: np.ndarray, preadv: Callable[..., int] | None = None
 ) -> None:
-    """Reads the bytes of a file from ``offset`` on to the addresses ``places``, so many each.
+    """Reads the bytes of a file at ``offset`` into the addresses ``places``, ``lengths`` bytes each.
 
-    The memory there must be the caller's and stay it until this returns.
+    The caller must keep this memory allocated until the function returns.
 
     Raises:
-      EOFError: the file ends before.
+      EOFError: the file is too short.
       OSError: it cannot be read.
     """
     call = _preadv() if preadv is None else preadv
@@ -82,7 +82,7 @@ def read_runs(
         if read == 0:
             raise EOFError
         done += read
-        # A short read ends within a place: the next one begins there.
+        # A short read may end inside a run, where the next read continues.
         first = int(np.searchsorted(ends, done, side='right'))
         if first < len(vector):
             missing = int(ends[first]) - done

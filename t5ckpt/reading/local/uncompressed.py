@@ -1,11 +1,10 @@
-"""Chunk files of a local checkpoint that hold plain bytes: which they are, and how they are opened.
+"""Recognises and opens the uncompressed chunk files of a local checkpoint.
 
-A zarr chunk without codec, filters and foreign byte order is the bytes of a C-order array.
-``reading/local/mmap_reader.py`` makes such files the array, ``reading/local/direct_reader.py`` reads them into its
-buffers; everything else is TensorStore's.
+The file of a zarr chunk without codec and filters, in native byte order, has the bytes of a C-order array.
+``reading/local/mmap_reader.py`` maps such files, and ``reading/local/direct_reader.py`` reads them into buffers. TensorStore
+reads all others.
 
-They are opened behind a fence (``reading/contained_open.py``), so that a symbolic link leads out of the checkpoint only
-where the caller asks for it.
+Files are opened by ``reading/contained_open.py``, so a symbolic link out of the checkpoint is followed only on request.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ['ChunkFiles', 'PlainChunks', 'chunk_of_file', 'has_plain_chunks', 'pl
 
 _MAX_ZARRAY_BYTES = 2**20
 _ALWAYS_BYTES = 256 * 2**20
-# One byte or more an element, and the same bits for numpy and for TensorStore; with the names in ``.zarray``.
+# The dtypes with whole bytes per element and the same bits in NumPy and TensorStore.
 _DTYPES = (
     *('bool', 'int8', 'int16', 'int32', 'int64', 'uint8', 'uint16', 'uint32', 'uint64'),
     *('float16', 'bfloat16', 'float32', 'float64', 'complex64', 'complex128'),
@@ -38,7 +37,7 @@ _TYPESTRS = {dtype_from_name(name): zarr_typestr(dtype_from_name(name)) for name
 
 
 def has_plain_chunks(array: StoredArray) -> bool:
-    """Whether the manifest lets hope that an array's chunks are plain bytes; its ``.zarray`` decides."""
+    """Whether an array's chunks are uncompressed according to the manifest; its ``.zarray`` decides."""
     return (
         array.driver == 'zarr'
         and array.container == 'dir'
@@ -56,10 +55,10 @@ class PlainChunks:
     Attributes:
       grid: of the chunks.
       itemsize: bytes per element.
-      file: the one file that holds the only chunk, below the checkpoint's directory, as in safetensors; empty where each chunk
-        is a file of its own in the array's directory.
+      file: the file with the only chunk, relative to the checkpoint's directory, as in safetensors; empty if each chunk is a
+        file in the array's directory.
       file_bytes: size of each file.
-      offset: bytes in the file before the chunk.
+      offset: of the chunk in the file, in bytes.
     """
 
     grid: ChunkGrid
@@ -70,7 +69,7 @@ class PlainChunks:
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of each chunk; also chunks at the array's end are stored in full."""
+        """Size of each chunk; chunks at the end of an axis are stored in full."""
         return math.prod(self.grid.chunk_shape) * self.itemsize
 
     def name(self, chunk_index: ChunkIndex) -> str:
@@ -86,7 +85,7 @@ def chunk_of_file(array: StoredArray) -> PlainChunks:
 
 
 def plain_chunks_of(text: bytes, array: StoredArray) -> PlainChunks | None:
-    """The chunks that a ``.zarray`` describes; None where they are not plain, or it contradicts the manifest."""
+    """The chunks that a ``.zarray`` describes; None if they are not uncompressed, or it contradicts the manifest."""
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -107,14 +106,14 @@ def plain_chunks_of(text: bytes, array: StoredArray) -> PlainChunks | None:
         return None
     grid = ChunkGrid(array.shape, tuple(chunks), separator)
     chunk_bytes = math.prod(chunks) * array.dtype.itemsize
-    # Chunks that are mostly outside their array are nothing to plan reads by.
+    # Reads of chunks that are mostly outside their array would waste memory.
     if chunk_bytes > max(_ALWAYS_BYTES, 2 * array.nbytes):
         return None
     return PlainChunks(grid, array.dtype.itemsize, '', chunk_bytes, 0)
 
 
 def range_of(box: Box, shape: Sequence[int]) -> tuple[int, bool]:
-    """Where a box begins in a C-order array, in elements, and whether its elements lie one after another."""
+    """The offset of a box in a C-order array, in elements, and whether the box is contiguous."""
     offset, stride, cut, contiguous = 0, 1, False, True
     for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
         length = stop - start
@@ -126,7 +125,7 @@ def range_of(box: Box, shape: Sequence[int]) -> tuple[int, bool]:
 
 
 class ChunkFiles:
-    """The files of one array, opened component by component so that no symbolic link is followed unseen."""
+    """The files of one array; every component of a path is opened separately, to detect symbolic links."""
 
     def __init__(self, root: str, location: str, leaf: str, *, follow_links: bool = False):
         """Opens the array's directory; with ``follow_links`` a symbolic link may lead out of the checkpoint."""
@@ -143,11 +142,11 @@ class ChunkFiles:
         os.close(self._fd)
 
     def path(self, name: str) -> str:
-        """For messages."""
+        """The path of a file, for messages."""
         return os.path.join(self._root, self._location, name)
 
     def metadata(self) -> bytes:
-        """The ``.zarray``, or the part of it that is not absurdly long."""
+        """The ``.zarray``; at most 1 MiB of it."""
         fd, _ = self._open('.zarray')
         try:
             return os.read(fd, _MAX_ZARRAY_BYTES)
@@ -158,7 +157,7 @@ class ChunkFiles:
         """A descriptor of a chunk file, which the caller closes.
 
         Raises:
-          CorruptCheckpointError: no regular file of ``size`` bytes there.
+          CorruptCheckpointError: it is not a regular file of ``size`` bytes.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
           OSError: it cannot be read.
         """

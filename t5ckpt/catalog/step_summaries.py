@@ -25,7 +25,7 @@ from t5ckpt.format.names import (
     parse_step_dir,
     step_dir,
 )
-from t5ckpt.format.sidecar import decode_sidecar, metrics_of, time_of
+from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar
 from t5ckpt.storage import Entry, Storage
 
 __all__ = ['StepSummary', 'summaries']
@@ -135,13 +135,13 @@ def _state_of(entry: Entry, complete: Mapping[str, ListedStep]) -> _Named | None
 
 
 def _summary(storage: Storage, entry: Entry, named: _Named, latest: int | None) -> StepSummary | None:
-    extra, damage = _sidecar(storage, entry)
+    sidecar, damage = _sidecar(storage, entry)
     files = _files(storage, entry)
     if not files and storage.renames:
         return None
     pinned = PINNED in files
     manifest = files.get(MANIFEST, entry if not entry.is_dir else None)
-    created = time_of(extra)
+    created = sidecar.created_unix
     if created is None:
         created = manifest.mtime if manifest is not None and manifest.mtime else None
     # Keep policies apply only to T5X's layout.
@@ -152,13 +152,13 @@ def _summary(storage: Storage, entry: Entry, named: _Named, latest: int | None) 
         path=storage.url(entry.name),
         complete=named.is_complete,
         state='unreadable' if damage and named.is_complete else named.state,
-        nbytes=_nbytes(storage, entry.name, extra, files),
+        nbytes=_nbytes(storage, entry.name, sidecar, files),
         created=created,
-        metrics=metrics_of(extra),
+        metrics=sidecar.metrics,
         pinned=pinned,
-        writer=_writer(extra),
+        writer=sidecar.program,
         kept=', '.join(kept) if named.is_complete else '',
-        policy=extra.get('keep') if isinstance(extra.get('keep'), Mapping) else None,
+        policy=sidecar.keep or None,
         layout=named.layout,
         reason=damage if named.is_complete else '',
     )
@@ -173,14 +173,13 @@ def _files(storage: Storage, entry: Entry) -> dict[str, Entry]:
     return {PINNED: Entry(PINNED, False)} if storage.is_file(join(entry.name, PINNED)) else {}
 
 
-def _nbytes(storage: Storage, directory: str, extra: Mapping[str, Any], files: Mapping[str, Entry]) -> int | None:
-    arrays, digests = extra.get('bytes'), extra.get('digests')
-    if isinstance(arrays, int) and 0 <= arrays < 2**63:
+def _nbytes(storage: Storage, directory: str, sidecar: Sidecar, files: Mapping[str, Entry]) -> int | None:
+    if sidecar.bytes is not None:
         # ``bytes`` counts the files in the arrays' directories, and ``digests`` lists the other files but the sidecar.
         if storage.renames:
-            return arrays + sum(item.size or 0 for item in files.values())
+            return sidecar.bytes + sum(item.size or 0 for item in files.values())
         try:
-            return arrays + sum(size for size, _ in FileChecksums.from_json(digests, SIDECAR).values())
+            return sidecar.bytes + sum(size for size, _ in FileChecksums.recorded_by(sidecar, SIDECAR).values())
         except FormatError:
             return None
     if not storage.renames:
@@ -189,21 +188,14 @@ def _nbytes(storage: Storage, directory: str, extra: Mapping[str, Any], files: M
     return sum(listed) if listed else sum(item.size or 0 for item in files.values())
 
 
-def _sidecar(storage: Storage, entry: Entry) -> tuple[Mapping[str, Any], str]:
-    """The fields of a step's sidecar, and the text of the error if it is damaged."""
+def _sidecar(storage: Storage, entry: Entry) -> tuple[Sidecar, str]:
+    """A step's sidecar, and the text of the error if it is damaged."""
     key = join(entry.name, SIDECAR)
     if not entry.is_dir:
-        return {}, ''
+        return NO_SIDECAR, ''
     try:
-        return decode_sidecar(storage.read(key), storage.url(key)).extra, ''
+        return decode_sidecar(storage.read(key), storage.url(key)), ''
     except CheckpointNotFoundError:
-        return {}, ''
+        return NO_SIDECAR, ''
     except FormatError as error:
-        return {}, str(error)
-
-
-def _writer(extra: Mapping[str, Any]) -> str:
-    writer = extra.get('writer')
-    if not isinstance(writer, Mapping):
-        return ''
-    return ' '.join(str(writer[key]) for key in ('name', 'version') if key in writer)
+        return NO_SIDECAR, str(error)

@@ -84,7 +84,6 @@ def _resume_text(storage: Storage, directory: str) -> Any:
     if storage.kind(key) != 'file':
         return None
     try:
-        writer = decode_sidecar(storage.read(key), storage.url(key)).extra.get('writer')
+        return decode_sidecar(storage.read(key), storage.url(key)).writer.get('resume')
     except FormatError:
         return None
-    return writer.get('resume') if isinstance(writer, Mapping) else None

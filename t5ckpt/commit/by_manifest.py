@@ -78,7 +78,7 @@ class ManifestTransaction(Transaction):
             if not is_same():
                 check_room(storage, step)
                 remove_step(storage, step)
-                record = Sidecar(extra={'writer': dict(writer), 'step': step})
+                record = Sidecar(writer=writer, step=step)
                 storage.write(join(work.directory, SIDECAR), encode_sidecar(record))
         except BaseException:
             work.release()

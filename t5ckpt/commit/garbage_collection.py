@@ -129,7 +129,7 @@ def is_abandoned(storage: Storage, leftover: Leftover, now: float, stale_after: 
         # The writer was killed while it wrote the first file; T5X and Orbax never use such a name.
         return is_old or (has_lock and all(entry.startswith(SIDECAR) for entry in entries))
     try:
-        writer = decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).extra.get('writer')
+        writer = decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).writer
     except FormatError:
         return is_old
     owner = parse_owner(writer)

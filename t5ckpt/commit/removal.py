@@ -16,7 +16,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
@@ -139,10 +139,9 @@ def _listed(storage: Storage, directory: str, keys: Sequence[str]) -> set[str]:
 def _is_unfinished_copy(storage: Storage, directory: str) -> bool:
     key = join(directory, SIDECAR)
     try:
-        writer = decode_sidecar(storage.read(key), storage.url(key)).extra.get('writer')
+        return 'resume' in decode_sidecar(storage.read(key), storage.url(key)).writer
     except FormatError:
         return False
-    return isinstance(writer, Mapping) and 'resume' in writer
 
 
 def _is_another_manifest(storage: Storage, key: str) -> bool:

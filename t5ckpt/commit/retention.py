@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.catalog.locate import listing, steps_in
@@ -27,7 +26,7 @@ from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.other_layouts import check_prunes, hide_other, infos_of_others, reason_to_stay
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known, is_pinned, kept_by
-from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, recorded_extra
+from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_sidecar
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, MetricSource
 from t5ckpt.core.thread_pool import start_thread
@@ -37,6 +36,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.names import MANIFEST, parse_prefixed_step, step_dir
+from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, policy_of, retention_plan
 from t5ckpt.storage import Storage
 
@@ -148,9 +148,9 @@ class Retention:
         """Takes what a save listed on an object store, for the retention that follows it."""
         self._index = index
 
-    def note_saved(self, step: int, extra: Mapping[str, Any]) -> None:
+    def note_saved(self, step: int, sidecar: Sidecar) -> None:
         """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
-        self._facts.note_saved(step, extra)
+        self._facts.note_saved(step, sidecar)
         self._latest = step if self._latest is None else max(self._latest, step)
 
     def is_next(self, step: int) -> bool:
@@ -183,7 +183,7 @@ class Retention:
     def recorded_policy(self) -> KeepPolicy | None:
         """The keep policy under which the latest step was saved; None where nothing says so."""
         steps = self._prunable(listing(self._storage).steps)
-        return policy_of(recorded_extra(self._storage, steps[-1]).get('keep')) if steps else None
+        return policy_of(known_sidecar(self._storage, steps[-1]).keep) if steps else None
 
     def plan(self, just_saved: int | None = None) -> list[Decision]:
         """What stays and what goes."""

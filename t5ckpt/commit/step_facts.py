@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.errors import FormatError, StorageError
 from t5ckpt.format.names import MANIFEST, PINNED, SIDECAR, step_dir
-from t5ckpt.format.sidecar import decode_sidecar, metrics_of, newer_format, time_of
+from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar, newer_format
 from t5ckpt.policies import StepInfo
 from t5ckpt.storage import Storage
 
-__all__ = ['MetricCoverage', 'StepFacts', 'missing_from_all', 'recorded_extra', 'saved_facts']
+__all__ = ['MetricCoverage', 'StepFacts', 'known_sidecar', 'missing_from_all', 'saved_facts']
 
 
 class StepFacts:
@@ -27,9 +26,9 @@ class StepFacts:
         # Steps whose sidecars are of a format that this program knows.
         self._known: set[int] = set()
 
-    def note_saved(self, step: int, extra: Mapping[str, Any]) -> None:
+    def note_saved(self, step: int, sidecar: Sidecar) -> None:
         """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
-        self._facts[step] = time_of(extra), metrics_of(extra)
+        self._facts[step] = sidecar.created_unix, sidecar.metrics
         self._known.add(step)
 
     def has_known_sidecar(self, step: int) -> bool:
@@ -64,10 +63,10 @@ class StepFacts:
         ]
 
     def _read_facts(self, step: int) -> tuple[float | None, Mapping[str, float]]:
-        extra = recorded_extra(self._storage, step)
-        if extra:
+        sidecar = known_sidecar(self._storage, step)
+        if sidecar.format:
             self._known.add(step)
-        return _facts_in(self._storage, step, extra)
+        return _facts_in(self._storage, step, sidecar)
 
     def _found_metrics(self, steps: Sequence[int], names: Collection[str]) -> dict[str, Mapping[int, float]]:
         if self._source is None:
@@ -103,27 +102,27 @@ class MetricCoverage:
 
 def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
     """When a step was saved, as unix seconds or None, and the metrics it was saved with."""
-    return _facts_in(storage, step, recorded_extra(storage, step))
+    return _facts_in(storage, step, known_sidecar(storage, step))
 
 
-def _facts_in(storage: Storage, step: int, extra: Mapping[str, Any]) -> tuple[float | None, Mapping[str, float]]:
-    created = time_of(extra)
+def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | None, Mapping[str, float]]:
+    created = sidecar.created_unix
     if created is None and storage.renames:
         # T5X's: the manifest is written last.
         created = (
             next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None
         )
-    return created, metrics_of(extra)
+    return created, sidecar.metrics
 
 
-def recorded_extra(storage: Storage, step: int) -> Mapping[str, Any]:
-    """What a step's sidecar records; nothing where it cannot be read, or is newer, which must not stop retention."""
+def known_sidecar(storage: Storage, step: int) -> Sidecar:
+    """A step's sidecar; ``NO_SIDECAR`` if it cannot be read or is of a newer format, which must not stop retention."""
     key = join(step_dir(step), SIDECAR)
     try:
         data = storage.read(key)
-        return {} if newer_format(data) is not None else decode_sidecar(data, storage.url(key)).extra
+        return NO_SIDECAR if newer_format(data) is not None else decode_sidecar(data, storage.url(key))
     except (StorageError, FileNotFoundError, FormatError):
-        return {}
+        return NO_SIDECAR
 
 
 def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:

@@ -28,7 +28,7 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import FormatError, SaveFailedError, T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import file_checksums_name, step_dir
-from t5ckpt.format.sidecar import Sidecar, TreeFacts
+from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.reading.contents import check_opens
 from t5ckpt.storage import Storage
 
@@ -109,25 +109,23 @@ class Transaction(ABC):
         else:
             self.rollback()
 
-    def sidecar(
-        self, facts: TreeFacts, counts: Mapping[str, int], files: Mapping[str, FileEntry], extra: Mapping[str, Any]
-    ) -> Sidecar:
+    def sidecar(self, known: Sidecar, counts: Mapping[str, int], files: Mapping[str, FileEntry]) -> Sidecar:
         """Returns the sidecar of what was written.
 
         Args:
-          facts: of the tree.
+          known: the facts of the tree, the metrics, and whatever else does not depend on the files.
           counts: the bytes and the number of the arrays' files.
           files: the manifest and the files with the file checksums.
-          extra: further fields.
         """
-        written = {
-            'writer': writer_facts(),
-            'created_unix': round(self._clock(), 3),
-            'step': self.step,
-            **counts,
-            'digests': FileChecksums(dict(files)).to_json(),
-        }
-        return Sidecar(facts, {**written, **extra})
+        return dataclasses.replace(
+            known,
+            writer=writer_facts(),
+            created_unix=round(self._clock(), 3) if known.created_unix is None else known.created_unix,
+            step=self.step,
+            bytes=counts['bytes'],
+            files=counts['files'],
+            digests=FileChecksums(dict(files)).to_json(),
+        )
 
     def commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         """Makes the written directory the checkpoint of its step.

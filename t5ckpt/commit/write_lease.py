@@ -96,7 +96,7 @@ class BeingWrittenError(StepTakenError):
 
 def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[str, Any]], bytes]:
     """Returns a function that encodes an owner, merged with ``writer``, as the sidecar of an unfinished directory."""
-    return lambda owner: encode_sidecar(Sidecar(extra={'writer': {**writer, **owner}, 'step': step}))
+    return lambda owner: encode_sidecar(Sidecar(writer={**writer, **owner}, step=step))
 
 
 def _encode_record(owner: Mapping[str, Any]) -> bytes:

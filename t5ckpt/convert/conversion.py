@@ -18,6 +18,7 @@ from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.format.dtypes import Cast
 from t5ckpt.format.names import parse_step_dir, step_dir
+from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.stream_writer import STREAM_BYTES, StreamRequest, rehearse, write_stream
 from t5ckpt.storage import Storage, split_path
@@ -105,7 +106,7 @@ class Found:
       added: leaves that the source does not have.
       dropped: names in the source that are left out.
       files: other files of the step, by name in its directory: the state of a data iterator.
-      extra: fields to copy into the sidecar: metrics, the keep policy.
+      sidecar: the fields to copy: metrics, the keep policy.
       inline: leaves in the source's manifest, which the copy keeps in its manifest whatever their size: T5X cannot restore a
         stored leaf without mesh axes.
       without_effect: the names of options that have no effect.
@@ -118,7 +119,7 @@ class Found:
     added: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    sidecar: Sidecar = dataclasses.field(default_factory=Sidecar)
     inline: Collection[Path] = ()
     without_effect: tuple[str, ...] = ()
 
@@ -155,7 +156,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         found.source,
         options.progress,
         files=found.files,
-        extra=found.extra,
+        sidecar=found.sidecar,
         rule=dict.fromkeys(found.inline, True),
     )
     facts = (dict(found.mapped), found.added, found.dropped, found.without_effect)

@@ -125,7 +125,7 @@ def rewrite_checkpoint(
         {leaf_name(old): leaf_name(new) for old, new in names.items()},
         dropped=tuple(map(leaf_name, dropped)),
         files=_iterator_files(located),
-        extra=_extra(contents[-1].sidecar),
+        sidecar=_copied(contents[-1].sidecar),
         inline=_inline_of(contents, names),
         without_effect=() if options.optimizer or of_optimizer else ('optimizer',),
     )
@@ -334,8 +334,7 @@ def _refuse_unused(patterns: Sequence[str], table: Iterable[Path]) -> None:
         )
 
 
-def _extra(sidecar: Sidecar) -> dict[str, Any]:
-    """The fields to copy into the sidecar; without one in the source, records that typed keys and the like are unknown."""
-    if not sidecar.extra:
-        return {'facts': 'unknown'}
-    return {name: value for name, value in sidecar.extra.items() if name in ('facts', 'keep', 'metrics')}
+def _copied(sidecar: Sidecar) -> Sidecar:
+    """The fields to copy; without a sidecar in the source, records that typed keys and the like are unknown."""
+    facts = sidecar.facts if sidecar.format else 'unknown'
+    return Sidecar(facts=facts, keep=sidecar.keep, metrics=sidecar.metrics)

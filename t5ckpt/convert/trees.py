@@ -26,7 +26,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.format.sidecar import NO_SIDECAR
 from t5ckpt.lazy import LazyArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
@@ -117,7 +117,7 @@ def _open_orbax(source: str) -> Contents:
     located = locate(source)
     if located.manifest and not is_orbax(located.storage, located.directory):
         contents = read_contents(located)
-        if contents.sidecar.extra or _is_t5x(contents):
+        if contents.sidecar.format or _is_t5x(contents):
             raise UnsupportedFormatError(f"{located.url} is in T5X's format. Copy it with t5ckpt cp.")
         return contents
     if located.step is None:
@@ -179,7 +179,7 @@ def _open_jax(source: str) -> Contents:
         path: found.get(path, leaf.build() if isinstance(leaf, Empty) else leaf) for path, leaf in table.items()
     }
     located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
-    return Contents(located, Manifest(3, unflatten(state)), Sidecar())
+    return Contents(located, Manifest(3, unflatten(state)), NO_SIDECAR)
 
 
 _OPENERS: Mapping[str, Callable[[str], Contents | LargeFile]] = {

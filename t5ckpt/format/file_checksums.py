@@ -74,7 +74,7 @@ class FileChecksums(Mapping[str, FileEntry]):
         Raises:
           CorruptCheckpointError: as :meth:`from_json`.
         """
-        return cls.from_json(sidecar.extra.get('digests', {}), where)
+        return cls.from_json(sidecar.recorded('digests'), where)
 
     @classmethod
     def from_json(cls, files: Any, where: str) -> FileChecksums:

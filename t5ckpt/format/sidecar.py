@@ -1,22 +1,17 @@
 """Encodes and decodes the sidecar ``t5ckpt.json``, which holds the information that T5X's manifest cannot hold.
 
 The sidecar is a JSON object next to the manifest. Real T5X does not open it. A checkpoint without it is read as T5X reads it.
+Its fields are those of :class:`Sidecar`, in the types of JSON; the first is
 
     checksum   xxh3-64 hex of the file without this line
-    format     1
-    writer     {name, version, host, pid} of the process that wrote it and, during a save, owns the temporary directory
-    step, created_unix, bytes, files       of the checkpoint
-    tree       empty   [[path, 'dict'|'list'|'tuple'], ...]    empty containers, which T5X cannot load
-               python  [[path, 'int'|'float'|'bool'|'complex'], ...]   leaves that were Python numbers
-               keys    [[path, impl], ...]                     typed PRNG keys, stored as their uint32 data
-               text    [[path, string], ...]                   strings
-               stored  [[array directory, dtype], ...]         arrays with another dtype on disk (format/dtypes.py)
-    digests    {file: [bytes, xxh3-64 hex]} of the manifest and of the file checksums, integrity.*.json
-    metrics    {name: number}
-    devices    the largest number of devices of a leaf, if above one; a restore compares it with its template, to detect lost
-               shardings
-    custom_metadata    the argument of ``save``, a JSON object
-    keep       the keep policy of the save, {'keep': 'KeepLatest', 'count': 3}, for display
+
+and ``tree`` is an object of lists
+
+    empty   [[path, 'dict'|'list'|'tuple'], ...]    empty containers, which T5X cannot load
+    python  [[path, 'int'|'float'|'bool'|'complex'], ...]   leaves that were Python numbers
+    keys    [[path, impl], ...]                     typed PRNG keys, stored as their uint32 data
+    text    [[path, string], ...]                   strings
+    stored  [[array directory, dtype], ...]         arrays with another dtype on disk (format/dtypes.py)
 
 Paths are lists of strings, because a key may contain '/'.
 """
@@ -26,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from t5ckpt.core.leaf_path import Path
@@ -35,14 +30,12 @@ from t5ckpt.format.checksum import digest
 
 __all__ = [
     'FORMAT',
+    'NO_SIDECAR',
     'Sidecar',
     'TreeFacts',
     'decode_sidecar',
     'encode_sidecar',
-    'metrics_of',
     'newer_format',
-    'number_of',
-    'time_of',
 ]
 
 FORMAT = 1
@@ -51,6 +44,43 @@ _CONTAINERS = {'dict', 'list', 'tuple'}
 _NUMBERS = {'bool', 'complex', 'float', 'int'}
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
 _CURE = 'Remove it and integrity.*.json to read the checkpoint as T5X does, without the information in them.'
+
+_Object = Mapping[str, Any]
+
+
+def _object(value: Any) -> dict[str, Any] | None:
+    return value if isinstance(value, dict) else None
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
+    return float(value) if is_number else None
+
+
+def _time(value: Any) -> float | None:
+    unix = _number(value)
+    return unix if unix is not None and 0 <= unix < 10**11 else None
+
+
+def _metrics(value: Any) -> dict[str, float] | None:
+    """The metrics that are numbers."""
+    numbers = {name: _number(each) for name, each in (_object(value) or {}).items()}
+    return {name: number for name, number in numbers.items() if number is not None} or None
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    'format': lambda value: _count(value) or None,
+    'created_unix': _time,
+    'metrics': _metrics,
+    'facts': lambda value: value if value == 'unknown' else None,
+    **dict.fromkeys(('step', 'bytes', 'files', 'devices'), _count),
+    **dict.fromkeys(('writer', 'digests', 'custom_metadata', 'keep', 'source', 'repaired'), _object),
+}
+"""From a field's name to the function that returns its value, or None if that is not usable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,29 +96,79 @@ class TreeFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Sidecar:
-    """The contents of the sidecar; ``extra`` holds every field of the format but ``checksum`` and ``tree``."""
+    """The contents of the sidecar. A field that is not recorded, or not usable, is None or empty.
 
-    facts: TreeFacts = dataclasses.field(default_factory=TreeFacts)
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    Attributes:
+      tree: facts of the tree, which the manifest does not have.
+      format: ``FORMAT``; more in a sidecar of a newer program, 0 in ``NO_SIDECAR``.
+      writer: the process that wrote it: name and version of the program, host, pid, and what identifies a process on its
+        machine. In an unfinished directory also the write lease (``commit/lease_owner.py``), and as ``resume`` the checksum
+        of what the directory was to become.
+      step: of the checkpoint.
+      created_unix: when it was saved, in unix seconds.
+      bytes, files: the size and number of the files in the arrays' directories.
+      digests: {file: [bytes, xxh3-64 hex]} of the manifest and of the file checksums, integrity.*.json. Parsed by
+        :meth:`FileChecksums.recorded_by`, because steps are also listed and deleted whose checksums are damaged.
+      metrics: those passed to ``save``.
+      devices: the largest number of devices of a leaf, if above one; a restore compares it with its template, to detect lost
+        shardings.
+      custom_metadata: the argument of ``save``, a JSON object.
+      keep: the keep policy of the save, see ``policies.policy_of``; for display.
+      facts: ``'unknown'`` if a copy or a repair had no sidecar to take ``tree`` from: typed PRNG keys are then not recorded.
+      source: what a conversion or a copy with changes was made from.
+      repaired: when a repair wrote the checkpoint, and the files and leaves that it rebuilt and dropped.
+      other: fields that this program does not know, and values that are not usable. :func:`encode_sidecar` writes them again.
+    """
+
+    tree: TreeFacts = dataclasses.field(default_factory=TreeFacts)
+    format: int = FORMAT
+    writer: _Object = dataclasses.field(default_factory=dict[str, Any])
+    step: int | None = None
+    created_unix: float | None = None
+    bytes: int | None = None
+    files: int | None = None
+    digests: _Object = dataclasses.field(default_factory=dict[str, Any])
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    devices: int | None = None
+    custom_metadata: _Object = dataclasses.field(default_factory=dict[str, Any])
+    keep: _Object = dataclasses.field(default_factory=dict[str, Any])
+    facts: str | None = None
+    source: _Object = dataclasses.field(default_factory=dict[str, Any])
+    repaired: _Object = dataclasses.field(default_factory=dict[str, Any])
+    other: _Object = dataclasses.field(default_factory=dict[str, Any])
+
+    @property
+    def program(self) -> str:
+        """The program that wrote the checkpoint, such as ``'t5ckpt 0.1.0'``; '' if unknown."""
+        return ' '.join(str(self.writer[key]) for key in ('name', 'version') if key in self.writer)
+
+    def recorded(self, field: str) -> Any:
+        """The value of a field as it is in the file, for an error about a value that is not usable."""
+        return self.other.get(field, getattr(self, field))
+
+
+NO_SIDECAR = Sidecar(format=0)
+"""Of a checkpoint without a sidecar."""
 
 
 def encode_sidecar(sidecar: Sidecar) -> bytes:
     """The bytes of the sidecar."""
     tree: dict[str, Any] = {
-        field: [[list(path), value] for path, value in getattr(sidecar.facts, field).items()]
+        field: [[list(path), value] for path, value in getattr(sidecar.tree, field).items()]
         for field in ('empty', 'python', 'keys', 'text')
     }
-    tree['stored'] = [[directory, dtype] for directory, dtype in sidecar.facts.stored.items()]
-    contents = {'format': FORMAT, **sidecar.extra, 'tree': tree}
+    tree['stored'] = [[directory, dtype] for directory, dtype in sidecar.tree.stored.items()]
+    fields = {name: value for name in _PARSERS if (value := getattr(sidecar, name)) not in (None, {})}
+    contents = {**sidecar.other, **fields, 'tree': tree}
     text = (json.dumps(contents, indent=1, sort_keys=True, allow_nan=True) + '\n').encode()
     return b'{\n "checksum": "%s",\n%s' % (digest(text).encode(), text.removeprefix(b'{\n'))
 
 
 def decode_sidecar(data: bytes, where: str) -> Sidecar:
-    """Decodes the bytes of the sidecar. In a newer format, unknown fields are ignored.
+    """Decodes the bytes of the sidecar.
 
     Raises:
-      CorruptCheckpointError: the checksum does not match, or fields have the wrong type.
+      CorruptCheckpointError: the checksum does not match, or ``tree`` has the wrong type.
     """
     head = _HEAD.match(data)
     if head is None or digest(b'{\n' + data[head.end() :]).encode() != head[1]:
@@ -102,11 +182,14 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
             for field, known in (('empty', _CONTAINERS), ('python', _NUMBERS), ('keys', None), ('text', None))
         }
         stored = {_text(directory): _text(dtype) for directory, dtype in tree.get('stored', [])}
-        return Sidecar(TreeFacts(**by_path, stored=stored), contents)
+        facts = TreeFacts(**by_path, stored=stored)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise CorruptCheckpointError(
             f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {_CURE}'
         ) from error
+    parsed = {name: parse(contents[name]) for name, parse in _PARSERS.items() if name in contents}
+    fields = {name: value for name, value in parsed.items() if value is not None}
+    return Sidecar(facts, **fields, other={name: value for name, value in contents.items() if name not in fields})
 
 
 def newer_format(data: bytes) -> int | None:
@@ -128,22 +211,3 @@ def _text(value: Any, known: Collection[str] | None = None) -> str:
     if not isinstance(value, str) or (known is not None and value not in known):
         raise TypeError(f'expected {"a string" if known is None else sorted(known)}, got {value!r:.40}')
     return value
-
-
-def metrics_of(extra: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics in a sidecar that are numbers."""
-    metrics = extra.get('metrics')
-    numbers = {str(name): number_of(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
-    return {name: number for name, number in numbers.items() if number is not None}
-
-
-def number_of(value: Any) -> float | None:
-    """A number in a sidecar of unknown origin; None for any other value, and for huge integers."""
-    is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
-    return float(value) if is_number else None
-
-
-def time_of(extra: Mapping[str, Any]) -> float | None:
-    """The time of the save in unix seconds; None if it is missing or implausible."""
-    created = number_of(extra.get('created_unix'))
-    return created if created is not None and 0 <= created < 10**11 else None

@@ -13,7 +13,6 @@ from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, human_bytes, printable
 from t5ckpt.errors import CheckpointNotFoundError, near_names
-from t5ckpt.format.sidecar import metrics_of, time_of
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import tree_html
 from t5ckpt.inspection.leaf_tree import LeafInfo, build_tree, glob_regex, leaf_infos
@@ -112,13 +111,12 @@ class CheckpointView(Mapping[str, LazyArray]):
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics that were saved with the checkpoint."""
-        return metrics_of(self._contents.sidecar.extra)
+        return dict(self._contents.sidecar.metrics)
 
     @property
     def custom_metadata(self) -> dict[str, Any]:
         """The argument of ``save(..., custom_metadata={...})``, or {}."""
-        found = self._contents.sidecar.extra.get('custom_metadata')
-        return dict(found) if isinstance(found, dict) else {}
+        return dict(self._contents.sidecar.custom_metadata)
 
     @property
     def nbytes(self) -> int:
@@ -233,14 +231,13 @@ class CheckpointView(Mapping[str, LazyArray]):
         return f'{self.path}: {leaf_name(self._prefix)}' if self._prefix else self.path
 
     def _facts(self) -> list[str]:
-        infos, extra = self.infos(), self._contents.sidecar.extra
+        infos, created = self.infos(), self._contents.sidecar.created_unix
         facts = [] if self.step is None else [f'step {self.step}']
         facts += [
             counted(len(infos), 'leaf', 'leaves'),
             counted(sum(info.size for info in infos), 'value'),
             human_bytes(self.nbytes),
         ]
-        created = time_of(extra)
         if created is not None:
             saved = datetime.datetime.fromtimestamp(created, datetime.UTC)
             facts.append(f'saved {saved:%Y-%m-%d %H:%M} UTC')

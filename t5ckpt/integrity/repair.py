@@ -31,7 +31,7 @@ from t5ckpt.errors import (
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, file_checksums_name, parse_step_dir, step_dir
-from t5ckpt.format.sidecar import encode_sidecar
+from t5ckpt.format.sidecar import FORMAT, encode_sidecar
 from t5ckpt.integrity.implied_files import ArrayFiles, Implied
 from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
 from t5ckpt.integrity.repair_plan import RepairOptions, RepairPlan, plan_repair, unrecoverable_error
@@ -240,19 +240,20 @@ class _RepairWriter:
             return
         entry = write_checksums(self._target, work.directory, 0, files)
         counts = {'bytes': sum(size for name, (size, _) in files.items() if '/' in name), 'files': len(files)}
-        known = plan.sidecar.extra or {'facts': 'unknown'}
-        repaired = {
-            'created_unix': known.get('created_unix', self._manifest_time()),
-            'repaired': {
+        known = (
+            plan.sidecar if plan.sidecar.format else dataclasses.replace(plan.sidecar, format=FORMAT, facts='unknown')
+        )
+        known = dataclasses.replace(
+            known,
+            created_unix=self._manifest_time() if known.created_unix is None else known.created_unix,
+            repaired={
                 'unix': round(self._clock(), 3),
                 'rebuilt': list(plan.rebuilt),
                 'dropped': list(plan.dropped),
             },
-        }
+        )
         own = {MANIFEST: entry_of(plan.manifest), file_checksums_name(0): entry}
-        written = work.sidecar(plan.sidecar.facts, counts, own, repaired)
-        sidecar = dataclasses.replace(written, extra={**known, **written.extra})
-        self._commit_as(work, encode_sidecar(sidecar), directories)
+        self._commit_as(work, encode_sidecar(work.sidecar(known, counts, own)), directories)
 
     def _commit_as(self, work: Transaction, sidecar: bytes | None, directories: Sequence[str]) -> None:
         try:

@@ -24,7 +24,7 @@ from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import VERSION, Manifest, encode_manifest
 from t5ckpt.format.names import SIDECAR, TRAIN_DS_PREFIX, file_checksums_name
-from t5ckpt.format.sidecar import Sidecar, TreeFacts
+from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.recovery_records import (
     ZARRAY,
@@ -112,7 +112,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
       CorruptCheckpointError: it cannot be repaired, with each damage and the option that may help.
     """
     records = RecoveryRecords(located, report)
-    contents = Contents(located, records.manifest, records.sidecar or Sidecar())
+    contents = Contents(located, records.manifest, records.sidecar or NO_SIDECAR)
     table = {leaf_name(path): leaf for path, leaf in leaves_of(contents, (), {})[0].items()}
     leaves = {name: leaf for name, leaf in table.items() if isinstance(leaf, StoredLeaf)}
     damages = [damage for damage in report.damages if damage.file not in records.rebuilt]
@@ -130,7 +130,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     dropped, iterators = _droppable(lost, {_named(damage) for damage in damages}, options.drop)
     left_out = {*(leaves[name].array.location for name in dropped if name in leaves), *iterators}
     zarrays = {name: data for name, data in zarrays.items() if name.removesuffix(f'/{ZARRAY}') not in left_out}
-    manifest, facts = records.source[0], contents.sidecar.facts
+    manifest, facts = records.source[0], contents.sidecar.tree
     if dropped:
         manifest, facts = _without(located, records.manifest, facts, dropped)
     kept = {name: leaf for name, leaf in leaves.items() if name not in dropped}
@@ -141,7 +141,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     return RepairPlan(
         records.source,
         manifest,
-        dataclasses.replace(contents.sidecar, facts=facts),
+        dataclasses.replace(contents.sidecar, tree=facts),
         zarrays,
         tuple(sorted({*zarrays, *records.rebuilt, *added})),
         tuple(sorted({*dropped, *iterators})),

@@ -209,7 +209,7 @@ class _Check:
         return sidecar
 
     def _compare_step(self, sidecar: Sidecar) -> None:
-        written = sidecar.extra.get('step')
+        written = sidecar.recorded('step')
         if self.located.step is not None and written != self.located.step:
             self.findings.add(
                 'contradiction', SIDECAR, f'is of step {written!r:.40}, the directory says {self.located.step}'

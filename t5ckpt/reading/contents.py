@@ -23,7 +23,7 @@ from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
 from t5ckpt.format.names import MANIFEST, SIDECAR, parse_step_dir
 from t5ckpt.format.safetensors import is_safetensors
-from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar
+from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.format.stored_leaf import checkpoint_leaves, with_facts
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
@@ -92,17 +92,17 @@ def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
 def _decoded(located: Located, raw: RawFiles) -> Contents:
     storage, directory = located.storage, located.directory
     if raw.manifest is None:
-        return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), Sidecar())
+        return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), NO_SIDECAR)
     if is_safetensors(located.manifest):
-        return Contents(located, decode_tensors(raw.manifest), Sidecar(), None, raw.versions)
+        return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
     where = storage.url(join(directory, SIDECAR))
-    sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
+    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
     recorded = FileChecksums.recorded_by(sidecar, where)
     recorded.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
     manifest = _decoded_manifest(located, raw.manifest)
     if has_placeholders(manifest.state):
         resolved = resolve_placeholders(storage, directory, manifest.state, follow_links=located.follow_links)
-        return Contents(located, dataclasses.replace(manifest, state=resolved), Sidecar(), None, raw.versions)
+        return Contents(located, dataclasses.replace(manifest, state=resolved), NO_SIDECAR, None, raw.versions)
     _type_specs(located, manifest)
     return Contents(located, manifest, sidecar, _file_checksums(located, raw, recorded), raw.versions)
 
@@ -168,7 +168,7 @@ def file_checksums_of(located: Located) -> FileChecksums | None:
     """
     raw = read_raw(located, checksums=True)
     where = located.storage.url(join(located.directory, SIDECAR))
-    sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
+    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
     return _file_checksums(located, raw, FileChecksums.recorded_by(sidecar, where))
 
 
@@ -179,7 +179,7 @@ def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
       CorruptCheckpointError: the sidecar or one of the files that hold the checksums is missing or damaged.
     """
     where = located.storage.url(join(located.directory, SIDECAR))
-    sidecar = Sidecar() if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
+    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
     recorded = FileChecksums.recorded_by(sidecar, where)
     return recorded.merged(_file_checksums(located, raw, recorded) or {})
 
@@ -190,7 +190,7 @@ def check_step(contents: Contents, *, strictly: bool) -> None:
     Raises:
       CorruptCheckpointError: with ``strictly``, the name has another step; otherwise a warning is logged.
     """
-    written, step = contents.sidecar.extra.get('step'), contents.located.step
+    written, step = contents.sidecar.recorded('step'), contents.located.step
     if written is None or step is None or written == step:
         return
     text = f'{contents.located.url} was saved as step {written!r:.40}: its directory was renamed, or is a copy'
@@ -211,7 +211,7 @@ def leaves_of(
       UnsupportedFormatError: a transform did not return a state dict.
       FormatError: a spec is not accepted.
     """
-    manifest, facts = contents.manifest, contents.sidecar.facts
+    manifest, facts = contents.manifest, contents.sidecar.tree
     if not transforms:
         return checkpoint_leaves(manifest.state, manifest.version, facts), facts
     before = with_facts(flatten_nested(manifest.state, is_spec), facts)

@@ -20,7 +20,7 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import SIDECAR, is_file_checksums, is_swap_sidecar, sidecar_of
 from t5ckpt.format.safetensors import is_safetensors
-from t5ckpt.format.sidecar import Sidecar, decode_sidecar
+from t5ckpt.format.sidecar import NO_SIDECAR, decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.safetensors import read_tensors
 
@@ -99,7 +99,7 @@ def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None)
     found = {name: files.read(name) for name in names}
     with contextlib.suppress(CorruptCheckpointError):
         recorded = FileChecksums.recorded_by(
-            Sidecar() if sidecar is None else decode_sidecar(sidecar, SIDECAR), SIDECAR
+            NO_SIDECAR if sidecar is None else decode_sidecar(sidecar, SIDECAR), SIDECAR
         )
         for name in recorded.lists:
             with contextlib.suppress(CheckpointNotFoundError):

@@ -84,7 +84,7 @@ def _read(
     leaves, facts = leaves_of(contents, request.transforms, template)
     fallback = {} if request.fallback is None else flatten_state(request.fallback).table
     # Without a record of the keys in the sidecar, any uint32 array may be keys.
-    has_facts = contents.sidecar.extra and contents.sidecar.extra.get('facts') != 'unknown'
+    has_facts = contents.sidecar.format and contents.sidecar.facts != 'unknown'
     options = RestoreOptions(
         request.cast,
         fallback,
@@ -103,7 +103,7 @@ def _read(
         warn_of_idle(_idle(request, located, view.table, fallback))
     warn_if_narrowed(plan)
     if request.round.is_single_process and not request.lazy:
-        warn_if_unsharded(plan, view.table, (contents.sidecar.extra or {}).get('devices'), request.notices)
+        warn_if_unsharded(plan, view.table, contents.sidecar.devices, request.notices)
     elif not request.lazy:
         warn_if_local(plan)
     reader = reader_of(contents, request.reading)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -65,7 +64,7 @@ def warn_if_local(plan: RestorePlan) -> None:
         )
 
 
-def warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: Any, notices: Notices) -> None:
+def warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: int | None, notices: Notices) -> None:
     """Warns once of abstract leaves without a sharding, if the checkpoint was saved from several devices.
 
     A scalar needs no sharding, since JAX moves it to the devices of the computation. A NumPy array in the template asks for
@@ -74,10 +73,10 @@ def warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: Any, n
     Args:
       plan: of a restore in a job of one process.
       template: the template's leaves.
-      saved_over: the sidecar's ``devices``, which may be any value in a file from another source.
+      saved_over: the sidecar's ``devices``.
       notices: of the checkpointer.
     """
-    if not isinstance(saved_over, int) or saved_over < 2:
+    if saved_over is None or saved_over < 2:
         return
     names = [
         read.name

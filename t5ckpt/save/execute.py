@@ -143,16 +143,16 @@ class _Leader:
             raise SaveFailedError(
                 f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
             )
-        facts = _sidecar(self._job, work, arrays, files)
-        sidecar = encode_sidecar(facts)
+        sidecar = work.sidecar(_known(self._job, work.generation), arrays, files)
+        encoded = encode_sidecar(sidecar)
         below = sorted({name for vote in votes for name in vote['directories']})
         directories = [array.location for array in report.arrays.values()] + below
         try:
-            work.commit(manifest, sidecar, directories)
+            work.commit(manifest, encoded, directories)
         except StepTakenError as error:
             return _dropped(request.step, error)
-        request.retention.note_saved(request.step, facts.extra)
-        return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'sidecar_checksum': digest(sidecar)}
+        request.retention.note_saved(request.step, sidecar)
+        return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'sidecar_checksum': digest(encoded)}
 
 
 def _previous(job: PreparedSave, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
@@ -252,17 +252,13 @@ def _check_step(request: SaveRequest, table: LeafTable) -> None:
         request.notices.warn('step', StepMismatchWarning(text), request.site)
 
 
-def _sidecar(
-    job: PreparedSave, work: Transaction, arrays: Mapping[str, int], files: Mapping[str, tuple[int, str]]
-) -> Sidecar:
-    extra: dict[str, Any] = {}
-    if job.devices > 1:
-        extra['devices'] = job.devices
-    if job.request.call.custom_metadata:
-        extra['custom_metadata'] = dict(job.request.call.custom_metadata)
-    if job.request.call.metrics:
-        extra['metrics'] = dict(job.request.call.metrics)
-    if (keep := fields_of(job.request.retention.policy)) is not None:
-        extra['keep'] = keep
-    stored = {join(work.generation, directory): dtype for directory, dtype in job.facts.stored.items()}
-    return work.sidecar(dataclasses.replace(job.facts, stored=stored), arrays, files, extra)
+def _known(job: PreparedSave, generation: str) -> Sidecar:
+    """The fields of the sidecar that do not depend on the files."""
+    stored = {join(generation, directory): dtype for directory, dtype in job.facts.stored.items()}
+    return Sidecar(
+        dataclasses.replace(job.facts, stored=stored),
+        devices=job.devices if job.devices > 1 else None,
+        custom_metadata=job.request.call.custom_metadata,
+        metrics=job.request.call.metrics,
+        keep=fields_of(job.request.retention.policy) or {},
+    )

@@ -39,7 +39,7 @@ from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
-from t5ckpt.format.sidecar import encode_sidecar
+from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.planning.plan_fingerprint import plan_text
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
@@ -69,7 +69,7 @@ class StreamRequest:
       progress: called with (bytes done, bytes in total).
       clock: unix seconds.
       files: further files of the step, by name in its directory.
-      extra: further fields of the sidecar, such as metrics.
+      sidecar: further fields, such as metrics.
       rule: as for ``plan_save``.
     """
 
@@ -82,7 +82,7 @@ class StreamRequest:
     progress: Progress | None = None
     clock: Clock = time.time
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    sidecar: Sidecar = dataclasses.field(default_factory=Sidecar)
     rule: Mapping[Path, bool] = dataclasses.field(default_factory=dict[Path, bool])
 
 
@@ -168,11 +168,10 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     manifest = _manifest_bytes(staging, report, storage.driver)
     files = {MANIFEST: entry_of(manifest), file_checksums_name(0): write_checksums(storage, directory, 0, digests)}
     counts = {'bytes': report.file_bytes, 'files': len(report.digests)}
-    source = {} if request.source is None else {'source': dict(request.source)}
-    sidecar = work.sidecar(plan.facts, counts, files, {**source, **request.extra})
+    known = dataclasses.replace(request.sidecar, tree=plan.facts, source=request.source or {})
     try:
         locations = [array.location for array in report.arrays.values()] + _parents(request.files)
-        work.commit(manifest, encode_sidecar(sidecar), locations)
+        work.commit(manifest, encode_sidecar(work.sidecar(known, counts, files)), locations)
     except StepTakenError as error:
         raise CheckpointExistsError(f'{error}. Write to another directory, or replace it (overwrite=True).') from error
     return sum(size for size, _ in (*digests.values(), *files.values()))

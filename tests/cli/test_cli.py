@@ -1,6 +1,5 @@
 """The command line, as a shell would call it: real processes, exit codes, output for people and for programs."""
 
-import dataclasses
 import json
 import os
 import pty
@@ -11,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cli import ROOT, t5ckpt_cli
+from support.damage import with_fields
 
 import t5ckpt
 from t5ckpt.cli import VERBS
-from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
 
 
 @pytest.fixture(scope='module')
@@ -266,8 +265,7 @@ def test_ls_of_a_strangers_sidecar(tmp_path, facts):
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
         checkpointer.save(state, step=1)
     path = tmp_path / 'checkpoint_1' / 't5ckpt.json'
-    sidecar = decode_sidecar(path.read_bytes(), '')
-    path.write_bytes(encode_sidecar(dataclasses.replace(sidecar, extra={**sidecar.extra, **facts})))
+    path.write_bytes(with_fields(path.read_bytes(), **facts))
     assert t5ckpt_cli('ls', tmp_path).splitlines()[1].split()[0] == '1'
     told = json.loads(
         t5ckpt_cli('ls', tmp_path, '--json'), parse_constant=lambda text: pytest.fail(f'{text} is no JSON')

@@ -236,7 +236,7 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
             storage.write('checkpoint_1/checkpoint', serialization.msgpack_serialize({**contents, 'version': 9}))
         else:
             sidecar = decode_sidecar(storage.read('checkpoint_1/t5ckpt.json'), '')
-            newer = dataclasses.replace(sidecar, extra={**sidecar.extra, 'format': 9})
+            newer = dataclasses.replace(sidecar, format=9)
             storage.write('checkpoint_1/t5ckpt.json', encode_sidecar(newer))
         before = {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')}
         caplog.set_level('INFO', 't5ckpt')
@@ -355,9 +355,7 @@ def _swapped(name, groups):
     new['checkpoint'] = serialization.msgpack_serialize(state)
     facts = decode_sidecar(new['t5ckpt.json'], 't5ckpt.json')
     manifest = [len(new['checkpoint']), digest(new['checkpoint'])]
-    new['t5ckpt.json'] = encode_sidecar(
-        dataclasses.replace(facts, extra={**facts.extra, 'digests': {'checkpoint': manifest}})
-    )
+    new['t5ckpt.json'] = encode_sidecar(dataclasses.replace(facts, digests={'checkpoint': manifest}))
     for key, data in new.items():
         if key.startswith('w/'):
             storage.write(f'checkpoint_1/second.{key}', data)

@@ -1,6 +1,5 @@
 """What comes from a stranger's checkpoint is shown, and never obeyed by the terminal or the notebook."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -9,11 +8,11 @@ import msgpack
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.damage import with_fields
 
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.cli.app import app, run
-from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
 
 EVIL = '\x1b]0;owned\x07\x1b[2J\x9b31m\u202etxt\u2066\r\x00<script>alert(1)</script>'
 TREE = {
@@ -34,10 +33,9 @@ def hostile(tmp_path_factory):
     path = save(tmp_path_factory.mktemp('hostile') / 'run')
     save(path, step=2)
     step_dir = path / 'checkpoint_2'
-    sidecar = decode_sidecar((step_dir / 't5ckpt.json').read_bytes(), '')
+    sidecar = step_dir / 't5ckpt.json'
     evil = {'writer': {'name': EVIL, 'version': EVIL}, 'keep': {'policy': EVIL, 'keep': EVIL}}
-    edited = dataclasses.replace(sidecar, extra={**sidecar.extra, **evil})
-    (step_dir / 't5ckpt.json').write_bytes(encode_sidecar(edited))
+    sidecar.write_bytes(with_fields(sidecar.read_bytes(), **evil))
     (step_dir / 'PINNED').write_text(EVIL)
     (step_dir / 'stray\x1b[2J\u202e').write_text('x')
     return path

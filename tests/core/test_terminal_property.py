@@ -1,7 +1,6 @@
 """Any text that comes from outside, through every verb, repr, error and log line: nothing of it acts, or begins a line."""
 
 import contextlib
-import dataclasses
 import inspect
 import io
 import json
@@ -15,13 +14,13 @@ import hypothesis
 import msgpack
 import numpy as np
 from hypothesis import strategies as st
+from support.damage import with_fields
 
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.cli import VERBS
 from t5ckpt.cli.app import run
 from t5ckpt.core.text import lines
-from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
 
 MARK = 'forged'
 ACTING = [
@@ -55,12 +54,10 @@ def save(path, text, steps=(1, 2)):
 
 def edit(step_dir, text):
     """What somebody may have put there: the sidecar's fields, the reason of a pin, files that nobody knows."""
-    sidecar = decode_sidecar((step_dir / 't5ckpt.json').read_bytes(), '')
+    sidecar = step_dir / 't5ckpt.json'
     evil = {'writer': {'name': text, 'version': text}, 'keep': {'policy': text, 'keep': text}}
     evil |= {'source': {'format': text, 'path': text}}
-    (step_dir / 't5ckpt.json').write_bytes(
-        encode_sidecar(dataclasses.replace(sidecar, extra={**sidecar.extra, **evil}))
-    )
+    sidecar.write_bytes(with_fields(sidecar.read_bytes(), **evil))
     (step_dir / 'PINNED').write_text(text)
     (step_dir / text.replace('/', ' ')).write_text('x')
 

@@ -21,7 +21,7 @@ def two_processes():
     }
     files = {'checkpoint': b'manifest'} | lists
     recorded = FileChecksums({name: entry_of(data) for name, data in files.items()})
-    return FileChecksums.recorded_by(Sidecar(extra={'digests': recorded.to_json()}), url('t5ckpt.json')), lists
+    return FileChecksums.recorded_by(Sidecar(digests=recorded.to_json()), url('t5ckpt.json')), lists
 
 
 def test_from_the_sidecar_to_each_file():

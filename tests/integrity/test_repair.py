@@ -22,6 +22,7 @@ from support.damage import (
     save,
     some_file,
     state_of,
+    with_fields,
 )
 
 import t5ckpt
@@ -80,6 +81,23 @@ def test_what_follows_from_the_rest_is_made_again(run_dir, tmp_path, how, files)
         assert arrays_of(mended) == expected
         sidecar = json.loads((mended / 't5ckpt.json').read_text())
         assert sidecar['repaired']['rebuilt'] == list(report.rebuilt)
+
+
+def test_fields_of_a_newer_program_survive_a_repair_and_a_copy(run_dir, tmp_path):
+    step_dir = save(run_dir)
+    sidecar = step_dir / 't5ckpt.json'
+    sidecar.write_bytes(
+        with_fields(sidecar.read_bytes(), newer={'a': [1]}, metrics={'loss': 0.5}, custom_metadata={'b': 2})
+    )
+    t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copied')
+    assert (tmp_path / 'copied' / 'checkpoint_1' / 't5ckpt.json').read_bytes() == sidecar.read_bytes()
+    (step_dir / 'params.w/.zarray').unlink()
+    t5ckpt.repair(step_dir, tmp_path / 'mended')
+    before, after = (json.loads(path.read_text()) for path in (sidecar, tmp_path / 'mended/checkpoint_1/t5ckpt.json'))
+    changed = {'bytes', 'checksum', 'digests', 'files', 'repaired', 'writer'}
+    assert {name: value for name, value in after.items() if name not in changed} == {
+        name: value for name, value in before.items() if name not in changed
+    }
 
 
 def test_without_any_books_it_is_a_checkpoint_of_t5x(run_dir, tmp_path):

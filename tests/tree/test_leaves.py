@@ -111,7 +111,7 @@ UNREADABLE = {
     'a dtype that nothing is stored as': (with_spec('w/'), Sidecar(TreeFacts(stored={'w': 'float64'}))),
     'a spec that leads elsewhere': (with_spec('../w/'), None),
     'a truncated manifest': (GOOD[:-1], None),
-    'another checksum of the manifest': (GOOD, Sidecar(extra={'digests': {'checkpoint': [1, '0' * 16]}})),
+    'another checksum of the manifest': (GOOD, Sidecar(digests={'checkpoint': [1, '0' * 16]})),
 }
 
 

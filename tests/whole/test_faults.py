@@ -1,5 +1,6 @@
 """Every storage operation of a save fails once: nothing that was there is lost, nothing unfinished shows."""
 
+import dataclasses
 import errno
 import os
 import socket
@@ -154,11 +155,10 @@ def unfinished(storage, clock, **facts):
     work.release()
     key = f'{work.directory}/t5ckpt.json'
     sidecar = decode_sidecar(storage.read(key), key)
-    writer = sidecar.extra['writer']
+    writer = {**sidecar.writer, **facts}
     assert {'host', 'place', 'pid', 'born', 'beat', 'nonce'} <= writer.keys()
     assert writer['host'] == socket.gethostname()
-    writer.update(facts)
-    storage.write(key, encode_sidecar(sidecar))
+    storage.write(key, encode_sidecar(dataclasses.replace(sidecar, writer=writer)))
     return work.directory
 
 

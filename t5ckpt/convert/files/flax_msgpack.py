@@ -22,7 +22,7 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.convert.files.flat_array import FlatArray
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.manifest import array_header, decode_ext, manifest_of
-from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.format.sidecar import NO_SIDECAR
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contained_open import open_source
 from t5ckpt.reading.contents import Contents
@@ -92,7 +92,7 @@ def read_large(located: Located, path: str, in_place_bytes: int = _IN_PLACE_BYTE
             raise CorruptCheckpointError(
                 f'{path}: {scan.size - scan.at:,} bytes follow the end of the map. Copy the file again.'
             )
-    return LargeFile(Contents(located, manifest_of(tree, path), Sidecar()), scan.arrays)
+    return LargeFile(Contents(located, manifest_of(tree, path), NO_SIDECAR), scan.arrays)
 
 
 class _Scan:

@@ -1,0 +1,115 @@
+"""The sidecar: what t5ckpt has written is read into fields, and written again byte for byte."""
+
+import json
+import math
+
+import pytest
+from support.damage import with_fields
+from support.golden import TESTDATA
+
+from t5ckpt import errors
+from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.sidecar import FORMAT, NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar, encode_sidecar, newer_format
+
+WRITTEN = {path.stem: path.read_bytes() for path in sorted((TESTDATA / 'sidecars').glob('*.json'))}
+WRITER = {'name': 't5ckpt', 'version': '0.1.0', 'host': 'host', 'pid': 1234, 'place': 'boot/pid:[1]', 'born': '56789'}
+KEEP = {
+    'keep': 'KeepAny',
+    'policies': [
+        {'count': 3, 'keep': 'KeepLatest'},
+        {
+            'count': 2,
+            'keep': 'KeepBest',
+            'keep_without_metric': None,
+            'metric': 'loss',
+            'mode': 'min',
+            'period': None,
+        },
+    ],
+}
+
+
+@pytest.mark.parametrize('name', WRITTEN)
+def test_every_field_that_was_written_is_a_field_and_the_bytes_stay_the_same(name):
+    sidecar = decode_sidecar(WRITTEN[name], name)
+    assert encode_sidecar(sidecar) == WRITTEN[name]
+    assert set(sidecar.other) == ({'aa_new', 'zz_new'} if name == 'repaired' else set())
+
+
+def test_the_fields_of_a_save():
+    saved = json.loads(WRITTEN['saved'])
+    assert decode_sidecar(WRITTEN['saved'], '') == Sidecar(
+        TreeFacts(
+            empty={('e',): 'dict', ('l',): 'list'},
+            python={('b',): 'bool', ('f',): 'float', ('n',): 'int'},
+            keys={('k',): 'threefry2x32'},
+            text={('t',): 'text'},
+            stored={'u': 'uint16'},
+        ),
+        format=FORMAT,
+        writer=WRITER,
+        step=1,
+        created_unix=1_700_000_000.0,
+        bytes=345845,
+        files=7,
+        digests=saved['digests'],
+        metrics={'acc': 0.5, 'loss': 1.0},
+        devices=4,
+        custom_metadata={'a': [1, {'b': None}]},
+        keep=KEEP,
+    )
+
+
+def test_the_fields_of_the_other_writers():
+    rewritten, lost = (decode_sidecar(WRITTEN[name], '') for name in ('rewritten', 'rewritten_lost'))
+    assert (rewritten.facts, rewritten.keep, rewritten.source['format']) == (None, KEEP, 't5x')
+    assert (lost.facts, lost.keep) == ('unknown', {})
+    assert math.isnan(decode_sidecar(WRITTEN['overwritten_in_place'], '').metrics['nan'])
+    repaired = decode_sidecar(WRITTEN['repaired'], '')
+    assert repaired.repaired['rebuilt'] == ['w/.zarray']
+    assert repaired.other == {'aa_new': 5, 'zz_new': {'a': [1]}}
+    unfinished = decode_sidecar(WRITTEN['unfinished'], '')
+    assert unfinished.writer['resume'] == 'abc'
+    assert (unfinished.program, NO_SIDECAR.program) == ('t5ckpt 0.1.0', '')
+
+
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [
+        ('bytes', -1),
+        ('bytes', 2**63),
+        ('created_unix', '2024'),
+        ('created_unix', 1e12),
+        ('created_unix', float('nan')),
+        ('custom_metadata', [1]),
+        ('devices', 'all'),
+        ('digests', 'none'),
+        ('facts', 'known'),
+        ('keep', 'all'),
+        ('metrics', {'loss': 'low'}),
+        ('step', 'one'),
+        ('writer', 'somebody'),
+    ],
+)
+def test_a_value_that_is_not_usable_is_as_if_it_were_missing_and_is_written_again(field, value):
+    data = with_fields(WRITTEN['saved'], **{field: value})
+    sidecar = decode_sidecar(data, '')
+    assert getattr(sidecar, field) == getattr(Sidecar(), field)
+    assert encode_sidecar(sidecar) == data
+    if field == 'digests':
+        with pytest.raises(errors.CorruptCheckpointError, match='here: the file checksums are str, expected an object'):
+            FileChecksums.recorded_by(sidecar, 'here')
+
+
+def test_a_newer_format_stays_one():
+    newer = with_fields(WRITTEN['saved'], format=FORMAT + 1)
+    assert newer_format(encode_sidecar(decode_sidecar(newer, ''))) == FORMAT + 1
+    assert newer_format(WRITTEN['saved']) is None
+    assert decode_sidecar(with_fields(WRITTEN['saved'], format='two'), '').format == FORMAT
+
+
+def test_a_damaged_one_is_refused():
+    with pytest.raises(errors.CorruptCheckpointError, match='does not match its own checksum'):
+        decode_sidecar(WRITTEN['saved'].replace(b'"step": 1', b'"step": 2'), 'here')
+    with pytest.raises(errors.CorruptCheckpointError, match='does not decode'):
+        decode_sidecar(with_fields(WRITTEN['saved'], tree={'python': [[['w'], 'IntEnum']]}), 'here')

@@ -23,11 +23,13 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.format.array_spec import spec_of
+from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.planning.plan_fingerprint import plan_text
 from t5ckpt.planning.save_plan import SaveOptions, SavePlan, plan_save
 from t5ckpt.planning.write_assignment import WriteAssignment
 from t5ckpt.tree.leaf_table import unflatten
+from t5ckpt.tree.leaves_to_save import leaves_to_save
 
 _AXES = ('data', 'fsdp', 'tensor')
 _DEVICES_PER_HOST = 8
@@ -156,7 +158,7 @@ class World:
         table = self.arrays(host)
         gc.collect()
         started = time.process_time()
-        plan = plan_save(table, {}, SaveOptions(), WriteAssignment(host, self.hosts))
+        plan = plan_save(leaves_to_save(table, is_storable), {}, SaveOptions(), WriteAssignment(host, self.hosts))
         plan_text(plan, [])
         return plan, time.process_time() - started
 

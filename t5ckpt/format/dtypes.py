@@ -32,6 +32,7 @@ __all__ = [
     'dtype_from_typestr',
     'floating_dtype',
     'from_stored',
+    'is_storable',
     'kind',
     'name_of',
     'stored_dtype',
@@ -91,6 +92,11 @@ def dtype_from_name(name: str) -> np.dtype:
       KeyError: for any other name. A name from a file never reaches ``np.dtype``, which would accept structured types.
     """
     return _BY_NAME[name]
+
+
+def is_storable(dtype: np.dtype) -> bool:
+    """Whether a checkpoint holds arrays of a dtype."""
+    return name_of(dtype) in _BY_NAME
 
 
 def dtype_from_typestr(typestr: str) -> np.dtype | None:

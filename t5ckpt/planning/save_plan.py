@@ -32,19 +32,16 @@ from t5ckpt.format.array_dirs import array_dirs
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.codecs import CODECS
-from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, dtype_from_name, name_of, stored_dtype
+from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.planning.write_assignment import HeldShard, WriteAssignment, chunk_shape_for
-from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.leaf_values import base_number, is_jax_array
-from t5ckpt.tree.template import LeafTemplate, leaf_to_save
+from t5ckpt.tree.leaf_values import is_jax_array
+from t5ckpt.tree.leaves_to_save import LeafToSave
 
 __all__ = ['ArrayWrite', 'ChunkWrite', 'InlineWrite', 'SaveOptions', 'SavePlan', 'plan_save']
 
 
-_MAX_DEPTH = 200
-_MAX_RANK = 32
 _OPTIMIZER_STATE = ('state', 'param_states')
 _FACTORS = frozenset({'v_row', 'v_col'})
 
@@ -150,23 +147,21 @@ class SavePlan:
 
 
 class _Leaf(NamedTuple):
-    """A leaf with the facts that the planner needs; ``dtype`` is None if it is not an array.
+    """A leaf and its place in the plan; ``dtype`` is the leaf's after the cast, None if it is not an array."""
 
-    A named tuple, since one is made per leaf, and a frozen dataclass of eight fields takes three times as long to make.
-    """
-
-    path: Path
-    value: Any
-    target: LeafTemplate
+    given: LeafToSave
     dtype: np.dtype | None
-    name: str
     array_name: str
-    whole: bool
     nbytes: int
+
+    @property
+    def path(self) -> Path:
+        """The path of the leaf."""
+        return self.given.path
 
 
 def plan_save(
-    table: LeafTable,
+    given: Sequence[LeafToSave],
     infos: Mapping[Path, ParameterInfo],
     options: SaveOptions,
     assignment: WriteAssignment | None = None,
@@ -175,22 +170,22 @@ def plan_save(
     """Plans a save.
 
     Args:
-      table: the leaves, after save transforms.
+      given: the leaves, after save transforms.
       infos: by path, for leaves that have one.
       options: see :class:`SaveOptions`.
       assignment: assigns the chunks of shards that several processes hold.
       rule: by path, whether T5X writes the leaf into the manifest, where that is known.
 
     Raises:
-      UnsupportedLeafError: naming every leaf that cannot be written.
+      UnsupportedLeafError: arrays lie on this process alone, in a job of several.
       UnmatchedPattern: the cast selects no leaf.
     """
     assignment = WriteAssignment() if assignment is None else assignment
-    leaves = _examine_all(table, infos, options)
     if options.cast is not None:
-        check_cast(options.cast, {leaf.path: leaf.target.dtype for leaf in leaves})
+        check_cast(options.cast, {leaf.path: leaf.dtype for leaf in given})
+    leaves = [_sized(leaf, infos.get(leaf.path), options.cast) for leaf in given]
     if assignment.count > 1:
-        _refuse_local(leaves, assignment.count)
+        _refuse_local(given, assignment.count)
         # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
         leaves.sort(key=lambda leaf: leaf.path)
     stored = _stored_paths(leaves, options, assignment, {} if rule is None else rule)
@@ -199,80 +194,19 @@ def plan_save(
         _plan_array(leaf, directories[leaf.path], options, assignment) for leaf in leaves if leaf.path in stored
     )
     inline = tuple(
-        InlineWrite(leaf.path, leaf.value, leaf.dtype)
+        InlineWrite(leaf.path, leaf.given.value, leaf.dtype)
         for leaf in leaves
-        if leaf.path not in stored and leaf.target.kind not in ('empty', 'text')
+        if leaf.path not in stored and leaf.given.kind not in ('empty', 'text')
     )
-    return SavePlan(writes, inline, _facts(leaves, writes))
+    return SavePlan(writes, inline, _facts(given, writes))
 
 
-def _examine_all(table: LeafTable, infos: Mapping[Path, ParameterInfo], options: SaveOptions) -> list[_Leaf]:
-    leaves: list[_Leaf] = []
-    problems: list[str] = []
-    for path, value in table.items():
-        try:
-            leaves.append(_examine(path, value, infos.get(path), options))
-        except UnsupportedLeafError as error:
-            problems.append(str(error))
-    problems += [f'{leaf_name(path)}: {text}' for path, text in _spec_lookalikes(table)]
-    if problems:
-        raise UnsupportedLeafError(lines('the state cannot be saved as it is:', *problems, between='\n  '))
-    return leaves
-
-
-def _spec_lookalikes(table: LeafTable) -> list[tuple[Path, str]]:
-    """Subtrees that every reader of the format would take for a stored array."""
-    children: dict[Path, set[str]] = {}
-    # Hardly any state has such a key, which is seen in a fifth of the time.
-    if not any('kvstore' in path for path in table):
-        return []
-    for path in table:
-        for length in range(len(path)):
-            children.setdefault(path[:length], set()).add(path[length])
-    text = 'a subtree with the keys driver, kvstore and metadata reads as a stored array. Rename one of the keys.'
-    return [(path, text) for path, names in children.items() if names >= {'driver', 'kvstore', 'metadata'}]
-
-
-def _examine(path: Path, value: Any, info: ParameterInfo | None, options: SaveOptions) -> _Leaf:
-    name = leaf_name(path)
-    value, target = leaf_to_save(path, value)
-    _check_path(path, name, target)
-    if target.dtype is None:
-        return _Leaf(path, value, target, None, name, name, True, 0)
-    try:
-        dtype_from_name(name_of(target.dtype))
-    except KeyError:
-        raise UnsupportedLeafError(
-            f'{name}: {type(value).__name__} of dtype {target.dtype} cannot be saved: a checkpoint holds bool, integers of 2 to '
-            '64 bits, floats of 4 to 64 bits, complex64 and complex128. Convert it to one of these, or mark the field static.'
-        ) from None
-    whole = getattr(value, 'is_fully_addressable', True) or getattr(value, 'is_fully_replicated', False)
-    dtype = cast_dtype(path, target.dtype, options.cast)
-    array_name = info.array_name if info is not None and info.name else name
-    return _Leaf(path, value, target, dtype, name, array_name, whole, math.prod(target.shape) * dtype.itemsize)
-
-
-def _check_path(path: Path, name: str, target: LeafTemplate) -> None:
-    """Rejects leaves that could be written and never read again."""
-    if len(path) > _MAX_DEPTH or len(target.shape) > _MAX_RANK:
-        raise UnsupportedLeafError(
-            f'{name[:200]}: nested {len(path)} deep with {len(target.shape)} dimensions, the format holds '
-            f'{_MAX_DEPTH} and {_MAX_RANK}. Flatten the state.'
-        )
-    # Most names are ASCII, which is a fast check.
-    if not name.isascii():
-        _check_unicode(name)
-    if '__msgpack_chunked_array__' in path:
-        raise UnsupportedLeafError(f'{name}: Flax uses this key for split arrays. Rename it.')
-
-
-def _check_unicode(name: str) -> None:
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise UnsupportedLeafError(
-            f'{name!r}: the key is not valid Unicode text ({error.reason}). Rename it.'
-        ) from error
+def _sized(leaf: LeafToSave, info: ParameterInfo | None, cast: Cast | None) -> _Leaf:
+    if leaf.dtype is None:
+        return _Leaf(leaf, None, leaf.name, 0)
+    dtype = cast_dtype(leaf.path, leaf.dtype, cast)
+    array_name = info.array_name if info is not None and info.name else leaf.name
+    return _Leaf(leaf, dtype, array_name, math.prod(leaf.shape) * dtype.itemsize)
 
 
 def _stored_paths(
@@ -289,15 +223,14 @@ def _stored_paths(
     for leaf in sorted(leaves, key=operator.attrgetter('nbytes')):
         if leaf.dtype is None:
             continue
-        at_hand = not is_jax_array(leaf.value) or assignment.on_leader(leaf.value)
+        at_hand = not is_jax_array(leaf.given.value) or assignment.on_leader(leaf.given.value)
+        is_global = leaf.given.is_global
         t5x_inlines = rule.get(leaf.path)
-        must_inline = leaf.nbytes == 0 or (
-            at_hand and (leaf.target.shape == () or (t5x_inlines is True and leaf.whole))
-        )
+        must_inline = leaf.nbytes == 0 or (at_hand and (leaf.given.shape == () or (t5x_inlines is True and is_global)))
         limit = options.inline_bytes
         if t5x_inlines is None and leaf.nbytes > limit and _is_optimizer_vector(leaf):
             limit = max(limit, options.vector_bytes)
-        fits = leaf.whole and at_hand and leaf.nbytes <= limit and total + leaf.nbytes <= options.inline_total_bytes
+        fits = is_global and at_hand and leaf.nbytes <= limit and total + leaf.nbytes <= options.inline_total_bytes
         if must_inline or fits:
             total += leaf.nbytes
         else:
@@ -307,7 +240,7 @@ def _stored_paths(
 
 def _is_optimizer_vector(leaf: _Leaf) -> bool:
     """Whether T5X's partitioners probably give a leaf no axes, as for the factors of Adafactor's second moments."""
-    is_vector = len(leaf.target.shape) <= 1 or not _FACTORS.isdisjoint(leaf.path)
+    is_vector = len(leaf.given.shape) <= 1 or not _FACTORS.isdisjoint(leaf.path)
     return is_vector and leaf.path[:2] == _OPTIMIZER_STATE
 
 
@@ -316,7 +249,7 @@ def _directories(leaves: Sequence[_Leaf]) -> dict[Path, str]:
     names: dict[Path, str] = {}
     taken: set[str] = set()
     for leaf in leaves:
-        candidates = [leaf.array_name, leaf.name]
+        candidates = [leaf.array_name, leaf.given.name]
         name = next((text for text in candidates if text not in taken), None)
         while name is None or name in taken:
             name = f'{candidates[-1]}~{len(taken)}'
@@ -327,11 +260,11 @@ def _directories(leaves: Sequence[_Leaf]) -> dict[Path, str]:
     return {path: by_name[name] for path, name in names.items()}
 
 
-def _refuse_local(leaves: Sequence[_Leaf], count: int) -> None:
+def _refuse_local(leaves: Sequence[LeafToSave], count: int) -> None:
     """Rejects host-local arrays in a job of several processes, since each process has different values of them."""
     local = [leaf for leaf in leaves if is_jax_array(leaf.value) and leaf.value.is_fully_addressable]
     if local:
-        names = [f'{leaf.name} {leaf.target.shape} on {leaf.value.sharding}' for leaf in local[:20]]
+        names = [f'{leaf.name} {leaf.shape} on {leaf.value.sharding}' for leaf in local[:20]]
         names += [f'and {len(local) - 20} more'] if len(local) > 20 else []
         head = f'these arrays lie on this process alone, and each of the {count} processes has its own:'
         cure = (
@@ -345,7 +278,7 @@ def _refuse_local(leaves: Sequence[_Leaf], count: int) -> None:
 def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
     dtype = np.dtype(np.void) if leaf.dtype is None else leaf.dtype
     on_disk = stored_dtype(dtype)
-    shape, value = leaf.target.shape, leaf.value
+    shape, value = leaf.given.shape, leaf.given.value
     if is_jax_array(value):
         chunk_shape = assignment.chunk_shape(value, on_disk.itemsize, options.chunk_bytes)
         shards = assignment.shards_of(value)
@@ -362,18 +295,13 @@ def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, assignment: W
         # For a shard at the array's origin both boxes are one object, which halves memory and time.
         is_shifted = any(shard.box.start)
         chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
-    return ArrayWrite(leaf.path, leaf.value, dtype, array, tuple(chunks))
+    return ArrayWrite(leaf.path, value, dtype, array, tuple(chunks))
 
 
-def _facts(leaves: Sequence[_Leaf], writes: Sequence[ArrayWrite]) -> TreeFacts:
-    return TreeFacts(
-        empty={leaf.path: leaf.target.example.kind for leaf in leaves if leaf.target.kind == 'empty'},
-        python={leaf.path: _python_name(leaf) for leaf in leaves if leaf.target.kind == 'scalar'},
-        keys={leaf.path: leaf.target.impl for leaf in leaves if leaf.target.kind == 'key'},
-        text={leaf.path: str.__str__(leaf.target.example) for leaf in leaves if leaf.target.kind == 'text'},
-        stored={write.array.location: write.dtype.name for write in writes if write.dtype != write.array.dtype},
-    )
-
-
-def _python_name(leaf: _Leaf) -> str:
-    return '' if leaf.target.python is None else base_number(leaf.target.python).__name__
+def _facts(leaves: Sequence[LeafToSave], writes: Sequence[ArrayWrite]) -> TreeFacts:
+    notes: dict[str, dict[Path, str]] = {'empty': {}, 'scalar': {}, 'key': {}, 'text': {}}
+    for leaf in leaves:
+        if leaf.kind in notes:
+            notes[leaf.kind][leaf.path] = leaf.note
+    stored = {write.array.location: write.dtype.name for write in writes if write.dtype != write.array.dtype}
+    return TreeFacts(notes['empty'], notes['scalar'], notes['key'], notes['text'], stored)

@@ -12,6 +12,7 @@ from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.commit.occupancy import occupant
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.format.codecs import AUTO
+from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.plan_fingerprint import plan_text
@@ -23,6 +24,7 @@ from t5ckpt.save.stage import Staging
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaf_values import is_jax_array, most_devices
+from t5ckpt.tree.leaves_to_save import leaves_to_save
 
 __all__ = ['PreparedSave', 'prepare_save']
 
@@ -65,7 +67,8 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     given = transformed(table, axes, request.call.transforms)
     with paused():
         assignment = WriteAssignment(processes.index, processes.count)
-        plan = plan_save(given.leaves, given.infos, request.options, assignment, given.rule)
+        leaves = leaves_to_save(given.leaves, is_storable)
+        plan = plan_save(leaves, given.infos, request.options, assignment, given.rule)
     previous = _previous(request)
     unchanged = (
         [] if previous is None else [w.path for w in plan.writes if previous.is_same(w, with_metadata=is_leader)]

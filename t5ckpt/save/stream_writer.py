@@ -36,6 +36,7 @@ from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
+from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
@@ -47,6 +48,7 @@ from t5ckpt.save.stage import Staging
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
+from t5ckpt.tree.leaves_to_save import leaves_to_save
 
 __all__ = ['STREAM_BYTES', 'LinkedArray', 'StreamRequest', 'rehearse', 'write_stream']
 
@@ -103,7 +105,7 @@ class _Taken:
 def rehearse(table: LeafTable, request: StreamRequest) -> None:
     """Raises what :func:`write_stream` would before it reads or writes anything; for dry runs."""
     check_room(request.storage, request.step, overwrite=request.overwrite)
-    plan_save(table, {}, request.options, rule=request.rule)
+    plan_save(leaves_to_save(table, is_storable), {}, request.options, rule=request.rule)
 
 
 def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoint:
@@ -120,7 +122,7 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     """
     started = time.monotonic()
     check_room(request.storage, request.step, overwrite=request.overwrite)
-    plan = plan_save(table, {}, request.options, rule=request.rule)
+    plan = plan_save(leaves_to_save(table, is_storable), {}, request.options, rule=request.rule)
     try:
         work = _begin(request, plan)
     except StepTakenError as error:

@@ -1,7 +1,7 @@
-"""Decides which values a checkpoint can hold as leaves, and reads them.
+"""Decides which values a checkpoint can hold as leaves.
 
-jax.Arrays, numpy arrays and scalars, Python numbers and LazyArrays are leaves. A ``jax.Ref`` or an object with ``__array__`` is
-read when a save is planned; an object of any other type is an error that names it.
+jax.Arrays, numpy arrays and scalars, Python numbers and LazyArrays are leaves. ``tree/leaves_to_save.py`` reads a ``jax.Ref`` or
+an object with ``__array__``. An object of any other type is an error that names it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import numpy as np
 from t5ckpt.core.arguments import native_dtype
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
-from t5ckpt.lazy import LazyArray
 
-__all__ = ['as_instance', 'base_number', 'check_has_values', 'check_is_array', 'is_jax_array', 'is_key', 'valued_leaf']
+__all__ = ['as_instance', 'base_number', 'check_has_values', 'check_is_array', 'is_jax_array', 'is_key']
 
 # Libraries whose arrays have more than values, and the conversion that an error suggests.
 _OTHERS = {
@@ -26,7 +25,6 @@ _OTHERS = {
     'torch': 'x.detach().cpu().numpy()',
     'xarray': 'x.to_numpy()',
 }
-_VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
 
 
 def is_jax_array(leaf: Any) -> bool:
@@ -82,37 +80,6 @@ def check_has_values(path: Path, value: Any) -> None:
         )
 
 
-def valued_leaf(path: Path, leaf: Any) -> Any:
-    """The values of a leaf of a state to save.
-
-    Reads the current array of a ``jax.Ref``, and converts an object with ``__array__`` to numpy. Returns other leaves unchanged.
-
-    Raises:
-      UnsupportedLeafError: its values cannot be read, or it is a tracer or a donated array.
-    """
-    check_has_values(path, leaf)
-    if is_jax_array(leaf) or isinstance(leaf, _VALUED) or leaf is None or leaf is ...:
-        return leaf
-    check_is_array(path, leaf)
-    if is_abstract(leaf):
-        return leaf
-    name, kind = leaf_name(path), type(leaf).__qualname__
-    try:
-        if _is_ref(leaf):
-            return leaf[...]
-        values = np.asarray(leaf) if hasattr(type(leaf), '__array__') else None
-    except Exception as error:
-        raise UnsupportedLeafError(
-            f'{name}: the values of {kind} cannot be read ({error!s:.200}). Give a numpy array.'
-        ) from error
-    if values is None or (values.shape, values.dtype) != (leaf.shape, np.dtype(leaf.dtype)):
-        found = 'no array' if values is None else f'an array of {values.dtype} {values.shape}'
-        raise UnsupportedLeafError(
-            f'{name}: {kind} says that it is an array of {leaf.dtype} {leaf.shape} and gives {found}. Give a numpy array.'
-        )
-    return values
-
-
 def is_abstract(leaf: Any) -> bool:
     """Whether a leaf is a ``jax.ShapeDtypeStruct``."""
     return type(leaf).__name__ == 'ShapeDtypeStruct'
@@ -128,15 +95,6 @@ def leaf_devices(leaf: Any) -> int:
 def most_devices(leaves: Iterable[Any]) -> int:
     """The largest number of devices of any leaf."""
     return max(map(leaf_devices, leaves), default=1)
-
-
-def _is_ref(leaf: Any) -> bool:
-    """Whether a leaf is a mutable array of JAX (``jax.new_ref``)."""
-    if not type(leaf).__module__.startswith('jax.'):
-        return False
-    import jax
-
-    return isinstance(leaf, getattr(jax, 'Ref', ()))
 
 
 def base_number(python: type) -> type:

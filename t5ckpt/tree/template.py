@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.arguments import native_dtype
-from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty
-from t5ckpt.tree.leaf_values import base_number, check_is_array, is_abstract, is_jax_array, is_key, valued_leaf
+from t5ckpt.tree.leaf_values import base_number, check_is_array, is_jax_array, is_key
 
-__all__ = ['LeafTemplate', 'canonical_dtype', 'leaf_template', 'leaf_to_save']
+__all__ = ['LeafTemplate', 'canonical_dtype', 'leaf_template']
 
 
 # From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
@@ -101,33 +100,6 @@ def _key_target(leaf: Any, sharding: Any) -> LeafTemplate:
     # The dtype's name is 'key<fry>'; its implementation has no other public name for a ShapeDtypeStruct.
     impl = str(_KEY_IMPLS.get(leaf.dtype.name[4:-1], leaf.dtype.name[4:-1]))
     return LeafTemplate('key', tuple(data.shape), np.dtype(data.dtype), True, sharding, impl=impl)
-
-
-def leaf_to_save(path: Path, leaf: Any) -> tuple[Any, LeafTemplate]:
-    """The values of a leaf of a state to save, and their description.
-
-    Reads the values as :func:`valued_leaf`. Typed keys become their data, and a subclass of a Python number that number.
-
-    Raises:
-      UnsupportedLeafError: the leaf has no values, or is not an array or a number.
-    """
-    value: Any = leaf if isinstance(leaf, Empty) else valued_leaf(path, leaf)
-    template = leaf_template(path, value)
-    if template.kind == 'skip':
-        raise UnsupportedLeafError(
-            f'{leaf_name(path)}: is ..., which stands for a leaf that a restore left out. Put its value there before you save.'
-        )
-    if template.dtype is not None and is_abstract(value):
-        raise UnsupportedLeafError(
-            f'{leaf_name(path)}: a ShapeDtypeStruct has no values to save. Pass the arrays themselves.'
-        )
-    if template.kind == 'key':
-        import jax
-
-        value = jax.random.key_data(value)
-    elif template.kind == 'scalar':
-        value = base_number(type(value))(value)
-    return value, template
 
 
 def canonical_dtype(dtype: np.dtype) -> np.dtype:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.libraries import needs
 
 import t5ckpt
 from t5ckpt import errors
@@ -263,6 +264,13 @@ SAVED = {
     'read-only': (lambda: np.frombuffer(b'abcd', np.uint8), lambda: np.array([97, 98, 99, 100], np.uint8)),
 }
 
+LIBRARIES = {
+    'torch': needs('torch', 'torch'),
+    'torch bfloat16': needs('torch', 'torch'),
+    'TensorFlow': needs('tensorflow', 'tensorflow-cpu'),
+    'a TensorFlow variable': needs('tensorflow', 'tensorflow-cpu'),
+}
+
 REFUSED = {
     'bytes': lambda: b'abc',
     'bytearray': lambda: bytearray(3),
@@ -321,7 +329,7 @@ def test_an_odd_leaf_is_saved_exactly(tmp_path, case, inline):
 
 
 @pytest.mark.filterwarnings('ignore::t5ckpt.errors.TemplateMismatchWarning')
-@pytest.mark.parametrize('case', REFUSED)
+@pytest.mark.parametrize('case', [pytest.param(case, marks=LIBRARIES.get(case, ())) for case in REFUSED])
 def test_another_leaf_is_refused_by_its_name(tmp_path, case):
     with (
         t5ckpt.Checkpointer({'x': np.ones(1)}, checkpoints_dir=tmp_path) as ck,

@@ -1,6 +1,8 @@
 """Write leases and read leases: who excludes whom, with the other process acting at exactly one operation."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,6 +11,7 @@ import uuid
 
 import numpy as np
 import pytest
+from support import faultshim
 from support.schedules import Killed, Schedule, kills, run_schedule, schedules
 
 import t5ckpt
@@ -106,6 +109,36 @@ def test_a_deleter_that_was_killed_is_not_waited_for(run):
     assert t5ckpt.all_steps(run.url()) == [1, 2, 3]
     remove_hidden(run, hide_checkpoint(run, 1, time.time), time.time)
     assert t5ckpt.all_steps(run.url()) == [2, 3]
+
+
+_KILLED_DELETER = """
+import sys, time
+from support.faultshim import KILL, RENAME, WRITE, Shim
+from t5ckpt.commit.deletion import delete_step
+from t5ckpt.storage import open_storage
+place, kind = sys.argv[1], {'write': WRITE, 'rename': RENAME}[sys.argv[2]]
+# The first change that a deletion makes is its lease.
+Shim().arm(place, 0, KILL, classes=kind)
+delete_step(open_storage(place), 2, time.time)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize('call', ['write', 'rename'])
+def test_the_partial_lease_of_a_deleter_that_was_killed_is_collected(call, tmp_path):
+    """It is empty, or whole and not renamed yet. The step is there, and the next save removes the file."""
+    run = saved_run(tmp_path / 'run', (1, 2, 3))
+    killed = subprocess.run(
+        [sys.executable, '-c', _KILLED_DELETER, tmp_path / 'run', call],
+        env={**os.environ, 'LD_PRELOAD': str(faultshim.build(tmp_path)), 'PYTHONPATH': os.pathsep.join(sys.path)},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (partial,) = (tmp_path / 'run').glob('deleting_2.*.__partial')
+    assert (partial.stat().st_size > 0) is (call == 'rename')
+    assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2, 3]
+    saved_run(run.url(), [4])
+    assert {path.name for path in (tmp_path / 'run').iterdir()} == {f'checkpoint_{step}' for step in range(1, 5)}
 
 
 # --- every order of two processes' operations ------------------------------------------------------------------------

@@ -24,11 +24,10 @@ from t5ckpt.catalog.locate import (
     newest,
     steps_in,
 )
-from t5ckpt.catalog.pins import is_pinned_at, pin_at, unpin_at
-from t5ckpt.commit.read_lease import outlives_deleters
+from t5ckpt.catalog.pins import is_pinned_at, unpin_at
+from t5ckpt.commit.pins import pin_in
 from t5ckpt.core.arguments import integer
-from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.format.names import MANIFEST, PINNED, parse_step_dir, step_dir
+from t5ckpt.format.names import step_dir
 from t5ckpt.storage import open_storage, split_path
 
 __all__ = [
@@ -154,14 +153,8 @@ def pin_checkpoint(
             f"write them in T5X's format (t5ckpt.convert.convert_checkpoint({layout!r}, path, directory)) and pin that step."
         )
         raise other_layout(storage.url().rstrip('/'), layout, 'to which t5ckpt does not write', cure)
-    pin_at(storage, txt)
-    step = parse_step_dir(name)
-    if step is None or outlives_deleters(open_storage(parent, storage_options), step, time.time):
-        return
-    if not storage.is_file(MANIFEST):
-        # A deleter was first. Where nothing is renamed it would leave the mark behind.
-        storage.delete_file(PINNED)
-        raise CheckpointNotFoundError(f'{storage.url()}: another process has deleted it.')
+    run = open_storage(parent, storage_options) if name else storage
+    pin_in(run, name, txt, time.time)
 
 
 def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:

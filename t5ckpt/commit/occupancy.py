@@ -82,7 +82,7 @@ def _in_place(storage: Storage, step: int) -> ListedStep | None:
         return None
     if not {*orbax_marks('')}.isdisjoint(keys):
         return ListedStep(step, directory, ORBAX, manifest='')
-    if PINNED in keys:
+    if PINNED in keys and data is not None:
         raise _pinned(storage, directory)
     foreign = foreign_files(storage, directory)
     if foreign or (data is not None and is_of_others(data)):

@@ -20,10 +20,11 @@ from t5ckpt.commit.begin import begin
 from t5ckpt.commit.deletion import delete_step, hide_checkpoint, remove_hidden
 from t5ckpt.commit.garbage_collection import collect, collect_leftovers
 from t5ckpt.commit.lease_files import write_leases_of
-from t5ckpt.commit.read_lease import outlives_deleters, read_lease
+from t5ckpt.commit.pins import pin_in
+from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.commit.write_lease import BeingWrittenError, StepTakenError, acquire_lease
-from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import busy_key, index_complete
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -141,6 +142,21 @@ def test_the_partial_lease_of_a_deleter_that_was_killed_is_collected(call, tmp_p
     assert {path.name for path in (tmp_path / 'run').iterdir()} == {f'checkpoint_{step}' for step in range(1, 5)}
 
 
+@pytest.mark.multiprocess
+def test_a_pin_without_a_checkpoint_is_in_nobodys_way(bucket):
+    """A pin that is killed leaves it, where the step was deleted meanwhile; that of a broken checkpoint keeps the files."""
+    place = bucket.url()
+    bucket.put(f'{place}/checkpoint_1/PINNED', b'1')
+    bucket.put(f'{place}/checkpoint_2/PINNED', b'1')
+    bucket.put(f'{place}/checkpoint_2/checkpoint', b'\x82 broken')
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=place) as ck:
+        assert ck.save(STATE, step=1).step == 1
+        assert bucket.raw(f'{place}/checkpoint_1/PINNED') is None
+        with pytest.raises(UnsupportedFormatError, match='is broken, but pinned'):
+            ck.save(STATE, step=2)
+    assert t5ckpt.all_steps(place) == [1]
+
+
 # --- every order of two processes' operations ------------------------------------------------------------------------
 
 FILES = ('checkpoint', 't5ckpt.json', 'integrity.0.json', 'w/.zarray', 'w/0')
@@ -189,17 +205,19 @@ def overwrite(storage):
 
 
 def pin(storage):
-    """What ``pin_checkpoint`` does."""
-    if not storage.is_file('checkpoint_1/checkpoint'):
-        return 'gone'
     try:
-        storage.write('checkpoint_1/PINNED', b'1')
+        pin_in(storage, 'checkpoint_1', '1', time.time)
     except CheckpointNotFoundError:
         return 'gone'
-    if outlives_deleters(storage, 1, time.time) or storage.is_file('checkpoint_1/checkpoint'):
-        return 'pinned'
-    storage.delete_file('checkpoint_1/PINNED')
-    return 'gone'
+    return 'pinned'
+
+
+def save_again(storage):
+    try:
+        delete(storage)
+    except StepKeptError:
+        return 'kept'
+    return save(storage)
 
 
 def copied_run(kind, directory):
@@ -226,20 +244,26 @@ def check(storage, actors, found):
     is_there = 1 in steps_in(storage)
     assert not (is_there and 'deleted' in values) or 'saved' in values or is_killed
     assert is_there or 'deleted' in values or is_killed
-    assert is_there or 'pinned' not in values
+    assert 'pinned' not in values or (is_there and storage.is_file('checkpoint_1/PINNED'))
     collect_leftovers(storage, FakeClock(time.time() + 8000))
-    assert (1 in steps_in(storage)) is is_there
+    was_there, is_there = is_there, 1 in steps_in(storage)
+    # The new checkpoint of an overwriter that was killed was whole, and now has the place of the one that was deleted.
+    assert was_there is is_there or (is_there and is_killed and overwrite in actors)
     left = {key for key, _ in storage.walk('')}
     of_step = {key for key in left if key.startswith('checkpoint_1')} - {'checkpoint_1/PINNED'}
     assert of_step == ({f'checkpoint_1/{name}' for name in FILES} if is_there else set())
     assert not [key for key in left if any(word in key for word in ('busy', 'deleting_', 'held_'))]
     assert storage.renames or ('.t5ckpt/steps/1' in left) is is_there
+    # A pin that was killed is in nobody's way.
+    assert is_there or save(storage) == 'saved'
+    assert is_there or not storage.is_file('checkpoint_1/PINNED')
 
 
 @pytest.mark.parametrize(
     ('kind', 'actors'),
     [
         *(('memory', (delete, other)) for other in (delete, read, save, pin)),
+        ('memory', (save_again, pin)),
         *(('file', (delete, other)) for other in (read, save, overwrite)),
         ('file', (overwrite, read)),
     ],
@@ -256,7 +280,13 @@ def test_two_processes_in_every_order_with_one_switch(kind, actors, tmp_path, ca
     serial = [run_schedule(copied_run(kind, tmp_path / str(first)), actors, Schedule(first)) for first in (0, 1)]
     counts = [max(len(found[actor].operations) for found in serial) for actor in (0, 1)]
     stride = 1 if kind == 'memory' else 3
-    orders = [*schedules(counts, 1), *kills(counts), *schedules(counts, 2, stride=97)][::stride]
+    orders = [
+        *schedules(counts, 1),
+        *kills(counts),
+        *kills(counts, after_other=True),
+        *schedules(counts, 2, stride=97),
+        *(Schedule(first, (1, count, 1)) for first in (0, 1) for count in range(counts[1 - first])),
+    ][::stride]
     for index, order in enumerate(orders):
         storage = copied_run(kind, tmp_path / f'run{index}')
         found = run_schedule(storage, actors, order)

@@ -157,8 +157,8 @@ def schedules(counts: Sequence[int], switches: int, *, stride: int = 1) -> Gener
             yield Schedule(first, chosen)
 
 
-def kills(counts: Sequence[int]) -> Generator[Schedule]:
-    """One actor is killed at each of its operations, and then the other runs."""
+def kills(counts: Sequence[int], *, after_other: bool = False) -> Generator[Schedule]:
+    """One actor is killed at each of its operations, and then the other runs; or the other runs before the last one."""
     for first in (0, 1):
-        for index in range(counts[first]):
-            yield Schedule(first, (), index)
+        for index in range(int(after_other), counts[first]):
+            yield Schedule(first, (index - 1,) if after_other else (), index)

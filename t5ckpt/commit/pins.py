@@ -1,0 +1,49 @@
+"""Pins a step with the file ``PINNED`` (T5X's name) in its directory, which keeps retention from deleting the step.
+
+    pin      [is the manifest there?], +PINNED, [no deleter?], [is the manifest there?], [is the pin there?]
+
+A deleter looks for the file before it hides the step and after, see ``commit/deletion.py``. On object stores a pin killed after
+its write may leave the file behind, in a step that was deleted meanwhile. A save of the step removes the file then, because
+nothing is pinned where no manifest is, and the pin looks for its file last.
+"""
+
+from __future__ import annotations
+
+from t5ckpt.commit.read_lease import outlives_deleters
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.format.names import MANIFEST, PINNED, parse_step_dir
+from t5ckpt.storage import Storage
+
+__all__ = ['pin_in']
+
+
+def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
+    """Pins the checkpoint in a directory.
+
+    Args:
+      storage: the run.
+      directory: of the checkpoint; a step's, or '' for the storage's root.
+      text: the contents of the file.
+      clock: unix seconds.
+
+    Raises:
+      CheckpointNotFoundError: it is not a checkpoint, or another process deletes it at the same time.
+    """
+    manifest, pin = join(directory, MANIFEST), join(directory, PINNED)
+    step = parse_step_dir(directory)
+    if not storage.is_file(manifest):
+        storage.check_reachable(manifest)
+        raise CheckpointNotFoundError(
+            f'{storage.url(directory).rstrip("/")} is not a checkpoint; pass the directory of a step.'
+        )
+    while True:
+        storage.write(pin, text.encode())
+        is_there = step is not None and outlives_deleters(storage, step, clock)
+        if not is_there and not storage.is_file(manifest):
+            # A deleter was first. Where nothing is renamed it would leave the file behind.
+            storage.delete_file(pin)
+            raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it.')
+        if storage.renames or storage.is_file(pin):
+            return

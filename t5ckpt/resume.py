@@ -10,7 +10,6 @@ be read, this is an error, never a fresh start.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 import re
@@ -21,10 +20,9 @@ from typing import Any
 from t5ckpt.catalog.foreign_layouts import unread_contents
 from t5ckpt.catalog.locate import listing
 from t5ckpt.checkpointer import Checkpointer
-from t5ckpt.commit.removal import renamed
+from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.core.arguments import check_patterns, given_step
 from t5ckpt.core.call_site import warn_caller
-from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.core.text import some_of
@@ -33,6 +31,7 @@ from t5ckpt.errors import (
     FormatError,
     NotADirectoryStorageError,
     RemoteError,
+    StepKeptError,
     T5CkptError,
     TreeMismatchError,
     UnreadLayoutWarning,
@@ -40,7 +39,7 @@ from t5ckpt.errors import (
     with_cures,
 )
 from t5ckpt.format.array_spec import is_spec
-from t5ckpt.format.names import PINNED, damaged_dir, step_dir
+from t5ckpt.format.names import step_dir
 from t5ckpt.planning.new_state import check_new_state
 from t5ckpt.planning.resizing import Patterns
 from t5ckpt.steps import find_checkpoint
@@ -249,25 +248,23 @@ def _verdict(kinds: Sequence[str]) -> str:
 
 
 def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
-    """Renames damaged steps, except those that are pinned or that another program or a newer version wrote."""
+    """Renames damaged steps, except those that are kept or that another program or a newer version wrote."""
     storage = checkpointer.storage
     others = _steps_of_others(storage) if failed else {}
     for step, kind in failed.items():
-        directory = others.get(step, step_dir(step))
-        if (
-            step in others
-            or kind != 'corrupt'
-            or not storage.renames
-            or storage.kind(join(directory, PINNED)) is not None
-        ):
-            _log.warning('t5ckpt: %s is not renamed, so this run cannot save that step again', storage.url(directory))
+        where = storage.url(others.get(step, step_dir(step)))
+        stays = f't5ckpt: {where} is not renamed, so this run cannot save that step again'
+        if step in others or kind != 'corrupt' or not storage.renames:
+            _log.warning(stays)
             continue
         try:
-            aside = renamed(storage, directory, functools.partial(damaged_dir, step), time.time)
+            aside = rename_damaged(storage, step, time.time)
+        except StepKeptError as error:
+            _log.warning('%s: %s', stays, error)
         except T5CkptError as error:
-            _log.warning('t5ckpt: could not rename %s: %s', storage.url(directory), error)
+            _log.warning('t5ckpt: could not rename %s: %s', where, error)
         else:
-            _log.error('t5ckpt: %s is damaged and was renamed to %s', storage.url(directory), storage.url(aside))
+            _log.error('t5ckpt: %s is damaged and was renamed to %s', where, storage.url(aside))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ class ManifestTransaction(Transaction):
                 work._find_swap(may_replace)
         except BaseException:
             # Nothing was written, and garbage collection must not remove the files of others.
-            lease.release()
+            lease.leave()
             raise
         if has_leftovers and work._swap is None:
             try:
@@ -141,7 +141,7 @@ class ManifestTransaction(Transaction):
     def _remove(self) -> None:
         if self._swap is not None:
             self._swap.abandon()
-            self._lease.release()
+            self._lease.leave()
         # A save writes its manifest last, so an existing manifest belongs to another writer, as does a step with another
         # lease. Such a step stays listed by the lease's marker, until the next garbage collection writes its steps marker.
         elif self._lease.is_ours() and not self.storage.is_file(join(self.directory, MANIFEST)):

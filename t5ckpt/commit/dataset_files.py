@@ -1,22 +1,21 @@
 """Removes the data-iterator files of older steps (T5X's ``keep_dataset_checkpoints``); their arrays stay.
 
-On an object store this runs under the write lease of the step. So a deleter of the step waits, no file is written while it
-removes the files, and the leftovers of a crash have a lease.
+This runs under the write lease of the step, as a deletion does, so a step with a read lease keeps its files. A deleter of the
+step waits, no file is written while it removes the files, and the leftovers of a crash have a lease.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Sequence
 
-from t5ckpt.commit.lease_owner import MEND
-from t5ckpt.commit.removal import is_pinned
+from t5ckpt.commit.lease_owner import DELETE
+from t5ckpt.commit.removal import check_not_kept, is_pinned
 from t5ckpt.commit.write_lease import StepTakenError, acquire_lease
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, T5CkptError
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, TRAIN_DS_PREFIX, step_dir
 from t5ckpt.storage import Storage
 
@@ -43,9 +42,9 @@ def remove_old_datasets(
         if step == just_saved or is_pinned(storage, step_dir(step)):
             continue
         try:
-            with _leased(storage, step, clock) as is_there:
-                if is_there:
-                    _remove(storage, step, files[step])
+            _remove(storage, step, files[step], clock)
+        except StepKeptError as error:
+            _log.info('t5ckpt: %s', error)
         except (StepTakenError, CheckpointNotFoundError):
             # Another process deletes the step or its iterator files.
             continue
@@ -53,27 +52,29 @@ def remove_old_datasets(
             _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
 
 
-@contextlib.contextmanager
-def _leased(storage: Storage, step: int, clock: Clock) -> Generator[bool]:
-    """Takes the step's write lease on an object store; yields whether the step exists."""
-    if storage.renames:
-        yield True
-        return
-    lease = acquire_lease(storage, step, clock, MEND)
+def _remove(storage: Storage, step: int, names: Collection[str], clock: Clock) -> None:
+    """Removes the files, under the write lease of the step.
+
+    Raises:
+      StepKeptError: a reader holds the step, or it was pinned in the meantime.
+      StepTakenError: another process writes the step, or is at its deletion.
+      CheckpointNotFoundError: it is gone.
+    """
+    directory = step_dir(step)
+    lease = acquire_lease(storage, step, clock, DELETE)
     try:
-        yield storage.is_file(join(step_dir(step), MANIFEST))
+        check_not_kept(storage, step, lease.read_steps, 'stripped of its iterator state')
+        if not storage.is_file(join(directory, MANIFEST)):
+            return
+        # First, so that a verification does not report the missing files as damage.
+        storage.write(join(directory, DATASET_REMOVED), b'')
+        for name in names:
+            key = join(directory, name)
+            # Some iterators write directories.
+            remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
+            remove(key)
     finally:
-        lease.release()
-
-
-def _remove(storage: Storage, step: int, names: Collection[str]) -> None:
-    # First, so that a verification does not report the missing files as damage.
-    storage.write(join(step_dir(step), DATASET_REMOVED), b'')
-    for name in names:
-        key = join(step_dir(step), name)
-        # Some iterators write directories.
-        remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
-        remove(key)
+        lease.leave()
 
 
 def dataset_count(keep: int | None) -> int | None:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import logging
 
 from t5ckpt.catalog.layouts import inspect_name, other_layout
 from t5ckpt.catalog.locate import listing
 from t5ckpt.commit.in_place import Hidden, hide_in_place, remove_in_place
-from t5ckpt.commit.lease_owner import DELETE
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import (
     check_known,
+    check_not_kept,
     is_pinned,
     kept_error,
     remove_checkpoint,
+    renamed,
     renamed_for_deletion,
     renamed_for_replacement,
 )
-from t5ckpt.commit.write_lease import BeingWrittenError, acquire_lease
+from t5ckpt.commit.write_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, parse_leftover, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, damaged_dir, parse_leftover, step_dir
 from t5ckpt.policies import HELD, Decision
 from t5ckpt.storage import Storage
 
-__all__ = ['decide_deletion', 'delete_step', 'hide_checkpoint', 'remove_hidden']
+__all__ = ['decide_deletion', 'delete_step', 'hide_checkpoint', 'remove_hidden', 'rename_damaged']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -52,10 +53,7 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
     if not storage.renames:
         return hide_in_place(storage, step, clock, lambda keys: PINNED in keys and not even_pinned)
     check_known(storage, step_dir(step))
-    try:
-        lease = acquire_lease(storage, step, clock, DELETE)
-    except BeingWrittenError as error:
-        raise StorageError(errno.EBUSY, str(error)) from error
+    lease = acquire_to_hide(storage, step, clock)
     try:
         if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
             return None
@@ -158,3 +156,22 @@ def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool 
     except T5CkptError as error:
         where = storage.url(hidden.directory)
         _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
+
+
+def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
+    """Renames a damaged step, so that no listing shows it, under its write lease. Only where the storage renames.
+
+    Returns:
+      The new name, under which its files stay.
+
+    Raises:
+      StepKeptError: it is pinned, or a reader holds it.
+      CheckpointNotFoundError: another process has deleted it.
+      StorageError: it could not be renamed.
+    """
+    lease = acquire_to_hide(storage, step, clock)
+    try:
+        check_not_kept(storage, step, lease.read_steps, 'renamed')
+        return renamed(storage, step_dir(step), functools.partial(damaged_dir, step), clock)
+    finally:
+        lease.release()

@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 from collections.abc import Callable, Collection, Sequence
 
 from t5ckpt.catalog.step_index import Index, ensured_index, mark_step
-from t5ckpt.commit.lease_owner import DELETE, MEND
+from t5ckpt.commit.lease_owner import MEND
 from t5ckpt.commit.removal import check_known, keys_below, remove_own_keys
 from t5ckpt.commit.swap import finish_swap
-from t5ckpt.commit.write_lease import BeingWrittenError, WriteLease, acquire_lease, has_live_lease
+from t5ckpt.commit.write_lease import BeingWrittenError, WriteLease, acquire_lease, acquire_to_hide, has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
@@ -77,12 +76,9 @@ def hide_in_place(
       StorageError: another process is writing it, or the store failed; it is unchanged.
     """
     key = join(step_dir(step), MANIFEST)
-    try:
-        lease = acquire_lease(storage, step, clock, DELETE)
-    except BeingWrittenError as error:
-        raise StorageError(errno.EBUSY, str(error)) from error
+    lease = acquire_to_hide(storage, step, clock)
     # Until the step is hidden, an error releases the lease. Afterwards the lease stays, for garbage collection.
-    end = lease.release
+    end = lease.leave
     try:
         if step in lease.read_steps or is_wanted([PINNED] if storage.is_file(join(step_dir(step), PINNED)) else []):
             end()
@@ -102,7 +98,7 @@ def hide_in_place(
         except StorageError:
             # The reply may have been lost; while the manifest is there, so is the checkpoint.
             if storage.is_file(key):
-                end = lease.release
+                end = lease.leave
                 raise
         keys = keys_below(storage, step_dir(step))
         if not is_wanted(keys):
@@ -113,7 +109,7 @@ def hide_in_place(
     except BaseException:
         end()
         raise
-    lease.release()
+    lease.leave()
     return None
 
 

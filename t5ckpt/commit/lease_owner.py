@@ -15,7 +15,7 @@ from t5ckpt.storage import Storage
 
 __all__ = [
     'DELETE',
-    'EXPIRED_REPLACEMENT',
+    'EXPIRED',
     'MEND',
     'REPLACE',
     'SAVE',
@@ -32,11 +32,11 @@ __all__ = [
 SAVE = 'save'
 """The owner writes the step."""
 DELETE = 'delete'
-"""The owner is about to hide the step, or removes its files."""
+"""The owner is about to hide the step, or removes its files or those of its data iterators."""
 REPLACE = 'replace'
 """The owner puts another checkpoint in the place of the step."""
 MEND = 'mend'
-"""The owner changes something of the step that no reader needs: garbage collection, and files of data iterators."""
+"""The owner changes something of the step that no reader needs: garbage collection."""
 
 # The leases that this process holds, by nonce. A record of this process that is not among them was left behind.
 _open_nonces: set[str] = set()
@@ -70,8 +70,8 @@ class Owner:
 
 # An object is never half written, so a record that does not parse is of another program.
 UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
-# Left by an owner that took over the lease of such an overwrite, and did something else.
-EXPIRED_REPLACEMENT = Owner('', '', '', 0, '', 0.0, MEND, replaces=True)
+# Left by an owner that took over the lease of one that died, and leaves it to garbage collection to look at the step.
+EXPIRED = Owner('', '', '', 0, '', 0.0, MEND)
 
 
 def _boot_id() -> str:

@@ -16,7 +16,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
@@ -43,6 +43,7 @@ from t5ckpt.storage import Storage
 
 __all__ = [
     'check_known',
+    'check_not_kept',
     'foreign_files',
     'is_pinned',
     'kept_by',
@@ -229,8 +230,15 @@ def kept_by(storage: Storage, step: int, clock: Clock, *, pinned: bool) -> str |
     return HELD if step in leased_steps(storage, clock) else None
 
 
+def check_not_kept(storage: Storage, step: int, read_steps: Collection[int], action: str) -> None:
+    """Raises StepKeptError where a step is pinned or is among the leased ``read_steps`` of its write lease."""
+    reason = 'pinned' if is_pinned(storage, step_dir(step)) else HELD if step in read_steps else None
+    if reason is not None:
+        raise kept_error(storage, step, reason, action)
+
+
 def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKeptError:
-    """The error for a step that is kept for a reason of :func:`kept_by`; ``action`` is 'deleted' or 'replaced'."""
+    """The error for a step that is kept for a reason of :func:`kept_by`; ``action`` is a participle."""
     cure = 'Try again when the reader is done.' if reason == HELD else 'Unpin it first.'
     return StepKeptError(f'{storage.url(step_dir(step))} is {reason}, so it was not {action}. {cure}')
 

@@ -168,7 +168,7 @@ class Swap:
         storage.delete_tree(join(step_dir(self._step), self.generation))
         if self._sidecar:
             storage.delete_file(self._sidecar)
-        self._lease.replaces = False
+        self._lease.replaces = any(owner.replaces for owner in self._lease.predecessors)
 
 
 def finish_swap(storage: Storage, step: int) -> None:

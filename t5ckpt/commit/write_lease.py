@@ -20,7 +20,8 @@ expired record before anything else, so its owner, if it still runs, finds it go
 is committed and gets its steps marker; otherwise its files are removed.
 
 An overwrite in place says so in its lease (``replaces``): garbage collection then removes what ``commit/swap.py`` left. Who takes
-over such a lease and does something else leaves it expired, and does not remove it.
+over such a lease and does something else leaves it expired, and does not remove it. So does who takes over any lease and then
+changes nothing, such as a save that finds the step committed: the step may lack its marker.
 
 A manifest whose PUT failed may still arrive, so its arrays and the lease stay. If it arrives, the checkpoint is complete. If
 not, garbage collection removes the arrays and the lease.
@@ -32,6 +33,7 @@ step that another one has taken over. The clocks of machines that share a run mu
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import math
@@ -44,7 +46,7 @@ from t5ckpt.catalog.step_index import Index
 from t5ckpt.commit.lease_files import list_leases, live_steps, write_lease_key, write_leases_of
 from t5ckpt.commit.lease_owner import (
     DELETE,
-    EXPIRED_REPLACEMENT,
+    EXPIRED,
     MEND,
     REPLACE,
     SAVE,
@@ -58,7 +60,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.polling import attempts
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.format.names import MANIFEST, WriteLeaseName, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.storage import Storage
@@ -70,6 +72,7 @@ __all__ = [
     'StepTakenError',
     'WriteLease',
     'acquire_lease',
+    'acquire_to_hide',
     'has_live_lease',
     'is_being_deleted',
     'sidecar_record',
@@ -216,10 +219,18 @@ class WriteLease:
 
     def release(self) -> None:
         """Removes the record, or leaves it expired for garbage collection, and releases the lock."""
+        self._end(keeps_record=self.replaces)
+
+    def leave(self) -> None:
+        """Releases the lease of an owner that has finished nothing. What an owner that died has left keeps a record."""
+        self._end(keeps_record=self.replaces or (bool(self.predecessors) and not self._storage.renames))
+
+    def _end(self, *, keeps_record: bool) -> None:
         self.stop()
         try:
-            if self.replaces:
-                self._storage.write(self.key, self._encode(dataclasses.asdict(EXPIRED_REPLACEMENT)))
+            if keeps_record:
+                expired = dataclasses.replace(EXPIRED, replaces=self.replaces)
+                self._storage.write(self.key, self._encode(dataclasses.asdict(expired)))
             else:
                 self._storage.delete_file(self.key)
         except T5CkptError as error:
@@ -275,6 +286,19 @@ def acquire_lease(
             if not has_time:
                 raise
     raise AssertionError('the last attempt returns or raises')
+
+
+def acquire_to_hide(storage: Storage, step: int, clock: Clock) -> WriteLease:
+    """Acquires the write lease of a step that is to be hidden; the caller looks at ``read_steps`` before it does so.
+
+    Raises:
+      StorageError: another process writes the step, or is at its deletion.
+      CheckpointNotFoundError: another process has deleted it.
+    """
+    try:
+        return acquire_lease(storage, step, clock, DELETE)
+    except BeingWrittenError as error:
+        raise StorageError(errno.EBUSY, str(error)) from error
 
 
 def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after: float) -> WriteLease:

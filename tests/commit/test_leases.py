@@ -17,7 +17,8 @@ from support.schedules import Killed, Schedule, kills, run_schedule, schedules
 import t5ckpt
 from t5ckpt.catalog.locate import steps_in
 from t5ckpt.commit.begin import begin
-from t5ckpt.commit.deletion import delete_step, hide_checkpoint, remove_hidden
+from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.deletion import delete_step, hide_checkpoint, remove_hidden, rename_damaged
 from t5ckpt.commit.garbage_collection import collect, collect_leftovers
 from t5ckpt.commit.lease_files import write_leases_of
 from t5ckpt.commit.pins import pin_in
@@ -157,6 +158,41 @@ def test_a_pin_without_a_checkpoint_is_in_nobodys_way(bucket):
     assert t5ckpt.all_steps(place) == [1]
 
 
+def saves(storage):
+    with pytest.raises(StepTakenError):
+        begin(storage, 1, time.time, writer_facts())
+
+
+def deletes_what_is_pinned(storage):
+    with read_lease(storage, 1, 60, time.time):
+        assert hide_checkpoint(storage, 1, time.time) is None
+
+
+def strips(storage):
+    for step in (1, 2):
+        storage.write(f'checkpoint_{step}/train_ds-000-of-001', b'x')
+    strip(storage)
+    assert not storage.names('checkpoint_1', 'train_ds')
+
+
+def fails_to_overwrite(storage):
+    collect(storage, time.time)
+    begin(storage, 1, time.time, writer_facts(), None, lambda: True).rollback()
+
+
+@pytest.mark.parametrize('act', [saves, deletes_what_is_pinned, strips, fails_to_overwrite])
+def test_who_takes_a_lease_over_and_finishes_nothing_leaves_a_record(act):
+    """A writer of another machine died between its manifest and the marker. Only its lease shows the step to a listing."""
+    run = saved_run(f'memory://{uuid.uuid4().hex}/run')
+    run.delete_file('.t5ckpt/steps/1')
+    plant(run, 1, beat=time.time() - 700)
+    act(run)
+    assert steps_in(run) == [1, 2]
+    collect_leftovers(run, FakeClock(time.time() + 4000))
+    assert run.is_file('.t5ckpt/steps/1')
+    assert write_leases_of(run, 1) == []
+
+
 # --- every order of two processes' operations ------------------------------------------------------------------------
 
 FILES = ('checkpoint', 't5ckpt.json', 'integrity.0.json', 'w/.zarray', 'w/0')
@@ -173,6 +209,8 @@ def read(storage):
             return 'gone'
         chunk = storage.read('checkpoint_1/w/0')
         for name in FILES:
+            storage.read(f'checkpoint_1/{name}')
+        for name in storage.names('checkpoint_1', 'train_ds'):
             storage.read(f'checkpoint_1/{name}')
         assert storage.read('checkpoint_1/w/0') == chunk, 'another checkpoint took its place'
         return 'read'
@@ -212,6 +250,16 @@ def pin(storage):
     return 'pinned'
 
 
+def put_aside(storage):
+    """What ``restore_or_init`` does with a damaged step."""
+    rename_damaged(storage, 1, time.time)
+    return 'deleted'
+
+
+def strip(storage):
+    remove_old_datasets(storage, [1, 2], 1, None, time.time)
+
+
 def save_again(storage):
     try:
         delete(storage)
@@ -231,6 +279,9 @@ def copied_run(kind, directory):
         elif kind == 'memory':
             name = index_complete(target.url()) if key.startswith('.t5ckpt/complete') else key
             target.write(name, source.read(key))
+    for step in (1, 2):
+        for part in range(3):
+            target.write(f'checkpoint_{step}/train_ds-00{part}-of-003', b'x')
     return target
 
 
@@ -250,7 +301,8 @@ def check(storage, actors, found):
     # The new checkpoint of an overwriter that was killed was whole, and now has the place of the one that was deleted.
     assert was_there is is_there or (is_there and is_killed and overwrite in actors)
     left = {key for key, _ in storage.walk('')}
-    of_step = {key for key in left if key.startswith('checkpoint_1')} - {'checkpoint_1/PINNED'}
+    of_step = {key for key in left if key.startswith('checkpoint_1/')} - {'checkpoint_1/PINNED'}
+    of_step = {key for key in of_step if 'train_ds' not in key and 'DATASET_REMOVED' not in key}
     assert of_step == ({f'checkpoint_1/{name}' for name in FILES} if is_there else set())
     assert not [key for key in left if any(word in key for word in ('busy', 'deleting_', 'held_'))]
     assert storage.renames or ('.t5ckpt/steps/1' in left) is is_there
@@ -264,8 +316,10 @@ def check(storage, actors, found):
     [
         *(('memory', (delete, other)) for other in (delete, read, save, pin)),
         ('memory', (save_again, pin)),
+        ('memory', (strip, read)),
+        ('memory', (strip, delete)),
         *(('file', (delete, other)) for other in (read, save, overwrite)),
-        ('file', (overwrite, read)),
+        *(('file', (other, read)) for other in (overwrite, put_aside, strip)),
     ],
     ids=lambda value: value if isinstance(value, str) else '-'.join(actor.__name__ for actor in value),
 )

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from flax.training.train_state import TrainState
 
 import t5ckpt
 from t5ckpt import MODEL, OPTIMIZER, Checkpointer, SaveEvery, WarmStart, restore_or_init
+from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -23,6 +25,7 @@ from t5ckpt.errors import (
     TreeMismatchError,
     UnexpectedLeaves,
 )
+from t5ckpt.storage import open_storage
 
 
 def params(value, dtype=jnp.float32):
@@ -148,6 +151,20 @@ def test_a_pinned_one_is_not_put_aside(tmp_path, caplog):
         assert value_of(restore_or_init(ck, must_not_run)) == 1
         assert ck.all_steps() == [1, 2]
     assert 'cannot save that step again' in caplog.text
+
+
+def test_one_with_a_read_lease_is_not_put_aside(tmp_path, caplog):
+    run_with(tmp_path, [1, 2])
+    lose_a_chunk(tmp_path / 'checkpoint_2')
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
+        with read_lease(open_storage(tmp_path), 2, 60, time.time):
+            assert value_of(restore_or_init(ck, must_not_run)) == 1
+            assert ck.all_steps() == [1, 2]
+        assert 'cannot save that step again' in caplog.text
+        assert 'is held by a reader, so it was not renamed' in caplog.text
+        assert value_of(restore_or_init(ck, must_not_run)) == 1
+        assert ck.all_steps() == [1]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith('deleting_')]
 
 
 # --- another run's ----------------------------------------------------------------------------------------------------

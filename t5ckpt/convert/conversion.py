@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.convert.export_options import ImportOptions
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import warn_caller
@@ -25,7 +26,7 @@ from t5ckpt.storage import Storage, split_path
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import MAX_STEP
 
-__all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish', 'warn_no_optimizer']
+__all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish', 'warn_no_optimizer', 'write_import']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,3 +166,27 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         return Conversion(step, storage.url(step_dir(step)), 0, 0.0, *facts)
     done = write_stream(found.table, request)
     return Conversion(step, done.path, done.nbytes, done.seconds, *facts)
+
+
+def write_import(
+    table: LeafTable,
+    step: int,
+    directory: str | os.PathLike[str],
+    options: ImportOptions,
+    source: Mapping[str, Any],
+) -> str:
+    """Writes imported arrays as ``checkpoint_<step>`` in a run's directory, or with ``dry_run`` checks that it could.
+
+    Returns:
+      The path of the checkpoint.
+
+    Raises:
+      CheckpointExistsError, UnsupportedLeafError, StorageError: see ``write_stream``.
+      CheckpointNotFoundError: the directory is that of a step.
+    """
+    storage = open_run_storage(directory)
+    request = StreamRequest(
+        storage, step, SaveOptions(options.cast), overwrite=options.force, source=source, progress=options.progress
+    )
+    rehearse(table, request)
+    return storage.url(step_dir(step)) if options.dry_run else write_stream(table, request).path

@@ -18,6 +18,7 @@ from t5ckpt.catalog.layouts import step_around
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS
 from t5ckpt.errors import OutputExistsError, UnsupportedFormatError
 from t5ckpt.storage import foreign_errors, open_storage
+from t5ckpt.storage.durable import sync_dir
 
 __all__ = ['check_output', 'local_output', 'output']
 
@@ -128,7 +129,7 @@ def _last_written(path: str) -> float:
 
 def _publish(temporary: str, path: str, force: bool, is_ours: Callable[[str], bool] | None) -> None:
     if os.path.isdir(temporary):
-        _sync(temporary)
+        sync_dir(temporary)
     # Another process may have written to the path since the first check.
     check_output(path, force, is_ours)
     old = f'{path}.old-{os.getpid()}'
@@ -140,16 +141,8 @@ def _publish(temporary: str, path: str, force: bool, is_ours: Callable[[str], bo
         if os.path.lexists(old):
             os.rename(old, path)
         raise
-    _sync(os.path.dirname(path))
+    sync_dir(os.path.dirname(path))
     _remove(old)
-
-
-def _sync(directory: str) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(path: str) -> None:

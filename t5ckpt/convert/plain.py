@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.convert.conversion import write_import
 from t5ckpt.convert.export_options import (
     ExportOptions,
     ExportReport,
@@ -38,10 +38,8 @@ from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.dtypes import cast_dtype, check_cast, dtype_from_name
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.progress import Meter
 from t5ckpt.reading.contained_open import open_source
-from t5ckpt.save.stream_writer import StreamRequest, rehearse, write_stream
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 
@@ -262,18 +260,8 @@ def _import(
         mapped[leaf_name(leaf)] = (there,)
     unflatten(table)
     step = _step(table) if options.step is None else options.step
-    request = StreamRequest(
-        open_run_storage(checkpoints_dir),
-        step,
-        SaveOptions(options.cast),
-        overwrite=options.force,
-        source={'format': os.path.splitext(path)[1], 'files': [stamp(path)]},
-        progress=options.progress,
-    )
-    rehearse(table, request)
-    url = request.storage.url(f'checkpoint_{step}')
-    if not options.dry_run:
-        url = write_stream(table, request).path
+    source = {'format': os.path.splitext(path)[1], 'files': [stamp(path)]}
+    url = write_import(table, step, checkpoints_dir, options, source)
     total = sum(array.nbytes for _, array in arrays.values())
     kind = 'npz' if path.endswith('.npz') else 'safetensors'
     return ExportReport(url, kind, (), total, mapped, (), time.monotonic() - started, options.dry_run)

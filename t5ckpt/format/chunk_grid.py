@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
-__all__ = ['Box', 'ChunkGrid', 'ChunkIndex', 'ceil_div']
+__all__ = ['Box', 'ChunkGrid', 'ChunkIndex', 'ceil_div', 'strides_of']
 
 ChunkIndex: TypeAlias = tuple[int, ...]
 """A chunk's position in its grid, one integer per dimension."""
@@ -26,6 +26,11 @@ _DECIMAL = re.compile('0|[1-9][0-9]{0,18}')
 def ceil_div(dividend: int, divisor: int) -> int:
     """The quotient rounded up."""
     return -(-dividend // divisor)
+
+
+def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
+    """The strides of a C-order array: in elements, or in bytes with the ``itemsize``."""
+    return tuple([itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
 class Box(tuple[tuple[int, int], ...]):

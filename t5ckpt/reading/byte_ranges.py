@@ -10,7 +10,6 @@ Notes: each thread holds one block of 16 MiB.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.chunk_grid import Box, strides_of
 from t5ckpt.storage import Storage
 
 __all__ = ['RangeReader', 'read_range']
@@ -63,7 +62,7 @@ class RangeReader:
         ]
 
     def _read(self, array: StoredArray, block: Box, buffers: dict[Box, np.ndarray]) -> None:
-        steps = _strides(array.shape, array.dtype.itemsize)
+        steps = strides_of(array.shape, array.dtype.itemsize)
         first = sum(start * step for (start, _), step in zip(block, steps, strict=True))
         last = sum((stop - 1) * step for (_, stop), step in zip(block, steps, strict=True)) + array.dtype.itemsize
         offset = array.metadata['offset']
@@ -75,10 +74,6 @@ class RangeReader:
                 buffer[shared.relative_to(box).slices] = values[shared.relative_to(block).slices]
 
 
-def _strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 def _blocks(shape: Sequence[int], region: Box, itemsize: int) -> Iterator[Box]:
     """Cuts a region into boxes that are each read with one request."""
     axis = next((axis for axis, (start, stop) in enumerate(region) if stop - start > 1), None)
@@ -86,9 +81,8 @@ def _blocks(shape: Sequence[int], region: Box, itemsize: int) -> Iterator[Box]:
         yield region
         return
     start, stop = region[axis]
-    step = _strides(shape, itemsize)[axis]
+    step, *steps = strides_of(shape, itemsize)[axis:]
     inner = region[axis + 1 :]
-    steps = _strides(shape, itemsize)[axis + 1 :]
     span = sum((b - a - 1) * each for (a, b), each in zip(inner, steps, strict=True)) + itemsize
     rows = 1 if step - span > _GAP_BYTES else max(1, _BLOCK_BYTES // step)
     for row in range(start, stop, rows):

@@ -325,6 +325,15 @@ def test_nothing_is_overwritten_unless_asked_and_never_what_is_not_ours(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ['back', 'hf', 'other', 'run']
 
 
+def test_an_import_into_a_step_is_refused(tmp_path: pathlib.Path):
+    export_hf(write_t5(tmp_path / 'run', VARIANTS['umt5']), tmp_path / 'model')
+    (step,) = (tmp_path / 'run').iterdir()
+    before = sorted(step.rglob('*'))
+    with pytest.raises(CheckpointNotFoundError, match='of a run, not a run'):
+        import_hf(tmp_path / 'model', step)
+    assert sorted(step.rglob('*')) == before
+
+
 def test_a_dry_run_says_all_and_writes_nothing(tmp_path: pathlib.Path):
     run = write_t5(tmp_path / 'run', VARIANTS['umt5'])
     said = export_hf(run, tmp_path / 'hf', options=ExportOptions(dry_run=True))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.chunk_grid import Box, strides_of
 
 __all__ = ['FlatArray', 'box_of', 'read_box']
 
@@ -69,7 +69,7 @@ def read_box(fd: int, array: FlatArray, box: Box) -> np.ndarray:
         return out
     cut = [axis for axis, size in enumerate(array.shape) if shape[axis] != size]
     outer = cut[-1] if cut else 0
-    strides = [math.prod(array.shape[axis + 1 :]) for axis in range(len(shape))]
+    strides = strides_of(array.shape)
     flat = out.reshape(math.prod(shape[:outer]), -1).view(np.uint8)
     for row, position in enumerate(np.ndindex(*shape[:outer])):
         first = sum((at + start) * stride for at, (start, _), stride in zip(position, box, strides, strict=False))

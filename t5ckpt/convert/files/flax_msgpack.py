@@ -43,26 +43,8 @@ _CHUNKED = '__msgpack_chunked_array__'
 _STRINGS = {0xD9: '>B', 0xDA: '>H', 0xDB: '>I', 0xC4: '>B', 0xC5: '>H', 0xC6: '>I'}
 _EXTENSIONS = {0xC7: '>B', 0xC8: '>H', 0xC9: '>I'}
 _LISTS, _MAPS = {0xDC: '>H', 0xDD: '>I'}, {0xDE: '>H', 0xDF: '>I'}
-_FIXED = {
-    0xC0: 0,
-    0xC2: 0,
-    0xC3: 0,
-    0xCA: 4,
-    0xCB: 8,
-    0xCC: 1,
-    0xCD: 2,
-    0xCE: 4,
-    0xCF: 8,
-    0xD0: 1,
-    0xD1: 2,
-    0xD2: 4,
-    0xD3: 8,
-    0xD4: 2,
-    0xD5: 3,
-    0xD6: 5,
-    0xD7: 9,
-    0xD8: 17,
-}
+# The longest value without a length after its first byte is a string of 31 bytes.
+_SHORT_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,21 +140,21 @@ class _Scan:
 
     def _small(self, first: int) -> Any:
         """Decodes a value that is neither a container nor a lazy array."""
-        if first <= 0x7F or first >= 0xE0:
-            length = 1
-        elif 0xA0 <= first <= 0xBF:
-            length = 1 + (first & 0x1F)
-        elif first in _FIXED:
-            length = 1 + _FIXED[first]
-        else:
-            start, form = self.at, (_STRINGS | _EXTENSIONS).get(first, '')
-            if not form:
-                raise CorruptCheckpointError(f'byte {self.at:,} is 0x{first:02x}, which msgpack does not use')
+        start, length = self.at, _SHORT_BYTES
+        form = (_STRINGS | _EXTENSIONS).get(first)
+        if form is not None:
             length = self._number(form) + 1 + struct.calcsize(form) + (first in _EXTENSIONS)
-            self.at = start
-        return msgpack.unpackb(
-            self._take(length), ext_hook=decode_ext, raw=False, strict_map_key=False, max_array_len=length
+        data = os.pread(self._fd, min(length, self.size - start), start)
+        unpacker = msgpack.Unpacker(
+            ext_hook=decode_ext, raw=False, strict_map_key=False, max_buffer_size=length, max_array_len=length
         )
+        unpacker.feed(data)
+        try:
+            value = unpacker.unpack()
+        except msgpack.OutOfData as error:
+            raise CorruptCheckpointError(f'truncated at byte {self.size:,}') from error
+        self.at = start + unpacker.tell()
+        return value
 
     def _array(self, length: int) -> str:
         """Skips an array of ``length`` bytes and returns the text that replaces it."""

@@ -37,6 +37,7 @@ from t5ckpt.convert.output_files import check_output, local_output, output
 from t5ckpt.convert.source_arrays import Sources, cast, open_sources, slices_of
 from t5ckpt.progress import Meter
 from t5ckpt.storage import foreign_errors
+from t5ckpt.storage.durable import write_synced
 
 __all__ = ['export_hf']
 
@@ -137,7 +138,8 @@ def export_hf(
         ):
             _write(sources, plan, writers, Meter(options.progress, total), options.piece_bytes)
             for name, contents in plan.texts.items():
-                _write_text(os.path.join(temporary, name), json.dumps(contents, indent=2) + '\n')
+                with foreign_errors(temporary, writing=True):
+                    write_synced(os.path.join(temporary, name), f'{json.dumps(contents, indent=2)}\n'.encode())
     mapped = {pair.leaf: pair.tensors for pair in plan.pairs}
     dropped = (*(name for name in sources.arrays if name not in mapped), *sources.others)
     seconds = time.monotonic() - started
@@ -224,10 +226,3 @@ def _write(sources: Sources, plan: _Plan, writers: Mapping[str, TensorWriter], m
                 larger = values.astype(np.float64) * math.sqrt(plan.config['d_model'])
                 writers[_NORM_5].write(_FINAL_NORM, row, larger.astype(dtype))
             meter.add(values.nbytes)
-
-
-def _write_text(path: str, text: str) -> None:
-    with foreign_errors(path, writing=True), open(path, 'x', encoding='utf-8') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

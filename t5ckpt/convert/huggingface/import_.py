@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.convert.conversion import write_import
 from t5ckpt.convert.export_options import LAYOUT_KEY, ExportReport, ImportOptions, stamp
 from t5ckpt.convert.files.safetensors import TensorReader, lazy_copy
 from t5ckpt.convert.huggingface.config import attention_of, check_config, logits_are_tied, read_config
@@ -19,9 +20,7 @@ from t5ckpt.convert.huggingface.names import Layout, Pair, pairs_of
 from t5ckpt.core.leaf_path import path_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, UnsupportedFormatError
 from t5ckpt.lazy import LazyArray
-from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.save.stream_writer import StreamRequest, rehearse, write_stream
-from t5ckpt.storage import foreign_errors, open_storage
+from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import LeafTable
 
 __all__ = ['import_hf']
@@ -82,18 +81,8 @@ def import_hf(
     check_tensors(pairs, {name: tensor.shape for name, tensor in tensors.items()}, root)
     table: LeafTable = {path_of(pair.leaf): _lazy(pair, tensors, found.forget) for pair in pairs}
     table['state', 'step'] = np.int32(step)
-    request = StreamRequest(
-        open_storage(checkpoints_dir),
-        step,
-        SaveOptions(options.cast),
-        overwrite=options.force,
-        source={'format': 'huggingface', 'files': [stamp(os.path.join(root, name)) for name in found.readers]},
-        progress=options.progress,
-    )
-    rehearse(table, request)
-    url = request.storage.url(f'checkpoint_{step}')
-    if not options.dry_run:
-        url = write_stream(table, request).path
+    source = {'format': 'huggingface', 'files': [stamp(os.path.join(root, name)) for name in found.readers]}
+    url = write_import(table, step, checkpoints_dir, options, source)
     total = sum(tensor.nbytes for tensor in tensors.values())
     mapped = {pair.leaf: pair.tensors for pair in pairs}
     kind = str(settings.get('model_type', 't5'))

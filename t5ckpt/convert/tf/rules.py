@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ import numpy as np
 from t5ckpt.core.text import lines
 from t5ckpt.errors import MissingLeaves, UnsupportedFormatError
 from t5ckpt.lazy import LazyArray
-from t5ckpt.translate import CheckpointTranslator, Translation
+from t5ckpt.translate import CheckpointTranslator, Rule, Translation
 
 __all__ = ['PARAM_STATES', 'STEP', 'T5_RULES', 'check_complete', 'with_all_slots', 'with_shared_relpos']
 
@@ -52,12 +52,6 @@ _SUBLAYERS = {
     'transformer': ('self_attention', 'mlp'),
 }
 
-_New = tuple[str, Any]
-
-
-def _named(name: str, slot: str | None) -> str:
-    return f'{_TARGET}{name}' if slot is None else f'{PARAM_STATES}{name}/{_SLOTS[slot]}'
-
 
 def _tower(tower: str) -> str:
     return 'decoder' if tower == 'transformer' else tower
@@ -67,70 +61,60 @@ def _layer(tower: str, block: str) -> str:
     return f'{_tower(tower)}/layers_{int(block)}'
 
 
+def _attention(tower: str, block: str, _: str, kind: str, projection: str) -> str:
+    name = 'self_attention' if kind == 'SelfAttention' else 'encoder_decoder_attention'
+    name = 'attention' if tower == 'encoder' else name
+    return f'{_layer(tower, block)}/{name}/{_PROJECTIONS[projection]}/kernel'
+
+
+def _norm(tower: str, block: str, layer: str) -> str:
+    sublayers = _SUBLAYERS[tower]
+    if int(layer) >= len(sublayers):
+        raise UnsupportedFormatError(
+            f'{tower}/block_{block}/layer_{layer}: a block of the {tower} has {len(sublayers)} layers, but this one has the '
+            f'number {int(layer)}.'
+        )
+    return f'{_layer(tower, block)}/pre_{sublayers[int(layer)]}_layer_norm/scale'
+
+
+# From a pattern to the name of the parameter, made of the pattern's groups.
+_PARAMETERS: Mapping[str, Callable[..., str]] = {
+    'shared/embedding': lambda: 'token_embedder/embedding',
+    f'{_TOWER}/embedding': lambda tower: f'{_tower(tower)}/token_embedder/embedding',
+    f'{_BLOCK}/SelfAttention/relative_attention_bias': (
+        lambda tower, block, _: f'{_layer(tower, block)}/relpos_bias/rel_embedding'
+    ),
+    f'{_BLOCK}/(SelfAttention|EncDecAttention)/([qkvo])': _attention,
+    rf'{_BLOCK}/DenseReluDense/(wi|wi_\d+|wo)/kernel': (
+        lambda tower, block, _, name: f'{_layer(tower, block)}/mlp/{name}/kernel'
+    ),
+    f'{_BLOCK}/(?:layer|rms)_norm/scale': _norm,
+    f'{_TOWER}/(?:final_layer|rms)_norm/scale': lambda tower: f'{_tower(tower)}/{_tower(tower)}_norm/scale',
+    '(?:decoder|transformer)/logits/kernel': lambda: 'decoder/logits_dense/kernel',
+}
+
+
+def _renaming(new_name: Callable[..., str]) -> Rule:
+    """The rule for a parameter and its slots; the last group of its pattern is the slot."""
+
+    def rename(_: Any, __: str, value: Any, *groups: str | None) -> tuple[str, Any]:
+        *parts, slot = groups
+        name = new_name(*parts)
+        return (f'{_TARGET}{name}' if slot is None else f'{PARAM_STATES}{name}/{_SLOTS[slot]}'), value
+
+    return rename
+
+
+for _pattern, _new_name in _PARAMETERS.items():
+    T5_RULES.add(_pattern + _SLOT)(_renaming(_new_name))
+
+
 @T5_RULES.add('global_step')
-def _step(_: Any, key: str, value: Any) -> _New:
+def _step(_: Any, key: str, value: Any) -> tuple[str, Any]:
     step = np.asarray(value.get() if isinstance(value, LazyArray) else value)
     if step.shape != () or not 0 <= int(step) <= np.iinfo(np.int32).max:
         raise UnsupportedFormatError(f'{key}: {step!r:.60} is not a step that T5X can hold (a 32-bit integer).')
     return STEP, np.int32(step)
-
-
-@T5_RULES.add(rf'shared/embedding{_SLOT}')
-def _shared_embedding(_: Any, key: str, value: Any, slot: str | None) -> _New:
-    del key
-    return _named('token_embedder/embedding', slot), value
-
-
-@T5_RULES.add(rf'{_TOWER}/embedding{_SLOT}')
-def _own_embedding(_: Any, key: str, value: Any, tower: str, slot: str | None) -> _New:
-    del key
-    return _named(f'{_tower(tower)}/token_embedder/embedding', slot), value
-
-
-@T5_RULES.add(rf'{_BLOCK}/SelfAttention/relative_attention_bias{_SLOT}')
-def _relpos(_: Any, key: str, value: Any, *groups: Any) -> _New:
-    del key
-    tower, block, _, slot = groups
-    return _named(f'{_layer(tower, block)}/relpos_bias/rel_embedding', slot), value
-
-
-@T5_RULES.add(rf'{_BLOCK}/(SelfAttention|EncDecAttention)/([qkvo]){_SLOT}')
-def _attention(_: Any, key: str, value: Any, *groups: Any) -> _New:
-    del key
-    tower, block, _, kind, projection, slot = groups
-    name = 'self_attention' if kind == 'SelfAttention' else 'encoder_decoder_attention'
-    name = 'attention' if tower == 'encoder' else name
-    return _named(f'{_layer(tower, block)}/{name}/{_PROJECTIONS[projection]}/kernel', slot), value
-
-
-@T5_RULES.add(rf'{_BLOCK}/DenseReluDense/(wi|wi_\d+|wo)/kernel{_SLOT}')
-def _mlp(_: Any, key: str, value: Any, *groups: Any) -> _New:
-    del key
-    tower, block, _, name, slot = groups
-    return _named(f'{_layer(tower, block)}/mlp/{name}/kernel', slot), value
-
-
-@T5_RULES.add(rf'{_BLOCK}/(?:layer|rms)_norm/scale{_SLOT}')
-def _norm(_: Any, key: str, value: Any, *groups: Any) -> _New:
-    tower, block, layer, slot = groups
-    sublayers = _SUBLAYERS[tower]
-    if int(layer) >= len(sublayers):
-        raise UnsupportedFormatError(
-            f'{key}: a block of the {tower} has {len(sublayers)} layers, but this one has the number {int(layer)}.'
-        )
-    return _named(f'{_layer(tower, block)}/pre_{sublayers[int(layer)]}_layer_norm/scale', slot), value
-
-
-@T5_RULES.add(rf'{_TOWER}/(?:final_layer|rms)_norm/scale{_SLOT}')
-def _final_norm(_: Any, key: str, value: Any, tower: str, slot: str | None) -> _New:
-    del key
-    return _named(f'{_tower(tower)}/{_tower(tower)}_norm/scale', slot), value
-
-
-@T5_RULES.add(rf'(?:decoder|transformer)/logits/kernel{_SLOT}')
-def _logits(_: Any, key: str, value: Any, slot: str | None) -> _New:
-    del key
-    return _named('decoder/logits_dense/kernel', slot), value
 
 
 # --- rules for several names ------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +33,7 @@ import numpy as np
 import xxhash
 
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.chunk_grid import Box, ChunkIndex
+from t5ckpt.format.chunk_grid import Box, ChunkIndex, strides_of
 from t5ckpt.format.dtypes import from_stored
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
@@ -238,7 +237,7 @@ class _ArrayRead:
             both = box.intersect(chunk)
             box_in_chunk, target = both.relative_to(chunk), buffer[(..., *both.relative_to(box).slices)]
         first, contiguous = range_of(box_in_chunk, grid.chunk_shape)
-        strides = _strides(grid.chunk_shape)
+        strides = strides_of(grid.chunk_shape)
         length = sum((size - 1) * stride for size, stride in zip(box_in_chunk.shape, strides, strict=True))
         straight = None
         if contiguous and target.flags.c_contiguous and not self._converts:
@@ -321,7 +320,7 @@ class _ArrayRead:
     def _scatter(self, file: ChunkFile, found: Sequence[tuple[_CopyRegion, Box]]) -> None:
         """Reads runs directly into their buffers; runs that are adjacent in the file are read in one call."""
         itemsize = self._chunks.itemsize
-        strides = [stride * itemsize for stride in _strides(self._chunks.grid.chunk_shape)]
+        strides = strides_of(self._chunks.grid.chunk_shape, itemsize)
         offsets, places, lengths = [], [], []
         for region, both in found:
             target = region.target[(..., *both.relative_to(region.box).slices)]
@@ -361,11 +360,6 @@ class _ArrayRead:
             else:
                 word = _WORDS.get(self._dtype.itemsize, self._dtype)
                 np.copyto(target.view(word), source.view(word))
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    """The strides of a C-order array, in elements."""
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _split(starts: np.ndarray, length: int, shorter: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from t5ckpt._version import __version__
 
 if TYPE_CHECKING:
     from t5ckpt.catalog.foreign_layouts import CheckpointTypes, detect_checkpoint_type
-    from t5ckpt.catalog.step_index import reindex_steps
+    from t5ckpt.catalog.listing import reindex_steps
     from t5ckpt.checkpointer import Checkpointer
     from t5ckpt.commit.transaction import CommittedCheckpoint
     from t5ckpt.convert import Conversion, ConvertOptions, convert_checkpoint
@@ -287,7 +287,7 @@ _MODULES = {
     'open_checkpoint': 'inspection.view',
     'open_run': 'inspection.runs',
     'pin_checkpoint': 'steps',
-    'reindex_steps': 'catalog.step_index',
+    'reindex_steps': 'catalog.listing',
     'repair': 'integrity.repair',
     'restore_or_init': 'resume',
     'rewrite_checkpoint': 'convert.rewrite',

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.foreign_layouts import unread_contents
-from t5ckpt.catalog.locate import listing
+from t5ckpt.catalog.listing import listing
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.core.arguments import check_patterns, given_step

@@ -18,12 +18,8 @@ from t5ckpt.catalog.layouts import (
     is_orbax,
     other_layout,
 )
-from t5ckpt.catalog.locate import (
-    dataset_steps_in,
-    locate,
-    newest,
-    steps_in,
-)
+from t5ckpt.catalog.listing import dataset_steps_in, newest, steps_in
+from t5ckpt.catalog.locate import locate
 from t5ckpt.catalog.pins import is_pinned_at, unpin_at
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.core.arguments import integer

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from t5ckpt.catalog.locate import steps_in
+from t5ckpt.catalog.listing import steps_in
 from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.core.arguments import integer
 from t5ckpt.storage import Storage, open_storage

@@ -9,11 +9,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.manifest import is_whole
-from t5ckpt.format.names import MANIFEST, parse_step_dir
+from t5ckpt.format.names import MANIFEST
 from t5ckpt.format.safetensors import WHOLE_NAMES
 from t5ckpt.storage import Storage, open_storage, split_path
 
@@ -134,11 +135,7 @@ def unread_contents(storage: Storage) -> str | None:
     known = foreign_layout(storage)
     if known is not None:
         return f'it looks like {known}'
-    if not storage.renames:
-        # On object stores, interrupted saves leave files under the name of the step.
-        return None
-    names = [entry.name for entry in storage.entries() if parse_step_dir(entry.name) is not None]
-    holding = [name for name in names if storage.kind(name) == 'file' or storage.entries(name)]
+    holding = catalog_of(storage).incomplete()
     return f'it holds {", ".join(holding[:5])}, none of which is a complete checkpoint' if holding else None
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 from collections.abc import Mapping
-from typing import Any
 
 from t5ckpt.core.keys import join
 from t5ckpt.errors import (
@@ -37,7 +36,7 @@ from t5ckpt.format.names import (
     parse_step_name,
     step_dir,
 )
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.storage import Storage
 
 __all__ = [
     'FLAX',
@@ -47,15 +46,11 @@ __all__ = [
     'ListedStep',
     'Listing',
     'has_placeholder',
-    'inspect_all',
     'inspect_name',
-    'inspect_others',
-    'inspect_step',
     'is_orbax',
     'one_a_step',
     'orbax_marks',
     'other_layout',
-    'step_around',
 ]
 
 T5X, ORBAX, FLAX, PADDED = 't5x', 'orbax', 'flax', 't5x-padded'
@@ -215,47 +210,13 @@ def _is_committed(storage: Storage, directory: str) -> bool:
     return any(storage.are_files([join(directory, item, _COMMITTED) for item in ('', *_ITEMS)]))
 
 
-def inspect_all(storage: Storage) -> Listing:
-    """The steps of a run on a file system, and the errors of those that could not be inspected."""
-    found: list[ListedStep] = []
-    unreadable: dict[str, T5CkptError] = {}
-    for entry in storage.entries():
-        if parse_prefixed_step(entry.name) is None:
-            continue
-        try:
-            step = inspect_name(storage, entry.name)
-        except T5CkptError as error:
-            unreadable[entry.name] = error
-            continue
-        found += [] if step is None else [step]
-    return Listing(tuple(one_a_step(found)), unreadable)
-
-
-def inspect_step(storage: Storage, step: int) -> ListedStep | None:
-    """The complete step with a number. Names with a prefix or leading zeros take a listing, on file systems only."""
-    for name in (step_dir(step), str(step)):
-        found = inspect_name(storage, name)
-        if found is not None:
-            return found
-    return inspect_others(storage, step) if storage.renames else None
-
-
-def inspect_others(storage: Storage, step: int) -> ListedStep | None:
-    """A step on a file system with a prefix or zeros in its name, from Orbax's ``step_prefix`` and padding."""
-    known = (step_dir(step), str(step))
-    names = [entry.name for entry in storage.entries() if entry.name not in known]
-    others = [name for name in names if parse_prefixed_step(name) == step]
-    return next((found for name in others if (found := inspect_name(storage, name)) is not None), None)
-
-
 def _map_file(storage: Storage, key: str) -> bytes | None:
     """The bytes of a file that is one complete msgpack map, else None; b'' for a large file, which is not read."""
-    if storage.renames:
-        size = storage.size(key)
-        if size is None:
-            return None
-        if size > _WALKED_BYTES:
-            return b''
+    size = storage.known_size(key)
+    if size is None:
+        return None
+    if size > _WALKED_BYTES:
+        return b''
     try:
         data = storage.read(key)
     except CheckpointNotFoundError:
@@ -265,8 +226,8 @@ def _map_file(storage: Storage, key: str) -> bytes | None:
 
 
 def _is_flax_file(storage: Storage, name: str) -> bool:
-    # The size is unknown on a bucket, and the file may be large.
-    return _map_file(storage, name) is not None if storage.renames else storage.is_file(name)
+    # Where the size is unknown, the file may be large.
+    return storage.is_file(name) if storage.known_size(name) == -1 else _map_file(storage, name) is not None
 
 
 def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
@@ -275,20 +236,3 @@ def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
     for each in sorted(found, key=lambda each: (each.step, each.is_t5x)):
         by_step[each.step] = each
     return [*by_step.values()]
-
-
-def step_around(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> tuple[str, int] | None:
-    """The directory and number of the step that a storage's root is or lies in; no request is made unless a name matches."""
-    here = above = storage.url().rstrip('/')
-    while '/' in above:
-        parent, _, name = above.rpartition('/')
-        # A number alone may name a step of Orbax, but rarely does, and on an object store a check is a request.
-        step = parse_prefixed_step(name) if storage.renames else parse_step_dir(name)
-        if step is not None:
-            parent_storage = storage if above == here else open_storage(above, storage_options)
-            # TensorFlow's directories have a file with the name of the manifest, too.
-            is_named = parse_step_name(name) is not None
-            if (is_named and parent_storage.is_file(MANIFEST)) or is_orbax(parent_storage, ''):
-                return above, step
-        above = parent
-    return None

@@ -8,27 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.foreign_layouts import foreign_file, model_file, no_checkpoint, not_a_run
-from t5ckpt.catalog.layouts import (
-    ListedStep,
-    Listing,
-    inspect_all,
-    inspect_step,
-    is_orbax,
-    step_around,
-)
-from t5ckpt.catalog.step_index import indexed_steps, newest_indexed_step
+from t5ckpt.catalog.layouts import is_orbax
+from t5ckpt.catalog.listing import catalog_of, inspect_step, listing, newest, step_around, step_of
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, UnsupportedFormatError
-from t5ckpt.format.manifest import is_tensorflow_state
 from t5ckpt.format.names import (
     MANIFEST,
-    TRAIN_DS_PREFIX,
-    parse_padded_step,
     parse_prefixed_step,
     parse_step_dir,
-    parse_step_name,
     step_dir,
 )
 from t5ckpt.format.safetensors import is_safetensors
@@ -36,17 +25,12 @@ from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 __all__ = [
     'Located',
-    'dataset_steps_in',
-    'has_step',
-    'listing',
     'locate',
     'locate_step',
-    'newest',
     'no_links_text',
     'open_run_storage',
     'refuse_within',
     'refuse_within_step',
-    'steps_in',
     'with_links',
 ]
 
@@ -114,43 +98,6 @@ def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | No
         )
 
 
-def steps_in(storage: Storage) -> list[int]:
-    """The numbers of the complete steps in a run, ascending, in any layout."""
-    return listing(storage).numbers
-
-
-def listing(storage: Storage) -> Listing:
-    """The complete steps in a run, with their layouts, and the errors of those that could not be inspected."""
-    if not storage.renames:
-        return Listing(tuple(indexed_steps(storage)))
-    return inspect_all(storage)
-
-
-def newest(storage: Storage) -> ListedStep | None:
-    """The step with the largest number, in any layout, or None."""
-    return listing(storage).newest if storage.renames else newest_indexed_step(storage)
-
-
-def dataset_steps_in(storage: Storage) -> list[int]:
-    """The steps with states of data iterators, ascending; on an object store only complete steps."""
-    if storage.renames:
-        names = [entry.name for entry in storage.entries() if entry.is_dir]
-    else:
-        names = [each.directory for each in indexed_steps(storage) if each.directory]
-    steps = {
-        name: step
-        for name in names
-        if (step := _step_of(name)) is not None or (step := parse_step_name(name)) is not None
-    }
-    return sorted({step for name, step in steps.items() if storage.names(name, f'{TRAIN_DS_PREFIX}-')})
-
-
-def _step_of(name: str) -> int | None:
-    """The step of a directory in T5X's layout, with or without leading zeros."""
-    step = parse_step_dir(name)
-    return parse_padded_step(name) if step is None else step
-
-
 def locate(
     path: str | os.PathLike[str],
     step: int | None = None,
@@ -180,18 +127,18 @@ def locate(
             raise UnsupportedFormatError(f'{path} is {foreign}.')
         # The path is the manifest's file.
         grand, directory = split_path(parent)
-        if step is not None and step != _step_of(directory):
+        if step is not None and step != step_of(directory):
             raise CheckpointNotFoundError(
                 f'{path} is one checkpoint, not a run with step {step}. Leave step out, or pass the directory of a run.'
             )
-        number = _step_of(directory)
+        number = step_of(directory)
         if number is None:
             # In Flax's layout the file has the number.
             number = parse_step_dir(name)
         if directory:
             return Located(open_storage(grand, storage_options), directory, name, number)
         return Located(outer, '', name, number)
-    if storage.renames and storage.kind('') != 'dir':
+    if storage.root_kind() != 'dir':
         raise CheckpointNotFoundError(f'{path}: no such file or directory. Check the path.')
     try:
         return _locate_in_dir(storage, outer, name, step)
@@ -204,24 +151,15 @@ def locate(
 
 
 def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None) -> Located:
-    if step is None and storage.is_file(MANIFEST) and not _is_run_beside_file(storage, name):
-        return Located(outer, name, MANIFEST, _step_of(name))
+    if (
+        step is None
+        and storage.is_file(MANIFEST)
+        and (step_of(name) is not None or not catalog_of(storage).is_beside_manifest())
+    ):
+        return Located(outer, name, MANIFEST, step_of(name))
     if step is None and is_orbax(storage, ''):
         return Located(outer, name, '', parse_prefixed_step(name))
     return locate_step(storage, step)
-
-
-def _is_run_beside_file(storage: Storage, name: str) -> bool:
-    """Whether a directory with a file ``checkpoint`` is a run, as it is when T5X continues from a TensorFlow checkpoint.
-
-    T5X restores the latest step of such a directory. On an object store, the steps are listed only if the file is the state
-    file of TensorFlow, because a listing costs requests.
-    """
-    if _step_of(name) is not None:
-        return False
-    if not storage.renames and not is_tensorflow_state(storage.read_range(MANIFEST, 0, 64)):
-        return False
-    return newest(storage) is not None
 
 
 def locate_step(storage: Storage, step: int | None) -> Located:
@@ -236,7 +174,7 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     found = newest(storage) if step is None else inspect_step(storage, step)
     if found is not None:
         return Located(storage, found.directory, found.manifest, found.step)
-    if storage.renames and storage.kind('') == 'file':
+    if storage.root_kind() == 'file':
         raise not_a_run(storage)
     if step is None:
         # If all steps are damaged, open one of them, so that decoding it raises the error.
@@ -258,11 +196,6 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are: {shown}. Pass one of them, or None '
         'for the latest.'
     )
-
-
-def has_step(storage: Storage, step: int) -> bool:
-    """Whether a step exists, in any layout."""
-    return storage.is_file(join(step_dir(step), MANIFEST)) or inspect_step(storage, step) is not None
 
 
 def refuse_within(target: Storage | None, located: Located) -> None:

@@ -24,15 +24,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
-from t5ckpt.catalog.layouts import ListedStep, inspect_name, one_a_step
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
+from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.core.keys import join
+from t5ckpt.errors import FormatError
+from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.manifest import is_tensorflow_state
 from t5ckpt.format.names import (
     INDEX,
     MANIFEST,
+    PINNED,
+    SIDECAR,
     STEP_PREFIX,
     ReadLease,
     WriteLeaseName,
@@ -43,20 +47,20 @@ from t5ckpt.format.names import (
     parse_other,
     parse_prefixed_step,
     parse_read_lease,
+    parse_step_dir,
     parse_write_lease,
     step_dir,
     step_marker,
 )
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.storage import Entry, Storage
 
 __all__ = [
     'Index',
+    'IndexCatalog',
     'ensured_index',
-    'indexed_steps',
     'mark_step',
-    'newest_indexed_step',
     'read_index',
-    'reindex_steps',
     'steps_of',
 ]
 
@@ -110,23 +114,6 @@ def read_index(storage: Storage) -> Index:
         elsewhere,
         write_leases,
     )
-
-
-def indexed_steps(storage: Storage) -> list[ListedStep]:
-    """The complete steps of a run on a store without rename, ascending, in any layout."""
-    return steps_of(storage, read_index(storage))
-
-
-def newest_indexed_step(storage: Storage) -> ListedStep | None:
-    """The step with the largest number, or None. Checks the manifests of smaller steps only if there may be other layouts."""
-    index = read_index(storage)
-    unmarked = _unmarked(storage, index)
-    if index.others or unmarked:
-        return max(_steps(storage, index, unmarked), key=lambda each: each.step, default=None)
-    for step in sorted(index.steps | index.busy, reverse=True):
-        if storage.is_file(join(step_dir(step), MANIFEST)):
-            return ListedStep(step, step_dir(step))
-    return None
 
 
 def steps_of(storage: Storage, index: Index, assumed: Collection[int] = ()) -> list[ListedStep]:
@@ -193,21 +180,59 @@ def ensured_index(storage: Storage, *, again: bool = False) -> Index:
     )
 
 
-def reindex_steps(
-    checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
-) -> list[int]:
-    """Finds steps that other tools added to a run on an object store, and adds them to the index for listings.
+class IndexCatalog(RunCatalog):
+    """A run on an object store."""
 
-    Args:
-      checkpoints_dir: the run's directory.
-      storage_options: see docs/storage.md.
+    def listing(self) -> Listing:
+        return Listing(tuple(steps_of(self._storage, read_index(self._storage))))
 
-    Returns:
-      The steps that were added to the index; empty on a file system, which has no index.
-    """
-    storage = open_storage(checkpoints_dir, storage_options)
-    if storage.renames:
+    def newest(self) -> ListedStep | None:
+        # Checks the manifests of smaller steps only if there may be other layouts.
+        index = read_index(self._storage)
+        unmarked = _unmarked(self._storage, index)
+        if index.others or unmarked:
+            return max(_steps(self._storage, index, unmarked), key=lambda each: each.step, default=None)
+        for step in sorted(index.steps | index.busy, reverse=True):
+            if self._storage.is_file(join(step_dir(step), MANIFEST)):
+                return ListedStep(step, step_dir(step))
+        return None
+
+    def with_other_name(self, step: int) -> ListedStep | None:
+        del step
+
+    def is_beside_manifest(self) -> bool:
+        # The steps are listed only if the file is the state file of TensorFlow, because a listing costs requests.
+        return is_tensorflow_state(self._storage.read_range(MANIFEST, 0, 64)) and self.newest() is not None
+
+    def step_in(self, name: str) -> int | None:
+        # Not a number alone, which is rarely a step.
+        return parse_step_dir(name)
+
+    def directories(self) -> list[str]:
+        return [each.directory for each in self.listing().steps if each.directory]
+
+    def incomplete(self) -> list[str]:
+        # Interrupted saves leave files under the name of the step, so files say nothing.
         return []
-    before, after = read_index(storage), ensured_index(storage, again=True)
-    others = [step for name in after.others - before.others if (step := parse_prefixed_step(name)) is not None]
-    return sorted({*(after.steps - before.steps), *others})
+
+    def reindex(self) -> list[int]:
+        before, after = read_index(self._storage), ensured_index(self._storage, again=True)
+        others = [step for name in after.others - before.others if (step := parse_prefixed_step(name)) is not None]
+        return sorted({*(after.steps - before.steps), *others})
+
+    def entries(self, complete: Iterable[str]) -> list[Entry]:
+        # From the index: a listing of the names would list every chunk.
+        names = {*complete, *map(step_dir, read_index(self._storage).busy)}
+        return [Entry(name, True) for name in sorted(names)]
+
+    def files(self, entry: Entry) -> dict[str, Entry] | None:
+        return {PINNED: Entry(PINNED, False)} if self._storage.is_file(join(entry.name, PINNED)) else {}
+
+    def nbytes(self, name: str, sidecar: Sidecar, files: Mapping[str, Entry]) -> int | None:
+        # From the sidecar: ``digests`` has the files that ``bytes`` does not count, without the sidecar itself.
+        del name, files
+        try:
+            files_beside = FileChecksums.recorded_by(sidecar, SIDECAR).values()
+        except FormatError:
+            return None
+        return None if sidecar.bytes is None else sidecar.bytes + sum(size for size, _ in files_beside)

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.layouts import T5X, ListedStep
-from t5ckpt.catalog.locate import listing
-from t5ckpt.catalog.step_index import read_index
+from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
-from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
@@ -23,7 +22,6 @@ from t5ckpt.format.names import (
     parse_foreign,
     parse_leftover,
     parse_step_dir,
-    step_dir,
 )
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar
 from t5ckpt.storage import Entry, Storage
@@ -72,18 +70,19 @@ def summaries(storage: Storage) -> list[StepSummary]:
 
     A step that is deleted during the call is left out. One that could not be inspected is included with the reason.
     """
-    listed = listing(storage)
+    catalog = catalog_of(storage)
+    listed = catalog.listing()
     complete = {each.name: each for each in listed.steps}
     latest = listed.steps[-1].step if listed.steps else None
     found: list[StepSummary] = []
-    for entry in _directories(storage, complete):
+    for entry in catalog.entries(complete):
         named = _state_of(entry, complete)
         if named is None:
             continue
         try:
             if entry.name in listed.unreadable:
                 raise listed.unreadable[entry.name]
-            summary = _summary(storage, entry, named, latest)
+            summary = _summary(storage, catalog, entry, named, latest)
         except T5CkptError as error:
             summary = _unreadable(storage, entry, named, error)
         found += [] if summary is None else [summary]
@@ -95,14 +94,6 @@ def _unreadable(storage: Storage, entry: Entry, named: _Named, error: T5CkptErro
     return StepSummary(
         named.step, storage.url(entry.name), named.is_complete, 'unreadable', *facts, named.layout, str(error)
     )
-
-
-def _directories(storage: Storage, complete: Mapping[str, ListedStep]) -> list[Entry]:
-    if storage.renames:
-        return storage.entries()
-    # On an object store, listing the names would list every chunk.
-    names = {*complete, *map(step_dir, read_index(storage).busy)}
-    return [Entry(name, True) for name in sorted(names)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +125,12 @@ def _state_of(entry: Entry, complete: Mapping[str, ListedStep]) -> _Named | None
     return _Named(leftover.step, 'unfinished' if leftover.state == 'tmp' else 'being deleted')
 
 
-def _summary(storage: Storage, entry: Entry, named: _Named, latest: int | None) -> StepSummary | None:
+def _summary(
+    storage: Storage, catalog: RunCatalog, entry: Entry, named: _Named, latest: int | None
+) -> StepSummary | None:
     sidecar, damage = _sidecar(storage, entry)
-    files = _files(storage, entry)
-    if not files and storage.renames:
+    files = catalog.files(entry)
+    if files is None:
         return None
     pinned = PINNED in files
     manifest = files.get(MANIFEST, entry if not entry.is_dir else None)
@@ -152,7 +145,7 @@ def _summary(storage: Storage, entry: Entry, named: _Named, latest: int | None) 
         path=storage.url(entry.name),
         complete=named.is_complete,
         state='unreadable' if damage and named.is_complete else named.state,
-        nbytes=_nbytes(storage, entry.name, sidecar, files),
+        nbytes=catalog.nbytes(entry.name, sidecar, files),
         created=created,
         metrics=sidecar.metrics,
         pinned=pinned,
@@ -162,30 +155,6 @@ def _summary(storage: Storage, entry: Entry, named: _Named, latest: int | None) 
         layout=named.layout,
         reason=damage if named.is_complete else '',
     )
-
-
-def _files(storage: Storage, entry: Entry) -> dict[str, Entry]:
-    """The entries of a step's directory; on an object store only ``PINNED``, if it exists."""
-    if not entry.is_dir:
-        return {entry.name: entry}
-    if storage.renames:
-        return {item.name: item for item in storage.entries(entry.name)}
-    return {PINNED: Entry(PINNED, False)} if storage.is_file(join(entry.name, PINNED)) else {}
-
-
-def _nbytes(storage: Storage, directory: str, sidecar: Sidecar, files: Mapping[str, Entry]) -> int | None:
-    if sidecar.bytes is not None:
-        # ``bytes`` counts the files in the arrays' directories, and ``digests`` lists the other files but the sidecar.
-        if storage.renames:
-            return sidecar.bytes + sum(item.size or 0 for item in files.values())
-        try:
-            return sidecar.bytes + sum(size for size, _ in FileChecksums.recorded_by(sidecar, SIDECAR).values())
-        except FormatError:
-            return None
-    if not storage.renames:
-        return None
-    listed = [size or 0 for _, size in storage.walk(directory)]
-    return sum(listed) if listed else sum(item.size or 0 for item in files.values())
 
 
 def _sidecar(storage: Storage, entry: Entry) -> tuple[Sidecar, str]:

@@ -217,7 +217,7 @@ def run_at(path: str) -> Storage:
     if not path:
         raise click.UsageError("PATH is empty. Write '.' for the current directory.")
     storage = open_run_storage(path)
-    if storage.renames and storage.kind('') != 'dir':
+    if storage.root_kind() != 'dir':
         raise not_a_run(storage)
     return storage
 

@@ -7,7 +7,7 @@ import functools
 import logging
 
 from t5ckpt.catalog.layouts import inspect_name, other_layout
-from t5ckpt.catalog.locate import listing
+from t5ckpt.catalog.listing import listing
 from t5ckpt.commit.in_place import Hidden, hide_in_place, remove_in_place
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import (

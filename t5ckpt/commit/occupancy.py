@@ -16,10 +16,10 @@ from t5ckpt.catalog.layouts import (
     ListedStep,
     has_placeholder,
     inspect_name,
-    inspect_others,
     orbax_marks,
     other_layout,
 )
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.removal import few, foreign_files
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
@@ -45,7 +45,7 @@ def _on_disk(storage: Storage, step: int) -> ListedStep | None:
         found = inspect_name(storage, name)
         if found is not None and _decodes(storage, found):
             return found
-    other = inspect_others(storage, step)
+    other = catalog_of(storage).with_other_name(step)
     if other is not None:
         return other
     directory = step_dir(step)

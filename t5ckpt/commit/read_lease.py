@@ -14,7 +14,7 @@ import contextlib
 import secrets
 from collections.abc import Generator
 
-from t5ckpt.catalog.locate import has_step
+from t5ckpt.catalog.listing import has_step
 from t5ckpt.commit.lease_files import leased_directory, list_leases, live_steps
 from t5ckpt.commit.write_lease import is_being_deleted
 from t5ckpt.core.keys import join

@@ -146,7 +146,7 @@ def _is_unfinished_copy(storage: Storage, directory: str) -> bool:
 
 
 def _is_another_manifest(storage: Storage, key: str) -> bool:
-    size = storage.size(key) if storage.renames else 0
+    size = storage.known_size(key)
     # A larger file of this name is a manifest.
     return size is not None and size < 2**20 and is_of_others(storage.read(key))
 

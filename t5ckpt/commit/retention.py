@@ -17,7 +17,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
-from t5ckpt.catalog.locate import listing, steps_in
+from t5ckpt.catalog.listing import listing, steps_in
 from t5ckpt.catalog.step_index import Index, read_index, steps_of
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator
 
-from t5ckpt.catalog.layouts import step_around
+from t5ckpt.catalog.listing import step_around
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS
 from t5ckpt.errors import OutputExistsError, UnsupportedFormatError
 from t5ckpt.storage import foreign_errors, open_storage

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from t5ckpt.catalog.locate import listing
+from t5ckpt.catalog.listing import listing
 from t5ckpt.core.keys import join
 from t5ckpt.core.private_memory import is_private
 from t5ckpt.errors import T5CkptError

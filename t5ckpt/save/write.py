@@ -368,8 +368,8 @@ class _Writer:
     def file_versions(self) -> dict[str, tuple[int, ...] | None]:
         """The versions of all files. Detects a file whose rename was lost without an error."""
         versions = {key: self._storage.stamp(join(self._job.directory, key)) for key in self.digests}
-        for key in [key for key, version in versions.items() if version is None and self._storage.renames]:
-            if self._storage.size(join(self._job.directory, key)) is None:
+        for key in [key for key, version in versions.items() if version is None]:
+            if self._storage.known_size(join(self._job.directory, key)) is None:
                 where = self._storage.url(join(self._job.directory, key))
                 raise StorageError(errno.EIO, f'{where}: was written without an error, but does not exist. Save again.')
         return versions

@@ -109,6 +109,10 @@ class Storage(ABC):
     def kind(self, key: str) -> str | None:
         """``'file'``, ``'dir'`` or None."""
 
+    def root_kind(self) -> str | None:
+        """``kind`` of the root, without a request: always ``'dir'`` on an object store, which has no directories."""
+        return self.kind('')
+
     def is_file(self, key: str) -> bool:
         """Whether there is a file of this name; cheaper than ``kind`` where there are no directories."""
         return self.kind(key) == 'file'
@@ -124,6 +128,10 @@ class Storage(ABC):
     @abstractmethod
     def size(self, key: str) -> int | None:
         """Returns the bytes of a file, or None where it does not exist. On an object store this reads the file."""
+
+    def known_size(self, key: str) -> int | None:
+        """``size``, without reading the file: -1 on an object store."""
+        return self.size(key)
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         """Returns a value that changes when a file is replaced, written to, or gets or loses a name; None where there is none.

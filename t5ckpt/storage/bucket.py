@@ -195,6 +195,9 @@ class BucketStorage(Storage):
             return 'file'
         return 'dir' if self._keys(key) else None
 
+    def root_kind(self) -> str | None:
+        return 'dir'
+
     def check_reachable(self, key: str) -> None:
         # A server answers a question for a key in a missing bucket as for a missing key, but not a listing.
         if not self._is_found:
@@ -205,6 +208,10 @@ class BucketStorage(Storage):
             return len(self.read(key))
         except CheckpointNotFoundError:
             return None
+
+    def known_size(self, key: str) -> int | None:
+        del key
+        return -1
 
     def entries(self, key: str = '') -> list[Entry]:
         return self._entries(key, self._keys(key))

@@ -118,6 +118,14 @@ class FaultyStorage(Storage):
         self._count('size', key)
         return self._inner.size(key)
 
+    def known_size(self, key: str) -> int | None:
+        self._count('known_size', key)
+        return self._inner.known_size(key)
+
+    def root_kind(self) -> str | None:
+        self._count('root_kind', '')
+        return self._inner.root_kind()
+
     def entries(self, key: str = '') -> list[Entry]:
         self._count('entries', key)
         return self._inner.entries(key)

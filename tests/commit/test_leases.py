@@ -15,7 +15,7 @@ from support import faultshim
 from support.schedules import Killed, Schedule, kills, run_schedule, schedules
 
 import t5ckpt
-from t5ckpt.catalog.locate import steps_in
+from t5ckpt.catalog.listing import steps_in
 from t5ckpt.commit.begin import begin
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import delete_step, hide_checkpoint, remove_hidden, rename_damaged

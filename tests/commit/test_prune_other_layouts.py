@@ -19,7 +19,7 @@ from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt.catalog.layouts import inspect_name
-from t5ckpt.catalog.locate import listing
+from t5ckpt.catalog.listing import listing
 from t5ckpt.commit.other_layouts import hide_other, reason_to_stay
 from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.storage import open_storage

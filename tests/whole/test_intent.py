@@ -23,7 +23,7 @@ from support import intent_table
 
 import t5ckpt
 from t5ckpt import Changes, ConvertOptions, ExportOptions, ImportOptions, NoEffectWarning
-from t5ckpt.catalog.locate import steps_in
+from t5ckpt.catalog.listing import steps_in
 from t5ckpt.cli import VERBS
 from t5ckpt.cli.app import app, run as run_verb
 from t5ckpt.commit.deletion import delete_step

@@ -1,0 +1,74 @@
+"""Finds the steps of a run on a file system: a listing of its directory shows the names, and the files decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
+from t5ckpt.catalog.run_catalog import RunCatalog
+from t5ckpt.errors import T5CkptError
+from t5ckpt.format.names import parse_prefixed_step, parse_step_dir, step_dir
+from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.storage import Entry
+
+__all__ = ['DirectoryCatalog']
+
+
+class DirectoryCatalog(RunCatalog):
+    """A run on a file system."""
+
+    def listing(self) -> Listing:
+        found: list[ListedStep] = []
+        unreadable: dict[str, T5CkptError] = {}
+        for entry in self._storage.entries():
+            if parse_prefixed_step(entry.name) is None:
+                continue
+            try:
+                step = inspect_name(self._storage, entry.name)
+            except T5CkptError as error:
+                unreadable[entry.name] = error
+                continue
+            found += [] if step is None else [step]
+        return Listing(tuple(one_a_step(found)), unreadable)
+
+    def newest(self) -> ListedStep | None:
+        return self.listing().newest
+
+    def with_other_name(self, step: int) -> ListedStep | None:
+        storage, known = self._storage, (step_dir(step), str(step))
+        names = [entry.name for entry in storage.entries() if entry.name not in known]
+        others = [name for name in names if parse_prefixed_step(name) == step]
+        return next((found for name in others if (found := inspect_name(storage, name)) is not None), None)
+
+    def is_beside_manifest(self) -> bool:
+        return self.newest() is not None
+
+    def step_in(self, name: str) -> int | None:
+        # A number alone may be a step of Orbax.
+        return parse_prefixed_step(name)
+
+    def directories(self) -> list[str]:
+        return [entry.name for entry in self._storage.entries() if entry.is_dir]
+
+    def incomplete(self) -> list[str]:
+        names = [entry.name for entry in self._storage.entries() if parse_step_dir(entry.name) is not None]
+        return [name for name in names if self._storage.kind(name) == 'file' or self._storage.entries(name)]
+
+    def reindex(self) -> list[int]:
+        return []
+
+    def entries(self, complete: Iterable[str]) -> list[Entry]:
+        del complete
+        return self._storage.entries()
+
+    def files(self, entry: Entry) -> dict[str, Entry] | None:
+        found = self._storage.entries(entry.name) if entry.is_dir else [entry]
+        return {item.name: item for item in found} or None
+
+    def nbytes(self, name: str, sidecar: Sidecar, files: Mapping[str, Entry]) -> int | None:
+        # The sidecar counts the files in the arrays' directories.
+        top = sum(item.size or 0 for item in files.values())
+        if sidecar.bytes is not None:
+            return sidecar.bytes + top
+        listed = [size or 0 for _, size in self._storage.walk(name)]
+        return sum(listed) if listed else top

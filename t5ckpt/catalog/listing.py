@@ -1,0 +1,117 @@
+"""Lists the steps of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt.catalog.directory_catalog import DirectoryCatalog
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_orbax
+from t5ckpt.catalog.run_catalog import RunCatalog
+from t5ckpt.catalog.step_index import IndexCatalog
+from t5ckpt.core.keys import join
+from t5ckpt.format.names import (
+    MANIFEST,
+    TRAIN_DS_PREFIX,
+    parse_padded_step,
+    parse_step_dir,
+    parse_step_name,
+    step_dir,
+)
+from t5ckpt.storage import Storage, open_storage
+
+__all__ = [
+    'catalog_of',
+    'dataset_steps_in',
+    'has_step',
+    'inspect_step',
+    'listing',
+    'newest',
+    'reindex_steps',
+    'step_around',
+    'step_of',
+    'steps_in',
+]
+
+
+def catalog_of(storage: Storage) -> RunCatalog:
+    """How the steps of a run are found. Where directories can be renamed, listing them is cheap, and there is no index."""
+    return DirectoryCatalog(storage) if storage.renames else IndexCatalog(storage)
+
+
+def listing(storage: Storage) -> Listing:
+    """The complete steps in a run, with their layouts, and the errors of those that could not be inspected."""
+    return catalog_of(storage).listing()
+
+
+def steps_in(storage: Storage) -> list[int]:
+    """The numbers of the complete steps in a run, ascending, in any layout."""
+    return listing(storage).numbers
+
+
+def newest(storage: Storage) -> ListedStep | None:
+    """The step with the largest number, in any layout, or None."""
+    return catalog_of(storage).newest()
+
+
+def inspect_step(storage: Storage, step: int) -> ListedStep | None:
+    """The complete step with a number. Names with a prefix or leading zeros take a listing, on file systems only."""
+    for name in (step_dir(step), str(step)):
+        found = inspect_name(storage, name)
+        if found is not None:
+            return found
+    return catalog_of(storage).with_other_name(step)
+
+
+def has_step(storage: Storage, step: int) -> bool:
+    """Whether a step exists, in any layout."""
+    return storage.is_file(join(step_dir(step), MANIFEST)) or inspect_step(storage, step) is not None
+
+
+def dataset_steps_in(storage: Storage) -> list[int]:
+    """The steps with states of data iterators, ascending; on an object store only complete steps."""
+    steps = {
+        name: step
+        for name in catalog_of(storage).directories()
+        if (step := step_of(name)) is not None or (step := parse_step_name(name)) is not None
+    }
+    return sorted({step for name, step in steps.items() if storage.names(name, f'{TRAIN_DS_PREFIX}-')})
+
+
+def step_of(name: str) -> int | None:
+    """The step of a directory in T5X's layout, with or without leading zeros."""
+    step = parse_step_dir(name)
+    return parse_padded_step(name) if step is None else step
+
+
+def reindex_steps(
+    checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Finds steps that other tools added to a run on an object store, and adds them to the index for listings.
+
+    Args:
+      checkpoints_dir: the run's directory.
+      storage_options: see docs/storage.md.
+
+    Returns:
+      The steps that were added to the index; empty on a file system, which has no index.
+    """
+    return catalog_of(open_storage(checkpoints_dir, storage_options)).reindex()
+
+
+def step_around(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> tuple[str, int] | None:
+    """The directory and number of the step that a storage's root is or lies in; no request is made unless a name matches."""
+    catalog, here = catalog_of(storage), storage.url().rstrip('/')
+    above = here
+    while '/' in above:
+        parent, _, name = above.rpartition('/')
+        step = catalog.step_in(name)
+        if step is not None:
+            parent_storage = storage if above == here else open_storage(above, storage_options)
+            # TensorFlow's directories have a file with the name of the manifest, too.
+            is_named = parse_step_name(name) is not None
+            if (is_named and parent_storage.is_file(MANIFEST)) or is_orbax(parent_storage, ''):
+                return above, step
+        above = parent
+    return None

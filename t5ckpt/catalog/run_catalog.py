@@ -1,0 +1,66 @@
+"""The interface through which the steps of a run are found: in its directory, or in its index on an object store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+from t5ckpt.catalog.layouts import ListedStep, Listing
+from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.storage import Entry, Storage
+
+__all__ = ['RunCatalog']
+
+
+class RunCatalog(ABC):
+    """The steps of one run. ``catalog/listing.catalog_of`` chooses the implementation."""
+
+    def __init__(self, storage: Storage):
+        """Takes the run."""
+        self._storage = storage
+
+    @abstractmethod
+    def listing(self) -> Listing:
+        """The complete steps, and the errors of those that could not be inspected."""
+
+    @abstractmethod
+    def newest(self) -> ListedStep | None:
+        """The complete step with the largest number, or None."""
+
+    @abstractmethod
+    def with_other_name(self, step: int) -> ListedStep | None:
+        """A step with a prefix or zeros in its name, from Orbax's ``step_prefix`` and padding, if one listing shows it."""
+
+    @abstractmethod
+    def is_beside_manifest(self) -> bool:
+        """Whether the directory has steps beside a file ``checkpoint``, as T5X leaves it after a TensorFlow checkpoint."""
+
+    @abstractmethod
+    def step_in(self, name: str) -> int | None:
+        """The number in the name of a directory that may be a step, or None. On an object store a check is a request."""
+
+    @abstractmethod
+    def directories(self) -> list[str]:
+        """The directories in which states of data iterators are looked for."""
+
+    @abstractmethod
+    def incomplete(self) -> list[str]:
+        """The names of T5X's steps that hold files; called for a run without a complete step."""
+
+    @abstractmethod
+    def reindex(self) -> list[int]:
+        """Adds the steps of other tools to the index; returns them. There is nothing to add where there is no index."""
+
+    # --- for summaries -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def entries(self, complete: Iterable[str]) -> list[Entry]:
+        """The entries that may be steps, among them the ``complete`` ones."""
+
+    @abstractmethod
+    def files(self, entry: Entry) -> dict[str, Entry] | None:
+        """The entries of a step's directory, on an object store only ``PINNED``; None if the step is gone."""
+
+    @abstractmethod
+    def nbytes(self, name: str, sidecar: Sidecar, files: Mapping[str, Entry]) -> int | None:
+        """The bytes of a step's files; None if neither the sidecar nor a listing has them."""

@@ -20,9 +20,9 @@ from t5ckpt.commit.dataset_files import dataset_count
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer, number
+from t5ckpt.core.arguments import check_callables, check_flags, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
-from t5ckpt.core.call_site import CallSite, warn_caller
+from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import (
     Clock,
@@ -41,8 +41,6 @@ from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import (
     ClosedError,
     DisagreementError,
-    NoEffectWarning,
-    ObsoleteArgumentWarning,
     ReadOnlyError,
 )
 from t5ckpt.format.dtypes import Cast, floating_dtype
@@ -67,10 +65,11 @@ from t5ckpt.save import (
     monitored,
     monitored_metrics,
 )
+from t5ckpt.save.arguments import check_no_directory, check_policies, warn_of_gda, warn_of_idle
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.schedule import Environment, SaveSchedule
-from t5ckpt.save.stage import STAGING_MODES
+from t5ckpt.save.stage import check_staging
 from t5ckpt.save.stream_writer import StreamRequest
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.save_policies import SavePolicy
@@ -163,27 +162,14 @@ class Checkpointer:
         read_only: bool = False,
         use_gda: bool | None = None,
     ):
-        if use_gda is not None:
-            text = f'use_gda={use_gda!r} has no effect: arrays are always global. T5X removed it in 2023; leave it out.'
-            warn_caller(ObsoleteArgumentWarning(text))
-        _check_no_directory(train_state=train_state, partitioner=partitioner)
-        if keep is not None and keep_policy is not None:
-            raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
-        check_kind('keep_policy', keep_policy, KeepPolicy, 'KeepLatest(3)')
-        check_kind('save_policy', save_policy, SavePolicy, 'SaveEvery(1000)')
-        check_kind('metric_source', metric_source, MetricSource, 'TensorBoardMetrics(directory)')
+        warn_of_gda(use_gda)
+        check_no_directory(train_state=train_state, partitioner=partitioner)
+        check_policies(keep, keep_policy, save_policy, metric_source)
         check_callables(preempted=preempted, progress=progress, clock=clock)
-        check_flags(
-            reuse_unchanged=reuse_unchanged,
-            mmap=mmap,
-            share_replicated=share_replicated,
-            follow_links=follow_links,
-            strict_save=strict_save,
-            read_only=read_only,
-            prune_other_layouts=prune_other_layouts,
-        )
-        if staging not in STAGING_MODES:
-            raise ValueError(f'staging is one of {list(STAGING_MODES)}, got {staging!r:.80}.')
+        check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, share_replicated=share_replicated)
+        check_flags(follow_links=follow_links, strict_save=strict_save, read_only=read_only)
+        check_flags(prune_other_layouts=prune_other_layouts)
+        check_staging(staging)
         self._storage = open_run_storage(checkpoints_dir, storage_options)
         self._storage_options = storage_options
         # Absolute, so that a later chdir does not change it.
@@ -191,9 +177,8 @@ class Checkpointer:
         if save_dtype is None and restore_dtype is None:
             Cast.of(None, cast_leaves, 'save_dtype or restore_dtype')
         cast = _cast(save_dtype, cast_leaves, 'save_dtype')
-        self.restore_dtype = (
-            restore_dtype if _is_template(restore_dtype) else floating_dtype(restore_dtype, 'restore_dtype')
-        )
+        is_template = _is_template(restore_dtype)
+        self.restore_dtype = restore_dtype if is_template else floating_dtype(restore_dtype, 'restore_dtype')
         self._cast_leaves = cast_leaves
         self._restore_cast()
         self._train_state = train_state
@@ -202,21 +187,18 @@ class Checkpointer:
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
         self._options = SaveOptions(cast, compression, chunk_bytes, inline_bytes)
         policy = _latest(keep) if keep_policy is None else keep_policy
-        datasets = dataset_count(keep_dataset_checkpoints)
-        self._retention = Retention(
-            self._storage, policy, clock, datasets, metric_source, prune_others=prune_other_layouts
-        )
+        datasets, others = dataset_count(keep_dataset_checkpoints), prune_other_layouts
+        self._retention = Retention(self._storage, policy, clock, datasets, metric_source, prune_others=others)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
-        _warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints, prune_others=prune_other_layouts)
+        warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints, prune_others=others)
         self._keep = keep
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
         self._staging = staging
         self._reuse = Reuse() if reuse_unchanged and self._storage.links else None
-        self._reading = ReadOptions(
-            mmap, verify, follow_links, share_replicated, bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
-        )
+        budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
+        self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._progress = progress
         self._clock = clock
         self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout))
@@ -763,33 +745,6 @@ class Checkpointer:
 
 def _cast(dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast | None:
     return None if dtype is None else Cast.of(dtype, leaves, option)
-
-
-def _warn_of_idle(
-    policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None, *, prune_others: bool
-) -> None:
-    if prune_others and isinstance(policy, KeepAll):
-        text = 'prune_other_layouts has no effect: every step is kept. Pass keep= or keep_policy=, or leave it out.'
-        warn_caller(NoEffectWarning(text))
-    if source is not None and not policy.metric_names:
-        text = 'metric_source has no effect: no keep policy looks at a metric. Pass keep_policy=KeepBest(...), or leave it out.'
-        warn_caller(NoEffectWarning(text))
-    if keep_datasets is not None and dataset is None:
-        text = (
-            'keep_dataset_checkpoints has no effect on what is saved: there is no data iterator. Pass dataset_iterator=, or '
-            'leave it out.'
-        )
-        warn_caller(NoEffectWarning(text))
-
-
-def _check_no_directory(**options: Any) -> None:
-    """Raises ValueError if one of the options is a directory."""
-    for name, value in options.items():
-        if isinstance(value, (str, os.PathLike, Storage)):
-            raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError
-                f'{name} is {value!r:.80}, which looks like a directory. Pass it as checkpoints_dir=: '
-                'Checkpointer(train_state, checkpoints_dir=...).'
-            )
 
 
 def _latest(keep: int | None) -> KeepPolicy:

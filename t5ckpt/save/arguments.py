@@ -1,9 +1,13 @@
-"""Parses the arguments of a save, in T5X's order (state, transforms) or Orbax's (step, state)."""
+"""Checks the arguments of ``Checkpointer``, and parses those of a save.
+
+A save takes T5X's order (state, transforms) and Orbax's (step, state).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +15,24 @@ import numpy as np
 
 from t5ckpt.core.arguments import check_flags, check_kind
 from t5ckpt.core.byte_budget import bytes_of_gb
+from t5ckpt.core.call_site import warn_caller
+from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.transform_check import check_transforms
+from t5ckpt.errors import NoEffectWarning, ObsoleteArgumentWarning
+from t5ckpt.policies import KeepAll, KeepPolicy
+from t5ckpt.save_policies import SavePolicy
+from t5ckpt.storage import Storage
 
-__all__ = ['SaveCall', 'in_order', 'metric_numbers', 'plain_json']
+__all__ = [
+    'SaveCall',
+    'check_no_directory',
+    'check_policies',
+    'in_order',
+    'metric_numbers',
+    'plain_json',
+    'warn_of_gda',
+    'warn_of_idle',
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,3 +172,47 @@ def _is_step(value: Any) -> bool:
 def _are_transforms(value: Any) -> bool:
     """Whether a value is a list of transforms, possibly empty, and therefore not a state."""
     return isinstance(value, (list, tuple)) and all(map(callable, value))
+
+
+def check_policies(keep: int | None, keep_policy: Any, save_policy: Any, metric_source: Any) -> None:
+    """Checks the types of the policies, and that only one of ``keep`` and ``keep_policy`` is passed."""
+    if keep is not None and keep_policy is not None:
+        raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
+    check_kind('keep_policy', keep_policy, KeepPolicy, 'KeepLatest(3)')
+    check_kind('save_policy', save_policy, SavePolicy, 'SaveEvery(1000)')
+    check_kind('metric_source', metric_source, MetricSource, 'TensorBoardMetrics(directory)')
+
+
+def check_no_directory(**options: Any) -> None:
+    """Raises ValueError if one of the options is a directory."""
+    for name, value in options.items():
+        if isinstance(value, (str, os.PathLike, Storage)):
+            raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError
+                f'{name} is {value!r:.80}, which looks like a directory. Pass it as checkpoints_dir=: '
+                'Checkpointer(train_state, checkpoints_dir=...).'
+            )
+
+
+def warn_of_gda(use_gda: Any) -> None:
+    """Warns about an argument that T5X had until 2023."""
+    if use_gda is not None:
+        text = f'use_gda={use_gda!r} has no effect: arrays are always global. T5X removed it in 2023; leave it out.'
+        warn_caller(ObsoleteArgumentWarning(text))
+
+
+def warn_of_idle(
+    policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None, *, prune_others: bool
+) -> None:
+    """Warns about each option that has no effect beside the others."""
+    if prune_others and isinstance(policy, KeepAll):
+        text = 'prune_other_layouts has no effect: every step is kept. Pass keep= or keep_policy=, or leave it out.'
+        warn_caller(NoEffectWarning(text))
+    if source is not None and not policy.metric_names:
+        text = 'metric_source has no effect: no keep policy looks at a metric. Pass keep_policy=KeepBest(...), or leave it out.'
+        warn_caller(NoEffectWarning(text))
+    if keep_datasets is not None and dataset is None:
+        text = (
+            'keep_dataset_checkpoints has no effect on what is saved: there is no data iterator. Pass dataset_iterator=, or '
+            'leave it out.'
+        )
+        warn_caller(NoEffectWarning(text))

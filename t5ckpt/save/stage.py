@@ -40,10 +40,16 @@ from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite, InlineWrite, SavePlan
 from t5ckpt.tree.leaf_values import is_jax_array
 
-__all__ = ['STAGING_MODES', 'Source', 'StagedWave', 'Staging']
+__all__ = ['Source', 'StagedWave', 'Staging', 'check_staging']
 
 _Write = TypeVar('_Write', ArrayWrite, InlineWrite)
-STAGING_MODES = ('auto', 'copy', 'pinned_host', 'view')
+_MODES = ('auto', 'copy', 'pinned_host', 'view')
+
+
+def check_staging(mode: Any) -> None:
+    """Raises ValueError if ``mode`` is not a way to stage arrays."""
+    if mode not in _MODES:
+        raise ValueError(f'staging is one of {list(_MODES)}, got {mode!r:.80}.')
 
 
 @dataclasses.dataclass

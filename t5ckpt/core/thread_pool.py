@@ -15,11 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ['Pool', 'Workers', 'start_thread']
+__all__ = ['Pool', 'start_thread']
 
 _Result = TypeVar('_Result')
 _Given = ParamSpec('_Given')
-_Task = tuple[Callable[[], None], 'Future[None]']
 
 
 def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> threading.Thread | None:
@@ -33,58 +32,6 @@ def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> th
     except RuntimeError:
         return None
     return thread
-
-
-class Workers:
-    """Threads that are started on demand and end with :meth:`close`."""
-
-    def __init__(self, count: int, name: str):
-        """Starts nothing."""
-        self._room = count
-        self._name = name
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._started = 0
-
-    def submit(self, function: Callable[[], None]) -> Future[None]:
-        """Calls a function in a thread. The future is done when it returns, with its exception if it raised one."""
-        future: Future[None] = Future()
-        if self._started < self._room:
-            # If no thread can be started, the existing threads or the caller do the work.
-            self._started += start_thread(self._work, f'{self._name}-{self._started}', daemon=True) is not None
-        if self._started:
-            self._tasks.put((function, future))
-        else:
-            _do(function, future)
-        return future
-
-    def drop(self) -> None:
-        """Cancels the tasks that have not begun."""
-        with contextlib.suppress(queue.Empty):
-            while (task := self._tasks.get_nowait()) is not None:
-                task[1].cancel()
-
-    def close(self) -> None:
-        """Ends the threads once all submitted tasks are done; does not wait for them."""
-        for _ in range(self._started):
-            self._tasks.put(None)
-        self._started = 0
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            _do(*task)
-            # Otherwise the task would keep a chunk alive during the next wait.
-            del task
-
-
-def _do(function: Callable[[], None], future: Future[None]) -> None:
-    try:
-        function()
-    except BaseException as error:  # noqa: BLE001 - raised by the future
-        # The frames would keep the chunk alive, too.
-        traceback.clear_frames(error.__traceback__)
-        future.set_exception(error)
-    else:
-        future.set_result(None)
 
 
 class Pool(Executor):
@@ -137,6 +84,7 @@ class Pool(Executor):
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             _call(*task)
+            # Otherwise the task would keep a chunk alive during the next wait.
             del task
 
 
@@ -146,6 +94,8 @@ def _call(function: Callable[[], Any], future: Future[Any]) -> None:
     try:
         result = function()
     except BaseException as error:  # noqa: BLE001 - raised by the future
+        # The frames would keep the chunk alive, too.
+        traceback.clear_frames(error.__traceback__)
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -35,7 +35,7 @@ from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.thread_pool import Workers
+from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes
 from t5ckpt.format.checksum import digest
@@ -148,7 +148,7 @@ class _Writer:
         self._storage = job.storage
         self._kvstore = job.storage.open_kvstore(job.directory)
         self._direct_bytes = job.storage.direct_bytes(in_background=staging.private_host)
-        self._direct_writers = Workers(_DIRECT_WRITERS, 't5ckpt-write')
+        self._direct_writers = Pool(_DIRECT_WRITERS, 't5ckpt-write')
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         # Bounds the bytes in flight; a larger chunk is written alone.
         self._budget = ByteBudget(staging.limit)
@@ -376,11 +376,11 @@ class _Writer:
 
     def abandon(self) -> None:
         """Waits for all started writes, so that none ends after the caller has removed the files."""
-        self._direct_writers.drop()
+        self._direct_writers.shutdown(wait=False, cancel_futures=True)
         while self._in_flight:
             with contextlib.suppress(T5CkptError, CancelledError):
                 self._settle_next()
 
     def close(self) -> None:
         """Ends the threads."""
-        self._direct_writers.close()
+        self._direct_writers.shutdown(wait=False)

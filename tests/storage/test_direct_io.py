@@ -22,7 +22,7 @@ import pytest
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.core.thread_pool import Workers
+from t5ckpt.core.thread_pool import Pool
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.direct_io import write_direct
 
@@ -203,11 +203,11 @@ def test_where_there_are_no_more_threads_the_caller_writes(tmp_path):
     """A thread whose stack does not fit into the address space cannot be started."""
     before = threading.stack_size(2**46)
     try:
-        workers = Workers(4, 'test')
+        workers = Pool(4, 'test')
         futures = [workers.submit(functools.partial((tmp_path / str(number)).write_text, 'x')) for number in range(3)]
         with pytest.raises(FileNotFoundError):
             workers.submit(functools.partial((tmp_path / 'no' / 'x').write_text, 'x')).result()
-        workers.close()
+        workers.shutdown(wait=False)
     finally:
         threading.stack_size(before)
     assert all(future.done() for future in futures)

@@ -11,23 +11,21 @@ at stays, too, and is logged.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.catalog.listing import listing, steps_in
-from t5ckpt.catalog.step_index import Index, read_index, steps_of
+from t5ckpt.catalog.step_index import Index
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.commit.in_place import Hidden
-from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.other_layouts import check_prunes, hide_other, infos_of_others, reason_to_stay
+from t5ckpt.commit.prunable_steps import StayLog, prunable_steps
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known, is_pinned, kept_by
 from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_sidecar
-from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, MetricSource
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import (
@@ -35,7 +33,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.names import MANIFEST, parse_prefixed_step, step_dir
+from t5ckpt.format.names import parse_prefixed_step, step_dir
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, policy_of, retention_plan
 from t5ckpt.storage import Storage
@@ -71,10 +69,8 @@ class Retention:
         self._coverage = MetricCoverage()
         self._remover: threading.Thread | None = None
         self._latest: int | None = None
-        # What the save listed, of whose step retention comes next. On object stores.
-        self._index: Index | None = None
-        # Said already: each step that a rule keeps is named once.
-        self._told: set[tuple[int, str]] = set()
+        self._log = StayLog(storage)
+        self._steps = prunable_steps(storage, clock, self._facts, self._log, prunes_others=prune_others)
 
     def steps(self) -> list[int]:
         """The complete steps, ascending, in whichever layout."""
@@ -94,68 +90,25 @@ class Retention:
         ]
         return sorted([*written, *unreadable], key=lambda decision: decision.step)
 
-    def _prunable(self, steps: Sequence[ListedStep]) -> list[int]:
-        for each in steps:
-            if not each.is_t5x and not self._prunes_others:
-                self._tell(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
-        return [each.step for each in steps if each.is_t5x]
-
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts that the policy sees, ascending by step; ``names`` are the metrics to look for instead of its own."""
-        return self._infos(self.policy.metric_names if names is None else names)
-
-    def _infos(self, names: Collection[str]) -> list[StepInfo]:
-        return self._facts.infos(*self._steps_and_leased(), names, None)
-
-    def _steps_and_leased(self) -> tuple[list[int], set[int]]:
-        """The steps that may go, and those that readers lease. On object stores one listing has both."""
-        if self._storage.renames:
-            found = listing(self._storage)
-            for name, error in found.unreadable.items():
-                if (cause := (parse_prefixed_step(name) or 0, str(error))) not in self._told:
-                    self._told.add(cause)
-                    _log.warning('t5ckpt: %s stays, because it cannot be read: %s', self._storage.url(name), error)
-            return self._prunable(found.steps), leased_steps(self._storage, self._clock)
-        index = read_index(self._storage)
-        return self._prunable(steps_of(self._storage, index)), live_steps(index.read_leases, self._clock())
-
-    def _assumed_plan(self, just_saved: int | None) -> tuple[list[StepInfo], list[Decision]]:
-        """The plan on an object store, where the manifests of steps that go are not asked for: who hides them reads them.
-
-        The markers may be those that the save listed when it began. A step that was committed since by another process is then
-        seen by the next save. Nothing is hidden before the leases are listed once more.
-        """
-        index, self._index = self._index or read_index(self._storage), None
-        assumed = set(index.steps - index.busy)
-        own = set[int]() if just_saved is None else {just_saved}
-        index = dataclasses.replace(index, steps=index.steps | own)
-        steps = self._prunable(steps_of(self._storage, index, assumed | own))
-        infos = self._facts.infos(
-            steps, live_steps(index.read_leases, self._clock()), self.policy.metric_names, just_saved
-        )
-        assumed -= own
-        while True:
-            plan = retention_plan(self.policy, infos, just_saved)
-            asked = sorted({decision.step for decision in plan if decision.keep} & assumed)
-            there = self._storage.are_files([join(step_dir(step), MANIFEST) for step in asked])
-            gone = {step for step, is_there in zip(asked, there, strict=True) if not is_there}
-            if not gone:
-                return infos, plan
-            assumed.difference_update(asked)
-            infos = [info for info in infos if info.step not in gone]
+        return self._steps.infos(self.policy.metric_names if names is None else names, None)
 
     def note_index(self, index: Index | None) -> None:
         """Takes what a save listed on an object store, for the retention that follows it."""
-        self._index = index
+        self._steps.index = index
 
     def note_saved(self, step: int, sidecar: Sidecar) -> None:
         """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
         self._facts.note_saved(step, sidecar)
         self._latest = step if self._latest is None else max(self._latest, step)
 
-    def is_next(self, step: int) -> bool:
-        """Whether a step is above the latest one that this process saved."""
-        return self._latest is not None and step > self._latest
+    def is_surely_new(self, step: int) -> bool:
+        """Whether a step need not be looked for: it is above the latest one that this process saved.
+
+        Only on object stores, where ``begin`` detects the steps that another process has written since.
+        """
+        return self._steps.has_index and self._latest is not None and step > self._latest
 
     def metrics_at(self, step: int | None) -> Mapping[str, float]:
         """The metrics of a step; None takes the latest, in whichever layout.
@@ -182,7 +135,7 @@ class Retention:
 
     def recorded_policy(self) -> KeepPolicy | None:
         """The keep policy under which the latest step was saved; None where nothing says so."""
-        steps = self._prunable(listing(self._storage).steps)
+        steps = self._steps.prunable(listing(self._storage).steps)
         return policy_of(known_sidecar(self._storage, steps[-1]).keep) if steps else None
 
     def plan(self, just_saved: int | None = None) -> list[Decision]:
@@ -227,17 +180,13 @@ class Retention:
         plan: list[Decision] = []
         others = {} if isinstance(self.policy, KeepAll) else self._others()
         if not isinstance(self.policy, KeepAll):
-            if self._storage.renames:
-                infos = self._facts.infos(*self._steps_and_leased(), self.policy.metric_names, just_saved)
-                plan = retention_plan(self.policy, [*infos, *self._infos_of(others)], just_saved)
-            else:
-                infos, plan = self._assumed_plan(just_saved)
+            infos, plan = self._steps.plan(self.policy, just_saved, self._infos_of(others))
             self._coverage.note(infos, self.policy.metric_names, just_saved)
         done: list[Decision] = []
         hidden: list[Hidden] = []
         for decision in plan:
             if decision.keep:
-                self._tell(decision)
+                self._log.note(decision)
                 continue
             try:
                 found = self._hidden(decision.step, others.get(decision.step))
@@ -255,7 +204,7 @@ class Retention:
                 done.append(decision)
                 _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
         if self.keep_datasets is not None:
-            steps = self._prunable(listing(self._storage).steps)
+            steps = self._steps.prunable(listing(self._storage).steps)
             remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)
         self.wait()
         if hidden:
@@ -267,20 +216,18 @@ class Retention:
     def _tell_kept(self, step: int, other: ListedStep | None) -> None:
         name = step_dir(step) if other is None else other.name
         reason = None if other is None else reason_to_stay(self._storage, other)
-        if reason is not None and (step, reason) not in self._told:
-            self._told.add((step, reason))
-            _log.warning('t5ckpt: %s stays: %s', self._storage.url(name), reason)
-        if reason is None:
+        if reason is not None:
+            self._log.warn(step, name, reason, 'stays')
+        else:
             pinned = is_pinned(self._storage, name)
             held = kept_by(self._storage, step, self._clock, pinned=pinned) or HELD
-            self._tell(Decision(step, True, held, overruled=True))
+            self._log.note(Decision(step, True, held, overruled=True))
 
     def _hidden(self, step: int, other: ListedStep | None) -> Hidden | None:
         """Makes a step invisible; None where it is kept."""
         if other is not None:
             return hide_other(self._storage, other, self._clock)
-        if not self._storage.renames and not self._facts.has_known_sidecar(step):
-            check_known(self._storage, step_dir(step), manifest=b'')
+        self._steps.check_sidecar(step)
         return hide_checkpoint(self._storage, step, self._clock)
 
     def missing_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, tuple[int, Collection[str]]]:
@@ -298,15 +245,9 @@ class Retention:
     def _tell_failure(self, step: int, error: T5CkptError) -> None:
         """Logs that a step could not be deleted; of one that a newer program wrote once."""
         if isinstance(error, UnsupportedFormatError):
-            self._tell(Decision(step, True, str(error), overruled=True))
+            self._log.note(Decision(step, True, str(error), overruled=True))
         else:
             _log.warning('t5ckpt: could not delete step %d: %s', step, error)
-
-    def _tell(self, decision: Decision) -> None:
-        """Logs once that a pin or a reader keeps a step."""
-        if decision.overruled and (decision.step, decision.reason) not in self._told:
-            self._told.add((decision.step, decision.reason))
-            _log.info('t5ckpt: step %d stays, whatever the keep policy says: %s', decision.step, decision.reason)
 
     def wait(self) -> None:
         """Waits until what was made invisible is gone."""

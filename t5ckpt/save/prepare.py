@@ -88,8 +88,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
 
 def is_free(request: SaveRequest) -> bool:
     """Whether the step can be saved: no complete step is there, or one that the save replaces."""
-    if not request.storage.renames and request.retention.is_next(request.step):
-        # ``begin`` detects steps that another process wrote after the latest step of this one.
+    if request.retention.is_surely_new(request.step):
         return True
     found = occupant(request.storage, request.step)
     return found is None or is_replaced(request, found)

@@ -1,0 +1,165 @@
+"""Lists the steps that retention decides about, with their facts and read leases, and logs once why a step stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+from t5ckpt.catalog.layouts import ListedStep
+from t5ckpt.catalog.listing import listing
+from t5ckpt.catalog.step_index import Index, read_index, steps_of
+from t5ckpt.commit.lease_files import live_steps
+from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.commit.removal import check_known
+from t5ckpt.commit.step_facts import StepFacts
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
+from t5ckpt.format.names import MANIFEST, parse_prefixed_step, step_dir
+from t5ckpt.policies import Decision, KeepPolicy, StepInfo, retention_plan
+from t5ckpt.storage import Storage
+
+__all__ = ['PrunableSteps', 'StayLog', 'prunable_steps']
+
+_log = logging.getLogger('t5ckpt')
+
+
+class StayLog:
+    """Logs why a step stays, each reason once."""
+
+    def __init__(self, storage: Storage):
+        """Takes the run."""
+        self._storage = storage
+        self._told: set[tuple[int, str]] = set()
+
+    def _is_new(self, step: int, reason: str) -> bool:
+        is_new = (step, reason) not in self._told
+        self._told.add((step, reason))
+        return is_new
+
+    def note(self, decision: Decision) -> None:
+        """Logs that a pin or a reader keeps a step."""
+        if decision.overruled and self._is_new(decision.step, decision.reason):
+            _log.info('t5ckpt: step %d stays, whatever the keep policy says: %s', decision.step, decision.reason)
+
+    def warn(self, step: int, name: str, reason: str, verb: str) -> None:
+        """Logs that a step cannot be deleted."""
+        if self._is_new(step, reason):
+            _log.warning('t5ckpt: %s %s: %s', self._storage.url(name), verb, reason)
+
+
+class PrunableSteps(ABC):
+    """The steps about which a keep policy is asked.
+
+    Attributes:
+      index: what the save listed, of whose step retention comes next; on object stores.
+    """
+
+    has_index = False
+
+    def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, log: StayLog, *, prunes_others: bool):
+        """See :func:`prunable_steps`."""
+        self.index: Index | None = None
+        self._storage = storage
+        self._clock = clock
+        self._facts = facts
+        self._log = log
+        self._prunes_others = prunes_others
+
+    def prunable(self, steps: Sequence[ListedStep]) -> list[int]:
+        """Those in T5X's layout; logs that the others stay."""
+        for each in steps:
+            if not each.is_t5x and not self._prunes_others:
+                self._log.note(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
+        return [each.step for each in steps if each.is_t5x]
+
+    def infos(self, names: Collection[str], just_saved: int | None) -> list[StepInfo]:
+        """The facts of the steps, ascending; ``names`` are the metrics to look for."""
+        return self._facts.infos(*self._with_leased(), names, just_saved)
+
+    @abstractmethod
+    def _with_leased(self) -> tuple[list[int], set[int]]:
+        """The steps, and those that have a read lease."""
+
+    @abstractmethod
+    def plan(
+        self, policy: KeepPolicy, just_saved: int | None, others: Sequence[StepInfo]
+    ) -> tuple[list[StepInfo], list[Decision]]:
+        """The facts of the steps, and what the policy decides about them and the ``others``, in other layouts."""
+
+    @abstractmethod
+    def check_sidecar(self, step: int) -> None:
+        """Refuses a step with a newer sidecar before it is hidden, if hiding does not do so; see ``removal.check_known``."""
+
+
+class _OnDisk(PrunableSteps):
+    def _with_leased(self) -> tuple[list[int], set[int]]:
+        found = listing(self._storage)
+        for name, error in found.unreadable.items():
+            self._log.warn(parse_prefixed_step(name) or 0, name, str(error), 'stays, because it cannot be read')
+        return self.prunable(found.steps), leased_steps(self._storage, self._clock)
+
+    def plan(
+        self, policy: KeepPolicy, just_saved: int | None, others: Sequence[StepInfo]
+    ) -> tuple[list[StepInfo], list[Decision]]:
+        infos = self.infos(policy.metric_names, just_saved)
+        return infos, retention_plan(policy, [*infos, *others], just_saved)
+
+    def check_sidecar(self, step: int) -> None:
+        pass
+
+
+class _InIndex(PrunableSteps):
+    has_index = True
+
+    def _with_leased(self) -> tuple[list[int], set[int]]:
+        # One listing has both.
+        index = read_index(self._storage)
+        return self.prunable(steps_of(self._storage, index)), live_steps(index.read_leases, self._clock())
+
+    def plan(
+        self, policy: KeepPolicy, just_saved: int | None, others: Sequence[StepInfo]
+    ) -> tuple[list[StepInfo], list[Decision]]:
+        """Asks for no manifests of steps that go, since who hides them reads them.
+
+        The markers may be those that the save listed when it began. A step that was committed since by another process is then
+        seen by the next save. Nothing is hidden before the leases are listed once more.
+        """
+        del others
+        index, self.index = self.index or read_index(self._storage), None
+        assumed = set(index.steps - index.busy)
+        own = set[int]() if just_saved is None else {just_saved}
+        index = dataclasses.replace(index, steps=index.steps | own)
+        steps = self.prunable(steps_of(self._storage, index, assumed | own))
+        infos = self._facts.infos(steps, live_steps(index.read_leases, self._clock()), policy.metric_names, just_saved)
+        assumed -= own
+        while True:
+            plan = retention_plan(policy, infos, just_saved)
+            asked = sorted({decision.step for decision in plan if decision.keep} & assumed)
+            there = self._storage.are_files([join(step_dir(step), MANIFEST) for step in asked])
+            gone = {step for step, is_there in zip(asked, there, strict=True) if not is_there}
+            if not gone:
+                return infos, plan
+            assumed.difference_update(asked)
+            infos = [info for info in infos if info.step not in gone]
+
+    def check_sidecar(self, step: int) -> None:
+        if not self._facts.has_known_sidecar(step):
+            check_known(self._storage, step_dir(step), manifest=b'')
+
+
+def prunable_steps(
+    storage: Storage, clock: Clock, facts: StepFacts, log: StayLog, *, prunes_others: bool
+) -> PrunableSteps:
+    """The steps of a run, from a listing of its directory or from its index.
+
+    Args:
+      storage: the run.
+      clock: returns unix seconds.
+      facts: of the steps.
+      log: where steps that stay are logged.
+      prunes_others: whether steps in other layouts may be deleted, so that nothing is logged of them.
+    """
+    kind = _OnDisk if storage.renames else _InIndex
+    return kind(storage, clock, facts, log, prunes_others=prunes_others)

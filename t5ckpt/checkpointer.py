@@ -20,7 +20,7 @@ from t5ckpt.commit.dataset_files import dataset_count
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_callables, check_flags, integer, number
+from t5ckpt.core.arguments import check_callables, check_flags, check_word, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.leaf_path import Path
@@ -34,6 +34,7 @@ from t5ckpt.core.protocols import (
     TrainState,
 )
 from t5ckpt.core.transform_check import check_transforms
+from t5ckpt.core.unknown_arguments import OF_CONSTRUCTOR, OF_RESTORE, OF_SAVE, explains_names
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
@@ -126,6 +127,7 @@ class Checkpointer:
       loop. Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
     """
 
+    @explains_names(OF_CONSTRUCTOR)
     def __init__(
         self,
         train_state: Any,
@@ -267,6 +269,7 @@ class Checkpointer:
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
+    @explains_names(OF_SAVE)
     def save(
         self,
         train_state: Any,
@@ -313,6 +316,7 @@ class Checkpointer:
         )
         return self._prepared(state, call, in_background=False).complete()
 
+    @explains_names(OF_SAVE)
     def save_async(
         self,
         train_state: Any,
@@ -336,6 +340,7 @@ class Checkpointer:
         pending.start()
         return pending
 
+    @explains_names(OF_SAVE)
     def maybe_save(
         self,
         step: int,
@@ -463,6 +468,7 @@ class Checkpointer:
 
     # --- restoring ---------------------------------------------------------------------------------------------------
 
+    @explains_names(OF_RESTORE)
     def restore(
         self,
         step: int | None = None,
@@ -538,8 +544,7 @@ class Checkpointer:
         if strict is None:
             is_t5x = self._partitioner is not None or isinstance(self._train_state, TrainState)
             return 'contains' if is_t5x else 'up_to_dtype'
-        if strict not in STRICTNESS:
-            raise ValueError(f'strict is one of {list(STRICTNESS)}, got {strict!r:.40}.')
+        check_word('strict', strict, STRICTNESS)
         return strict
 
     def restore_leaves(
@@ -748,7 +753,7 @@ def _cast(dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast
 
 
 def _latest(keep: int | None) -> KeepPolicy:
-    return KeepAll() if keep is None else KeepLatest(keep)
+    return KeepAll() if keep is None else KeepLatest(integer('keep', keep, 1, 'None keeps all.'))
 
 
 def _is_template(restore_dtype: Any) -> bool:

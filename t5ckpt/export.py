@@ -11,6 +11,7 @@ from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.core.protocols import Partitioner, leaf_pattern
 from t5ckpt.format.dtypes import Cast, check_cast
 from t5ckpt.resume import MODEL
+from t5ckpt.save.arguments import check_no_directory
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import Empty, flatten_nested, unflatten
 
@@ -45,6 +46,7 @@ def export_weights(
     Raises:
       ValueError: no leaf matches ``take``, or ``dtype`` is given and none of the matching leaves is floating.
     """
+    check_no_directory('Write export_weights(train_state, directory).', train_state=train_state)
     cast = None if dtype is None else Cast.of(dtype, take, 'dtype')
 
     def weights(state_dict: Any, parameter_infos: Any) -> tuple[Any, Any]:

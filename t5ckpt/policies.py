@@ -13,10 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.core.arguments import check_policies, given_steps, integer, number, set_fields
+from t5ckpt.core.arguments import check_policies, check_word, given_steps, integer, number, set_fields
+from t5ckpt.core.text import shown
 
 __all__ = [
     'HELD',
+    'MODES',
     'Decision',
     'KeepAll',
     'KeepAny',
@@ -27,7 +29,6 @@ __all__ = [
     'KeepPolicy',
     'KeepSteps',
     'StepInfo',
-    'check_metric_mode',
     'check_metric_name',
     'fields_of',
     'policy_of',
@@ -54,6 +55,8 @@ class StepInfo:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
+MODES = ('max', 'min')
+"""Which values of a metric are the best."""
 HELD = 'held by a reader'
 """The reason for a step with a read lease."""
 
@@ -103,7 +106,7 @@ class KeepLatest(KeepPolicy):
     count: int
 
     def __post_init__(self) -> None:
-        set_fields(self, count=integer('keep', self.count, 1, 'None keeps all.'))
+        set_fields(self, count=integer('count', self.count, 1, 'KeepAll() keeps all.'))
 
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step."""
@@ -138,11 +141,16 @@ class KeepBest(KeepPolicy):
     period: int | None = None
 
     def __post_init__(self) -> None:
-        set_fields(self, count=integer('keep', self.count, 1, 'None keeps all.'))
+        if isinstance(self.count, str) and isinstance(self.metric, int):
+            raise ValueError(  # noqa: TRY004 - as for all options
+                f'KeepBest({shown(self.count)}, {self.metric}): the count comes first. Write KeepBest({self.metric}, '
+                f'{shown(self.count)}).'
+            )
+        set_fields(self, count=integer('count', self.count, 1, 'KeepAll() keeps all.'))
         if self.period is not None:
-            set_fields(self, period=integer('the period', self.period, 1))
+            set_fields(self, period=integer('period', self.period, 1))
         check_metric_name(self.metric)
-        check_metric_mode(self.mode)
+        check_word('mode', self.mode, MODES)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -195,7 +203,7 @@ class KeepEvery(KeepPolicy):
     steps: int
 
     def __post_init__(self) -> None:
-        set_fields(self, steps=integer('the period', self.steps, 1))
+        set_fields(self, steps=integer('steps', self.steps, 1))
 
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step."""
@@ -295,13 +303,7 @@ def _joined(step: int, decisions: Sequence[Decision]) -> Decision:
 def check_metric_name(name: Any) -> None:
     """Raises ValueError unless ``name`` is a non-empty string."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"metric must be a name such as 'eval/accuracy', got {name!r:.80}.")
-
-
-def check_metric_mode(mode: str) -> None:
-    """Raises ValueError unless ``mode`` is 'max' or 'min'."""
-    if mode not in ('max', 'min'):
-        raise ValueError(f"metric_mode must be 'max' or 'min', got {mode!r}.")
+        raise ValueError(f"metric must be a name such as 'eval/accuracy', got {shown(name)}.")
 
 
 def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: int | None = None) -> list[Decision]:

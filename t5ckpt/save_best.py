@@ -7,11 +7,12 @@ from typing import Any
 
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.core.arguments import check_word, integer
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.protocols import Partitioner
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import KeepAll, KeepBest, KeepPolicy, check_metric_mode, check_metric_name
+from t5ckpt.policies import MODES, KeepAll, KeepBest, KeepPolicy, check_metric_name
 from t5ckpt.storage import Storage
 
 __all__ = ['SaveBestCheckpointer']
@@ -51,14 +52,15 @@ class SaveBestCheckpointer(Checkpointer):
         **options: Any,
     ):
         check_metric_name(metric_name_to_monitor)
-        check_metric_mode(metric_mode)
+        check_word('metric_mode', metric_mode, MODES)
         # In T5X, 0 stands for no period.
         period = None if force_keep_period == 0 else force_keep_period
 
         def policy_of(count: int | None) -> KeepPolicy:
             if count is None:
                 return KeepAll()
-            return KeepBest(count, metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics, period)
+            best = integer('keep', count, 1, 'None keeps all.')
+            return KeepBest(best, metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics, period)
 
         idle = [
             name

@@ -16,8 +16,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 
-from t5ckpt.core.arguments import check_policies, given_steps, integer, number, set_fields
-from t5ckpt.policies import check_metric_mode, check_metric_name
+from t5ckpt.core.arguments import check_policies, check_word, given_steps, integer, number, set_fields
+from t5ckpt.policies import MODES, check_metric_name
 
 __all__ = [
     'Moment',
@@ -106,7 +106,7 @@ class SaveEvery(SavePolicy):
     min_step: int = 0
 
     def __post_init__(self) -> None:
-        set_fields(self, steps=integer('the period', self.steps, 1), min_step=integer('min_step', self.min_step))
+        set_fields(self, steps=integer('steps', self.steps, 1), min_step=integer('min_step', self.min_step))
 
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
@@ -216,7 +216,7 @@ class SaveOnImprovement(SavePolicy):
 
     def __post_init__(self) -> None:
         check_metric_name(self.metric)
-        check_metric_mode(self.mode)
+        check_word('mode', self.mode, MODES)
         set_fields(self, least=number('least', self.least, least=0), min_step=integer('min_step', self.min_step))
 
     @property

@@ -8,7 +8,7 @@ import os
 import click
 
 from t5ckpt.cli.best_step import chosen
-from t5ckpt.cli.output import json_option, print_json, run_at, say
+from t5ckpt.cli.output import check_exists, json_option, print_json, run_at, say
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.verb import Exit, Verb
 
@@ -44,6 +44,7 @@ def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> N
             f'{metric} is a directory, {path} is none. PATH comes first: t5ckpt best {metric} {path}'
         )
     storage = run_at(path)
+    check_exists(storage)
     best = chosen(storage, metric, mode)
     if as_json:
         print_json(dataclasses.asdict(best))

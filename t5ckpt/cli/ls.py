@@ -9,7 +9,7 @@ import click
 
 from t5ckpt.catalog.foreign_layouts import foreign_layout
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
-from t5ckpt.cli.output import Column, fields_of, json_option, print_json, print_table, run_at, say
+from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_table, run_at, say
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.verb import Verb
 from t5ckpt.commit.read_lease import leased_steps
@@ -45,6 +45,8 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     """
     storage = run_at(path)
     found = [entry for entry in summaries(storage) if entry.complete or entry.reason or show_all]
+    if not found:
+        check_exists(storage)
     foreign = None if found else foreign_layout(storage)
     if foreign is not None:
         raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')

@@ -15,7 +15,8 @@ from typing import Any
 import click
 
 from t5ckpt.catalog.foreign_layouts import not_a_run
-from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.catalog.locate import newest, open_run_storage
+from t5ckpt.cli.verb import Exit, fail
 from t5ckpt.cli.waiting import Waiting, current_waiting
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.text import aligned, printable
@@ -27,6 +28,7 @@ __all__ = [
     'ProgressLines',
     'as_step_option',
     'cast_leaves_option',
+    'check_exists',
     'confirm',
     'dtype_option',
     'fields_of',
@@ -222,11 +224,18 @@ def run_at(path: str) -> Storage:
     return storage
 
 
-def confirm(question: str, yes: bool) -> None:
+def check_exists(storage: Storage) -> None:
+    """Raises CheckpointNotFoundError where a run of a bucket has no key; a file system was asked by :func:`run_at`."""
+    if not storage.renames and newest(storage) is None and storage.kind('') is None:
+        raise not_a_run(storage)
+
+
+def confirm(question: str, yes: bool, refused: str = 'nothing was deleted.') -> None:
     """Asks before something is destroyed: on a terminal; elsewhere ``--yes`` has to say it.
 
     Raises:
-      click.UsageError: nobody to ask, and no ``--yes``; or the answer was no.
+      click.UsageError: nobody to ask, and no ``--yes``.
+      click.exceptions.Exit: the answer was no.
     """
     if yes:
         return
@@ -234,4 +243,4 @@ def confirm(question: str, yes: bool) -> None:
     if not sys.stdin.isatty():
         raise click.UsageError(f'{question} There is no terminal to ask: pass --yes.')
     if not click.confirm(question, err=True):
-        raise click.UsageError('nothing was done.')
+        fail(refused, Exit.USAGE)

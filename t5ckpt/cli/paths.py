@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from t5ckpt.storage import open_storage
 __all__ = ['CHECKPOINT', 'PLACE', 'RUN', 'checkpoints_of', 'named_paths', 'paths_of', 'remote_paths', 'step_named']
 
 _NAMED = re.compile(r'(?P<run>.+)@(?P<step>\d+|latest|best(:(?P<metric>.+?)(:(?P<mode>min|max))?)?)', re.DOTALL)
+
+
+_MISNAMED = re.compile(r'(?P<run>.+)@(?P<word>[^/@:]*)(?P<rest>(:[^@]*)?)', re.DOTALL)
 
 
 class _Path(click.types.StringParamType):
@@ -88,6 +92,8 @@ def checkpoints_of(paths: Sequence[str], steps: Sequence[int]) -> list[str]:
 def _resolved(path: str, given: Mapping[str, Any], is_run: bool, param: click.Parameter) -> str:
     named = step_named(path)
     if named is None:
+        if not is_run:
+            _refuse_misnamed(path)
         return path
     run = named['run']
     if is_run:
@@ -112,6 +118,20 @@ def step_named(path: str) -> re.Match[str] | None:
     if storage.local_path('') is not None and storage.kind('') is not None:
         return None
     return named
+
+
+def _refuse_misnamed(path: str) -> None:
+    """Raises click.UsageError for ``run@bset``: the run is there, and no file of the whole name."""
+    found = _MISNAMED.fullmatch(path)
+    if found is None or open_storage(path).kind('') is not None or open_storage(found['run']).kind('') != 'dir':
+        return
+    word, rest = found['word'], found['rest']
+    near = difflib.get_close_matches(word.lower(), ('latest', 'best'), 1)
+    meant = f' Did you mean {found["run"]}@{near[0]}{rest if near[0] == "best" else ""}?' if near else ''
+    raise click.UsageError(
+        f'{path}: there is no such file, and {word}{rest} names no step. After @ comes the number of a step, latest, best or '
+        f'best:METRIC.{meant}'
+    )
 
 
 def _step_in(named: re.Match[str]) -> int | None:

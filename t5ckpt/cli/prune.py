@@ -10,7 +10,17 @@ from typing import Any
 
 import click
 
-from t5ckpt.cli.output import Column, confirm, json_option, moved_option, print_json, print_table, run_at, say
+from t5ckpt.cli.output import (
+    Column,
+    check_exists,
+    confirm,
+    json_option,
+    moved_option,
+    print_json,
+    print_table,
+    run_at,
+    say,
+)
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.verb import Exit, Verb
 from t5ckpt.commit.retention import Retention
@@ -78,6 +88,8 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     mode, told = _mode(retention, keep['metric'], keep['mode'])
     retention.policy = _policy({**keep, 'mode': mode})
     plan = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
+    if not plan:
+        check_exists(storage)
     _check_present(keep['steps'], [decision.step for decision in plan])
     doomed = [decision.step for decision in plan if not decision.keep]
     if not as_json:

@@ -45,7 +45,7 @@ def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: b
     if (output is not None and in_place) or not (dry_run or in_place or output is not None):
         raise click.UsageError('say where the repaired checkpoint goes: OUTPUT, or --in-place.')
     if in_place and not dry_run:
-        confirm(f'Replace {path} by its repaired copy?', yes)
+        confirm(f'Replace {path} by its repaired copy?', yes, 'nothing was replaced.')
     with words():
         options = RepairOptions(how['drop'], how['trust_files'], how['add_checksums'], dry_run)
     with progress('verifying') as report, words():

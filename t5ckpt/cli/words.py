@@ -25,6 +25,8 @@ _RULES = tuple(
         (r'force=True, or overwrite=True of a conversion', '--force'),
         (r'\b(overwrite|force)=True', '--force'),
         (r'\bin_place=True', '--in-place'),
+        (r'\bfull=True', '--full'),
+        (r'Pass one of them, or None for the latest', 'Name one of them, or run@latest'),
         (r'\btrust_files=True', '--trust-files'),
         (r'Changes\(drop=\.\.\.\)', 't5ckpt cp --drop'),
         (r'(Convert|Import)Options\(step=\.\.\.\)', '--as-step'),

@@ -10,7 +10,7 @@ from typing import Any
 
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.convert.export_options import ImportOptions
-from t5ckpt.core.arguments import given_step
+from t5ckpt.core.arguments import check_word, given_step
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path
@@ -57,8 +57,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         _ = self.cast
-        if self.compression not in CODECS:
-            raise ValueError(f'compression is one of {list(CODECS)}, got {self.compression!r}.')
+        check_word('compression', self.compression, tuple(CODECS))
         bytes_of_gb(self.concurrent_gb)
         step = given_step(self.step)
         if step is not None and step >= MAX_STEP:

@@ -136,8 +136,8 @@ def copy_checkpoint(
     located = with_links(locate(source, step, options.source_options), options.follow_links)
     if not located.manifest:
         raise UnsupportedFormatError(
-            f'{located.url} is a checkpoint of Orbax, which has no file that makes it complete. Convert it, or copy its '
-            'directory with another tool.'
+            f'{located.url} is a checkpoint of Orbax, which has no file that makes it complete. Convert it (t5ckpt convert '
+            f'orbax {located.url} {os.fspath(target)}), or copy its directory with another tool.'
         )
     number = _step_of(located, target)
     storage = open_run_storage(target, options.target_options)

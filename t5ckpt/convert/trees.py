@@ -17,6 +17,7 @@ from t5ckpt.catalog.locate import Located, locate
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
 from t5ckpt.convert.files.flax_msgpack import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
+from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, root_names
 from t5ckpt.errors import (
@@ -86,8 +87,7 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
         table, step = read_seqax(source)
         return _found(table, step, {'format': kind, 'path': os.fspath(source), 'step': step}, optimizer)
     large: dict[str, LazyArray] = {}
-    if kind not in _OPENERS:
-        raise ValueError(f'the format must be one of {list(TREE_FORMATS)}, got {kind!r:.40}.')
+    check_word('the format', kind, TREE_FORMATS)
     contents = _OPENERS[kind](os.fspath(source))
     if isinstance(contents, LargeFile):
         contents, large = contents.contents, contents.arrays

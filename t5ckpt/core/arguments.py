@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import math
 import operator
+import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.text import shown
 
 __all__ = [
     'check_callables',
@@ -18,6 +23,7 @@ __all__ = [
     'check_kind',
     'check_patterns',
     'check_policies',
+    'check_word',
     'given_step',
     'given_steps',
     'integer',
@@ -38,9 +44,15 @@ def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None
     for pattern in patterns:
         try:
             leaf_pattern(pattern)
-        except (re.error, TypeError) as error:
-            one = ' Join several with |.' if isinstance(pattern, (list, tuple)) else ''
-            raise ValueError(f'{what}: {pattern!r} is not a regular expression: {error}.{one}') from error
+        except TypeError as error:
+            several = isinstance(pattern, (list, tuple, set, frozenset))
+            example = '|'.join(map(str, itertools.islice(pattern, 3))) if several else 'params/.*'
+            cure = f'Join several with |: {shown(example)}' if several else f'Pass text such as {example!r}'
+            raise ValueError(
+                f'{what} must be a regular expression for whole names of leaves, got {shown(pattern)}. {cure}.'
+            ) from error
+        except re.error as error:
+            raise ValueError(f'{what}: {shown(pattern)} is not a regular expression: {error}.') from error
 
 
 def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:
@@ -62,7 +74,7 @@ def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:
         found = None
     if found is None or found < least:
         tail = f' {otherwise}' if otherwise else ''
-        raise ValueError(f'{name} must be an integer of at least {least}, got {value!r:.80}.{tail}')
+        raise ValueError(f'{name} must be an integer of at least {least}, got {shown(value)}.{tail}')
     return found
 
 
@@ -72,6 +84,10 @@ def given_step(step: Any) -> int | None:
     Raises:
       ValueError: not an integer of at least 0.
     """
+    if isinstance(step, (str, os.PathLike)):
+        raise ValueError(  # noqa: TRY004 - as for all options
+            f'step must be an integer of at least 0, got {shown(step)}. The path comes before the step.'
+        )
     return None if step is None else integer('step', step)
 
 
@@ -89,7 +105,7 @@ def number(name: str, value: Any, *, least: float | None = None) -> float:
             found = math.nan
     if not math.isfinite(found) or (found <= 0 if least is None else found < least):
         bound = 'above 0' if least is None else f'of at least {least:g}'
-        raise ValueError(f'{name} must be a finite number {bound}, got {value!r:.80}.')
+        raise ValueError(f'{name} must be a finite number {bound}, got {shown(value)}.')
     return found
 
 
@@ -115,26 +131,35 @@ def check_flags(**flags: Any) -> None:
     """Raises ValueError unless each option is True or False; the string 'no' would count as True."""
     for name, value in flags.items():
         if type(value) not in (bool, np.bool_):
-            raise ValueError(f'{name} must be True or False, got {value!r:.80}.')
+            raise ValueError(f'{name} must be True or False, got {shown(value)}.')
 
 
 def check_callables(**functions: Any) -> None:
     """Raises ValueError unless each option is a function, or None."""
     for name, value in functions.items():
         if value is not None and not callable(value):
-            raise ValueError(f'{name} must be a function, got {value!r:.80}.')
+            raise ValueError(f'{name} must be a function, got {shown(value)}.')
+
+
+def check_word(name: str, value: Any, words: Sequence[str | None]) -> None:
+    """Raises ValueError unless an option is one of some words."""
+    # An array compares element by element, so it is not looked for among the words.
+    if not isinstance(value, (str, NoneType)) or value not in words:
+        near = difflib.get_close_matches(value[:80], filter(None, words), 1) if isinstance(value, str) else []
+        hint = f' Did you mean {near[0]!r}?' if near else ''
+        raise ValueError(f'{name} must be one of {", ".join(map(repr, words))}, got {shown(value)}.{hint}')
 
 
 def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:
     """Raises ValueError unless an option is an object of a class, or None."""
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f'{name} must be a {kind.__name__} such as {example}, got {value!r:.80}.')
+        raise ValueError(f'{name} must be a {kind.__name__} such as {example}, got {shown(value)}.')
 
 
 def check_policies(policies: Any, kind: type[Any], owner: str) -> None:
     """Raises ValueError unless ``policies`` has at least one element and all are instances of ``kind``."""
     if not policies:
-        raise ValueError(f'{owner} needs at least one policy, got none in policies={policies!r:.80}.')
+        raise ValueError(f'{owner} needs at least one policy, got none in policies={shown(policies)}.')
     wrong = next((policy for policy in policies if not isinstance(policy, kind)), None)
     if wrong is not None:
-        raise ValueError(f'{owner} joins policies of type {kind.__name__}, got {wrong!r:.80}.')
+        raise ValueError(f'{owner} joins policies of type {kind.__name__}, got {shown(wrong)}.')

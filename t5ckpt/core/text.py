@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ['Lines', 'aligned', 'counted', 'human_age', 'human_bytes', 'lines', 'lines_of_error', 'printable', 'some_of']
+__all__ = [
+    'Lines',
+    'aligned',
+    'counted',
+    'human_age',
+    'human_bytes',
+    'lines',
+    'lines_of_error',
+    'printable',
+    'shown',
+    'some_of',
+]
+
+# Elements of a collection that an error shows.
+_SHOWN_ELEMENTS = 4
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
@@ -58,16 +74,38 @@ def printable(text: str) -> str:
     return ''.join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
+def shown(value: Any, limit: int = 80) -> str:
+    """The ``repr`` of a caller's value for an error, cut to about ``limit`` characters; what is cut says its size.
+
+    The text of a large value is never made: of an array or a list with millions of elements it takes seconds.
+    """
+    shape, dtype = getattr(value, 'shape', None), getattr(value, 'dtype', None)
+    if isinstance(shape, tuple) and dtype is not None:
+        sized = f'{type(value).__name__} of {dtype} {shape}'
+        return sized if len(shape) > 1 or any(size > _SHOWN_ELEMENTS for size in shape) else _cut(repr(value), limit)
+    if isinstance(value, (str, bytes)):
+        more = f'…, {counted(len(value), "character" if isinstance(value, str) else "byte")}'
+        return repr(value) if len(value) <= limit else f'{value[:limit]!r}{more}'
+    if type(value) in (list, tuple, set, frozenset, dict) and len(value) > _SHOWN_ELEMENTS:
+        first = ', '.join(shown(each, limit // _SHOWN_ELEMENTS) for each in itertools.islice(value, _SHOWN_ELEMENTS))
+        return f'{type(value).__name__} of {first}, …, {counted(len(value), "element")}'
+    return _cut(repr(value), limit)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f'{text[:limit]}…'
+
+
 class _PrintableArguments(logging.Filter):
     """Makes the arguments of a log line printable, since they include names from checkpoints and errors of other libraries."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
-            record.args = tuple(_shown(value) for value in record.args)
+            record.args = tuple(_printed(value) for value in record.args)
         return True
 
 
-def _shown(value: object) -> object:
+def _printed(value: object) -> object:
     return printable(str(value)) if isinstance(value, (str, os.PathLike, BaseException)) else value
 
 

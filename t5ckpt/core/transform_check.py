@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from t5ckpt.core.text import shown
+
 __all__ = ['check_transforms']
 
 
@@ -13,12 +15,12 @@ def check_transforms(transforms: Any) -> None:
     """Raises ValueError unless the option is a list of functions."""
     if callable(transforms):
         raise ValueError(  # noqa: TRY004 - as for all options
-            f'state_transformation_fns is a list of functions, got {transforms!r:.80}. Put it into a list.'
+            f'state_transformation_fns is a list of functions, got {shown(transforms)}. Put it into a list.'
         )
     is_list = isinstance(transforms, Sequence) and not isinstance(transforms, str)
     wrong = next((fn for fn in transforms if not callable(fn)), None) if is_list else transforms
     if wrong is not None:
-        raise ValueError(f'state_transformation_fns is a list of functions, got {wrong!r:.80}.')
+        raise ValueError(f'state_transformation_fns is a list of functions, got {shown(wrong)}.')
     for fn in transforms:
         _check_takes_two(fn)
 

@@ -20,6 +20,7 @@ import numpy as np
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name, root_names
 from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.text import shown
 from t5ckpt.errors import UnmatchedPattern
 
 __all__ = [
@@ -120,7 +121,7 @@ def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
         wanted = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(
-            f"{option}: {dtype!r:.40} is not a dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
+            f"{option}: {shown(dtype)} is not a dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
         ) from error
     if kind(wanted) != 'float':
         raise ValueError(

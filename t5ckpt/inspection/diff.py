@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.core.arguments import check_word
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, printable
 from t5ckpt.inspection.block_iteration import Block, batches_of, pieces_of, run_all
@@ -78,8 +79,7 @@ class CheckpointDiff:
         Raises:
           ValueError: any other word.
         """
-        if what not in _WAYS:
-            raise ValueError(f'what must be one of {list(_WAYS)}, got {what!r:.40}.')
+        check_word('what', what, _WAYS)
         return [leaf for leaf in self.leaves if leaf.what == what]
 
     def top(self, count: int = 10) -> list[LeafDiff]:

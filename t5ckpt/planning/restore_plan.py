@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import LeafProblem, mismatch_error, near_names
 from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, kind
 from t5ckpt.format.stored_leaf import StoredLeaf
@@ -188,6 +189,8 @@ class _Matcher:
         self._leaves = leaves
         self._targets = targets
         self._fallback = options.fallback
+        # Misspelt, perhaps.
+        self._strays = [leaf_name(path) for path in options.fallback if path not in targets]
         self._cast = options.cast
         self._keys = options.keys
         self._lenient_keys = options.lenient_keys
@@ -243,7 +246,8 @@ class _Matcher:
             self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.target), hint))
         else:
             near = self._near(pair.name, self._leaves, self._targets)
-            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.target), near=near))
+            hint = f'fallback_state has {some_of(self._strays, 3)}, which the template lacks.' if self._strays else ''
+            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.target), hint, near))
 
     def _fall_back(self, pair: _Pair, value: Any) -> None:
         """Takes a leaf from ``fallback_state``, with the same checks as for a leaf of the checkpoint."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5ckpt.core.arguments import integer
+from t5ckpt.core.arguments import check_word, integer
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import ParameterInfo
@@ -68,8 +68,7 @@ class SaveOptions:
     vector_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:
-        if self.codec not in tuple(CODECS):
-            raise ValueError(f'compression is one of {list(CODECS)}, got {self.codec!r:.80}.')
+        check_word('compression', self.codec, tuple(CODECS))
         integer('chunk_bytes', self.chunk_bytes, 1)
         integer('inline_bytes', self.inline_bytes)
 

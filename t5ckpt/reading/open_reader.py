@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.core.arguments import check_word
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.array_reader import ArrayReader
@@ -68,8 +69,7 @@ class ReadOptions:
     budget_bytes: int = 4 * 10**9
 
     def __post_init__(self) -> None:
-        if self.verify not in VERIFY_LEVELS:
-            raise ValueError(f'verify is one of {list(VERIFY_LEVELS)}, got {self.verify!r:.40}.')
+        check_word('verify', self.verify, VERIFY_LEVELS)
 
     def verifies_checksums(self, storage: Storage, *, lazy: bool) -> bool:
         """Whether checksums are verified: always, never, or with 'auto' only for files that are read whole.

@@ -149,7 +149,11 @@ def _idle(request: RestoreRequest, located: Located, template: LeafTable, fallba
     texts: list[str] = []
     unknown = [path for path in fallback if path not in template]
     if unknown:
-        texts.append(f'fallback_state holds leaves that the template lacks: {_listed(unknown)}. Correct their names.')
+        roots = some_of(list(dict.fromkeys(path[0] for path in template)), 8)
+        texts.append(
+            f'fallback_state holds leaves that the template lacks: {_listed(unknown)}. Correct their names; the template '
+            f'begins with {roots}.'
+        )
     if request.donate and not any(is_jax_array(leaf) for leaf in template.values()):
         texts.append('donate has no effect: the template holds no jax.Array. Leave it out.')
     if located.storage.local_path('') is None:

@@ -10,6 +10,7 @@ from typing import Any
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import shown
 from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.format.dtypes import Cast
 from t5ckpt.planning.resizing import Resize
@@ -56,8 +57,8 @@ def check_source(step: Any, path: Any) -> None:
     if path is not None and not isinstance(path, (str, bytes, os.PathLike)):
         raise ValueError(f'path must be the path of a checkpoint, got a {type(path).__name__}. {template}')
     if step is not None and path is not None:
-        raise ValueError(f'step={step!r:.40} and path={os.fspath(path)!r} both say what to restore: pass one of them.')
+        raise ValueError(f'step={shown(step)} and path={os.fspath(path)!r} both say what to restore: pass one of them.')
     if step is not None and not hasattr(step, '__index__'):
         cure = 'Pass it as path=.' if isinstance(step, (str, os.PathLike)) else template
-        raise ValueError(f'step must be an integer, got {step!r:.80}. {cure}')
+        raise ValueError(f'step must be an integer, got {shown(step)}. {cure}')
     given_step(step)

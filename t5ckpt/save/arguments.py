@@ -17,6 +17,7 @@ from t5ckpt.core.arguments import check_flags, check_kind
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.protocols import MetricSource
+from t5ckpt.core.text import shown
 from t5ckpt.core.transform_check import check_transforms
 from t5ckpt.errors import NoEffectWarning, ObsoleteArgumentWarning
 from t5ckpt.policies import KeepAll, KeepPolicy
@@ -33,6 +34,8 @@ __all__ = [
     'warn_of_gda',
     'warn_of_idle',
 ]
+
+_CONSTRUCTOR = 'Pass it as checkpoints_dir=: Checkpointer(train_state, checkpoints_dir=...).'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +75,13 @@ class SaveCall:
             named, state = in_order(first, second, 'save')
             if step is not None:
                 raise ValueError(
-                    f'the step is given twice: {named!r:.40} and step={step!r:.40}. Write save(state, step=...).'
+                    f'the step is given twice: {shown(named)} and step={shown(step)}. Write save(state, step=...).'
                 )
             first, second, step = state, (), named
         elif _is_step(second):
             if step is not None:
                 raise ValueError(
-                    f'the step is given twice: {second!r:.40} and step={step!r:.40}. Write save(state, step=...).'
+                    f'the step is given twice: {shown(second)} and step={shown(step)}. Write save(state, step=...).'
                 )
             second, step = (), second
         elif type(first) is int and step is None:
@@ -86,7 +89,7 @@ class SaveCall:
                 f'save was given the step {first} where the state belongs. Write save(state, step={first}).'
             )
         if isinstance(first, str):
-            raise ValueError(f'the step must be an integer, got {first!r:.80}. Write save(state, step=...).')  # noqa: TRY004 - as for all options
+            raise ValueError(f'the step must be an integer, got {shown(first)}. Write save(state, step=...).')  # noqa: TRY004 - as for all options
         check_transforms(second)
         check_flags(overwrite=overwrite)
         metadata = plain_json('custom_metadata', custom_metadata)
@@ -103,7 +106,7 @@ def in_order(first: Any, second: Any, method: str) -> tuple[Any, Any]:
     is_first, is_second = _is_step(first), _is_step(second)
     if is_first and is_second:
         raise ValueError(
-            f'{method}({first!r:.40}, {second!r:.40}): both are integers, so the arguments may be swapped. Name them: '
+            f'{method}({shown(first)}, {shown(second)}): both are integers, so the arguments may be swapped. Name them: '
             f'{method}(step=..., train_state=...).'
         )
     if not is_first and not is_second:
@@ -129,7 +132,9 @@ def plain_json(name: str, value: Any) -> dict[str, Any]:
             f'{name} must hold JSON types only: strings, numbers, booleans, None, lists and dicts ({error}).'
         ) from error
     if copy != _with_lists(given):
-        raise ValueError(f'{name} would come back changed: the keys of its dicts must be strings, got {given!r:.200}.')
+        raise ValueError(
+            f'{name} would come back changed: the keys of its dicts must be strings, got {shown(given, 200)}.'
+        )
     return copy
 
 
@@ -153,7 +158,7 @@ def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(f'metrics: {name!r} is {value!r:.80}, which is not a number ({error}).') from error
+            raise ValueError(f'metrics: {name!r} is {shown(value)}, which is not a number.') from error
         except OverflowError as error:
             raise ValueError(
                 f'metrics: {name!r} is an integer too large for a float. Save its logarithm, or float("inf").'
@@ -183,13 +188,12 @@ def check_policies(keep: int | None, keep_policy: Any, save_policy: Any, metric_
     check_kind('metric_source', metric_source, MetricSource, 'TensorBoardMetrics(directory)')
 
 
-def check_no_directory(**options: Any) -> None:
-    """Raises ValueError if one of the options is a directory."""
+def check_no_directory(cure: str = _CONSTRUCTOR, /, **options: Any) -> None:
+    """Raises ValueError if one of the options is a directory; ``cure`` says how to write the call."""
     for name, value in options.items():
         if isinstance(value, (str, os.PathLike, Storage)):
             raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError
-                f'{name} is {value!r:.80}, which looks like a directory. Pass it as checkpoints_dir=: '
-                'Checkpointer(train_state, checkpoints_dir=...).'
+                f'{name} is {shown(value)}, which looks like a directory. {cure}'
             )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_facts import missing_from_all
-from t5ckpt.core.arguments import check_kind
-from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo, check_metric_mode
+from t5ckpt.core.arguments import check_kind, check_word
+from t5ckpt.policies import MODES, KeepAny, KeepBest, KeepPolicy, StepInfo
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
 
 __all__ = ['best_of', 'candidates', 'infos_with', 'monitored', 'monitored_metrics']
@@ -49,7 +49,7 @@ def monitored(
             f'best_step({metric!r}, {mode!r}): the metric comes first. Pass best_step({mode!r}, {metric!r}).'
         )
     if mode is not None:
-        check_metric_mode(mode)
+        check_word('mode', mode, MODES)
     found = candidates(known, metric, mode)
     if len(found) != 1:
         if metric is not None:

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from t5ckpt.core.arguments import check_word
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.private_memory import is_private
@@ -48,8 +49,7 @@ _MODES = ('auto', 'copy', 'pinned_host', 'view')
 
 def check_staging(mode: Any) -> None:
     """Raises ValueError if ``mode`` is not a way to stage arrays."""
-    if mode not in _MODES:
-        raise ValueError(f'staging is one of {list(_MODES)}, got {mode!r:.80}.')
+    check_word('staging', mode, _MODES)
 
 
 @dataclasses.dataclass

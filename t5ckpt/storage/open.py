@@ -10,6 +10,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt.core.text import shown
 from t5ckpt.errors import InvalidPathError, UnsupportedFormatError
 from t5ckpt.storage.absent import AbsentStorage
 from t5ckpt.storage.base import Storage
@@ -29,6 +30,8 @@ _URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
 # 'gs:x' and 'gs:/x': a slash was forgotten, or pathlib took one. A directory of that name is './gs:x'.
 _HALF_URL = re.compile(rf'({"|".join(_BUCKETS)}):(?!//)/*(.*)', re.DOTALL | re.IGNORECASE)
 _FILE_URL = re.compile(r'file:(//(?P<host>[^/]*))?(?P<path>/.*)?', re.DOTALL | re.IGNORECASE)
+# Linux refuses longer paths, and buckets longer keys.
+_MAX_PATH = 4095
 _BAD_ESCAPE = re.compile('%(?![0-9A-Fa-f]{2})')
 
 
@@ -56,7 +59,8 @@ def _parse(path: str | bytes | os.PathLike[str]) -> _Location:
     try:
         given = os.fspath(path)
     except TypeError:
-        raise InvalidPathError(f'A path is text or a pathlib.Path, got {path!r:.80}.') from None
+        order = ' The path comes before the step.' if hasattr(path, '__index__') else ''
+        raise InvalidPathError(f'A path is text or a pathlib.Path, got {shown(path)}.{order}') from None
     text = os.fsdecode(given) if isinstance(given, bytes) else given
     _check_text(text)
     if text.lower().startswith('file:'):
@@ -77,6 +81,8 @@ def _parse(path: str | bytes | os.PathLike[str]) -> _Location:
 def _check_text(text: str) -> None:
     if not text:
         raise InvalidPathError("The path is empty. Write '.' for the current directory.")
+    if len(text) > _MAX_PATH:
+        raise InvalidPathError(f'{shown(text)}: no storage has paths of more than {_MAX_PATH:,} characters.')
     if '\0' in text:
         raise InvalidPathError(f'{text!a}: a path has no NUL character in it. Remove it.')
     try:

@@ -13,6 +13,8 @@ import os
 from collections.abc import Generator, Mapping
 from typing import Any
 
+from t5ckpt.core.arguments import check_kind
+from t5ckpt.core.text import shown
 from t5ckpt.storage.file_cache import FileCache
 
 __all__ = [
@@ -142,6 +144,7 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
     Raises:
       ValueError: an unknown name or a value of the wrong type, with what there is.
     """
+    check_kind('storage_options', options, Mapping, "{'anonymous': True}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {name: value for name, value in _DEFAULTS.get({}).items() if name in fields} | dict(options or {})
     unknown = sorted(set(given) - set(fields))
@@ -163,14 +166,14 @@ def value_of_text(name: str, kind: str, text: str) -> Any:
     lowered = text.lower()
     if 'bool' in kind:
         if lowered not in ('true', 'false'):
-            raise ValueError(f'storage_options: {name}={text!r:.80} is not true or false.')
+            raise ValueError(f'storage_options: {name}={shown(text)} is not true or false.')
         return lowered == 'true'
     for word, number in (('int', int), ('float', float)):
         if word in kind:
             try:
                 return number(text)
             except ValueError:
-                raise ValueError(f'storage_options: {name}={text!r:.80} is not a number.') from None
+                raise ValueError(f'storage_options: {name}={shown(text)} is not a number.') from None
     return text
 
 
@@ -183,7 +186,7 @@ def _refuse_idle(given: Mapping[str, Any], path: str) -> None:
     }
     for name, (is_idle, why) in idle.items():
         if is_idle and given.get(name) is not None:
-            raise ValueError(f'storage_options: {path}: {name}={given[name]!r:.80} has no effect {why}.')
+            raise ValueError(f'storage_options: {path}: {name}={shown(given[name])} has no effect {why}.')
 
 
 def _check(name: str, value: Any, default: Any) -> None:
@@ -208,7 +211,7 @@ def _check(name: str, value: Any, default: Any) -> None:
         case _:
             good, wanted = isinstance(value, str) or value is None, 'a string'
     if not good:
-        raise ValueError(f'storage_options: {name}={value!r:.80} is not {wanted}.')
+        raise ValueError(f'storage_options: {name}={shown(value)} is not {wanted}.')
 
 
 def file_cache(options: _BucketOptions) -> FileCache | None:

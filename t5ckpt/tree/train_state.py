@@ -11,6 +11,7 @@ import numpy as np
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import TrainState
+from t5ckpt.core.text import shown
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty, LeafTable
@@ -99,6 +100,11 @@ def _path_of_single(state: Any) -> Path:
         raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
     if is_bare_array(state):
         return BARE
+    if state is None:
+        raise UnsupportedLeafError(
+            'the state is None, and a checkpoint holds a tree. To look into a checkpoint without a template, call '
+            'load_t5x_checkpoint(path) or open_checkpoint(path).'
+        )
     is_value = isinstance(state, (bool, int, float, complex, str, np.generic))
     cure = 'Pass a dict: {"x": x}.' if is_value else 'It is no pytree: pass the tree of arrays itself.'
     raise UnsupportedLeafError(f'the state is a single {type(state).__name__}, a checkpoint holds a tree. {cure}')
@@ -162,7 +168,7 @@ def step_of(state: Any, table: LeafTable, step: int | None) -> int:
         value = value.addressable_data(0)
     number = np.asarray(value)
     if number.shape != () or not np.issubdtype(number.dtype, np.integer) or not 0 <= int(number) < MAX_STEP:
-        raise ValueError(f'the step must be one integer of at least 0 and below 10^18, got {value!r:.80}.')
+        raise ValueError(f'the step must be one integer of at least 0 and below 10^18, got {shown(value)}.')
     return int(number)
 
 

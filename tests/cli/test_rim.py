@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +25,8 @@ from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.streams import OutputError
 from t5ckpt.cli.verb import Exit, Verb
 from t5ckpt.cli.waiting import Waiting
+from t5ckpt.convert.copy import copy_checkpoint
+from t5ckpt.storage import open_storage
 
 ENVIRON = {**os.environ, 'PYTHONPATH': str(ROOT)}
 
@@ -190,6 +194,86 @@ def _placed(word, places):
 def test_the_exit_codes_are_those_of_the_page():
     page = (ROOT / 'docs' / 'looking.md').read_text()
     assert [int(code) for code in re.findall(r'^\| (\d+) \|', page, re.MULTILINE)] == [*map(int, Exit)]
+
+
+# --- slips -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('word', ['bset', 'BEST', 'bets:eval/loss:min'])
+def test_a_misspelt_name_of_a_step_is_corrected(word, run, capsys):
+    code, _, err = said(['show', f'{run}@{word}'], capsys)
+    assert code == Exit.USAGE
+    rest = word.partition(':')[1] + word.partition(':')[2]
+    assert 'After @ comes the number of a step, latest, best or best:METRIC' in err
+    assert f'Did you mean {run}@best{rest}?' in err
+    assert said(['show', f'{run}no@{word}'], capsys)[0] == Exit.UNREADABLE
+
+
+def test_a_step_that_is_not_there_is_named_as_in_a_shell(run, capsys):
+    code, _, err = said(['rm', f'{run}@7'], capsys)
+    assert code == Exit.UNREADABLE
+    assert 'run@latest' in err
+    assert 'None' not in err
+
+
+@pytest.mark.parametrize('answer', ['n', ''])
+@pytest.mark.parametrize('words', [['rm', 'RUN@200', '--pinned'], ['prune', 'RUN', '--keep', '1']])
+def test_no_to_the_question(words, answer, run, tmp_path):
+    place = shutil.copytree(run, tmp_path / 'run')
+    for pin in place.glob('*/PINNED'):
+        pin.unlink()
+    terminal, end = pty.openpty()
+    os.write(terminal, f'{answer}\n'.encode())
+    words = [sys.executable, '-m', 't5ckpt', *(word.replace('RUN', str(place)) for word in words)]
+    done = subprocess.run(words, stdin=end, capture_output=True, text=True, env=ENVIRON, check=False)
+    assert done.returncode == Exit.USAGE
+    assert done.stderr.endswith('t5ckpt: nothing was deleted.\n')
+    assert 'Usage' not in done.stderr
+    assert t5ckpt.all_steps(place) == [100, 200]
+
+
+def test_a_run_that_is_nowhere_in_a_bucket_is_said(capsys, tmp_path):
+    """As on a disk. A bucket has no directories, so no key is no run."""
+    for words in (['ls'], ['prune', '--keep', '1'], ['best', 'loss', '--mode', 'min']):
+        for place in (f'memory://{tmp_path.name}/nowhere', tmp_path / 'nowhere'):
+            code, out, err = said([words[0], place, *words[1:]], capsys)
+            assert (code, out) == (Exit.UNREADABLE, ''), words
+            assert str(place) in err
+    open_storage(f'memory://{tmp_path.name}/other').write('notes.txt', b'')
+    assert said(['ls', f'memory://{tmp_path.name}/other'], capsys)[0] == Exit.DONE
+
+
+def test_an_interrupted_copy_is_called_the_same_on_every_storage(run, tmp_path, capsys):
+    def interrupted(done, total):
+        raise KeyboardInterrupt
+
+    large = {'target': {'w': np.zeros(10**5, np.float32)}}
+    with t5ckpt.Checkpointer(large, checkpoints_dir=tmp_path / 'large', inline_bytes=0) as checkpointer:
+        checkpointer.save(large, step=3)
+    for target in (f'memory://{tmp_path.name}/copy', tmp_path / 'copy'):
+        with pytest.raises(KeyboardInterrupt):
+            copy_checkpoint(tmp_path / 'large', target, progress=interrupted)
+        found = json.loads(said(['ls', target, '--all', '--json'], capsys)[1])
+        assert [(each['step'], each['state']) for each in found] == [(3, 'unfinished')]
+
+
+def test_verify_says_what_it_has_not_compared(run, capsys):
+    quick, full = said(['verify', run], capsys)[1], said(['verify', run, '--full'], capsys)[1]
+    assert '--full reads every one' in quick
+    assert 'full' not in full
+    assert 'full=True reads every one' in str(t5ckpt.verify(run))
+
+
+def test_a_copy_of_another_programs_step_names_the_verb_that_converts(tmp_path, capsys):
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(tmp_path / 'orbax') as manager:
+        manager.save(5, args=ocp.args.StandardSave({'w': np.zeros(3)}))
+    code, _, err = said(['cp', tmp_path / 'orbax', tmp_path / 'out'], capsys)
+    cure = re.search(r't5ckpt (convert orbax \S+ \S+)\)', err)
+    assert (code, bool(cure)) == (Exit.UNREADABLE, True), err
+    assert said(cure[1].split(), capsys)[0] == Exit.DONE
+    assert t5ckpt.all_steps(tmp_path / 'out') == [5]
 
 
 # --- streams -----------------------------------------------------------------------------------------------------------

@@ -374,7 +374,7 @@ def test_exact_is_meant_after_the_cast(tmp_path):
     with Checkpointer(model, checkpoints_dir=tmp_path) as ck:
         with pytest.raises(DtypeMismatch, match=r"params/w: checkpoint float32, template bfloat16. strict='exact'"):
             ck.restore(strict='exact')
-        with pytest.raises(ValueError, match='strict is one of'):
+        with pytest.raises(ValueError, match='strict must be one of'):
             ck.restore(strict='loose')
 
 

@@ -293,7 +293,7 @@ def test_the_command_line_casts_what_it_is_told_to(run, tmp_path):
 
 @pytest.mark.parametrize('pattern', ['(', 7])
 def test_cast_leaves_is_a_regular_expression(pattern):
-    with pytest.raises(ValueError, match=r'cast_leaves: .* is not a regular expression'):
+    with pytest.raises(ValueError, match=r'cast_leaves.* a regular expression'):
         t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='run', restore_dtype='bfloat16', cast_leaves=pattern)
 
 

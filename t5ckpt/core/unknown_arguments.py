@@ -1,0 +1,82 @@
+"""Says what a keyword of another library is called here, where Python would only say that it is unexpected.
+
+The signatures stay as they are written, for inspect, gin and editors: a function that takes ``**others`` to look at would accept
+every misspelling in the eyes of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+__all__ = ['OF_CONSTRUCTOR', 'OF_RESTORE', 'OF_SAVE', 'explains_names']
+
+_P = ParamSpec('_P')
+_R = TypeVar('_R')
+
+_ONE_TREE = 'A checkpoint holds one tree: pass the state'
+_POLICY = 'Pass save_policy=SaveEvery(n)'
+# The keywords of Orbax's CheckpointManager, its options and its checkpointers, and of flax.training.checkpoints.
+OF_CONSTRUCTOR: Mapping[str, str] = {
+    'best_fn': "Pass keep_policy=KeepBest(count, 'eval/loss', 'min'), and metrics= to save.",
+    'best_mode': "Pass keep_policy=KeepBest(count, 'eval/loss', 'min'), and metrics= to save.",
+    'checkpointers': f'{_ONE_TREE} as the first argument.',
+    'ckpt_dir': 'Pass checkpoints_dir=.',
+    'directory': 'Pass checkpoints_dir=.',
+    'item_handlers': f'{_ONE_TREE} as the first argument.',
+    'item_names': f'{_ONE_TREE} as the first argument.',
+    'keep_every_n_steps': 'Pass keep_policy=KeepLatest(count) | KeepEvery(n).',
+    'keep_period': 'Pass keep_policy=KeepLatest(count) | KeepEvery(n).',
+    'max_to_keep': 'Pass keep=.',
+    'metadata': 'Pass custom_metadata= to save.',
+    'options': 'They are arguments of their own: keep=, keep_policy=, save_policy=, read_only=.',
+    'save_interval_steps': f'{_POLICY}, and call maybe_save at every step.',
+    'save_on_steps': 'Pass save_policy=SaveAt(steps), and call maybe_save at every step.',
+    'should_save_fn': f'{_POLICY} or a SavePolicy of your own, and call maybe_save at every step.',
+    'step_prefix': 'Steps are named checkpoint_<step>, as in T5X.',
+}
+OF_SAVE: Mapping[str, str] = {
+    'args': 'Pass the state itself: save(step, state).',
+    'force': 'overwrite=True replaces a step that is there. save asks no policy; maybe_save does.',
+    'item': 'Pass the state itself: save(step, state).',
+    'items': 'Pass the state itself: save(step, state).',
+    'keep': 'Pass it to the constructor: Checkpointer(state, keep=3).',
+    'target': 'Pass the state itself: save(step, state).',
+}
+_TEMPLATE = 'The structure to restore goes to the constructor: Checkpointer(state, checkpoints_dir=...).'
+OF_RESTORE: Mapping[str, str] = {
+    'args': _TEMPLATE,
+    'directory': 'Pass path=.',
+    'item': _TEMPLATE,
+    'items': _TEMPLATE,
+    'restore_args': f'{_TEMPLATE} Shardings and dtypes are those of its leaves.',
+    'restore_kwargs': f'{_TEMPLATE} Shardings and dtypes are those of its leaves.',
+    'target': _TEMPLATE,
+}
+
+
+def explains_names(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorates a function so that its TypeError for an unknown keyword has a hint; ``names`` has one for each foreign name."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def told(*args: _P.args, **given: _P.kwargs) -> _R:
+            unknown = next((name for name in given if name not in signature.parameters), None)
+            if unknown is not None:
+                near = difflib.get_close_matches(unknown, signature.parameters, 1)
+                hint = names.get(unknown) or (f'Did you mean {near[0]}=?' if near else '')
+                raise TypeError(
+                    f'{function.__qualname__}() got an unexpected keyword argument {unknown!r}. {hint}'.rstrip()
+                )
+            return function(*args, **given)
+
+        # For readers of signatures that do not follow __wrapped__, such as inspect.getfullargspec and gin.
+        vars(told)['__signature__'] = signature
+        return told
+
+    return decorate

@@ -13,6 +13,7 @@ import importlib.util
 import signal
 import sys
 
+from t5ckpt.cli.interrupts import Interrupts
 from t5ckpt.cli.streams import open_streams
 
 __all__ = ['VERBS', 'main']
@@ -35,13 +36,15 @@ VERBS = {
     'verify': 'verify',
     'repair': 'repair',
 }
-_LACKING, _INTERRUPTED = 5, 130
+_LACKING = 5
 
 
 def main() -> None:
     """The program: parses ``sys.argv`` and exits."""
+    interrupts = Interrupts()
     try:
         open_streams()
+        interrupts.install()
         missing = [name for name in ('click', 'rich') if importlib.util.find_spec(name) is None]
         if missing:
             _end(
@@ -51,10 +54,10 @@ def main() -> None:
             )
         from t5ckpt.cli.app import run
 
-        run()
+        run(interrupts=interrupts)
     except KeyboardInterrupt:
         # Also while modules are imported, where no verb can catch it.
-        _end('interrupted', _INTERRUPTED)
+        interrupts.end()
     finally:
         # The verb has done its work, and Python its last flush is still to do: Ctrl-C would only spoil the exit code.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -12,6 +12,7 @@ import click
 
 from t5ckpt._version import __version__
 from t5ckpt.cli import VERBS
+from t5ckpt.cli.interrupts import Interrupts
 from t5ckpt.cli.streams import OutputError, ReaderGoneError, discard_output
 from t5ckpt.cli.verb import Exit, Interrupted, code_of
 from t5ckpt.cli.words import in_words
@@ -52,14 +53,19 @@ def app() -> None:
     """
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    """Runs the verb that the arguments, or ``sys.argv``, name, and exits with its code."""
+def run(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> None:
+    """Runs the verb that the arguments, or ``sys.argv``, name, and exits with its code.
+
+    With ``interrupts``, the handler of this process, an interrupted verb ends the process without waiting for its threads.
+    """
     warnings.showwarning = _say_warning
     try:
-        code = app.main(arguments, prog_name='t5ckpt', standalone_mode=False)
+        code = app.main(arguments, prog_name='t5ckpt', standalone_mode=False, obj=interrupts)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Abort as error:
+        if interrupts is not None:
+            interrupts.end()
         _fail(error.said if isinstance(error, Interrupted) else 'interrupted', Exit.INTERRUPTED)
     except click.ClickException as error:
         text = io.StringIO()

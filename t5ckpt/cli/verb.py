@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
+from t5ckpt.cli.interrupts import INTERRUPTED, Interrupts
 from t5ckpt.cli.paths import named_paths, paths_of, remote_paths
 from t5ckpt.cli.waiting import Waiting
 from t5ckpt.cli.words import in_words
@@ -39,7 +40,7 @@ class Exit(enum.IntEnum):
     UNREADABLE = 3
     STORAGE = 4
     LACKING = 5
-    INTERRUPTED = 130
+    INTERRUPTED = INTERRUPTED
     READER_GONE = 141
 
 
@@ -113,6 +114,9 @@ class Verb(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the verb."""
         given = paths_of(self, ctx.params)
+        text = 'interrupted; the same command resumes' if self._resumes else 'interrupted'
+        if isinstance(ctx.obj, Interrupts):
+            ctx.obj.text = text
         try:
             with Waiting(remote_paths(given)) as waiting, storage_defaults(_storage_options(ctx, given)):
                 ctx.meta['t5ckpt.waiting'] = waiting
@@ -128,7 +132,7 @@ class Verb(click.Command):
             vars(error)['verb'] = self
             raise
         except KeyboardInterrupt:
-            raise Interrupted('interrupted; the same command resumes' if self._resumes else 'interrupted') from None
+            raise Interrupted(text) from None
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:

@@ -1,0 +1,66 @@
+"""Ctrl-C ends the program at once, also while threads wait for a slow bucket.
+
+Ctrl-C raises KeyboardInterrupt, and the verb undoes what it has begun: it releases locks and leases and removes temporary files.
+TensorStore cannot cancel a request, so this may take as long as the server takes. Half a second after the signal, the process
+ends in any case. It then leaves what a killed process leaves: nothing visible, and leases, which expire with the process. The
+next save or the same command continues from there.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+from t5ckpt.cli.streams import OutputError
+
+__all__ = ['INTERRUPTED', 'Interrupts']
+
+INTERRUPTED = 130
+_UNDO_SECONDS = 0.5
+_SHOW_CURSOR = '\r\n\x1b[?25h'
+
+
+class Interrupts:
+    """The handler of Ctrl-C of this process.
+
+    Attributes:
+      text: what the program prints when it ends.
+    """
+
+    def __init__(self) -> None:
+        self.text = 'interrupted'
+        self._is_ending = _thread.allocate_lock()
+
+    def install(self) -> None:
+        """Handles the signal, unless the process was started with interrupts ignored, as a shell does in the background."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, *_: Any) -> NoReturn:
+        # Without a thread for it, the process ends when all is undone. Thread.start takes locks, which this thread may hold.
+        with contextlib.suppress(RuntimeError):
+            _thread.start_new_thread(self._end_soon, ())
+        raise KeyboardInterrupt
+
+    def _end_soon(self) -> None:
+        time.sleep(_UNDO_SECONDS)
+        # A progress bar that is still shown has hidden the cursor.
+        self._end(_SHOW_CURSOR if os.isatty(2) else '')
+
+    def end(self) -> NoReturn:
+        """Ends the process when all is undone, and does not wait for its threads."""
+        with contextlib.suppress(OutputError):
+            sys.stdout.flush()
+        self._end('')
+
+    def _end(self, before: str) -> NoReturn:
+        # The second of both callers waits for the exit.
+        self._is_ending.acquire()
+        with contextlib.suppress(OSError):
+            os.write(2, f'{before}t5ckpt: {self.text}\n'.encode())
+        os._exit(INTERRUPTED)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from t5ckpt.catalog.layouts import other_layout
-from t5ckpt.catalog.step_index import Index, mark_step
+from t5ckpt.catalog.step_index import Index, ensured_index, mark_step
 from t5ckpt.commit.in_place import remove_step
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere, occupant
-from t5ckpt.commit.swap import Swap
-from t5ckpt.commit.transaction import Transaction
+from t5ckpt.commit.swap import Swap, check_swappable
+from t5ckpt.commit.transaction import Transaction, resume_text
 from t5ckpt.commit.write_lease import AlreadyCommittedError, BeingWrittenError, WriteLease, acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -39,9 +39,16 @@ class ManifestTransaction(Transaction):
 
     @classmethod
     def begin(
-        cls, storage: Storage, step: int, clock: Clock, index: Index | None, may_replace: Callable[[], bool]
-    ) -> ManifestTransaction:
+        cls,
+        storage: Storage,
+        step: int,
+        clock: Clock,
+        writer: Mapping[str, Any],
+        index: Index | None,
+        may_replace: Callable[[], bool],
+    ) -> Self:
         """Acquires the lease, and removes a broken step; calls ``may_replace`` if the step is complete."""
+        del writer
         _check_layout(storage, step, index)
         lease = acquire_lease(storage, step, clock, index=index)
         work = cls(storage, step, clock, lease)
@@ -62,20 +69,12 @@ class ManifestTransaction(Transaction):
         return work
 
     @classmethod
-    def resume(
-        cls,
-        storage: Storage,
-        step: int,
-        clock: Clock,
-        index: Index,
-        writer: Mapping[str, Any],
-        is_same: Callable[[], bool],
-    ) -> ManifestTransaction:
-        """Resumes an unfinished step if it ``is_same``; else removes it and writes a new record."""
-        _check_layout(storage, step, index)
+    def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
+        """Resumes an unfinished step; if it was to have other contents, removes it and writes a new record."""
+        _check_layout(storage, step, ensured_index(storage))
         work = cls(storage, step, clock, acquire_lease(storage, step, clock))
         try:
-            if not is_same():
+            if resume_text(storage, work.directory) != writer['resume']:
                 check_room(storage, step)
                 remove_step(storage, step)
                 record = Sidecar(writer=writer, step=step)
@@ -84,6 +83,16 @@ class ManifestTransaction(Transaction):
             work.release()
             raise
         return work
+
+    @classmethod
+    def unfinished(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self | None:
+        """An unfinished step is found by :meth:`resume`, under its lease."""
+        del storage, step, clock, writer
+
+    @staticmethod
+    def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
+        """See ``commit/swap.py``."""
+        check_swappable(storage, step, has_positions=has_positions)
 
     def _find_swap(self, may_replace: Callable[[], bool]) -> None:
         found = occupant(self.storage, self.step)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
+from t5ckpt.catalog.step_index import Index
+from t5ckpt.commit.garbage_collection import is_abandoned
 from t5ckpt.commit.occupancy import occupant
 from t5ckpt.commit.removal import move_aside, remove_checkpoint, renamed_for_deletion, renamed_for_replacement
 from t5ckpt.commit.replacement import NotPutBackError, put_in_place
-from t5ckpt.commit.transaction import Transaction
-from t5ckpt.commit.write_lease import AlreadyCommittedError, WriteLease, sidecar_record
+from t5ckpt.commit.transaction import Transaction, resume_text
+from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, AlreadyCommittedError, WriteLease, sidecar_record
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
@@ -32,14 +34,36 @@ _log = logging.getLogger('t5ckpt')
 class RenameTransaction(Transaction):
     """Writes a checkpoint in a temporary directory, under its lock."""
 
+    is_temporary = True
+
     def __init__(self, storage: Storage, step: int, directory: str, clock: Clock, lock: Any):
         """Takes the directory and its lock; :meth:`take_lease` must follow."""
         super().__init__(storage, step, directory, clock)
         self._lock = lock
 
     @classmethod
-    def begin(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> RenameTransaction:
+    def begin(
+        cls,
+        storage: Storage,
+        step: int,
+        clock: Clock,
+        writer: Mapping[str, Any],
+        index: Index | None = None,
+        may_replace: Callable[[], bool] = lambda: False,
+    ) -> Self:
         """Creates a temporary directory."""
+        del index
+        work = cls._begin(storage, step, clock, writer)
+        try:
+            work.replaces = may_replace()
+        except BaseException:
+            work.rollback()
+            raise
+        return work
+
+    @classmethod
+    def _begin(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
+        storage.make_dir('')
         unix = int(clock())
         while True:
             directory = tmp_dir(step, unix)
@@ -50,6 +74,33 @@ class RenameTransaction(Transaction):
                     if work._has_lease(writer):
                         return work
             unix += 1
+
+    @classmethod
+    def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
+        """Adopts a temporary directory, or creates one."""
+        return cls.unfinished(storage, step, clock, writer) or cls.begin(storage, step, clock, writer)
+
+    @classmethod
+    def unfinished(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self | None:
+        """Adopts a temporary directory whose writer was killed."""
+        for entry in storage.entries():
+            leftover = parse_leftover(entry.name)
+            if leftover is None or leftover.state != 'tmp' or leftover.step != step:
+                continue
+            lock = storage.try_lock(entry.name)
+            if lock is None:
+                continue
+            is_same = lock.is_held and resume_text(storage, entry.name) == writer['resume']
+            if is_same and is_abandoned(storage, leftover, clock(), TAKE_OVER_SECONDS, has_lock=True):
+                work = cls(storage, step, entry.name, clock, lock)
+                work.take_lease(writer)
+                return work
+            lock.close()
+        return None
+
+    @staticmethod
+    def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
+        """Directories are exchanged whole."""
 
     def _has_lease(self, writer: Mapping[str, Any]) -> bool:
         """Takes the write lease. Returns False if another host, which does not see the lock, removed the empty directory."""

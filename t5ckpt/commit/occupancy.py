@@ -36,7 +36,12 @@ def occupant(storage: Storage, step: int) -> ListedStep | None:
     Raises:
       UnsupportedFormatError: the existing files can neither be skipped nor replaced, see the top of this module.
     """
-    return _on_disk(storage, step) if storage.renames else _in_place(storage, step)
+    return _on_disk(storage, step) if _can_clear(storage) else _in_place(storage, step)
+
+
+def _can_clear(storage: Storage) -> bool:
+    """Whether what stands in the way of a step can be moved aside or replaced in one operation."""
+    return storage.renames
 
 
 def _on_disk(storage: Storage, step: int) -> ListedStep | None:
@@ -138,7 +143,7 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
         raise other_layout(storage.url(found.name), found.layout, 'which is not replaced', cure)
     where = storage.url(directory)
     if found is None:
-        foreign = [] if overwrite or not storage.renames else _foreign_at(storage, directory)
+        foreign = [] if overwrite or not _can_clear(storage) else _foreign_at(storage, directory)
         if foreign:
             raise CheckpointExistsError(
                 f'{where} holds what neither T5X nor t5ckpt wrote ({few(foreign)}). Move it away, write to another directory, '
@@ -151,7 +156,7 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
         )
     if storage.kind(join(directory, PINNED)) == 'file':
         raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')
-    if not storage.renames:
+    if not _can_clear(storage):
         raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
 
 

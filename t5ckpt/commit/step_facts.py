@@ -107,11 +107,9 @@ def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str,
 
 def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | None, Mapping[str, float]]:
     created = sidecar.created_unix
-    if created is None and storage.renames:
+    if created is None:
         # T5X's: the manifest is written last.
-        created = (
-            next((entry.mtime for entry in storage.entries(step_dir(step)) if entry.name == MANIFEST), 0.0) or None
-        )
+        created = storage.mtime(join(step_dir(step), MANIFEST))
     return created, sidecar.metrics
 
 

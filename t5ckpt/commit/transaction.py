@@ -16,23 +16,24 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from t5ckpt._version import __version__
+from t5ckpt.catalog.step_index import Index
 from t5ckpt.commit.lease_owner import process_facts
 from t5ckpt.commit.write_lease import AlreadyCommittedError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import FormatError, SaveFailedError, T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.names import file_checksums_name, step_dir
-from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
+from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.reading.contents import check_opens
 from t5ckpt.storage import Storage
 
-__all__ = ['CommittedCheckpoint', 'Transaction', 'write_checksums', 'writer_facts']
+__all__ = ['CommittedCheckpoint', 'Transaction', 'resume_text', 'write_checksums', 'writer_facts']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -77,11 +78,13 @@ class Transaction(ABC):
       step: of the checkpoint.
       directory: where the files are written: a temporary directory, or that of the step.
       generation: the directory, in that one, of the arrays and file checksums; '' if they lie in that one itself.
+      is_temporary: whether ``directory`` has files of this write alone.
       replaces: whether the commit may replace a complete checkpoint of the step.
       kept_after: the errors after which the files stay for another attempt.
     """
 
     generation = ''
+    is_temporary = False
 
     def __init__(self, storage: Storage, step: int, directory: str, clock: Clock):
         """Takes the directory, which was made for it."""
@@ -94,6 +97,40 @@ class Transaction(ABC):
         self._is_committed = False
         # Whether a rollback keeps the files, since another process has the step or the commit may still arrive.
         self._keeps_files = False
+
+    # --- the ways to begin, see ``commit/begin.py`` -------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def begin(
+        cls,
+        storage: Storage,
+        step: int,
+        clock: Clock,
+        writer: Mapping[str, Any],
+        index: Index | None,
+        may_replace: Callable[[], bool],
+    ) -> Self:
+        """See ``begin``."""
+
+    @classmethod
+    @abstractmethod
+    def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
+        """See ``resume``."""
+
+    @classmethod
+    @abstractmethod
+    def unfinished(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self | None:
+        """See ``unfinished``."""
+
+    @staticmethod
+    @abstractmethod
+    def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
+        """Checks that a complete step can be replaced, also with files of data iterators (``has_positions``).
+
+        Raises:
+          CheckpointExistsError: it cannot be replaced by one write, see ``commit/swap.py``.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -172,3 +209,14 @@ class Transaction(ABC):
     @abstractmethod
     def _remove(self) -> None:
         """See :meth:`rollback`."""
+
+
+def resume_text(storage: Storage, directory: str) -> Any:
+    """Returns the text that identifies the contents of an unfinished write; None if its lease has none."""
+    key = join(directory, SIDECAR)
+    if storage.kind(key) != 'file':
+        return None
+    try:
+        return decode_sidecar(storage.read(key), storage.url(key)).writer.get('resume')
+    except FormatError:
+        return None

@@ -280,7 +280,7 @@ class _Copy:
         """The files that an earlier attempt has copied; deletes the other files that it left."""
         found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
         # A temporary directory has only files of this copy. The directory of a step may also have files of other programs.
-        others = set[str]() if self._to.renames else set(foreign_keys(found))
+        others = set[str]() if work.is_temporary else set(foreign_keys(found))
         for name in found.keys() - {*names, SIDECAR} - others:
             self._to.delete_file(join(work.directory, name))
         is_local = self._from.local_path(self._base) is not None

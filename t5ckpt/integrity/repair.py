@@ -263,8 +263,7 @@ class _RepairWriter:
 
     def _manifest_time(self) -> float:
         """The modification time of the manifest, or now on a storage without such times."""
-        entries = self._located.storage.entries(self._located.directory)
-        found = next((entry.mtime for entry in entries if entry.name == self._located.manifest), 0.0)
+        found = self._located.storage.mtime(join(self._located.directory, self._located.manifest))
         return round(found or self._clock(), 3)
 
     def _check(self, work: Transaction) -> None:

@@ -80,8 +80,13 @@ class Identity:
         for name in self._witnesses() if file is None else (file,):
             version = storage.version(join(self.located.directory, name))
             # Values that were read from a directory that is deleted by now were read before its deletion, and are correct.
-            if version != self.versions[name] and not (version is None and storage.renames):
+            if version != self.versions[name] and not (version is None and self._is_directory):
                 self.check(doing)
+
+    @property
+    def _is_directory(self) -> bool:
+        """Whether the checkpoint is a directory, which is replaced and deleted as a whole."""
+        return self.located.storage.renames
 
     def _witnesses(self) -> Collection[str]:
         """The files whose versions tell of an overwrite."""
@@ -89,7 +94,7 @@ class Identity:
             # Each file can be replaced separately.
             return self.versions
         # A directory is replaced as a whole. In a bucket, an equal manifest has an equal version, so the sidecar is compared.
-        is_bucket = SIDECAR in self.versions and not self.located.storage.renames
+        is_bucket = SIDECAR in self.versions and not self._is_directory
         return self.versions.keys() & {SIDECAR if is_bucket else self.located.manifest}
 
     def check(self, doing: str, cause: Exception | None = None) -> None:

@@ -83,13 +83,11 @@ def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
     storage, versions = located.storage, dict[str, Any]()
     manifest, versions[located.manifest] = files.read_with_version(located.manifest)
     sidecar = None
-    try:
-        # In a bucket the read itself reports a missing file.
-        if not storage.renames or storage.is_file(join(located.directory, SIDECAR)):
+    # In a bucket the read itself reports a missing file. In a directory it reports one that was deleted since.
+    missing = () if storage.renames else (CheckpointNotFoundError,)
+    with contextlib.suppress(*missing):
+        if missing or storage.is_file(join(located.directory, SIDECAR)):
             sidecar, versions[SIDECAR] = files.read_with_version(SIDECAR)
-    except CheckpointNotFoundError:
-        if storage.renames:
-            raise
     return RawFiles(manifest, sidecar, None, versions)
 
 

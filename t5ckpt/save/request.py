@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from t5ckpt.commit.begin import kind_of
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.swap import check_swappable
 from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
@@ -64,8 +64,7 @@ class SaveRequest:
         kept = kept_by(storage, self.step, self.clock, pinned=is_pinned(storage, directory))
         if kept is not None:
             raise kept_error(storage, self.step, kept, 'replaced')
-        if not storage.renames:
-            check_swappable(storage, self.step, has_positions=self.dataset is not None)
+        kind_of(storage).check_replaceable(storage, self.step, has_positions=self.dataset is not None)
         return True
 
 

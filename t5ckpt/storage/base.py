@@ -133,6 +133,10 @@ class Storage(ABC):
         """``size``, without reading the file: -1 on an object store."""
         return self.size(key)
 
+    def mtime(self, key: str) -> float | None:
+        """When a file was written, in unix seconds; None if it does not exist, or takes a listing as on an object store."""
+        del key
+
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         """Returns a value that changes when a file is replaced, written to, or gets or loses a name; None where there is none.
 

@@ -132,12 +132,20 @@ class FileStorage(Storage):
         return 'dir' if stat.S_ISDIR(mode) else 'file' if stat.S_ISREG(mode) else None
 
     def size(self, key: str) -> int | None:
+        info = self._stat(key)
+        return None if info is None else info.st_size
+
+    def mtime(self, key: str) -> float | None:
+        info = self._stat(key)
+        return None if info is None else info.st_mtime
+
+    def _stat(self, key: str) -> os.stat_result | None:
         with foreign_errors(self.url(key)):
             try:
                 info = os.stat(self._path(key))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return info.st_size if stat.S_ISREG(info.st_mode) else None
+        return info if stat.S_ISREG(info.st_mode) else None
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         try:

@@ -122,6 +122,10 @@ class FaultyStorage(Storage):
         self._count('known_size', key)
         return self._inner.known_size(key)
 
+    def mtime(self, key: str) -> float | None:
+        self._count('mtime', key)
+        return self._inner.mtime(key)
+
     def root_kind(self) -> str | None:
         self._count('root_kind', '')
         return self._inner.root_kind()

@@ -62,7 +62,11 @@ _FILES = (
         'a safetensors file',
         'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import safetensors makes a checkpoint of it',
     ),
-    ('.npz', 'an npz file', 'numpy.load reads it, t5ckpt import npz makes a checkpoint of it'),
+    (
+        '.npz',
+        'an npz file',
+        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import npz makes a checkpoint of it',
+    ),
     ('.npy', 'one array of numpy', 'numpy.load reads it'),
     (
         ('.bin', '.pt', '.pth'),

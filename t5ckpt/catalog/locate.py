@@ -20,7 +20,7 @@ from t5ckpt.format.names import (
     parse_step_dir,
     step_dir,
 )
-from t5ckpt.format.safetensors import is_safetensors
+from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 __all__ = [
@@ -111,7 +111,7 @@ def locate(
       path: of a run, a step or a file.
       step: which step, if ``path`` is a run's directory; None takes the latest.
       storage_options: see docs/storage.md.
-      tensors: also accepts a safetensors file, or a directory without a checkpoint that has a safetensors model.
+      tensors: also accepts a safetensors or npz file, or a directory without a checkpoint that has a safetensors model.
 
     Raises:
       ValueError: ``step`` is not an integer of at least 0.
@@ -123,7 +123,7 @@ def locate(
     outer = open_storage(parent, storage_options) if name else storage
     if name and outer.is_file(name):
         foreign = foreign_file(name)
-        if foreign is not None and not (tensors and is_safetensors(name)):
+        if foreign is not None and not (tensors and is_tensor_file(name)):
             raise UnsupportedFormatError(f'{path} is {foreign}.')
         # The path is the manifest's file.
         grand, directory = split_path(parent)

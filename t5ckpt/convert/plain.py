@@ -1,8 +1,7 @@
 """Exports any tree to a safetensors or npz file, and imports these files, with the names of the leaves.
 
 An array has the name of its leaf, ``target/encoder/layers_0/mlp/wi/kernel``. Neither format can hold other leaves (None, text,
-empty containers); the report lists them. npz has no bfloat16, float8 and int4: such an array is written as its bits, with the
-dtype at the end of its name, ``target/w::bfloat16``, and the import restores the dtype.
+empty containers); the report lists them. For dtypes that npz lacks see ``reading/npz.py``.
 
 Notes: holds one array or a part of one in memory at a time; an import from npz holds whole arrays. npz files are not compressed.
 """
@@ -10,14 +9,11 @@ Notes: holds one array or a part of one in memory at a time; an import from npz 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import struct
 import time
 import zipfile
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import IO
 
 import numpy as np
 
@@ -33,13 +29,13 @@ from t5ckpt.convert.export_options import (
 from t5ckpt.convert.files.safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
 from t5ckpt.convert.output_files import check_output, local_output, output
 from t5ckpt.convert.source_arrays import Source, cast, open_sources, slices_of
-from t5ckpt.core.arguments import native_dtype
 from t5ckpt.core.leaf_path import leaf_name, path_of
-from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
-from t5ckpt.format.dtypes import cast_dtype, check_cast, dtype_from_name
+from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
+from t5ckpt.format.dtypes import cast_dtype, check_cast
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.progress import Meter
 from t5ckpt.reading.contained_open import open_source
+from t5ckpt.reading.npz import BITS, NpzArray, extended_dtype, is_extended, npz_arrays, npz_errors
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 
@@ -47,8 +43,6 @@ __all__ = ['export_npz', 'export_safetensors', 'import_npz', 'import_safetensors
 
 _Piece = tuple[int, np.ndarray]
 _Item = tuple[TensorSpec, Iterator[_Piece]]
-# The dtype of the bits of an array whose dtype npz lacks, by itemsize.
-_BITS = {1: np.dtype('uint8'), 2: np.dtype('uint16')}
 
 
 # --- out -------------------------------------------------------------------------------------------------------------
@@ -110,7 +104,7 @@ def _export(
     specs: dict[str, TensorSpec] = {}
     for name, source in chosen.items():
         dtype = cast_dtype(source.path, source.dtype, casting)
-        bits = f'{name}::{dtype.name}' if kind == 'npz' and _is_extended(dtype) else name
+        bits = f'{name}::{dtype.name}' if kind == 'npz' and is_extended(dtype) else name
         specs[name] = TensorSpec(bits, dtype, source.shape)
     total = sum(spec.nbytes for spec in specs.values())
     for name, spec in specs.items():
@@ -121,7 +115,7 @@ def _export(
             raise UnsupportedLeafError(
                 f'{name!r:.120}: names in an npz file cannot contain a NUL character. Rename the leaf.'
             )
-        elif spec.name == name and _extended(name.rpartition('::')[2], spec.dtype) is not None:
+        elif spec.name == name and extended_dtype(name.rpartition('::')[2], spec.dtype) is not None:
             raise UnsupportedLeafError(
                 f'{name}: in an npz file, the end of this name would be read as the dtype of the array. Rename the leaf.'
             )
@@ -169,16 +163,12 @@ def _write_npz(path: str, items: Iterable[_Item]) -> None:
 
 
 def _write_npy(member: IO[bytes], spec: TensorSpec, pieces: Iterator[_Piece]) -> None:
-    dtype = _BITS[spec.dtype.itemsize] if _is_extended(spec.dtype) else spec.dtype
+    dtype = BITS[spec.dtype.itemsize] if is_extended(spec.dtype) else spec.dtype
     header = {'descr': np.lib.format.dtype_to_descr(dtype), 'fortran_order': False, 'shape': spec.shape}
     np.lib.format.write_array_header_1_0(member, header)
     for _, values in pieces:
         # Flat bytes, because a zip member takes len() of its argument.
         member.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-
-
-def _is_extended(dtype: np.dtype) -> bool:
-    return dtype.isbuiltin != 1
 
 
 # --- in --------------------------------------------------------------------------------------------------------------
@@ -226,15 +216,10 @@ def import_npz(
     """
     path = os.fspath(file)
     with contextlib.ExitStack() as opened:
-        with _npz_errors(path):
+        with npz_errors(path):
             archive = opened.enter_context(zipfile.ZipFile(opened.enter_context(open_source(path))))
-        arrays: dict[str, tuple[str, Any]] = {}
-        for member in archive.namelist():
-            array = _npy(archive, member, path)
-            whole = member.removesuffix('.npy')
-            name, _, bits = whole.rpartition('::')
-            dtype = _extended(bits, array.dtype)
-            arrays[member] = (whole, array) if dtype is None else (name, _as_bits(array, dtype))
+        found = npz_arrays(archive, path)
+        arrays = {array.member: (array.name, _npy(archive, array, path)) for array in found}
         return _import(path, checkpoints_dir, options, arrays)
 
 
@@ -267,81 +252,13 @@ def _import(
     return ExportReport(url, kind, (), total, mapped, (), time.monotonic() - started, options.dry_run)
 
 
-def _npy(archive: zipfile.ZipFile, member: str, path: str) -> LazyThreadPoolArray:
-    """One array in the file; reads only its header."""
-    where = f'{path}: {member}'
-    with _npz_errors(where), archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-        header = file.tell()
-    if dtype.hasobject or dtype.names is not None:
-        raise UnsupportedFormatError(f'{where} has the dtype {dtype}, which a checkpoint cannot hold. Leave it out.')
-    _check_size(archive.getinfo(member), header, math.prod(shape) * dtype.itemsize, where)
-
+def _npy(archive: zipfile.ZipFile, array: NpzArray, path: str) -> LazyThreadPoolArray:
     def get() -> np.ndarray:
-        with _npz_errors(where), archive.open(member) as file:
-            return np.lib.format.read_array(file, allow_pickle=False)
+        with npz_errors(f'{path}: {array.member}'), archive.open(array.member) as file:
+            values = np.lib.format.read_array(file, allow_pickle=False)
+            return values if array.dtype == array.stored else values.view(array.dtype)
 
-    return LazyThreadPoolArray(shape, native_dtype(dtype), get)
-
-
-def _check_size(info: zipfile.ZipInfo, header: int, nbytes: int, where: str) -> None:
-    """Compares the sizes in the header and in the archive with the compressed size, before an array is allocated.
-
-    Raises:
-      CorruptCheckpointError: they do not match.
-      UnsupportedFormatError: a compression method that NumPy does not use.
-    """
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise UnsupportedFormatError(
-            f'{where} is compressed with method {info.compress_type}; numpy.savez uses 0 and 8. Save it again.'
-        )
-    packed = info.compress_size * (1 if info.compress_type == zipfile.ZIP_STORED else _DEFLATE_RATIO)
-    if header + nbytes != info.file_size or nbytes > packed:
-        raise CorruptCheckpointError(
-            f'{where}: its header has {nbytes:,} bytes of values, but the file has room for '
-            f'{max(0, min(info.file_size - header, packed)):,}. Copy the file again.'
-        )
-
-
-@contextlib.contextmanager
-def _npz_errors(where: str) -> Generator[None]:
-    try:
-        with foreign_errors(where):
-            yield
-    except (*_DAMAGE, CorruptCheckpointError) as error:
-        raise CorruptCheckpointError(
-            f'{where} does not decode as npz ({error!s:.120}). Copy the file again.'
-        ) from error
-
-
-# The maximum number of bytes per byte of a deflate stream (zlib.net/zlib_tech.html, "Maximum Compression Factor").
-_DEFLATE_RATIO = 1032
-# The errors of zipfile, zlib and NumPy for damaged files; RuntimeError is raised for an encrypted file.
-_DAMAGE = (
-    EOFError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-    struct.error,
-    SyntaxError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-
-
-def _extended(name: str, stored: np.dtype) -> np.dtype | None:
-    """The dtype at the end of a name, if npz lacks it and ``stored`` is the dtype of its bits."""
-    try:
-        dtype = dtype_from_name(name)
-    except KeyError:
-        return None
-    return dtype if _is_extended(dtype) and stored == _BITS[dtype.itemsize] else None
-
-
-def _as_bits(array: LazyThreadPoolArray, dtype: np.dtype) -> LazyThreadPoolArray:
-    return LazyThreadPoolArray(array.shape, dtype, lambda: array.get().view(dtype))
+    return LazyThreadPoolArray(array.shape, array.dtype, get)
 
 
 def _step(table: LeafTable) -> int:

@@ -28,7 +28,8 @@ __all__ = [
     'Tensor',
     'data_bytes',
     'header_bytes',
-    'is_safetensors',
+    'is_npz',
+    'is_tensor_file',
     'parse_header',
 ]
 
@@ -80,9 +81,14 @@ class Header:
     metadata: dict[str, str]
 
 
-def is_safetensors(name: str) -> bool:
-    """Whether a file name is that of a safetensors file or of an index of several."""
-    return name.endswith(('.safetensors', INDEX_SUFFIX))
+def is_tensor_file(name: str) -> bool:
+    """Whether a file name is that of a safetensors file, of an index of several, or of an npz file."""
+    return name.endswith(('.safetensors', INDEX_SUFFIX)) or is_npz(name)
+
+
+def is_npz(name: str) -> bool:
+    """Whether a file name is that of an npz file."""
+    return name.endswith('.npz')
 
 
 def header_bytes(first: bytes, size: int, where: str) -> int:

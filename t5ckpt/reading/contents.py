@@ -22,7 +22,7 @@ from t5ckpt.format.array_spec import is_spec, typed_by_zarray, untyped_specs
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
 from t5ckpt.format.names import MANIFEST, SIDECAR, parse_step_dir
-from t5ckpt.format.safetensors import is_safetensors
+from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.format.stored_leaf import checkpoint_leaves, with_facts
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -93,7 +93,7 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
     storage, directory = located.storage, located.directory
     if raw.manifest is None:
         return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), NO_SIDECAR)
-    if is_safetensors(located.manifest):
+    if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
     where = storage.url(join(directory, SIDECAR))
     sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)

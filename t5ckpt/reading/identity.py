@@ -12,7 +12,7 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, T5CkptError
 from t5ckpt.format.names import SIDECAR
-from t5ckpt.format.safetensors import is_safetensors
+from t5ckpt.format.safetensors import is_tensor_file
 
 __all__ = ['Identity']
 
@@ -70,9 +70,9 @@ class Identity:
 
         Args:
           doing: the operation on the checkpoint, for the message.
-          file: the only safetensors file that is read; None for all of them.
+          file: the only tensor file that is read; None for all of them.
 
-        Notes: costs one ``stat``, or one per safetensors file; on an object store, one small request.
+        Notes: costs one ``stat``, or one per tensor file; on an object store, one small request.
         """
         with self.told(doing):
             yield
@@ -90,7 +90,7 @@ class Identity:
 
     def _witnesses(self) -> Collection[str]:
         """The files whose versions tell of an overwrite."""
-        if is_safetensors(self.located.manifest):
+        if is_tensor_file(self.located.manifest):
             # Each file can be replaced separately.
             return self.versions
         # A directory is replaced as a whole. In a bucket, an equal manifest has an equal version, so the sidecar is compared.
@@ -113,7 +113,7 @@ class Identity:
             # The check itself failed; the first error is more useful.
             return
         cure = 'Read another step, or pin one that is to stay' if change == 'deleted' else 'Open it again'
-        if change == 'deleted' and is_safetensors(self.located.manifest):
+        if change == 'deleted' and is_tensor_file(self.located.manifest):
             cure = 'Copy it again'
         if change is not None:
             raise ChangedMeanwhileError(
@@ -124,7 +124,7 @@ class Identity:
         storage, directory, manifest = self.located.storage, self.located.directory, self.located.manifest
         # Without a version there was no manifest before either, so only the directory can be checked.
         found = {name: storage.version(join(directory, name)) for name in self.versions}
-        if is_safetensors(manifest) and None in found.values():
+        if is_tensor_file(manifest) and None in found.values():
             return 'deleted'
         if found[manifest] is None if manifest in found else storage.kind(directory) is None:
             return 'deleted'

@@ -19,7 +19,7 @@ from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5Ckp
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import SIDECAR, is_file_checksums, is_swap_sidecar, sidecar_of
-from t5ckpt.format.safetensors import is_safetensors
+from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.format.sidecar import NO_SIDECAR, decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.safetensors import read_tensors
@@ -57,7 +57,7 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
     storage, directory = located.storage, located.directory
     if not located.manifest:
         return RawFiles()
-    if is_safetensors(located.manifest):
+    if is_tensor_file(located.manifest):
         data, found = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
         return RawFiles(data, versions=found)
     files = CheckpointFiles.of(located)

@@ -1,4 +1,4 @@
-"""Reads the headers of safetensors files as a checkpoint: one file, or several with ``model.safetensors.index.json``.
+"""Reads the headers of tensor files as a checkpoint: safetensors, one file or several with an index, and npz.
 
 Each tensor becomes a stored array that is a range of bytes of its file. A restore reads it as a chunk of a checkpoint: each
 process reads the bytes that its devices need.
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, path_of
@@ -19,9 +20,10 @@ from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Unsup
 from t5ckpt.format.array_spec import SpecDict, StoredArray
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, Header, data_bytes, header_bytes, parse_header
+from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, Header, data_bytes, header_bytes, is_npz, parse_header
 from t5ckpt.reading.byte_ranges import read_range
 from t5ckpt.reading.contained_open import ContainedDirectory, check_size
+from t5ckpt.reading.npz import NpzArray, npz_arrays, npz_errors, stored_range
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import unflatten
 
@@ -128,6 +130,8 @@ def _check_places(names: Sequence[str], where: str) -> None:
 
 def _entries(files: _Local | _Bucket, file: str) -> tuple[int, list[Any]]:
     """A file's size, and (name, dtype, shape, offset) of each tensor."""
+    if is_npz(file):
+        return files.npz(file)
     header, size = files.header(file)
     return size, [(tensor.name, tensor.dtype.name, tensor.shape, tensor.offset) for tensor in header.tensors]
 
@@ -152,6 +156,13 @@ class _Local:
         first, size = self._read(file, 8), self._size(file)
         length = header_bytes(first, size, self.where(file))
         return parse_header(self._read(file, 8 + length)[8:], size, self.where(file)), size
+
+    def npz(self, file: str) -> tuple[int, list[Any]]:
+        """The size of an npz file, and (name, dtype, shape, offset) of each array."""
+        where = self.where(file)
+        fd, size = self._open(file)
+        with os.fdopen(fd, 'rb') as opened, npz_errors(where), zipfile.ZipFile(opened) as archive:
+            return size, [_npz_entry(opened, archive, array, where) for array in npz_arrays(archive, where)]
 
     def _read(self, file: str, count: int | None) -> bytes:
         fd, size = self._open(file)
@@ -195,6 +206,27 @@ class _Bucket:
         text = read_range(self._storage, key, 8, 8 + length)
         size = 8 + length + data_bytes(text)
         return parse_header(text, size, where), size
+
+    def npz(self, file: str) -> tuple[int, list[Any]]:
+        """Raises UnsupportedFormatError, since the directory of the archive is at the end of an object of unknown size."""
+        raise UnsupportedFormatError(
+            f'{self.where(file)}: npz files are read on local file systems. Copy it to a disk.'
+        )
+
+
+def _npz_entry(opened: BinaryIO, archive: zipfile.ZipFile, array: NpzArray, where: str) -> tuple[Any, ...]:
+    if array.obstacle:
+        raise UnsupportedFormatError(
+            f'{where}: {array.name} is {array.obstacle}, so it cannot be read in place. Convert the file: '
+            't5ckpt import npz FILE RUN.'
+        )
+    try:
+        dtype_from_name(array.dtype.name)
+    except KeyError:
+        raise UnsupportedFormatError(
+            f'{where}: {array.name} has the dtype {array.dtype}, which a checkpoint cannot hold. Leave it out.'
+        ) from None
+    return array.name, array.dtype.name, array.shape, stored_range(opened, archive, array)
 
 
 def decode_tensors(data: bytes) -> Manifest:

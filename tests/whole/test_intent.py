@@ -473,7 +473,7 @@ REFUSED = [
             ['pin'],
         )
     ),
-    (['show', '{}/x.npz'], 3, 'is an npz file, .* t5ckpt import npz'),
+    (['verify', '{}/x.npz'], 3, 'is an npz file, .* t5ckpt import npz'),
     (['show', '{}/x.npy'], 3, 'numpy.load reads it'),
     (['show', '{}/x.pt'], 3, 'needs pickle'),
 ]

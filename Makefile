@@ -91,8 +91,8 @@ define install
 endef
 
 $(VENV)/installed-docs: EXTRAS := cli,docs
-$(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,site,test$(PEERS)
-$(VENV)/installed-fuzz: EXTRAS := cli,docs,hf,notebook,orbax,site,test,fuzz
+$(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,report,site,test$(PEERS)
+$(VENV)/installed-fuzz: EXTRAS := cli,docs,hf,notebook,orbax,report,site,test,fuzz
 $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 	$(install)
 
@@ -112,7 +112,7 @@ $(VENV)/transformers-%: constraints/transformers-%.txt | $(BIN)/python
 # No hashes and no addresses: the files say which versions were tried, not where they came from. PyTorch is pinned in
 # setup.py, and which GPU libraries it needs depends on the build.
 constraints:
-	for v in 11 12 13; do uv pip compile setup.py --upgrade --extra cli --extra docs --extra fuzz --extra hf --extra notebook --extra orbax --extra peers --extra site --extra test \
+	for v in 11 12 13; do uv pip compile setup.py --upgrade --extra cli --extra docs --extra fuzz --extra hf --extra notebook --extra orbax --extra peers --extra report --extra site --extra test \
 		--python-version 3.$$v --python-platform linux --no-annotate --no-header --no-emit-index-url \
 		--no-emit-find-links --quiet --output-file constraints/py3$$v.txt || exit 1; \
 		sed -i '/^\(nvidia-\|cuda-\|triton=\|torch=\)/d' constraints/py3$$v.txt; done

@@ -18,6 +18,7 @@ EXTRAS = {
     'hf': ['safetensors>=0.4'],  # reads exports; t5ckpt streams the format itself, see docs/decisions.md
     'grain': ['grain>=0.2'],
     'cli': ['click>=8.1', 'rich>=13'],
+    'report': ['plotly>=6'],
     'notebook': ['matplotlib>=3.8', 'pandas>=2'],
     # What the examples in README.md, docs/ and examples/ import; nnx has its lists since Flax 0.12.
     'docs': [
@@ -65,7 +66,7 @@ setup(
     license_files=['LICENSE'],
     python_requires='>=3.11',
     packages=find_packages(include=['t5ckpt', 't5ckpt.*']),
-    package_data={'t5ckpt': ['py.typed']},
+    package_data={'t5ckpt': ['py.typed', 'inspection/report/page.*']},
     # The floors are what the tests pass with: older tensorstores cannot hold all of JAX's dtypes, older JAX has no
     # memory kinds on the CPU.
     install_requires=[

@@ -1,6 +1,6 @@
-"""Makes the pictures of docs/looking.md from real output: of the commands on a terminal, and of a view in a browser.
+"""Makes the pictures of docs/looking.md and docs/report.md from real output: of commands on a terminal, and of a browser.
 
-    python docs/make_pictures.py RUN_DIR      a run of examples/train_t5.py; needs Chromium for the view
+    python docs/make_pictures.py RUN_DIR      a run of examples/train_t5.py; needs Chromium
 
 Also executes the notebooks and stores what they show.
 """
@@ -52,14 +52,28 @@ def terminal_picture(name: str, words: list[str], cwd: Path) -> None:
     (HERE / 'pictures' / f'{name}.svg').write_text(re.sub(r'@font-face \{.*?\}\s*', '', svg, flags=re.DOTALL))
 
 
-def browser_picture(name: str, html: str, height: int) -> None:
+def view_picture(name: str, html: str) -> None:
     """A piece of HTML as Chromium shows it."""
     with tempfile.TemporaryDirectory() as scratch:
         page = Path(scratch) / 'page.html'
         page.write_text(f'<!doctype html><meta charset="utf-8"><body>{html}</body>')
+        browser_picture(name, page, '1000,420')
+
+
+def report_picture(name: str, run: Path) -> None:
+    """The report of a run, with its default steps."""
+    with tempfile.TemporaryDirectory() as scratch:
+        page = t5ckpt.open_run(run).report(f'{scratch}/run.html')
+        browser_picture(name, Path(page), '1280,1720')
+
+
+def browser_picture(name: str, page: Path, size: str) -> None:
+    """A page as Chromium shows it."""
+    with tempfile.TemporaryDirectory() as scratch:
         options = ['--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', f'--user-data-dir={scratch}/p']
         picture = HERE / 'pictures' / f'{name}.png'
-        command = ['chromium', *options, f'--window-size=1000,{height}', f'--screenshot={picture}', page.as_uri()]
+        options += ['--virtual-time-budget=20000', f'--window-size={size}', f'--screenshot={picture}']
+        command = ['chromium', *options, page.as_uri()]
         subprocess.run(command, check=True, capture_output=True)
 
 
@@ -76,7 +90,8 @@ def main() -> None:
     os.chdir(run.parent)
     view = t5ckpt.open_checkpoint(run.name)
     tree = view['params']._repr_html_().replace(f'{run.parent}{os.sep}', '')
-    browser_picture('tree', tree, 420)
+    view_picture('tree', tree)
+    report_picture('report', Path(run.name))
     for path in sorted((HERE / 'notebooks').glob('*.ipynb')):
         book = nbformat.read(path, as_version=4)
         nbclient.NotebookClient(book, timeout=300, resources={'metadata': {'path': str(run.parent)}}).execute()

@@ -45,6 +45,7 @@ OPTIONAL = {
     'matplotlib',
     'orbax',
     'pandas',
+    'plotly',
     'rich',
     'safetensors',
     'tensorboard',

@@ -26,6 +26,7 @@ VERBS = {
     'cat': 'cat',
     'stats': 'stats',
     'diff': 'diff',
+    'report': 'report',
     'export': 'export',
     'import': 'import_',
     'cp': 'cp',

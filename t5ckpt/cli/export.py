@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
-from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, progress, step_option
+from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, progress, size_of, step_option
 from t5ckpt.cli.paths import CHECKPOINT, PLACE
 from t5ckpt.cli.reports import print_report, words
 from t5ckpt.cli.verb import Verb
@@ -17,16 +16,6 @@ from t5ckpt.convert.export_options import ExportOptions
 __all__ = ['command']
 
 _F = TypeVar('_F', bound=Callable[..., Any])
-_UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
-
-
-def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """Reads a size: '5GB', '500M'."""
-    match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMGT]?)B?', value.strip().upper())
-    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
-    if size < 1:
-        raise click.BadParameter(f'{value!r} is no size such as 5GB or 500MB.', ctx, param)
-    return size
 
 
 def _common(function: _F) -> _F:
@@ -61,7 +50,7 @@ def command() -> None:
 @command.command('hf', cls=Verb)
 @_common
 @click.option('--config', help="JSON, or a file of it, for config.json; a model's own config.json will do.")
-@click.option('--max-shard-size', callback=_bytes, default='5GB', show_default=True, help='Of one file.')
+@click.option('--max-shard-size', callback=size_of, default='5GB', show_default=True, help='Of one file.')
 def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_json: bool, **options: Any) -> None:
     """Writes a T5 as the directory OUT, which transformers loads with from_pretrained.
 

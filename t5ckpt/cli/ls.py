@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import click
@@ -12,12 +11,9 @@ from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_table, run_at, say
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.verb import Verb
-from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.text import human_age, human_bytes
 from t5ckpt.errors import UnsupportedFormatError
-from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import StepInfo, policy_of, retention_plan
-from t5ckpt.storage import Storage
+from t5ckpt.inspection.kept import with_reasons
 
 __all__ = ['command']
 
@@ -50,7 +46,7 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     foreign = None if found else foreign_layout(storage)
     if foreign is not None:
         raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')
-    found = _with_reasons(storage, found)
+    found = with_reasons(storage, found)
     if as_json:
         print_json([fields_of(entry) for entry in found])
         return
@@ -63,34 +59,6 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     print_table(columns, [_row(entry, names, now, has_layouts) for entry in found])
     if not found:
         say(f'no complete checkpoint in {storage.url()}', err=True)
-
-
-def _with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary]:
-    """With what the keep policy says, that the latest step was saved under."""
-    complete = [entry for entry in found if entry.complete and entry.layout == 't5x']
-    policy = policy_of(complete[-1].policy) if complete else None
-    if policy is None:
-        return found
-    steps = [entry.step for entry in complete]
-    seen = TensorBoardMetrics(storage)
-    given = {name: seen.by_step(name, steps) for name in policy.metric_names}
-    held = leased_steps(storage, time.time)
-    infos = [
-        StepInfo(
-            entry.step,
-            entry.pinned,
-            entry.step in held,
-            entry.created,
-            {**{name: of[entry.step] for name, of in given.items() if entry.step in of}, **entry.metrics},
-        )
-        for entry in complete
-    ]
-    plan = {decision.step: decision for decision in retention_plan(policy, infos)}
-    reasons = {
-        step: decision.reason if decision.keep else f'goes with the next save: {decision.reason}'
-        for step, decision in plan.items()
-    }
-    return [dataclasses.replace(entry, kept=reasons[entry.step]) if entry in complete else entry for entry in found]
 
 
 def _row(entry: StepSummary, names: list[str], now: float, has_layouts: bool) -> list[str]:

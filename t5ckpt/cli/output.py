@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -40,10 +41,12 @@ __all__ = [
     'progress',
     'run_at',
     'say',
+    'size_of',
     'step_option',
     'steps_option',
 ]
 
+_UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
 # A verb that is over within two seconds says nothing of its progress.
 _FIRST_LINE_SECONDS, _LINE_SECONDS = 2.0, 9.0
 # On a narrower terminal a table's columns would be cut to nothing.
@@ -94,6 +97,15 @@ def moved_option(old: str, cure: str) -> Any:
 
     # A name of its own: click mixes up options that share one.
     return click.option(old, 'moved', type=str, multiple=True, hidden=True, expose_value=False, callback=refuse)
+
+
+def size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Reads a size: '5GB', '500M'."""
+    match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMGT]?)B?', value.strip().upper())
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise click.BadParameter(f'{value!r} is no size such as 5GB or 500MB.', ctx, param)
+    return size
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -17,6 +17,7 @@ from typing import IO
 
 import numpy as np
 
+from t5ckpt.commit.output_files import check_output, local_output, output
 from t5ckpt.convert.conversion import write_import
 from t5ckpt.convert.export_options import (
     ExportOptions,
@@ -27,7 +28,6 @@ from t5ckpt.convert.export_options import (
     stamp,
 )
 from t5ckpt.convert.files.safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
-from t5ckpt.convert.output_files import check_output, local_output, output
 from t5ckpt.convert.source_arrays import Source, cast, open_sources, slices_of
 from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.catalog.locate import locate
+from t5ckpt.commit.output_files import check_output, local_output, output
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
-from t5ckpt.convert.output_files import check_output, local_output, output
 from t5ckpt.convert.trees import optimizer_leaves
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError

@@ -14,12 +14,14 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.inspection.leaf_tree import LeafInfo
 
-__all__ = ['BLOCK_BYTES', 'Block', 'batches_of', 'blocks_of', 'pieces_of', 'run_all']
+__all__ = ['BLOCK_BYTES', 'Block', 'batches_of', 'blocks_in', 'blocks_of', 'bytes_in', 'pieces_of', 'run_all']
 
 # Large enough that reading takes longer than its set-up, small enough to hold several blocks in memory.
 BLOCK_BYTES = 8 * 2**20
 # Larger chunks are divided, although each part decodes the chunk again.
 _CHUNK_BYTES = 64 * 2**20
+# A sample takes strips of this size, so that it sees many places of an array. A compressed chunk is decoded whole anyway.
+_STRIP_BYTES = 256 * 2**10
 # The elements of a piece, which fits into a core's cache in float64 with its temporaries.
 _PIECE = 2**16
 # The most blocks in a batch of small leaves, so that threads share the work evenly.
@@ -44,20 +46,70 @@ def _itemsize(leaf: LeafInfo) -> int:
     return max(1, leaf.nbytes // max(1, leaf.size))
 
 
-def batches_of(infos: Iterable[LeafInfo]) -> Iterator[list[Block]]:
-    """Yields the blocks of all leaves in batches, because a thread's job costs more than a small leaf."""
+def batches_of(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Yields blocks in batches, because a thread's job costs more than a small leaf."""
     batch: list[Block] = []
     held = 0
-    for info in infos:
-        for index in blocks_of(info.shape, _itemsize(info), info.chunks):
-            block = Block(info, index)
-            batch.append(block)
-            held += block.nbytes
-            if held >= BLOCK_BYTES or len(batch) >= _BATCH:
-                yield batch
-                batch, held = [], 0
+    for block in blocks:
+        batch.append(block)
+        held += block.nbytes
+        if held >= BLOCK_BYTES or len(batch) >= _BATCH:
+            yield batch
+            batch, held = [], 0
     if batch:
         yield batch
+
+
+def blocks_in(infos: Sequence[LeafInfo], sample_bytes: int | None = None) -> Iterator[Block]:
+    """Yields the blocks of all leaves, or of a sample of them.
+
+    Args:
+      infos: the leaves.
+      sample_bytes: about how many bytes to read: leaves are read whole up to a common size, and larger ones in strips of this
+        size together, one at a random place of each of as many equal parts. The places are the same for the same shapes.
+        Compressed leaves are read by the chunk, at least one of each. None reads everything.
+    """
+    limit = _common_limit([info.nbytes for info in infos], sample_bytes)
+    return (Block(info, index) for info in infos for index in _indices(info, limit))
+
+
+def bytes_in(infos: Sequence[LeafInfo], sample_bytes: int | None = None) -> int:
+    """The bytes of ``blocks_in`` with the same arguments."""
+    limit = _common_limit([info.nbytes for info in infos], sample_bytes)
+    whole = sum(info.nbytes for info in infos if limit is None or info.nbytes <= limit)
+    cut = [info for info in infos if limit is not None and info.nbytes > limit]
+    return whole + sum(Block(info, index).nbytes for info in cut for index in _indices(info, limit))
+
+
+def _common_limit(sizes: Sequence[int], total: int | None) -> int | None:
+    """The largest size for which the sizes, each cut to it, add up to no more than ``total``; None if they do uncut."""
+    if total is None or sum(sizes) <= total:
+        return None
+    left = total
+    for position, size in enumerate(sorted(sizes)):
+        share = left // (len(sizes) - position)
+        if size > share:
+            return share
+        left -= size
+    return None
+
+
+def _indices(info: LeafInfo, limit: int | None) -> Iterator[tuple[slice, ...]]:
+    itemsize = _itemsize(info)
+    if limit is None or info.nbytes <= limit:
+        yield from blocks_of(info.shape, itemsize, info.chunks)
+        return
+    if info.codec in ('', 'none') or info.chunks is None:
+        strip = max(itemsize, min(_STRIP_BYTES, limit))
+        block = _block_shape(info.shape, itemsize, info.shape, _Sizes(strip, strip))
+    else:
+        block = _block_shape(info.shape, itemsize, info.chunks, _Sizes(_CHUNK_BYTES, BLOCK_BYTES))
+    grid = ChunkGrid(info.shape, tuple(block))
+    count = min(grid.num_chunks, max(1, limit // max(1, itemsize * math.prod(block))))
+    places = np.random.default_rng(0)
+    for part in range(count):
+        first, end = part * grid.num_chunks // count, (part + 1) * grid.num_chunks // count
+        yield grid.box(grid.index_at(int(places.integers(first, end)))).slices
 
 
 def blocks_of(shape: Sequence[int], itemsize: int, chunks: Sequence[int] | None = None) -> Iterator[tuple[slice, ...]]:
@@ -68,23 +120,31 @@ def blocks_of(shape: Sequence[int], itemsize: int, chunks: Sequence[int] | None 
       itemsize: bytes per element.
       chunks: the chunk shape; None for one chunk that may be divided.
     """
-    block = _block_shape(shape, itemsize, shape if chunks is None else chunks, chunks is not None)
+    sizes = _Sizes(BLOCK_BYTES if chunks is None else _CHUNK_BYTES, BLOCK_BYTES)
+    block = _block_shape(shape, itemsize, shape if chunks is None else chunks, sizes)
     grid = ChunkGrid(tuple(shape), tuple(block))
     for index in grid:
         yield grid.box(index).slices
 
 
-def _block_shape(shape: Sequence[int], itemsize: int, chunks: Sequence[int], whole: bool) -> list[int]:
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Bytes: above ``most`` a chunk is divided, and up to ``wanted`` chunks are joined."""
+
+    most: int
+    wanted: int
+
+
+def _block_shape(shape: Sequence[int], itemsize: int, chunks: Sequence[int], sizes: _Sizes) -> list[int]:
     block = [max(1, min(size, chunk)) for size, chunk in zip(shape, chunks, strict=True)]
-    limit = _CHUNK_BYTES if whole else BLOCK_BYTES
     for axis in range(len(block)):
         # Divides the first axes first, so that blocks are contiguous in C order.
         rest = itemsize * math.prod(block) // block[axis]
-        if rest * block[axis] > limit:
-            block[axis] = max(1, limit // rest)
+        if rest * block[axis] > sizes.most:
+            block[axis] = max(1, sizes.most // rest)
     for axis in reversed(range(len(block))):
         nbytes = itemsize * math.prod(block)
-        block[axis] = min(max(1, shape[axis]), block[axis] * max(1, BLOCK_BYTES // nbytes))
+        block[axis] = min(max(1, shape[axis]), block[axis] * max(1, sizes.wanted // nbytes))
         if block[axis] < shape[axis]:
             break
     return block

@@ -18,14 +18,14 @@ import numpy as np
 from t5ckpt.core.arguments import check_word
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, printable
-from t5ckpt.inspection.block_iteration import Block, batches_of, pieces_of, run_all
+from t5ckpt.inspection.block_iteration import Block, batches_of, blocks_in, bytes_in, pieces_of, run_all
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.progress import Meter
 
-__all__ = ['CheckpointDiff', 'LeafDiff', 'diff']
+__all__ = ['CheckpointDiff', 'LeafDiff', 'compare', 'diff']
 
 _COLUMNS = ('name', 'what', 'a', 'b', 'relative', 'largest')
 _WAYS = ('added', 'removed', 'shape', 'dtype', 'kind', 'values')
@@ -164,6 +164,18 @@ def diff(
     """
     first = a if isinstance(a, CheckpointView) else open_checkpoint(a)
     second = b if isinstance(b, CheckpointView) else open_checkpoint(b)
+    return compare(first, second, values=values, progress=progress)
+
+
+def compare(
+    first: CheckpointView,
+    second: CheckpointView,
+    *,
+    values: bool = True,
+    progress: Progress | None = None,
+    sample_bytes: int | None = None,
+) -> CheckpointDiff:
+    """Compares two views; with ``sample_bytes`` a sample of the values of each, see ``blocks_in``."""
     mine = {info.name: info for info in first.infos()}
     theirs = {info.name: info for info in second.infos()}
     names = [*mine, *(name for name in theirs if name not in mine)]
@@ -172,7 +184,8 @@ def diff(
     sums: dict[str, _Sums] = {}
     if values:
         with first.in_one() as one, second.in_one() as other:
-            sums = _compare_values(one, other, [info for info in open_ones if info.dtype], progress)
+            arrays = [info for info in open_ones if info.dtype]
+            sums = _compare_values(one, other, arrays, progress, sample_bytes)
     found = [_conclude(name, by_facts[name], sums.get(name), mine.get(name), theirs.get(name)) for name in names]
     differing = tuple(leaf for leaf in found if leaf is not None)
     return CheckpointDiff(first.path, second.path, differing, len(names) - len(differing))
@@ -208,11 +221,11 @@ def _conclude(
 
 
 def _compare_values(
-    a: CheckpointView, b: CheckpointView, infos: list[LeafInfo], progress: Progress | None
+    a: CheckpointView, b: CheckpointView, infos: list[LeafInfo], progress: Progress | None, sample_bytes: int | None
 ) -> dict[str, _Sums]:
     sums = {info.name: _Sums() for info in infos}
-    meter = Meter(progress, sum(info.nbytes for info in infos))
-    for batch in run_all(_jobs(a, b, infos), os.cpu_count() or 1):
+    meter = Meter(progress, bytes_in(infos, sample_bytes))
+    for batch in run_all(_jobs(a, b, blocks_in(infos, sample_bytes)), os.cpu_count() or 1):
         for name, part, nbytes in batch:
             sums[name] = sums[name].merged(part)
             meter.add(nbytes)
@@ -220,9 +233,9 @@ def _compare_values(
 
 
 def _jobs(
-    a: CheckpointView, b: CheckpointView, infos: list[LeafInfo]
+    a: CheckpointView, b: CheckpointView, blocks: Iterator[Block]
 ) -> Iterator[Callable[[], list[tuple[str, _Sums, int]]]]:
-    for batch in batches_of(infos):
+    for batch in batches_of(blocks):
         yield functools.partial(_compare_batch, a, b, batch)
 
 

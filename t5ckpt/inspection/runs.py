@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.foreign_layouts import not_a_run
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
+from t5ckpt.core.arguments import integer
+from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, human_bytes, printable
 from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.inspection.block_iteration import bytes_in
 from t5ckpt.inspection.dataframes import pandas
+from t5ckpt.inspection.diff import compare
 from t5ckpt.inspection.html import table_html
+from t5ckpt.inspection.kept import with_reasons
+from t5ckpt.inspection.report.facts import change_facts, largest, step_facts
+from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, shared, step_report, write_report
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_series
@@ -143,6 +150,55 @@ class Run(Mapping[int, CheckpointView]):
             raise missing
         return Series(name, values)
 
+    def report(
+        self,
+        output: str | os.PathLike[str],
+        *,
+        steps: int | Sequence[int] = (),
+        sample_bytes: int | None = SAMPLE_BYTES,
+        force: bool = False,
+        progress: Progress | None = None,
+    ) -> str:
+        """Writes one HTML page on the run, which needs no server and no network; see docs/report.md.
+
+        The page has all steps with their metrics, the leaves of one step with their statistics, and what changed since another.
+
+        Args:
+          output: the file, on a local file system.
+          steps: the step to describe, or that step and the one to compare it with; the latest, and the one before, by default.
+          sample_bytes: about how many bytes of each step to read, spread evenly over the leaves; None reads all of them.
+          force: replaces a file.
+          progress: called with (bytes read, bytes to read).
+
+        Returns:
+          The absolute path of the page.
+
+        Raises:
+          ValueError: more than two steps, or ``sample_bytes`` is below 1.
+          CheckpointNotFoundError: there is no such step, or none at all.
+          OutputExistsError: there is such a file.
+          MissingDependencyError: plotly is not installed.
+        """
+        local = checked_output(output, force, sample_bytes)
+        found = with_reasons(self._storage, self.summaries())
+        before, step = _chosen(
+            [steps] if isinstance(steps, int) else steps, [each.step for each in found if each.state == 'complete']
+        )
+        facts: dict[str, Any] = {'steps': step_facts(found)}
+        with self[step].in_one() as view:
+            leaves = largest(view.infos())
+            nbytes = bytes_in(leaves, sample_bytes)
+            after = 0 if before is None else nbytes
+            facts['checkpoint'] = {
+                'step': view.step,
+                **step_report(view, leaves, sample_bytes, shared(progress, 0, after)),
+            }
+            if before is not None:
+                follows = shared(progress, 2 * nbytes, 0)
+                changes = compare(self[before], view, progress=follows, sample_bytes=sample_bytes)
+                facts['changes'] = change_facts((before, step), changes.leaves, changes.same)
+        return write_report(local, os.path.basename(self.path.rstrip('/')), {'path': self.path, **facts}, force)
+
     def _value(self, step: int, name: str, fn: Callable[[LazyArray], Any]) -> tuple[Any, Exception | None]:
         """The result of ``fn``, or the error of a step that lacks the leaf or was deleted."""
         try:
@@ -189,6 +245,21 @@ class Run(Mapping[int, CheckpointView]):
     def _repr_html_(self) -> str:
         columns, rows = self._rows()
         return table_html(f'{self.path}: {counted(len(rows), "step")}', columns, rows)
+
+
+def _chosen(steps: Sequence[int], complete: Sequence[int]) -> tuple[int | None, int]:
+    """The step to compare with, or None, and the step to describe."""
+    wanted = sorted({integer('steps', step) for step in steps})
+    if len(wanted) > 2:
+        raise ValueError(
+            f'steps: {wanted} are more than two. Pass the step to describe, and the one to compare it with.'
+        )
+    if len(wanted) == 2:
+        return wanted[0], wanted[1]
+    if not wanted and not complete:
+        raise CheckpointNotFoundError('the run has no complete step to report on.')
+    step = wanted[0] if wanted else complete[-1]
+    return max((each for each in complete if each < step), default=None), step
 
 
 def _saved(summary: StepSummary) -> datetime.datetime | None:

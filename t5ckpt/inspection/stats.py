@@ -20,7 +20,7 @@ import numpy as np
 
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, printable
-from t5ckpt.inspection.block_iteration import Block, batches_of, pieces_of, run_all
+from t5ckpt.inspection.block_iteration import Block, batches_of, blocks_in, bytes_in, pieces_of, run_all
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.leaf_tree import LeafInfo
@@ -213,7 +213,11 @@ def _cell(value: float) -> str:
 
 
 def checkpoint_stats(
-    view: Viewed, bins: int = 0, progress: Progress | None = None, threads: int | None = None
+    view: Viewed,
+    bins: int = 0,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    sample_bytes: int | None = None,
 ) -> CheckpointStats:
     """Computes statistics of every array of a view; reads each once, or twice with ``bins``.
 
@@ -222,14 +226,15 @@ def checkpoint_stats(
       bins: of a histogram between the smallest and the largest finite value of each leaf; 0 for no histogram.
       progress: called with (bytes read, bytes in all).
       threads: the number of threads; by default one per core.
+      sample_bytes: about how many bytes to read instead of all, see ``blocks_in``. The statistics are those of the sample.
     """
     if bins < 0:
         raise ValueError(f'bins must be 0 or more, got {bins}.')
     workers = threads or os.cpu_count() or 1
     infos = [info for info in view.infos() if info.dtype]
-    step = Meter(progress, sum(info.nbytes for info in infos) * (2 if bins else 1))
+    step = Meter(progress, bytes_in(infos, sample_bytes) * (2 if bins else 1))
     parts: dict[str, _Moments] = {info.name: _Moments() for info in infos}
-    for batch in run_all(_jobs(view, infos, lambda _, block: _moments(block)), workers):
+    for batch in run_all(_jobs(view, blocks_in(infos, sample_bytes), lambda _, block: _moments(block)), workers):
         for name, part, nbytes in batch:
             parts[name] = parts[name].merged(part)
             step.add(nbytes)
@@ -237,7 +242,8 @@ def checkpoint_stats(
     if bins:
         edges = {name: _edges(leaf, bins) for name, leaf in stats.items()}
         counts = {name: np.zeros(bins, np.int64) for name in stats}
-        for batch in run_all(_jobs(view, infos, lambda name, block: _count(block, edges[name])), workers):
+        again = _jobs(view, blocks_in(infos, sample_bytes), lambda name, block: _count(block, edges[name]))
+        for batch in run_all(again, workers):
             for name, counted, nbytes in batch:
                 counts[name] += counted
                 step.add(nbytes)
@@ -250,8 +256,8 @@ def checkpoint_stats(
 _Reduce = Callable[[str, np.ndarray], Any]
 
 
-def _jobs(view: Viewed, infos: list[LeafInfo], reduce: _Reduce) -> Iterator[Callable[[], list[tuple[str, Any, int]]]]:
-    for batch in batches_of(infos):
+def _jobs(view: Viewed, blocks: Iterator[Block], reduce: _Reduce) -> Iterator[Callable[[], list[tuple[str, Any, int]]]]:
+    for batch in batches_of(blocks):
         yield functools.partial(_reduce_batch, view, batch, reduce)
 
 

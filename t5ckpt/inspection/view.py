@@ -16,6 +16,8 @@ from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import tree_html
 from t5ckpt.inspection.leaf_tree import LeafInfo, build_tree, glob_regex, leaf_infos
+from t5ckpt.inspection.report.facts import largest
+from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, step_report, write_report
 from t5ckpt.inspection.stats import CheckpointStats, checkpoint_stats
 from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_heatmap
@@ -150,6 +152,34 @@ class CheckpointView(Mapping[str, LazyArray]):
         """Yields a view for many reads; checks once, at the end, whether the step was saved again meanwhile."""
         with self._contents.identity.reading():
             yield CheckpointView(self._contents, self._reader.in_one(), self._leaves, self._prefix)
+
+    def report(
+        self,
+        output: str | os.PathLike[str],
+        *,
+        sample_bytes: int | None = SAMPLE_BYTES,
+        force: bool = False,
+        progress: Progress | None = None,
+    ) -> str:
+        """Writes one HTML page on the checkpoint, which needs no server and no network; see docs/report.md.
+
+        Args:
+          output: the file, on a local file system.
+          sample_bytes: about how many bytes of the arrays to read, spread evenly over the leaves; None reads all of them.
+          force: replaces a file.
+          progress: called with (bytes read, bytes to read).
+
+        Returns:
+          The absolute path of the page.
+
+        Raises:
+          OutputExistsError: there is such a file.
+          MissingDependencyError: plotly is not installed.
+        """
+        local = checked_output(output, force, sample_bytes)
+        with self.in_one() as view:
+            facts = step_report(view, largest(view.infos()), sample_bytes, progress)
+        return write_report(local, self._title(), {'steps': [], 'checkpoint': {'step': self.step, **facts}}, force)
 
     def heatmap(self, name: str, ax: Any = None) -> Any:
         """Plots a leaf with its last dimension to the right and zero in white; returns the matplotlib axes."""

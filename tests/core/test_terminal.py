@@ -117,6 +117,8 @@ VERBS = [
     ['stats', 'RUN'],
     ['diff', 'RUN/checkpoint_1', 'RUN/checkpoint_2'],
     ['diff', 'RUN', f'nowhere{EVIL}'],
+    ['report', 'RUN', '-o', 'OUT/run.html'],
+    ['report', 'RUN', '-o', f'OUT/nothing{EVIL}/run.html', '--step', '7'],
     ['verify', 'RUN'],
     ['verify', 'RUN', '--full'],
     ['prune', 'RUN', '--keep', '1', '--dry-run'],

@@ -111,6 +111,7 @@ def verbs(at, text, leaf):
         ['stats', at / 'run', '--json'],
     )
     yield from (['diff', one, run_, '--step', text], ['diff', one, run_ / 'checkpoint_2'], ['diff', one, at / text])
+    yield from (['report', run_, '-o', at / 'run.html'], ['report', at / text, '-o', at / text])
     yield from (['verify', run_], ['verify', at / 'damaged', '--full'], ['verify', run_, '--step', '2'])
     yield from (['prune', run_, '--best', text, '--dry-run'], ['prune', run_, '--keep', '1', '--dry-run'])
     yield from (['pin', run_, '--step', '1'], ['unpin', run_, '--step', '1'], ['pin', at / text])

@@ -33,6 +33,10 @@ parameters | error | nothing is averaged or replaced, or it matches nothing
     'CheckpointTranslator.apply': 'flatdict | error | a name without a rule\nopts | hint | for the rules, which take them or not',
     'CheckpointTranslator.translate': 'flatdict | error | a name without a rule\nopts | hint | for the rules',
     'CheckpointView.heatmap': 'name | error | no such leaf\nax | hint | None makes one',
+    'CheckpointView.report': """
+output | error | it exists
+sample_bytes | error | below 1; a larger one than the checkpoint reads all
+""",
     'CheckpointView.select': 'pattern | error | it matches nothing',
     'CheckpointView.stats': 'bins | hint | leaves without a number have no histogram',
     'Checkpointer': """
@@ -150,6 +154,11 @@ keep_without_metric | hint | every step has it
 drop | error | names nothing that is damaged
 trust_files add_checksums | report | nothing to repair
 clock | hint | time.time by default
+""",
+    'Run.report': """
+output | error | it exists
+steps | error | more than two, or there is no such step
+sample_bytes | error | below 1; a larger one than the checkpoint reads all
 """,
     'Run.series': 'name fn | error | no step has the leaf\nsince | hint | before the first step',
     'SaveAll': 'policies | error | none, or something else',
@@ -306,6 +315,10 @@ pattern | error | neither has such a leaf
 output --in-place | error | both or neither
 --drop | error | names nothing that is damaged
 --trust-files --add-checksums | report | nothing to repair
+""",
+    'report': """
+--output | error | it exists
+--sample | error | no size; a larger one than the checkpoint reads all
 """,
     'rm': 'others | error | no such step\n--pinned | hint | none is pinned',
     'show': """

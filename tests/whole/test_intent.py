@@ -316,6 +316,7 @@ STEP_RULES = {
     'pin': ('several', False),
     'prune': ('', False),
     'repair': ('one', False),
+    'report': ('several', False),
     'rm': ('several', False),
     'show': ('one', False),
     'stats': ('one', False),

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.commit.output_files import check_output, local_output, output
 from t5ckpt.convert.export_options import LAYOUT_KEY, ExportOptions, ExportReport, refuse_inside, refuse_options
 from t5ckpt.convert.files.safetensors import TensorSpec, TensorWriter, check_dtype
 from t5ckpt.convert.huggingface.config import (
@@ -33,7 +34,6 @@ from t5ckpt.convert.huggingface.config import (
 )
 from t5ckpt.convert.huggingface.model import check_leaves, model_of_leaves
 from t5ckpt.convert.huggingface.names import Layout, Pair, pairs_of
-from t5ckpt.convert.output_files import check_output, local_output, output
 from t5ckpt.convert.source_arrays import Sources, cast, open_sources, slices_of
 from t5ckpt.progress import Meter
 from t5ckpt.storage import foreign_errors

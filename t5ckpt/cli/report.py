@@ -1,0 +1,70 @@
+"""``t5ckpt report``: a page to look at."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import click
+
+from t5ckpt.catalog.locate import locate
+from t5ckpt.cli.output import json_option, print_json, progress, say, size_of, steps_option
+from t5ckpt.cli.paths import CHECKPOINT, PLACE
+from t5ckpt.cli.reports import words
+from t5ckpt.cli.verb import Verb
+from t5ckpt.core.text import human_bytes
+from t5ckpt.inspection.report.write import SAMPLE_BYTES
+from t5ckpt.inspection.runs import Run
+from t5ckpt.inspection.view import open_checkpoint
+
+__all__ = ['command']
+
+
+def _sample(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    return None if value == 'all' else size_of(ctx, param, value)
+
+
+@click.command('report', cls=Verb)
+@click.argument('path', type=CHECKPOINT)
+@click.option('--output', '-o', type=PLACE, required=True, metavar='FILE', help='The page, such as run.html.')
+@steps_option
+@click.option(
+    '--sample',
+    default=f'{SAMPLE_BYTES // 10**6}MB',
+    show_default=True,
+    callback=_sample,
+    metavar='SIZE',
+    help='About how much to read of each step, such as 2GB; or all.',
+)
+@click.option('--force', is_flag=True, help='Replace the file.')
+@json_option
+def command(path: str, output: str, steps: Sequence[int], sample: int | None, force: bool, as_json: bool) -> None:
+    """Writes one HTML page that a browser shows without a server and without network.
+
+    Of a run: the steps with sizes, metrics and why each is kept; the tree, the statistics and a histogram of every leaf of
+    the latest step; and what changed since the step before. --step names another step, and a second --step the one to compare
+    it with. A checkpoint that is in no run has its leaves and their statistics.
+
+    Reads a sample of large checkpoints, spread evenly over all leaves, and says so on the page. Needs the library plotly.
+
+    \b
+    Examples:
+      t5ckpt report run -o run.html
+      t5ckpt report run --step 1000 --step 2000 --sample all -o changes.html
+    """
+    started = time.monotonic()
+    located = locate(path, steps[0] if steps else None, tensors=True)
+    with words(), progress('reading') as report:
+        run = Run(located.storage)
+        if located.step is not None and located.step in run.steps:
+            written = run.report(
+                output, steps=steps or (located.step,), sample_bytes=sample, force=force, progress=report
+            )
+        else:
+            written = open_checkpoint(path).report(output, sample_bytes=sample, force=force, progress=report)
+    size, seconds = os.path.getsize(written), time.monotonic() - started
+    if as_json:
+        print_json({'path': written, 'bytes': size, 'seconds': seconds})
+    else:
+        say(f'wrote {written}: {human_bytes(size)}, {seconds:.1f} s')

@@ -1,0 +1,43 @@
+"""Adds to the steps of a run why the keep policy keeps each. Does not load JAX or TensorStore."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from t5ckpt.catalog.step_summaries import StepSummary
+from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.metrics import TensorBoardMetrics
+from t5ckpt.policies import StepInfo, policy_of, retention_plan
+from t5ckpt.storage import Storage
+
+__all__ = ['GOES', 'with_reasons']
+
+GOES = 'goes with the next save: '
+
+
+def with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary]:
+    """The summaries with the reasons of the keep policy under which the latest step was saved."""
+    complete = [entry for entry in found if entry.complete and entry.layout == 't5x']
+    policy = policy_of(complete[-1].policy) if complete else None
+    if policy is None:
+        return found
+    steps = [entry.step for entry in complete]
+    seen = TensorBoardMetrics(storage)
+    given = {name: seen.by_step(name, steps) for name in policy.metric_names}
+    held = leased_steps(storage, time.time)
+    infos = [
+        StepInfo(
+            entry.step,
+            entry.pinned,
+            entry.step in held,
+            entry.created,
+            {**{name: of[entry.step] for name, of in given.items() if entry.step in of}, **entry.metrics},
+        )
+        for entry in complete
+    ]
+    plan = {decision.step: decision for decision in retention_plan(policy, infos)}
+    reasons = {
+        step: decision.reason if decision.keep else f'{GOES}{decision.reason}' for step, decision in plan.items()
+    }
+    return [dataclasses.replace(entry, kept=reasons[entry.step]) if entry in complete else entry for entry in found]

@@ -1,0 +1,42 @@
+"""Divides names of leaves into a layer and the parameter in it, for tables with a row per layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from t5ckpt.core.leaf_path import Path, leaf_name
+
+__all__ = ['layers_of']
+
+_NUMBERED = re.compile(r'(.*?)(\d+)')
+
+
+def layers_of(paths: Iterable[Path]) -> dict[Path, tuple[str, str]]:
+    """The layer and the parameter of each leaf, as names.
+
+    A layer ends at the key that is numbered, as ``layers_3`` is, with the most siblings of other numbers: in
+    ``opt/0/mu/decoder/layers_3/mlp/wi_0/kernel`` that is ``layers_3``, if there are more layers than two. Without a numbered key
+    the last key is the parameter.
+    """
+    found = list(paths)
+    siblings: dict[tuple[Path, str], set[str]] = {}
+    for path in found:
+        for at, key in enumerate(path[:-1]):
+            numbered = _NUMBERED.fullmatch(key)
+            if numbered is not None:
+                siblings.setdefault((path[:at], numbered[1]), set()).add(numbered[2])
+    return {path: _divided(path, siblings) for path in found}
+
+
+def _divided(path: Path, siblings: dict[tuple[Path, str], set[str]]) -> tuple[str, str]:
+    counts: dict[int, int] = {}
+    for at, key in enumerate(path[:-1]):
+        numbered = _NUMBERED.fullmatch(key)
+        if numbered is not None:
+            counts[at] = len(siblings[path[:at], numbered[1]])
+    end = max(len(path) - 1, 0)
+    if counts:
+        # Of equal counts the first.
+        end = max(counts, key=counts.__getitem__) + 1
+    return leaf_name(path[:end]), leaf_name(path[end:])

@@ -1,0 +1,563 @@
+'use strict';
+// The facts are strings from checkpoints of unknown origin: they become text nodes, and text of Plotly only through plain().
+
+const $ = (id) => document.getElementById(id);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const DASH = '–';
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name === 'style') for (const [key, each] of Object.entries(value)) node.style.setProperty(key, each);
+    else if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? '' : value);
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+// Plotly reads a few HTML tags and entities in its texts.
+const plain = (text) => String(text).replace(/&/g, '&amp;').replace(/</g, '&lt;').replace(/>/g, '&gt;');
+const short = (text, length) => (text.length <= length ? text : '…' + text.slice(1 - length));
+
+// May break after each slash.
+const broken = (text) => text.split('/').flatMap((key, at, all) => (at < all.length - 1 ? [key + '/', make('wbr')] : [key]));
+
+const whole = (value) => value.toLocaleString('en-US');
+const number = (value) => (value === 'inf' ? Infinity : value === '-inf' ? -Infinity : value === null ? NaN : value);
+function digits(value) {
+  value = number(value);
+  if (Number.isNaN(value)) return DASH;
+  if (!Number.isFinite(value)) return value > 0 ? '∞' : '−∞';
+  const size = Math.abs(value);
+  const text = size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(5)));
+  return text.replace('-', '−').replace('e−', 'e-');
+}
+function bytes(value) {
+  if (value === null || value === undefined) return DASH;
+  const units = ['B', 'kB', 'MB', 'GB', 'TB', 'PB'];
+  let at = 0;
+  while (value >= 999.95 && at < units.length - 1) { value /= 1000; at += 1; }
+  return at ? `${value.toFixed(1)} ${units[at]}` : `${value} B`;
+}
+const counted = (count, one, several) => `${whole(count)} ${count === 1 ? one : several || one + 's'}`;
+const shape = (sizes) => (sizes.length ? sizes.map(whole).join(' × ') : 'scalar');
+const moment = (seconds) => (seconds === null ? DASH : new Date(seconds * 1000).toISOString().slice(0, 16).replace('T', ' '));
+
+// --- figures ----------------------------------------------------------------------------------------------------------
+
+const figures = new Map();
+function draw(id, build) {
+  figures.set(id, build);
+  if (!window.Plotly) return;
+  const { data, layout, click } = build();
+  const base = {
+    paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', font: { color: css('--text'), size: 12, family: 'system-ui, sans-serif' },
+    margin: { l: 64, r: 16, t: 10, b: 40 }, hoverlabel: { bgcolor: css('--panel'), bordercolor: css('--line'), font: { color: css('--text') }, align: 'left', namelength: 0 },
+    colorway: [0, 1, 2, 3, 4, 5].map((at) => css(`--c${at}`)),
+  };
+  const node = $(id);
+  window.Plotly.react(node, data, { ...base, ...layout }, { responsive: true, displayModeBar: false, displaylogo: false, doubleClick: 'reset' });
+  if (click && node.on && !node.dataset.clicks) { node.dataset.clicks = '1'; node.on(click[0], click[1]); }
+}
+const redraw = () => { for (const [id, build] of figures) draw(id, build); };
+const axis = (more) => ({ exponentformat: 'e', gridcolor: css('--grid'), zerolinecolor: css('--grid'), linecolor: css('--line'), tickfont: { color: css('--dim') }, ...more });
+const figure = (id, label, caption, height) =>
+  make('figure', {}, make('div', { id, class: 'plot', role: 'img', 'aria-label': label, style: { height: `${height}px` } }), make('figcaption', {}, caption));
+
+// --- tables -----------------------------------------------------------------------------------------------------------
+
+// columns: {title, right, value(row) to sort by, cell(row) -> text or node}
+function table(columns, rows, { page = 100, label, sort = null, descending = false, row: dress = null }) {
+  let [by, down, shown, list] = [sort, descending, page, rows];
+  const body = make('tbody');
+  const more = make('button', { type: 'button', class: 'more', onclick: () => { const before = shown; shown += page; fill(); body.rows[before]?.querySelector('button')?.focus(); } });
+  const heads = columns.map((column, at) => {
+    const button = column.value && make('button', { type: 'button', onclick: () => { down = by === at ? !down : Boolean(column.right); by = at; shown = page; fill(); } }, column.title);
+    return make('th', { scope: 'col', class: column.right && 'num' }, button || column.title);
+  });
+  function sorted() {
+    if (by === null) return list;
+    const key = columns[by].value;
+    const sign = down ? -1 : 1;
+    const rank = (value) => (typeof value === 'number' && Number.isNaN(value) ? null : value);
+    return [...list].sort((a, b) => {
+      const [x, y] = [rank(key(a)), rank(key(b))];
+      if (x === null || y === null) return (x === null) - (y === null);
+      return sign * (typeof x === 'string' ? x.localeCompare(y, 'en', { numeric: true }) : x < y ? -1 : x > y ? 1 : 0);
+    });
+  }
+  function fill(next) {
+    if (next) { list = next; shown = page; }
+    heads.forEach((head, at) => (at === by ? head.setAttribute('aria-sort', down ? 'descending' : 'ascending') : head.removeAttribute('aria-sort')));
+    body.replaceChildren(...sorted().slice(0, shown).map((row) => {
+      const line = make('tr', {}, columns.map((column) => make('td', { class: [column.right && 'num', column.class].filter(Boolean).join(' ') }, column.cell(row))));
+      if (dress) dress(line, row);
+      return line;
+    }));
+    more.hidden = shown >= list.length;
+    more.textContent = `Show ${whole(Math.min(page, list.length - shown))} more of ${whole(list.length)}`;
+  }
+  fill();
+  const node = make('div', {}, make('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': label }, make('table', {}, make('caption', { class: 'skip' }, label), make('thead', {}, make('tr', {}, heads)), body)), more);
+  return { node, fill };
+}
+
+const hist = (stats) => {
+  const most = Math.max(...stats.counts, 1);
+  const width = 100 / stats.counts.length;
+  const points = stats.counts.flatMap((count, at) => [at, at + 1].map((edge) => `${(edge * width).toFixed(2)}% ${(100 - (100 * count) / most).toFixed(1)}%`));
+  return make('span', { class: 'hist', role: 'img', 'aria-label': `histogram from ${digits(stats.low)} to ${digits(stats.high)}`, title: `${digits(stats.low)} to ${digits(stats.high)}`, style: { 'clip-path': `polygon(0 100%, ${points.join(',')}, 100% 100%)` } });
+};
+
+// --- the run ----------------------------------------------------------------------------------------------------------
+
+const GROUPS = [
+  ['pinned', '--c3', (step) => step.pinned],
+  ['goes with the next save', '--c2', (step) => step.goes],
+  ['not readable', '--c4', (step) => step.state !== 'complete'],
+  ['kept', '--c1', () => true],
+];
+
+function runSection(facts) {
+  const steps = facts.steps;
+  const metrics = [...new Set(steps.flatMap((step) => Object.keys(step.metrics)))].sort();
+  const chosen = new Set(metrics.slice(0, 4));
+  let time = false;
+  const marks = facts.changes ? facts.changes.steps : [facts.checkpoint.step];
+  const at = (step) => (time ? new Date(step.created * 1000).toISOString() : step.step);
+  const timed = steps.filter((step) => step.created !== null);
+
+  function build() {
+    const list = time ? timed : steps;
+    const names = metrics.filter((name) => chosen.has(name));
+    const rows = names.length + 1;
+    const gap = 0.26 / (rows + 1);
+    const height = (1 - gap * (rows - 1)) / rows;
+    const layout = { showlegend: true, legend: { orientation: 'h', x: 0, xanchor: 'left', yref: 'container', y: 1, yanchor: 'top', font: { color: css('--dim') } }, margin: { l: 60, r: 8, t: 52, b: 42 }, barmode: 'overlay', hovermode: 'closest', annotations: [], shapes: [] };
+    layout.xaxis = axis({ title: { text: time ? 'saved (UTC)' : 'step' }, anchor: `y${rows === 1 ? '' : rows}`, type: time ? 'date' : 'linear', tickformat: time ? undefined : ',d' });
+    const data = [];
+    names.forEach((name, row) => {
+      const top = 1 - row * (height + gap);
+      const has = list.filter((step) => Number.isFinite(number(step.metrics[name] ?? null)));
+      layout[`yaxis${row ? row + 1 : ''}`] = axis({ domain: [top - height, top], nticks: 4 });
+      layout.annotations.push({ text: plain(short(name, 60)), x: 0.005, xref: 'paper', y: top, yref: 'paper', xanchor: 'left', yanchor: 'bottom', showarrow: false, font: { color: css('--text'), size: 12.5 } });
+      data.push({ type: 'scatter', mode: 'lines+markers', x: has.map(at), y: has.map((step) => step.metrics[name]), yaxis: `y${row ? row + 1 : ''}`, line: { color: css('--c0'), width: 2 }, marker: { size: 6 }, hoverinfo: 'text', hovertext: has.map((step) => `${plain(name)} ${digits(step.metrics[name])}<br>step ${whole(step.step)}`), showlegend: false });
+    });
+    const sizes = `y${rows === 1 ? '' : rows}`;
+    layout[`yaxis${rows === 1 ? '' : rows}`] = axis({ domain: [0, height], tickformat: '.3~s', ticksuffix: 'B', nticks: 4, rangemode: 'tozero' });
+    layout.annotations.push({ text: 'size', x: 0.005, xref: 'paper', y: height, yref: 'paper', xanchor: 'left', yanchor: 'bottom', showarrow: false, font: { color: css('--text'), size: 12.5 } });
+    const places = list.map((step) => (time ? step.created * 1000 : step.step));
+    const extent = Math.max(...places) - Math.min(...places) || 1;
+    const between = places.slice(1).map((place, k) => place - places[k]).filter((each) => each > 0);
+    const width = Math.max(0.62 * Math.min(...between, extent / 6), extent * 0.006);
+    const left = new Set(list);
+    for (const [name, colour, belongs] of GROUPS) {
+      const group = [...left].filter(belongs);
+      group.forEach((step) => left.delete(step));
+      if (!group.length) continue;
+      data.push({ type: 'bar', name, x: group.map(at), y: group.map((step) => step.bytes ?? 0), width, yaxis: sizes, marker: { color: css(colour) }, hoverinfo: 'text', textposition: 'none', hovertext: group.map((step) => `step ${whole(step.step)}, ${bytes(step.bytes)}<br>${moment(step.created)} UTC<br>${plain(short(step.kept || step.state, 90))}`) });
+    }
+    for (const step of list.filter((each) => marks.includes(each.step))) {
+      layout.shapes.push({ type: 'line', xref: 'x', yref: 'paper', x0: at(step), x1: at(step), y0: 0, y1: 1, layer: 'above', opacity: 0.7, line: { color: css('--accent'), width: 1.5, dash: 'dot' } });
+    }
+    $('timeline').style.height = `${130 + 112 * rows}px`;
+    return { data, layout };
+  }
+
+  const radio = (text, value) => make('label', {}, make('input', { type: 'radio', name: 'axis', checked: time === value, onchange: () => { time = value; draw('timeline', build); } }), text);
+  const boxes = metrics.length > 1 ? metrics.map((name) => make('label', { title: name }, make('input', { type: 'checkbox', checked: chosen.has(name), onchange: (event) => { chosen[event.target.checked ? 'add' : 'delete'](name); draw('timeline', build); } }), short(name, 40))) : [];
+  const controls = make('div', { class: 'bar' }, timed.length > 1 ? [make('span', {}, 'Axis'), radio('step', false), radio('time', true)] : [], boxes.length ? [make('span', {}, 'Metrics'), boxes] : []);
+  const here = (step) => (step === facts.checkpoint.step ? make('span', { class: 'tag here' }, 'described below') : marks.includes(step) ? make('span', { class: 'tag' }, 'compared') : '');
+  const columns = [
+    { title: 'step', right: true, value: (row) => row.step, cell: (row) => whole(row.step) },
+    { title: 'saved (UTC)', right: true, value: (row) => row.created, cell: (row) => moment(row.created) },
+    { title: 'size', right: true, value: (row) => row.bytes, cell: (row) => bytes(row.bytes) },
+    ...metrics.map((name) => ({ title: short(name, 40), right: true, value: (row) => number(row.metrics[name] ?? null), cell: (row) => (name in row.metrics ? digits(row.metrics[name]) : '') })),
+    ...(steps.some((step) => step.layout !== 't5x') ? [{ title: 'layout', value: (row) => row.layout, cell: (row) => row.layout }] : []),
+    { title: 'kept because', class: 'why', value: (row) => row.kept, cell: (row) => [row.state === 'complete' ? null : make('span', { class: 'bad' }, row.state + ' '), row.kept, ' ', here(row.step)] },
+  ];
+  const list = table(columns, steps, { label: 'Steps of the run', sort: 0, descending: true, page: 50 });
+  const caption = 'Dotted lines: the steps described and compared below. Drag to zoom, double-click to reset. The table has the same values.';
+  return {
+    node: make('section', { id: 'run', 'aria-labelledby': 'run-title' }, make('h2', { id: 'run-title' }, 'Run'),
+      make('p', { class: 'dim' }, `${counted(steps.length, 'step')} in the directory. Steps that the keep policy deleted are gone, with their metrics.`),
+      make('div', { class: 'panel' }, controls, figure('timeline', `Metrics and sizes of ${counted(steps.length, 'step')}; the table below has the values`, caption, 300)),
+      make('div', { class: 'panel' }, list.node)),
+    start: () => draw('timeline', build),
+  };
+}
+
+// --- leaves -----------------------------------------------------------------------------------------------------------
+
+function grown(leaves) {
+  const root = { key: '', id: 0, children: new Map(), leaf: null, bytes: 0, leaves: 0, parent: null };
+  let next = 1;
+  for (const leaf of leaves) {
+    let node = root;
+    leaf.keys.forEach((key, depth) => {
+      const end = depth === leaf.keys.length - 1;
+      // A group and a leaf of one name would be one node.
+      const label = end ? 'l' + key : 'g' + key;
+      if (!node.children.has(label)) node.children.set(label, { key, id: next++, children: new Map(), leaf: null, bytes: 0, leaves: 0, parent: node });
+      node = node.children.get(label);
+      if (end) node.leaf = leaf;
+    });
+    for (let each = node; each; each = each.parent) { each.bytes += leaf.bytes; each.leaves += 1; }
+  }
+  return root;
+}
+
+function treeView(onSelect) {
+  const MOST = 300;
+  const node = make('ul', { role: 'tree', 'aria-label': 'Leaves', class: 'tree panel' });
+  let total = 1;
+  let current = null;
+  const described = (item) => (item.leaf ? (item.leaf.dtype ? `${item.leaf.dtype} ${shape(item.leaf.shape)}` : item.leaf.value ? short(item.leaf.value, 24) : item.leaf.kind) : counted(item.leaves, 'leaf', 'leaves'));
+
+  function line(item, level) {
+    const row = make('div', { class: 'row', style: { '--level': String(level) } }, make('span', { class: 'name' }, item.key || '(no name)'), make('span', { class: 'what' }, described(item)), make('span', { class: 'num' }, bytes(item.bytes)),
+      make('span', { class: 'share', 'aria-hidden': 'true' }, make('i', { style: { width: `${(100 * item.bytes) / total}%` } })));
+    const li = make('li', { role: 'treeitem', tabindex: '-1', 'aria-level': level + 1, 'aria-expanded': item.leaf ? null : 'false', 'aria-selected': 'false', 'aria-label': `${item.key}, ${described(item)}, ${bytes(item.bytes)}` }, row);
+    li.item = item;
+    li.level = level;
+    row.addEventListener('click', () => { focus(li); choose(li); if (!item.leaf) toggle(li); });
+    return li;
+  }
+  function below(item, level, place) {
+    const children = [...item.children.values()];
+    const show = (from) => {
+      const part = children.slice(from, from + MOST).map((child) => line(child, level));
+      if (children.length > from + MOST) {
+        const rest = make('li', { role: 'treeitem', tabindex: '-1', 'aria-level': level + 1, 'aria-selected': 'false' }, make('div', { class: 'row', style: { '--level': String(level) } }, make('span', { class: 'name dim' }, `${whole(children.length - from - MOST)} more`)));
+        rest.more = () => { const first = show(from + MOST)[0]; rest.remove(); focus(first); };
+        rest.addEventListener('click', rest.more);
+        place.append(...part, rest);
+      } else place.append(...part);
+      return part;
+    };
+    return show(0);
+  }
+  function toggle(li, open = li.getAttribute('aria-expanded') !== 'true') {
+    if (!li.item || li.item.leaf) return;
+    li.setAttribute('aria-expanded', String(open));
+    li.querySelector(':scope > ul')?.remove();
+    if (open) { const group = make('ul', { role: 'group' }); li.append(group); below(li.item, li.level + 1, group); }
+  }
+  function focus(li) {
+    if (!li) return;
+    current?.setAttribute('tabindex', '-1');
+    current = li;
+    li.setAttribute('tabindex', '0');
+    li.focus({ preventScroll: true });
+    li.firstElementChild.scrollIntoView({ block: 'nearest' });
+  }
+  function choose(li) {
+    node.querySelectorAll('[aria-selected=true]').forEach((each) => each.setAttribute('aria-selected', 'false'));
+    li.setAttribute('aria-selected', 'true');
+    onSelect(li.item);
+  }
+  const visible = () => [...node.querySelectorAll('[role=treeitem]')];
+  node.addEventListener('keydown', (event) => {
+    const li = event.target.closest('[role=treeitem]');
+    if (!li || event.ctrlKey || event.altKey || event.metaKey) return;
+    const all = visible();
+    const at = all.indexOf(li);
+    const open = li.getAttribute('aria-expanded');
+    const moves = {
+      ArrowDown: () => focus(all[at + 1]), ArrowUp: () => focus(all[at - 1]), Home: () => focus(all[0]), End: () => focus(all[all.length - 1]),
+      ArrowRight: () => (open === 'false' ? toggle(li, true) : open === 'true' && focus(all[at + 1])),
+      ArrowLeft: () => (open === 'true' ? toggle(li, false) : focus(li.parentElement.closest('[role=treeitem]'))),
+      Enter: () => (li.more ? li.more() : (choose(li), open && toggle(li))), ' ': () => (li.more ? li.more() : choose(li)),
+    };
+    if (moves[event.key]) { moves[event.key](); event.preventDefault(); return; }
+    if (event.key.length === 1) {
+      const found = [...all.slice(at + 1), ...all.slice(0, at)].find((each) => each.item?.key.toLowerCase().startsWith(event.key.toLowerCase()));
+      if (found) { focus(found); event.preventDefault(); }
+    }
+  });
+  function show(root, openAll) {
+    total = Math.max(1, root.bytes);
+    node.replaceChildren();
+    current = null;
+    let items = below(root, 0, node);
+    let budget = openAll ? 400 : 40;
+    while (items.length && budget > 0) {
+      const groups = items.filter((li) => !li.item.leaf && (openAll || li.level < 1 || li.item.children.size <= 3));
+      items = [];
+      for (const li of groups) {
+        if (budget <= 0) break;
+        toggle(li, true);
+        const inside = [...li.querySelectorAll(':scope > ul > [role=treeitem]')].filter((each) => each.item);
+        budget -= inside.length;
+        items.push(...inside);
+      }
+    }
+    current = node.querySelector('[role=treeitem]');
+    current?.setAttribute('tabindex', '0');
+    if (!current) node.append(make('li', { class: 'dim', role: 'none' }, 'No leaf matches.'));
+  }
+  function select(leaf) {
+    let place = node;
+    let li = null;
+    leaf.keys.forEach((key, depth) => {
+      const end = depth === leaf.keys.length - 1;
+      li = place && [...place.children].find((each) => each.item && each.item.key === key && Boolean(each.item.leaf) === end);
+      if (li && !end) { toggle(li, true); place = li.querySelector(':scope > ul'); } else place = null;
+    });
+    if (!li) return false;
+    node.querySelectorAll('[aria-selected=true]').forEach((each) => each.setAttribute('aria-selected', 'false'));
+    li.setAttribute('aria-selected', 'true');
+    current?.setAttribute('tabindex', '-1');
+    current = li;
+    li.setAttribute('tabindex', '0');
+    node.scrollTop = li.offsetTop - node.offsetTop - 60;
+    return true;
+  }
+  return { node, show, select };
+}
+
+// White text is legible on these and on Plotly's darker shades of them, in both themes.
+const DEEP = ['#2a6fb0', '#00796b', '#a85d00', '#7d3fb5', '#ad3559', '#4d6d17'];
+
+function areas(root, onLeaf) {
+  const MOST = 1500;
+  const leaves = [];
+  const walk = (item) => (item.leaf ? leaves.push(item) : item.children.forEach(walk));
+  walk(root);
+  const shown = new Set(leaves.filter((item) => item.bytes > 0).sort((a, b) => b.bytes - a.bytes).slice(0, MOST));
+  const [ids, labels, parents, values, text, hover, items] = [[], [], [], [], [], [], new Map()];
+  const push = (id, label, parent, value, item, about) => { ids.push(id); labels.push(plain(short(label, 60))); parents.push(parent); values.push(value); text.push(bytes(value)); hover.push(about); items.set(id, item); };
+  const add = (item, parent) => {
+    if (!item.bytes) return;
+    const id = `n${item.id}`;
+    if (item.leaf) { if (shown.has(item)) push(id, item.key, parent, item.bytes, item, `${plain(short(item.leaf.name, 90))}<br>${plain(item.leaf.dtype)} ${shape(item.leaf.shape)}<br>${bytes(item.bytes)}`); return; }
+    push(id, item.parent ? item.key : 'all leaves', parent, item.bytes, item, `${plain(item.parent ? item.key : 'all leaves')}<br>${counted(item.leaves, 'leaf', 'leaves')}, ${bytes(item.bytes)}`);
+    const small = [...item.children.values()].filter((child) => child.leaf && child.bytes && !shown.has(child));
+    item.children.forEach((child) => add(child, id));
+    if (small.length) { const sum = small.reduce((all, child) => all + child.bytes, 0); push(`${id}s`, `${whole(small.length)} smaller`, id, sum, null, `${counted(small.length, 'smaller leaf', 'smaller leaves')}, ${bytes(sum)}`); }
+  };
+  add(root, '');
+  return () => ({
+    data: [{ type: 'treemap', ids, labels, parents, values, text, branchvalues: 'total', textinfo: 'label+text', hoverinfo: 'text', hovertext: hover, tiling: { pad: 1 }, maxdepth: 5, marker: { line: { width: 1, color: css('--panel') }, pad: { t: 20, l: 3, r: 3, b: 3 }, cornerradius: 3 }, root: { color: '#5b6675' }, textfont: { color: '#fff' }, pathbar: { thickness: 22 } }],
+    layout: { margin: { l: 0, r: 0, t: 26, b: 0 }, treemapcolorway: DEEP, uniformtext: { minsize: 9, mode: 'hide' } },
+    click: ['plotly_treemapclick', (event) => { const item = items.get(event.points[0].id); if (item && item.leaf) onLeaf(item.leaf); }],
+  });
+}
+
+const WEIGHTS = /^(target|params|model)$/;
+
+function grid(leaf) {
+  if (leaf.kind !== 'stored') return leaf.kind === 'inline' ? 'inline in the manifest' : leaf.kind;
+  if (!leaf.chunks) return 'stored';
+  const parts = leaf.shape.map((size, at) => Math.ceil(size / leaf.chunks[at]));
+  const count = parts.reduce((all, each) => all * each, 1);
+  const codec = leaf.codec && leaf.codec !== 'none' ? `, ${leaf.codec}` : ', not compressed';
+  return count === 1 ? `one chunk${codec}` : `${parts.join(' × ')} chunks of ${shape(leaf.chunks)}${codec}`;
+}
+
+function leafSection(facts) {
+  const { leaves, all_leaves: all, step } = facts.checkpoint;
+  const root = grown(leaves);
+  // Weights before the optimizer's state.
+  const arrays = leaves.filter((leaf) => leaf.stats).sort((a, b) => WEIGHTS.test(b.keys[0]) - WEIGHTS.test(a.keys[0]));
+  const sampled = arrays.filter((leaf) => leaf.stats.read < leaf.size);
+  const details = make('div', { class: 'panel', 'aria-live': 'polite' }, make('p', { class: 'dim' }, 'Choose a leaf in the tree, the picture or the table.'));
+  const title = step === null ? 'Leaves' : `Step ${whole(step)}`;
+
+  function describe(leaf) {
+    const stats = leaf.stats;
+    const rows = [['dtype', leaf.dtype || leaf.kind], ['shape', leaf.dtype ? shape(leaf.shape) : ''], ['values', leaf.size ? whole(leaf.size) : ''], ['size', leaf.dtype ? bytes(leaf.bytes) : ''], ['on disk', grid(leaf)], ['value', leaf.value]];
+    if (stats) {
+      const part = stats.read < leaf.size ? ` in a sample of ${whole(stats.read)} values` : '';
+      rows.push(['mean ± std', `${digits(stats.mean)} ± ${digits(stats.std)}`], ['range', `${digits(stats.min)} to ${digits(stats.max)}${part}`], [part ? 'norm, estimated' : 'norm', digits(stats.norm)], ['zeros', `${digits((100 * stats.zeros) / stats.read)} %`]);
+      if (stats.nan || stats.inf) rows.push(['NaN, infinite', make('span', { class: 'bad' }, `${whole(stats.nan)}, ${whole(stats.inf)}${part}`)]);
+    }
+    const list = make('dl', { class: 'facts' }, rows.filter(([, value]) => value !== '').map(([name, value]) => [make('dt', {}, name), make('dd', {}, value)]));
+    details.replaceChildren(make('h3', { class: 'name' }, broken(leaf.name)), list);
+    figures.delete('leaf-plot');
+    if (stats?.counts) {
+      details.lastElementChild.after(figure('leaf-plot', `Histogram of ${leaf.name} from ${digits(stats.low)} to ${digits(stats.high)}`, `Values of the leaf in ${stats.counts.length} bins; the counts have a logarithmic axis.`, 170));
+      const [low, high] = [number(stats.low), number(stats.high)];
+      const width = high / stats.counts.length - low / stats.counts.length;
+      draw('leaf-plot', () => ({ data: [{ type: 'bar', x: stats.counts.map((_, at) => low + (at + 0.5) * width), y: stats.counts, width, marker: { color: css('--c0') }, hoverinfo: 'text', textposition: 'none', hovertext: stats.counts.map((count, at) => `${digits(low + at * width)} to ${digits(low + (at + 1) * width)}<br>${counted(count, 'value')}`) }], layout: { bargap: 0, margin: { l: 52, r: 8, t: 6, b: 28 }, xaxis: axis({ nticks: 7 }), yaxis: axis({ type: 'log', dtick: 1 }) } }));
+    }
+    mark(leaf);
+  }
+  const zoom = (item) => window.Plotly && $('areas') && window.Plotly.restyle('areas', { level: `n${item.id}` });
+  const tree = treeView((item) => (item.leaf ? describe(item.leaf) : zoom(byKeys(item))));
+  // The tree of a search has nodes of its own.
+  const keysOf = (item) => { const keys = []; for (let each = item; each.parent; each = each.parent) keys.unshift(each.key); return keys; };
+  const byKeys = (item) => keysOf(item).reduce((node, key) => node?.children.get('g' + key), root) || root;
+
+  let on = null;
+  const lines = new WeakMap();
+  const mark = (leaf) => { on?.classList.remove('on'); on = lines.get(leaf) || null; on?.classList.add('on'); };
+  const stat = (title, field) => ({ title, right: true, value: (leaf) => number(leaf.stats[field]), cell: (leaf) => digits(leaf.stats[field]) });
+  const rows = table([
+    { title: 'leaf', class: 'name', value: (leaf) => leaf.name, cell: (leaf) => make('button', { type: 'button', class: 'link', onclick: () => { tree.select(leaf); describe(leaf); } }, broken(leaf.name)) },
+    { title: 'dtype', value: (leaf) => leaf.dtype, cell: (leaf) => leaf.dtype },
+    { title: 'shape', right: true, value: (leaf) => leaf.size, cell: (leaf) => shape(leaf.shape) },
+    { title: 'histogram', cell: (leaf) => (leaf.stats.counts ? hist(leaf.stats) : '') },
+    stat('mean', 'mean'), stat('std', 'std'), stat('min', 'min'), stat('max', 'max'), stat('norm', 'norm'),
+    { title: 'zeros', right: true, value: (leaf) => leaf.stats.zeros / leaf.stats.read, cell: (leaf) => `${digits(Number(((100 * leaf.stats.zeros) / leaf.stats.read).toPrecision(3)))} %` },
+    { title: 'NaN', right: true, value: (leaf) => leaf.stats.nan, cell: (leaf) => make('span', { class: leaf.stats.nan ? 'bad' : '' }, whole(leaf.stats.nan)) },
+    { title: 'inf', right: true, value: (leaf) => leaf.stats.inf, cell: (leaf) => make('span', { class: leaf.stats.inf ? 'bad' : '' }, whole(leaf.stats.inf)) },
+  ], arrays, { label: 'Statistics of the arrays', page: 60, row: (line, leaf) => lines.set(leaf, line) });
+
+  const status = make('span', { class: 'dim', role: 'status' });
+  const box = make('input', { type: 'search', id: 'search', placeholder: 'Search: layers_0 kernel, float32, 512 × 2,048', 'aria-label': 'Search the leaves by name, dtype or shape', autocomplete: 'off', spellcheck: 'false' });
+  const texts = new Map(leaves.map((leaf) => [leaf, `${leaf.name} ${leaf.dtype} ${shape(leaf.shape)} ${leaf.shape.join('x')}`.toLowerCase()]));
+  function search() {
+    const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const matches = words.length ? leaves.filter((leaf) => words.every((word) => texts.get(leaf).includes(word))) : leaves;
+    tree.show(words.length ? grown(matches) : root, words.length > 0 || leaves.length <= 40);
+    rows.fill(words.length ? matches.filter((leaf) => leaf.stats) : arrays);
+    status.textContent = words.length ? `${whole(matches.length)} of ${counted(leaves.length, 'leaf', 'leaves')}` : all > leaves.length ? `the largest ${whole(leaves.length)} of ${whole(all)} leaves` : counted(all, 'leaf', 'leaves');
+  }
+  let wait;
+  box.addEventListener('input', () => { clearTimeout(wait); wait = setTimeout(search, 120); });
+  document.addEventListener('keydown', (event) => { if (event.key === '/' && !/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) { event.preventDefault(); box.focus(); } });
+  search();
+
+  const bad = arrays.filter((leaf) => leaf.stats.nan || leaf.stats.inf);
+  const where = sampled.length ? ' in the sample' : '';
+  const health = bad.length
+    ? make('p', { class: 'note warn' }, make('b', {}, `${counted(bad.length, 'leaf has', 'leaves have')} NaN or infinite values${where}: `), bad.slice(0, 8).map((leaf) => leaf.name).join(', '), bad.length > 8 ? ` and ${bad.length - 8} more` : '')
+    : make('p', { class: 'note' }, `No NaN and no infinite value${where}.`);
+  const read = sampled.length
+    ? `${counted(sampled.length, 'leaf', 'leaves')} of ${whole(arrays.length)} were sampled: their statistics come from evenly spread parts, ${bytes(facts.checkpoint.sample_bytes)} of ${bytes(facts.checkpoint.bytes)} in all. Their extremes and counts are those of the sample.`
+    : 'All values were read.';
+  return {
+    node: make('div', {},
+      make('section', { id: 'leaves', 'aria-labelledby': 'leaves-title' }, make('h2', { id: 'leaves-title' }, title),
+        make('p', { class: 'dim' }, 'Press / to search. In the tree, the arrow keys move, open and close; Enter chooses.'),
+        make('div', { class: 'search' }, box, status),
+        make('div', { class: 'columns' }, tree.node, make('div', {}, make('div', { class: 'panel' }, figure('areas', 'Bytes of the leaves as areas; the tree has the same values', 'Areas are bytes. Click a group to enter it, and its name above to go back.', 330)), details)),
+        make('p', { class: 'dim' }, 'T5X\'s format records no shardings. The chunks of an array divide the shards that the devices wrote.')),
+      make('section', { id: 'statistics', 'aria-labelledby': 'statistics-title' }, make('h2', { id: 'statistics-title' }, 'Statistics'), make('p', { class: 'dim' }, read), health, make('div', { class: 'panel' }, rows.node))),
+    start: () => {
+      draw('areas', areas(root, (leaf) => { tree.select(leaf); describe(leaf); }));
+      const first = arrays.filter((leaf) => WEIGHTS.test(leaf.keys[0]) === WEIGHTS.test(arrays[0].keys[0]));
+      if (first.length) describe(first.reduce((a, b) => (b.bytes > a.bytes ? b : a)));
+    },
+  };
+}
+
+// --- changes ----------------------------------------------------------------------------------------------------------
+
+function changeSection(facts) {
+  const { steps: [before, after], leaves: changed, same } = facts.changes;
+  const found = new Map(changed.map((leaf) => [leaf.name, leaf]));
+  const compared = facts.checkpoint.leaves.filter((leaf) => leaf.dtype && found.get(leaf.name)?.what !== 'added');
+  const parts = [...new Set(compared.map((leaf) => leaf.keys[0]))];
+  const weight = (part) => compared.filter((leaf) => leaf.keys[0] === part).reduce((all, leaf) => all + leaf.bytes, 0);
+  let part = parts.find((name) => WEIGHTS.test(name)) ?? [...parts].sort((a, b) => weight(b) - weight(a))[0];
+  const [MOST_ROWS, MOST_COLUMNS] = [80, 60];
+  const cut = make('p', { class: 'dim' });
+  const natural = (a, b) => a.localeCompare(b, 'en', { numeric: true });
+  const relative = (leaf) => { const one = found.get(leaf.name); return one ? number(one.relative) : 0; };
+
+  function build() {
+    const list = compared.filter((leaf) => leaf.keys[0] === part);
+    // Layers that move most stay, where there is not room for all.
+    const strongest = (at) => { const best = new Map(); list.forEach((leaf) => best.set(leaf.layer[at], Math.max(best.get(leaf.layer[at]) ?? -1, relative(leaf) || 0))); return best; };
+    const kept = (best, most) => [...best.keys()].sort((a, b) => best.get(b) - best.get(a)).slice(0, most).sort(natural);
+    const [byRow, byColumn] = [strongest(0), strongest(1)];
+    const [rows, columns] = [kept(byRow, MOST_ROWS), kept(byColumn, MOST_COLUMNS)];
+    cut.textContent = rows.length < byRow.size || columns.length < byColumn.size ? `Shown are the ${rows.length} of ${whole(byRow.size)} layers and ${columns.length} of ${whole(byColumn.size)} parameters that changed most.` : '';
+    const [rowAt, columnAt] = [new Map(rows.map((name, at) => [name, at])), new Map(columns.map((name, at) => [name, at]))];
+    const empty = (value) => rows.map(() => columns.map(() => value));
+    const [z, still, text] = [empty(null), empty(null), empty('')];
+    let [low, high] = [Infinity, -Infinity];
+    for (const leaf of list) {
+      const [row, column] = [rowAt.get(leaf.layer[0]), columnAt.get(leaf.layer[1])];
+      if (row === undefined || column === undefined) continue;
+      const one = found.get(leaf.name);
+      const value = relative(leaf);
+      if (value > 0) { const log = Math.min(Math.log10(value), 4); z[row][column] = log; low = Math.min(low, log); high = Math.max(high, log); } else still[row][column] = 0;
+      text[row][column] = `${plain(short(leaf.name, 90))}<br>${!one ? 'unchanged' : Number.isNaN(value) ? `not compared: ${plain(one.a)} → ${plain(one.b)}` : `‖b − a‖ / ‖a‖ = ${digits(value)}<br>largest |b − a| = ${digits(one.largest)}`}`;
+    }
+    if (!(high > low)) { low = (Number.isFinite(low) ? low : -3) - 1; high = low + 2; }
+    const every = high - low > 2.5 ? [1] : high - low > 1 ? [1, 3] : [1, 1.5, 2, 3, 4, 5, 7];
+    const ticks = [];
+    for (let at = Math.floor(low); at <= high; at += Math.max(1, Math.round((high - low) / 6))) for (const each of every) { const log = at + Math.log10(each); if (log >= low && log <= high) ticks.push(log); }
+    const names = (list, most) => list.map((name) => plain(short(name || '(leaf)', most)));
+    // The part is chosen above.
+    const titles = rows.map((name) => (name.startsWith(`${part}/`) ? name.slice(part.length + 1) : name));
+    const narrow = $('heat').clientWidth < 620;
+    const left = Math.min(narrow ? 130 : 300, 24 + 6.6 * Math.max(...titles.map((name) => Math.min(name.length, narrow ? 18 : 42)), 1));
+    const bottom = 20 + 4.4 * Math.max(...columns.map((name) => Math.min(name.length, narrow ? 20 : 44)), 1);
+    $('heat').style.height = `${Math.max(rows.length * 22, 60) + bottom + 16}px`;
+    const common = { type: 'heatmap', x: columns.map((_, at) => at), y: rows.map((_, at) => at), xgap: 2, ygap: 2, hoverinfo: 'text', hovertext: text };
+    return {
+      data: [{ ...common, z: still, showscale: false, colorscale: [[0, css('--line')], [1, css('--line')]] }, { ...common, z, zmin: low, zmax: high, colorscale: 'Viridis', colorbar: { thickness: 12, outlinewidth: 0, tickvals: ticks.length ? ticks : [low, high], ticktext: (ticks.length ? ticks : [low, high]).map((at) => digits(Number((10 ** at).toPrecision(2)))), tickfont: { color: css('--dim') } } }],
+      layout: { margin: { l: left, r: 10, t: 8, b: bottom }, xaxis: axis({ tickvals: columns.map((_, at) => at), ticktext: names(columns, narrow ? 20 : 44), tickangle: 40, showgrid: false, zeroline: false, fixedrange: true }), yaxis: axis({ tickvals: rows.map((_, at) => at), ticktext: names(titles, narrow ? 18 : 42), autorange: 'reversed', showgrid: false, zeroline: false, fixedrange: true }) },
+    };
+  }
+  const select = make('select', { onchange: (event) => { part = event.target.value; draw('heat', build); } }, parts.map((name) => make('option', { value: name, selected: name === part }, name)));
+  const counts = new Map();
+  changed.forEach((leaf) => counts.set(leaf.what, (counts.get(leaf.what) ?? 0) + 1));
+  const words = { values: 'have other values', dtype: 'have another dtype', shape: 'have another shape', kind: 'are of another kind', added: 'are new', removed: 'are gone' };
+  const summary = [...counts].map(([what, count]) => `${whole(count)} ${words[what]}`).join(', ') || 'none differs';
+  const sampled = facts.checkpoint.leaves.some((leaf) => leaf.stats && leaf.stats.read < leaf.size);
+  const most = Math.max(...changed.map((leaf) => { const value = number(leaf.relative); return Number.isFinite(value) ? value : 0; }), Number.MIN_VALUE);
+  const list = table([
+    { title: 'leaf', class: 'name', value: (row) => row.name, cell: (row) => broken(row.name) },
+    { title: 'what', value: (row) => row.what, cell: (row) => row.what },
+    { title: '‖b − a‖ / ‖a‖', right: true, value: (row) => number(row.relative), cell: (row) => digits(row.relative) },
+    { title: '', cell: (row) => (row.relative === null ? '' : make('span', { class: 'meter', 'aria-hidden': 'true' }, make('i', { style: { width: `${Math.min(100, (100 * number(row.relative)) / most)}%` } }))) },
+    { title: 'largest |b − a|', right: true, value: (row) => number(row.largest), cell: (row) => digits(row.largest) },
+    { title: `step ${whole(before)}`, cell: (row) => make('span', { class: 'mono' }, row.a) },
+    { title: `step ${whole(after)}`, cell: (row) => make('span', { class: 'mono' }, row.b) },
+  ], changed, { label: 'Leaves that differ', sort: 2, descending: true, page: 40 });
+  return {
+    node: make('section', { id: 'changes', 'aria-labelledby': 'changes-title' }, make('h2', { id: 'changes-title' }, `Changes from step ${whole(before)} to ${whole(after)}`),
+      make('p', { class: 'dim' }, `Of ${counted(changed.length + same, 'leaf', 'leaves')}, ${summary}, ${whole(same)} ${sampled ? 'agree in the values that were read' : 'are equal in every bit'}.${sampled ? ' Large leaves were sampled.' : ''}`),
+      parts.length ? make('div', { class: 'panel' }, make('div', { class: 'bar' }, make('label', {}, 'Part', select)), figure('heat', 'Relative change of each parameter of each layer; the table below has the values', 'The norm of the change over the norm before, by layer and parameter. Grey: unchanged, or not compared.', 320), cut) : null,
+      changed.length ? make('div', { class: 'panel' }, list.node) : null),
+    start: () => parts.length && draw('heat', build),
+  };
+}
+
+// --- the page ---------------------------------------------------------------------------------------------------------
+
+function cards(facts) {
+  const { steps, checkpoint } = facts;
+  const rows = [];
+  if (steps.length) {
+    const complete = steps.filter((step) => step.state === 'complete');
+    const latest = complete[complete.length - 1];
+    rows.push(['Steps', whole(complete.length), latest ? `latest ${whole(latest.step)}` : ''], ['All steps on disk', bytes(steps.reduce((all, step) => all + (step.bytes ?? 0), 0)), '']);
+    if (latest) rows.push(['Last saved', moment(latest.created).slice(0, 10), latest.created === null ? '' : `${moment(latest.created).slice(11)} UTC`]);
+  }
+  rows.push([checkpoint.step === null ? 'Arrays in memory' : `Arrays of step ${whole(checkpoint.step)}`, bytes(checkpoint.bytes), ''], ['Leaves', whole(checkpoint.all_leaves), ''], ['Values', checkpoint.size >= 1e6 ? `${(checkpoint.size / 1e6).toLocaleString('en-US', { maximumFractionDigits: 1 })} M` : whole(checkpoint.size), whole(checkpoint.size)]);
+  return make('dl', { class: 'cards' }, rows.map(([name, value, small]) => make('div', {}, make('dt', {}, name), make('dd', {}, value, small ? make('small', {}, small) : null))));
+}
+
+async function unpacked(id) {
+  const data = Uint8Array.from(atob($(id).textContent), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([data]).stream().pipeThrough(new DecompressionStream('gzip'))).text();
+}
+
+async function main() {
+  const facts = JSON.parse(await unpacked('facts'));
+  $('name').textContent = facts.name;
+  $('path').textContent = facts.path ?? facts.checkpoint.path;
+  const sections = [facts.steps.length ? runSection(facts) : null, leafSection(facts), facts.changes ? changeSection(facts) : null].filter(Boolean);
+  $('main').replaceChildren(cards(facts), ...sections.map((section) => section.node));
+  const links = [['run', 'Run'], ['leaves', facts.checkpoint.step === null ? 'Leaves' : `Step ${whole(facts.checkpoint.step)}`], ['statistics', 'Statistics'], ['changes', 'Changes']];
+  $('nav').append(...links.filter(([id]) => $(id)).map(([id, text]) => make('a', { href: `#${id}` }, text)));
+  $('footer').append(`Made by t5ckpt ${facts.version} on ${facts.made}. The page requests nothing from any host. Pictures: plotly.js, MIT licence.`);
+  $('theme').addEventListener('change', (event) => { if (event.target.value) document.documentElement.dataset.theme = event.target.value; else delete document.documentElement.dataset.theme; redraw(); });
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redraw);
+  const code = document.createElement('script');
+  code.textContent = await unpacked('plotly');
+  document.head.append(code);
+  sections.forEach((section) => section.start());
+  redraw();
+  document.documentElement.dataset.ready = 'true';
+}
+
+main().catch((error) => { $('loading')?.replaceChildren(`The page cannot be shown: ${error}. It needs a browser made since 2023.`); document.documentElement.dataset.failed = String(error); });

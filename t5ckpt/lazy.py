@@ -17,6 +17,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from t5ckpt.core.thread_pool import Pool
 
@@ -33,8 +34,11 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return executor.submit(asyncio.run, coroutine).result()
 
 
-class LazyArray(ABC):
+class LazyArray(NDArrayOperatorsMixin, ABC):
     """An array that is read on request.
+
+    Operators and NumPy's functions read the whole array: ``x * 2`` is ``x[...] * 2``, a NumPy array. A lazy array itself never
+    changes.
 
     Args:
       shape: of the array.
@@ -144,6 +148,14 @@ class LazyArray(ABC):
                 )
             return array.astype(dtype)
         return array.copy() if copy else array
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if any(isinstance(array, LazyArray) for array in options.get('out') or ()):
+            raise TypeError(
+                f'{self!r} cannot be changed in place, because it is a leaf of a checkpoint. Copy it first: x = x[...].copy().'
+            )
+        values = [np.asarray(array) if isinstance(array, LazyArray) else array for array in inputs]
+        return getattr(ufunc, method)(*values, **options)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         """Reads the values, for ``torch.from_dlpack`` and similar functions."""

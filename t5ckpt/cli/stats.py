@@ -43,7 +43,7 @@ def command(
         except CheckpointNotFoundError as error:
             fail(str(error), Exit.NO)
     with progress('reading') as report:
-        stats = view.stats(progress=report)
+        stats = view.stats(bins=0, progress=report)
     bad = [name for name, leaf in stats.items() if leaf.nan or leaf.inf]
     if as_json:
         fields = {name: _plain(dataclasses.asdict(leaf)) for name, leaf in stats.items()}

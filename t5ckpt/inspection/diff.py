@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.arguments import check_word
+from t5ckpt.core.leaf_path import path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, printable
 from t5ckpt.inspection.block_iteration import Block, batches_of, blocks_in, bytes_in, pieces_of, run_all
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import table_html
+from t5ckpt.inspection.layers import layers_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
+from t5ckpt.plots import plot_layers
 from t5ckpt.progress import Meter
 
 __all__ = ['CheckpointDiff', 'LeafDiff', 'compare', 'diff']
@@ -90,6 +93,12 @@ class CheckpointDiff:
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each leaf that differs."""
         return pandas().DataFrame([dataclasses.asdict(leaf) for leaf in self.leaves], columns=[*_COLUMNS])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plots ``relative`` as a heat map of layers and parameters; returns the matplotlib axes."""
+        layers = layers_of(path_of(leaf.name) for leaf in self.leaves)
+        values = {layers[path_of(leaf.name)]: leaf.relative for leaf in self.leaves}
+        return plot_layers(values, 'norm of b - a over the norm of a', ax)
 
     def rows(self) -> list[list[str]]:
         """The table's cells as text, in the order of ``columns``."""

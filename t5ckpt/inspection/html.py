@@ -30,8 +30,12 @@ _STYLE = r"""<style>
 .t5ckpt .dim{opacity:.65}
 .t5ckpt .bar{align-self:center;height:.55em;background:rgba(128,128,128,.22);border-radius:2px}
 .t5ckpt .bar span{display:block;height:100%;background:#4878d0;border-radius:2px;min-width:1px}
-.t5ckpt td,.t5ckpt th{padding:1px 10px;text-align:right}
-.t5ckpt td:first-child,.t5ckpt th:first-child{text-align:left}
+.t5ckpt .scroll{overflow:auto;max-height:36em}
+.t5ckpt table{border-collapse:collapse;margin:0}
+.t5ckpt td,.t5ckpt th{padding:2px 10px;text-align:right;white-space:nowrap}
+.t5ckpt th{position:sticky;top:0;background:var(--jp-layout-color0,var(--vscode-editor-background,Canvas))}
+.t5ckpt .hist{display:block;width:80px;height:18px;background:#4878d0}
+.t5ckpt td:first-child,.t5ckpt th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere;max-width:34em}
 </style>"""
 
 
@@ -96,17 +100,43 @@ def _cells(name: str, dtype: str, shape: str, size: str, nbytes: int, total: int
     )
 
 
-def table_html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A title and a table of at most 200 rows, as HTML."""
-    head = ''.join(f'<th>{_text(column)}</th>' for column in columns)
-    lines = [''.join(f'<td>{_text(cell)}</td>' for cell in row) for row in rows[:200]]
-    body = ''.join(f'<tr>{line}</tr>' for line in lines)
-    more = (
-        f'<div class="dim">... and {len(rows) - 200:,} rows more: .to_pandas() has all.</div>'
-        if len(rows) > 200
-        else ''
+def table_html(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[Sequence[int]] | None = None
+) -> str:
+    """A title and a table that scrolls, of at most 2,000 rows, as HTML.
+
+    Args:
+      title: above the table.
+      columns: their names.
+      rows: cells, as many in each row as there are columns.
+      pictures: for each row the counts of a histogram, which is drawn in the second column.
+    """
+    titles = [*columns[:1], *([] if pictures is None else ['histogram']), *columns[1:]]
+    head = ''.join(f'<th>{_text(column)}</th>' for column in titles)
+    drawn = [''] * len(rows) if pictures is None else [f'<td>{_histogram(counts)}</td>' for counts in pictures]
+    body = ''.join(
+        f'<tr>{_cell(row[0])}{picture}{"".join(map(_cell, row[1:]))}</tr>'
+        for row, picture in zip(rows[:_MAX_ROWS], drawn, strict=False)
     )
+    hidden = len(rows) - _MAX_ROWS
+    more = f'<div class="dim">... and {hidden:,} rows more: .to_pandas() has all.</div>' if hidden > 0 else ''
     return (
-        f'{_STYLE}<div class="t5ckpt"><b>{_text(title)}</b><table><thead><tr>{head}</tr></thead>'
-        f'<tbody>{body}</tbody></table>{more}</div>'
+        f'{_STYLE}<div class="t5ckpt"><b>{_text(title)}</b><div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f'<tbody>{body}</tbody></table></div>{more}</div>'
     )
+
+
+def _cell(text: str) -> str:
+    return f'<td>{_text(text)}</td>'
+
+
+def _histogram(counts: Sequence[int]) -> str:
+    most, width = max(counts, default=0), 100 / max(1, len(counts))
+    if not most:
+        return ''
+    edges = ','.join(
+        f'{(at + side) * width:.1f}% {100 - 100 * count / most:.0f}%'
+        for at, count in enumerate(counts)
+        for side in (0, 1)
+    )
+    return f'<span class="hist" style="clip-path:polygon(0 100%,{edges},100% 100%)"></span>'

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.foreign_layouts import not_a_run
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
+from t5ckpt.commit.retention import Retention
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, human_bytes, printable
@@ -23,7 +25,10 @@ from t5ckpt.inspection.report.facts import change_facts, largest, step_facts
 from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, shared, step_report, write_report
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
+from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.plots import plot_series
+from t5ckpt.policies import KeepAll
+from t5ckpt.save.monitored import best_of, infos_with, monitored, monitored_metrics
 from t5ckpt.storage import Storage
 
 __all__ = ['Run', 'Series', 'open_run']
@@ -104,6 +109,41 @@ class Run(Mapping[int, CheckpointView]):
     def steps(self) -> list[int]:
         """The complete steps, ascending."""
         return [summary.step for summary in self.summaries() if summary.complete]
+
+    def metrics(self, step: int | None = None) -> dict[str, float]:
+        """The metrics of a step, as ``Checkpointer.metrics`` returns them.
+
+        Args:
+          step: None takes the latest.
+
+        Raises:
+          CheckpointNotFoundError: there is no such step.
+          UnsupportedFormatError: it is in the layout of Orbax or Flax, whose metrics are not read.
+        """
+        return dict(self._retention().metrics_at(None if step is None else integer('step', step)))
+
+    def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
+        """The step that is best by a metric, as ``Checkpointer.best_step`` returns it.
+
+        Args:
+          metric: its name; None takes that of the keep policy of the latest step.
+          mode: 'max' or 'min'; None takes the policy's.
+
+        Returns:
+          None where there is no step, no step has any metric, or all values are NaN.
+
+        Raises:
+          ValueError: the policy does not say which metric or mode; or steps have other metrics, but not this one.
+        """
+        retention = self._retention()
+        name, best = monitored(monitored_metrics(retention.policy, None), metric, mode, retention)
+        return best_of(infos_with(retention, name), name, best)
+
+    def _retention(self) -> Retention:
+        """Knows the metrics of the steps, under the keep policy that the latest was saved with."""
+        source = TensorBoardMetrics(self._storage)
+        policy = Retention(self._storage, KeepAll(), time.time, source=source).recorded_policy()
+        return Retention(self._storage, policy or KeepAll(), time.time, source=source)
 
     def __getitem__(self, step: int) -> CheckpointView:
         try:

@@ -194,7 +194,7 @@ class CheckpointStats(Mapping[str, LeafStats]):
 
         leaf = self[name]
         if leaf.counts is None or leaf.edges is None:
-            raise ValueError(f'{name} has no histogram. Pass bins to stats: view.stats(bins=64).')
+            raise ValueError(f'{name} has no histogram, because bins is 0. Pass bins to stats: view.stats(bins=64).')
         return plot_histogram(leaf.counts, leaf.edges, name, ax)
 
     def __repr__(self) -> str:
@@ -205,7 +205,8 @@ class CheckpointStats(Mapping[str, LeafStats]):
         return '\n'.join(lines)
 
     def _repr_html_(self) -> str:
-        return table_html(self._title, _COLUMNS, self.rows())
+        counts = [[] if leaf.counts is None else leaf.counts.tolist() for leaf in self._leaves.values()]
+        return table_html(self._title, _COLUMNS, self.rows(), counts if any(counts) else None)
 
 
 def _cell(value: float) -> str:

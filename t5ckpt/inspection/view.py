@@ -16,7 +16,7 @@ from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import tree_html
 from t5ckpt.inspection.leaf_tree import LeafInfo, build_tree, glob_regex, leaf_infos
-from t5ckpt.inspection.report.facts import largest
+from t5ckpt.inspection.report.facts import BINS, largest
 from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, step_report, write_report
 from t5ckpt.inspection.stats import CheckpointStats, checkpoint_stats
 from t5ckpt.lazy import LazyArray
@@ -138,11 +138,11 @@ class CheckpointView(Mapping[str, LazyArray]):
             [[getattr(info, field) for field in fields] for info in self.infos()], columns=[*fields]
         )
 
-    def stats(self, bins: int = 0, progress: Progress | None = None) -> CheckpointStats:
+    def stats(self, bins: int = BINS, progress: Progress | None = None) -> CheckpointStats:
         """Mean, standard deviation, extremes, norm, zeros, NaN and infinite values of every array; see :class:`LeafStats`.
 
-        Reads all arrays once, block by block with bounded memory, with one thread per core; twice for a histogram of ``bins``
-        bins per leaf.
+        Reads all arrays block by block with bounded memory, with one thread per core: twice for a histogram of ``bins`` bins per
+        leaf, which a notebook shows in the table, and once with ``bins=0``.
         """
         with self.in_one() as view:
             return checkpoint_stats(view, bins, progress)

@@ -1,6 +1,7 @@
 """Statistics and differences of checkpoints, against numpy on the whole arrays."""
 
 import math
+import re
 import tracemalloc
 
 import hypothesis
@@ -93,7 +94,7 @@ def test_stats_of_a_checkpoint(tmp_path):
     assert '21,000' in stats._repr_html_()
     assert stats.plot('kernel').get_title() == 'kernel'
     with pytest.raises(ValueError, match='bins=64'):
-        view.stats().plot('kernel')
+        view.stats(bins=0).plot('kernel')
 
 
 @pytest.mark.parametrize(
@@ -262,3 +263,58 @@ def test_a_run_is_its_steps(tmp_path):
 def test_a_run_that_is_not_there(tmp_path):
     with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='no such directory'):
         t5ckpt.open_run(tmp_path / 'nope')
+
+
+def test_the_table_of_a_notebook_scrolls_and_has_a_histogram_for_each_row(tmp_path):
+    ramp = np.arange(64, dtype=np.float32)
+    leaves = {f'leaf_{at:03}': ramp * at for at in range(1, 301)}
+    leaves |= {'<b>': ramp, 'nan': np.full(3, np.nan, np.float32)}
+    view = saved(tmp_path, **leaves)
+    page = view.stats()._repr_html_()
+    assert page.count('<tr>') == 1 + 302, 'every leaf'
+    assert page.count('class="hist"') == 301
+    assert 'overflow:auto' in page
+    assert '<b>' not in page.replace('<div class="t5ckpt"><b>', '')
+    row = next(row for row in page.split('<tr>') if 'leaf_007' in row)
+    counts = view.stats()['leaf_007'].counts
+    assert [int(height) for height in re.findall(r'% (\d+)%', row)][:-1] == [
+        100 - 50 * count for count in counts.repeat(2)
+    ]
+    assert 'class="hist"' not in view.stats(bins=0)._repr_html_()
+
+
+def test_changes_as_a_figure(tmp_path):
+    layers = {
+        f'layers_{at}': {'mlp': {'wi': np.ones((4, 4), np.float32)}, 'norm': np.ones(4, np.float32)} for at in range(3)
+    }
+    one = saved(tmp_path / 'a', target=layers, **{'a$b$': np.ones(3, np.float32)})
+    layers['layers_2']['mlp']['wi'] = layers['layers_2']['mlp']['wi'] * 11
+    layers['layers_1']['norm'] = layers['layers_1']['norm'] * 2
+    two = saved(tmp_path / 'b', target=layers, **{'a$b$': np.zeros(3, np.float32)})
+    ax = t5ckpt.diff(one, two).plot()
+    rows, columns = ([label.get_text() for label in labels] for labels in (ax.get_yticklabels(), ax.get_xticklabels()))
+    assert (rows, columns) == (['', 'target/layers_1', 'target/layers_2'], [r'a\$b\$', 'norm', 'mlp/wi'])
+    picture = ax.get_images()[0].get_array()
+    np.testing.assert_allclose([picture[0, 0], picture[1, 1], picture[2, 2]], [0, 0, 1], atol=1e-6)
+    assert picture.mask[1, 2]
+    ax.figure.canvas.draw()
+    same = t5ckpt.diff(one, one).plot()
+    same.figure.canvas.draw()
+
+
+def test_the_best_step_and_the_metrics_of_a_run_are_those_of_the_checkpointer(tmp_path):
+    keep = t5ckpt.KeepLatest(5) | t5ckpt.KeepBest(1, 'loss', 'min')
+    state = {'w': np.ones(3, np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep_policy=keep) as checkpointer:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            checkpointer.save(state, step=step, metrics={'loss': loss, 'step/s': -loss})
+        run = t5ckpt.open_run(tmp_path)
+        for chosen in ((), ('loss', 'max'), ('step/s', 'max')):
+            assert run.best_step(*chosen) == checkpointer.best_step(*chosen)
+        assert [run.metrics(step) for step in (1, None)] == [checkpointer.metrics(step) for step in (1, None)]
+    assert run.best_step() == 2
+    assert run[run.best_step()].metrics == {'loss': 1.0, 'step/s': -1.0}
+    with pytest.raises(ValueError, match="no step has the metric 'acc'; there are: loss, step/s"):
+        run.best_step('acc', 'max')
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='there is no step 9'):
+        run.metrics(9)

@@ -110,6 +110,26 @@ def test_lazy_arrays_go_to_numpy_jax_and_dlpack(view):
     assert float(view['state/step']) == 7.0
 
 
+def test_operators_read_the_array(view):
+    leaf = view['target/encoder/layers_0/mlp/kernel']
+    low = view['target/a\\/b/kernel']
+    np.testing.assert_array_equal(leaf * 2, KERNEL * 2)
+    np.testing.assert_array_equal(2 - leaf, 2 - KERNEL)
+    np.testing.assert_array_equal(leaf - leaf, 0 * KERNEL)
+    np.testing.assert_array_equal(leaf @ np.eye(64), KERNEL)
+    np.testing.assert_array_equal(KERNEL + leaf, KERNEL + KERNEL)
+    np.testing.assert_array_equal(jnp.ones(64) * leaf, KERNEL)
+    np.testing.assert_array_equal((leaf > 5) & (-leaf < 0), KERNEL > 5)
+    np.testing.assert_array_equal(np.maximum(leaf, 7), np.maximum(KERNEL, 7))
+    assert type(leaf * 2) is np.ndarray
+    assert (low * 2).dtype == jnp.bfloat16
+    assert np.add.reduce(leaf, axis=None) == KERNEL.sum()
+    with pytest.raises(TypeError, match=r'cannot be changed in place.*x\[\.\.\.\]\.copy\(\)'):
+        leaf += 1
+    with pytest.raises(TypeError, match='cannot be changed in place'):
+        np.add(KERNEL, 1, out=view['target/encoder/layers_0/mlp/kernel'])
+
+
 def test_a_method_of_numpy_is_pointed_to(view):
     with pytest.raises(AttributeError, match=r'np\.asarray\(x\)\.mean'):
         view['target/encoder/layers_0/mlp/kernel'].mean()

@@ -758,6 +758,8 @@ FUNCTIONS: list[Case] = [
         'sample_bytes',
         lambda s, _: t5ckpt.open_checkpoint(s.run).report('x', sample_bytes=0),
     ),
+    ('Run.best_step', 'metric', ValueError, 'metric', lambda s, _: t5ckpt.open_run(s.run).best_step()),
+    ('Run.best_step', 'mode', ValueError, 'mode', lambda s, _: t5ckpt.open_run(s.run).best_step('loss')),
     (
         'Run.report',
         'output',

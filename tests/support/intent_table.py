@@ -155,6 +155,7 @@ drop | error | names nothing that is damaged
 trust_files add_checksums | report | nothing to repair
 clock | hint | time.time by default
 """,
+    'Run.best_step': 'metric mode | error | no policy says which, or no step has it and some have others',
     'Run.report': """
 output | error | it exists
 steps | error | more than two, or there is no such step
@@ -180,6 +181,7 @@ mode least min_step | error | out of range
 """,
     'SaveWhenIdle': 'min_step | error | out of range',
     'Series.plot': 'ax | hint | None makes one',
+    'CheckpointDiff.plot': 'ax | hint | None makes one',
     'CheckpointStats.plot': 'name | error | no such leaf\nax | hint | None makes one',
     'CheckpointDiff.only': 'what | error | unknown word',
     'CheckpointDiff.top': 'count | hint | a limit',
@@ -243,6 +245,7 @@ donate | warning | the template holds no jax.Array
     'datasets.as_dataset_iterator': 'iterator | error | it cannot return its position',
     'plots.plot_heatmap': 'array title ax | hint | how it looks',
     'plots.plot_histogram': 'counts edges title ax | hint | how it looks',
+    'plots.plot_layers': 'values title ax | hint | how it looks',
     'plots.plot_series': 'values title ax | hint | how it looks',
     'storage.options.FileOptions': """
 locking direct_io | error | unknown word

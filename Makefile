@@ -90,7 +90,7 @@ define install
 	@touch $@
 endef
 
-$(VENV)/installed-docs: EXTRAS := cli,docs
+$(VENV)/installed-docs: EXTRAS := cli,docs,report
 $(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,report,site,test$(PEERS)
 $(VENV)/installed-fuzz: EXTRAS := cli,docs,hf,notebook,orbax,report,site,test,fuzz
 $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python

@@ -116,7 +116,7 @@ def suggest(run_dir: Path) -> None:
 
 
 def main() -> None:
-    """Trains, kills, resumes, compares, lists, plots, suggests."""
+    """Trains, kills, resumes, compares, lists, plots, reports, suggests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run_dir', type=Path, nargs='?', default=Path('demo_run'))
     parser.add_argument('--steps', type=int, default=100)
@@ -144,7 +144,10 @@ def main() -> None:
     print('5. A picture of both loss curves, and of one weight')
     print(f'   {plot(args.run_dir, before, after)}')
 
-    print('6. What to try next: list the checkpoints, compare two of them, train on')
+    print('6. A report on the run, one page for a browser')
+    print(f'   {t5ckpt.open_run(args.run_dir).report(args.run_dir / "report.html")}')
+
+    print('7. What to try next: list the checkpoints, compare two of them, train on')
     suggest(args.run_dir)
 
 

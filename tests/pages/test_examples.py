@@ -31,9 +31,10 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path):
     assert 'every loss equal to the last bit' in done.stdout
     assert [line.split()[1] for line in done.stdout.splitlines() if ' MB in ' in line] == ['16', '20', '24']
     assert (tmp_path / 'run' / 'demo.png').read_bytes().startswith(PNG)
+    assert 'class="' in (tmp_path / 'run' / 'report.html').read_text('utf-8')
     assert 'Warning' not in done.stderr
     # What it suggests at its end works where it was typed; diff answers with 1: the checkpoints differ.
-    suggested = [shlex.split(line) for line in done.stdout.partition('6. What to try next')[2].splitlines()[1:]]
+    suggested = [shlex.split(line) for line in done.stdout.partition('7. What to try next')[2].splitlines()[1:]]
     assert [words[1] for words in suggested[:2]] == ['ls', 'diff']
     assert Path(suggested[2][1]).samefile(ROOT / 'examples' / 'train_t5.py')
     for words, code in zip(suggested[:2], (0, 1), strict=True):

@@ -100,7 +100,7 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     deleted: list[Decision] = []
     if doomed and not dry_run:
         confirm(f'Delete {len(doomed)} of {counted(len(plan), "step")}?', yes)
-        deleted = retention.carry_out()
+        deleted = retention.carry_out(confirmed=doomed)
         retention.wait()
     # What another process has deleted meanwhile is gone, as was wanted.
     failed = [] if dry_run or not doomed else sorted(set(doomed) & {each.step for each in retention.plan()})

@@ -171,8 +171,14 @@ class Retention:
             return Decision(decision.step, True, str(error), overruled=True)
         return decision
 
-    def carry_out(self, just_saved: int | None = None) -> list[Decision]:
+    def carry_out(self, just_saved: int | None = None, *, confirmed: Collection[int] | None = None) -> list[Decision]:
         """Makes the steps that go invisible, and begins to remove them.
+
+        The plan is made anew, so that a step that was pinned or saved since :meth:`plan` counts.
+
+        Args:
+          just_saved: the step of the save that this follows.
+          confirmed: the steps that may go; None allows all of them.
 
         Returns:
           The decisions that were carried out.
@@ -187,6 +193,8 @@ class Retention:
         for decision in plan:
             if decision.keep:
                 self._log.note(decision)
+                continue
+            if confirmed is not None and decision.step not in confirmed:
                 continue
             try:
                 found = self._hidden(decision.step, others.get(decision.step))

@@ -35,6 +35,26 @@ def save(directory, steps, metrics=None):
             ck.save(state, step=step, metrics=None if metrics is None else {'loss': metrics[step]})
 
 
+def test_a_step_that_was_saved_during_the_question_changes_nothing_of_what_was_confirmed(tmp_path):
+    save(tmp_path, [1, 2, 3])
+    ours, theirs = os.openpty()
+    command = [sys.executable, '-m', 't5ckpt', 'prune', str(tmp_path), '--keep', '1']
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as prune:
+        asked = ''
+        while 'Delete 2 of 3 steps?' not in asked:
+            character = prune.stderr.read(1)
+            assert character, asked
+            asked += character
+        # By the same rule, step 3 would now go as well.
+        save(tmp_path, [4])
+        os.write(ours, b'y\n')
+        prune.communicate(timeout=60)
+    os.close(ours)
+    os.close(theirs)
+    assert prune.returncode == 0
+    assert t5ckpt.all_steps(tmp_path) == [3, 4]
+
+
 def test_prune_says_what_it_would_do_and_does_that(tmp_path):
     save(tmp_path, range(5), {0: 5.0, 1: 1.0, 2: 4.0, 3: 3.0, 4: 2.0})
     t5ckpt_cli('pin', tmp_path, '--step', 0, '--step', 2, '--why', 'in the paper')

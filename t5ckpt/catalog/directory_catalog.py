@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
-from t5ckpt.catalog.run_catalog import RunCatalog
+from t5ckpt.catalog.run_catalog import Index, RunCatalog
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.names import parse_prefixed_step, parse_step_dir, step_dir
 from t5ckpt.format.sidecar import Sidecar
@@ -16,6 +16,15 @@ __all__ = ['DirectoryCatalog']
 
 class DirectoryCatalog(RunCatalog):
     """A run on a file system."""
+
+    absence = 'there is no such directory'
+    incomplete_state = 'broken'
+
+    def exists(self) -> bool:
+        return self._storage.kind('') == 'dir'
+
+    def index(self) -> Index | None:
+        return None
 
     def listing(self) -> Listing:
         found: list[ListedStep] = []

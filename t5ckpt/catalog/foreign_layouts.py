@@ -85,8 +85,7 @@ def not_a_run(storage: Storage) -> T5CkptError:
     """The error for a path that is not the directory of a run; for a file it says which program reads it."""
     where = storage.url()
     if storage.kind('') is None:
-        nothing = 'there is no such directory' if storage.renames else 'there is no run: no key begins with it'
-        return CheckpointNotFoundError(f'{where}: {nothing}. Check the path.')
+        return CheckpointNotFoundError(f'{where}: {catalog_of(storage).absence}. Check the path.')
     what = foreign_file(where)
     if what is not None:
         return UnsupportedFormatError(f'{where} is {what}.')

@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing
+from t5ckpt.format.names import ReadLease, WriteLeaseName
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.storage import Entry, Storage
 
-__all__ = ['RunCatalog']
+__all__ = ['Index', 'RunCatalog']
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """The markers of a run, from one listing.
+
+    Attributes:
+      steps: committed steps.
+      busy: steps that are being written or deleted.
+      is_complete: whether every step that is not busy had a marker when all keys were last listed.
+      others: names of steps in other layouts.
+      read_leases: the read leases, also expired ones.
+      write_leases: the write leases of the steps in ``busy``, also of processes that ended.
+      elsewhere: ``complete.*`` keys of other URLs.
+    """
+
+    steps: frozenset[int]
+    busy: frozenset[int]
+    is_complete: bool
+    others: frozenset[str] = frozenset()
+    read_leases: tuple[ReadLease, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    write_leases: tuple[WriteLeaseName, ...] = ()
 
 
 class RunCatalog(ABC):
     """The steps of one run. ``catalog/listing.catalog_of`` chooses the implementation."""
 
+    absence: str
+    """What to say where there is no run."""
+    incomplete_state: str
+    """The state of a step without a manifest, see :class:`~t5ckpt.catalog.step_summaries.StepSummary`."""
+
     def __init__(self, storage: Storage):
         """Takes the run."""
         self._storage = storage
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Whether there is a directory, or a key."""
+
+    @abstractmethod
+    def index(self) -> Index | None:
+        """The index, from one listing; None for a run that has none."""
 
     @abstractmethod
     def listing(self) -> Listing:

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
-from t5ckpt.catalog.run_catalog import RunCatalog
+from t5ckpt.catalog.run_catalog import Index, RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import FormatError
 from t5ckpt.format.file_checksums import FileChecksums
@@ -38,8 +38,6 @@ from t5ckpt.format.names import (
     PINNED,
     SIDECAR,
     STEP_PREFIX,
-    ReadLease,
-    WriteLeaseName,
     index_complete,
     is_index_complete,
     other_marker,
@@ -56,7 +54,6 @@ from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.storage import Entry, Storage
 
 __all__ = [
-    'Index',
     'IndexCatalog',
     'ensured_index',
     'mark_step',
@@ -67,29 +64,6 @@ __all__ = [
 # The directory of a step in an Orbax CheckpointManager is its number.
 _STEP_PREFIXES = (STEP_PREFIX, *'0123456789')
 _log = logging.getLogger('t5ckpt')
-
-
-@dataclasses.dataclass(frozen=True)
-class Index:
-    """The markers of a run, from one listing.
-
-    Attributes:
-      steps: committed steps.
-      busy: steps that are being written or deleted.
-      is_complete: whether every step that is not busy had a marker when all keys were last listed.
-      others: names of steps in other layouts.
-      read_leases: the read leases, also expired ones.
-      write_leases: the write leases of the steps in ``busy``, also of processes that ended.
-      elsewhere: ``complete.*`` keys of other URLs.
-    """
-
-    steps: frozenset[int]
-    busy: frozenset[int]
-    is_complete: bool
-    others: frozenset[str] = frozenset()
-    read_leases: tuple[ReadLease, ...] = ()
-    elsewhere: tuple[str, ...] = ()
-    write_leases: tuple[WriteLeaseName, ...] = ()
 
 
 def read_index(storage: Storage) -> Index:
@@ -182,6 +156,16 @@ def ensured_index(storage: Storage, *, again: bool = False) -> Index:
 
 class IndexCatalog(RunCatalog):
     """A run on an object store."""
+
+    absence = 'there is no run: no key begins with it'
+    # A step without a manifest is found by its write lease alone.
+    incomplete_state = 'unfinished'
+
+    def exists(self) -> bool:
+        return self.newest() is not None or self._storage.kind('') is not None
+
+    def index(self) -> Index | None:
+        return read_index(self._storage)
 
     def listing(self) -> Listing:
         return Listing(tuple(steps_of(self._storage, read_index(self._storage))))

@@ -76,7 +76,7 @@ def summaries(storage: Storage) -> list[StepSummary]:
     latest = listed.steps[-1].step if listed.steps else None
     found: list[StepSummary] = []
     for entry in catalog.entries(complete):
-        named = _state_of(entry, complete, has_leases=not storage.renames)
+        named = _state_of(entry, complete, catalog.incomplete_state)
         if named is None:
             continue
         try:
@@ -109,14 +109,12 @@ class _Named:
         return self.state == 'complete'
 
 
-def _state_of(entry: Entry, complete: Mapping[str, ListedStep], *, has_leases: bool) -> _Named | None:
+def _state_of(entry: Entry, complete: Mapping[str, ListedStep], incomplete: str) -> _Named | None:
     found = complete.get(entry.name)
     if found is not None:
         return _Named(found.step, 'complete', found.layout)
     if not entry.is_dir:
         return None
-    # In place, a step without a manifest is found by its write lease alone.
-    incomplete = 'unfinished' if has_leases else 'broken'
     for state, parse in ((incomplete, parse_step_dir), ('damaged', parse_damaged), ('moved aside', parse_foreign)):
         step = parse(entry.name)
         if step is not None:

@@ -16,7 +16,8 @@ from typing import Any
 import click
 
 from t5ckpt.catalog.foreign_layouts import not_a_run
-from t5ckpt.catalog.locate import newest, open_run_storage
+from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.cli.verb import Exit, fail
 from t5ckpt.cli.waiting import Waiting, current_waiting
 from t5ckpt.core.protocols import Clock, Progress
@@ -237,8 +238,8 @@ def run_at(path: str) -> Storage:
 
 
 def check_exists(storage: Storage) -> None:
-    """Raises CheckpointNotFoundError where a run of a bucket has no key; a file system was asked by :func:`run_at`."""
-    if not storage.renames and newest(storage) is None and storage.kind('') is None:
+    """Raises CheckpointNotFoundError if there is no run. On a bucket, :func:`run_at` makes no request."""
+    if not catalog_of(storage).exists():
         raise not_a_run(storage)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5ckpt.catalog.step_index import Index
+from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.by_manifest import ManifestTransaction
 from t5ckpt.commit.by_rename import RenameTransaction
 from t5ckpt.commit.transaction import Transaction

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.layouts import other_layout
-from t5ckpt.catalog.step_index import Index, ensured_index, mark_step
+from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.catalog.step_index import ensured_index, mark_step
 from t5ckpt.commit.in_place import remove_step
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere, occupant
 from t5ckpt.commit.swap import Swap, check_swappable

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from t5ckpt.catalog.step_index import Index
+from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.garbage_collection import is_abandoned
 from t5ckpt.commit.occupancy import occupant
 from t5ckpt.commit.removal import move_aside, remove_checkpoint, renamed_for_deletion, renamed_for_replacement

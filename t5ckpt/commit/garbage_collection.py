@@ -14,7 +14,8 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from t5ckpt.catalog.step_index import Index, read_index
+from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.in_place import collect_in_place
 from t5ckpt.commit.lease_files import Leases, leased_directory, list_leases
 from t5ckpt.commit.lease_owner import UNKNOWN, has_ended, parse_owner, read_owner
@@ -45,7 +46,7 @@ def collect_leftovers(storage: Storage, clock: Clock, stale_after: float = STALE
 
 def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> tuple[list[str], Index | None]:
     """As :func:`collect_leftovers`; also returns the index of an object store, which one listing has with the read leases."""
-    index = None if storage.renames else read_index(storage)
+    index = catalog_of(storage).index()
     expired = clock() - TAKE_OVER_SECONDS
     leases = list_leases(storage) if index is None else Leases((), index.read_leases)
     doomed = [lease for lease in leases.of_readers if lease.until < expired]

@@ -9,7 +9,8 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-from t5ckpt.catalog.step_index import Index, ensured_index, mark_step
+from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.catalog.step_index import ensured_index, mark_step
 from t5ckpt.commit.lease_owner import MEND
 from t5ckpt.commit.removal import check_known, keys_below, remove_own_keys
 from t5ckpt.commit.swap import finish_swap

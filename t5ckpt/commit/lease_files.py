@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from t5ckpt.catalog.step_index import read_index
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.format.names import (
     DELETING_PREFIX,
     INDEX,
@@ -46,8 +46,8 @@ def leased_directory(storage: Storage) -> str:
 
 def list_leases(storage: Storage) -> Leases:
     """Lists all leases of a run."""
-    if not storage.renames:
-        index = read_index(storage)
+    index = catalog_of(storage).index()
+    if index is not None:
         return Leases(index.write_leases, index.read_leases)
     names = storage.names('', (READ_LEASE_PREFIX, DELETING_PREFIX))
     return Leases(
@@ -68,7 +68,7 @@ def write_leases_of(storage: Storage, step: int) -> list[WriteLeaseName]:
 
 def write_lease_key(storage: Storage, step: int, nonce: str) -> str:
     """Returns the key of the write lease of a step."""
-    return deleting_file(step, nonce) if storage.renames else busy_key(step, nonce)
+    return busy_key(step, nonce) if leased_directory(storage) else deleting_file(step, nonce)
 
 
 def live_steps(leases: Iterable[ReadLease], now: float) -> set[int]:

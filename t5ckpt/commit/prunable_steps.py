@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import listing
-from t5ckpt.catalog.step_index import Index, read_index, steps_of
+from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.catalog.step_index import read_index, steps_of
 from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known

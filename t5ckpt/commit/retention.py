@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.catalog.listing import listing, steps_in
-from t5ckpt.catalog.step_index import Index
+from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.commit.in_place import Hidden

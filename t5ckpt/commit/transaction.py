@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from t5ckpt._version import __version__
-from t5ckpt.catalog.step_index import Index
+from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.lease_owner import process_facts
 from t5ckpt.commit.write_lease import AlreadyCommittedError
 from t5ckpt.core.keys import join

@@ -42,7 +42,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from t5ckpt.catalog.step_index import Index
+from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.lease_files import list_leases, live_steps, write_lease_key, write_leases_of
 from t5ckpt.commit.lease_owner import (
     DELETE,

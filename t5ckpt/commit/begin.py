@@ -15,7 +15,7 @@ from t5ckpt.storage import Storage
 __all__ = ['begin', 'kind_of', 'resume', 'unfinished']
 
 
-def kind_of(storage: Storage) -> type[Transaction]:
+def kind_of(storage: Storage) -> type[RenameTransaction | ManifestTransaction]:
     """The commit of a storage: by a rename where directories can be renamed, else by the write of the manifest."""
     return RenameTransaction if storage.renames else ManifestTransaction
 

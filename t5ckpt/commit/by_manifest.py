@@ -92,7 +92,7 @@ class ManifestTransaction(Transaction):
 
     @staticmethod
     def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
-        """See ``commit/swap.py``."""
+        """Checks that one write replaces a complete step, see ``commit/swap.py``."""
         check_swappable(storage, step, has_positions=has_positions)
 
     def _find_swap(self, may_replace: Callable[[], bool]) -> None:

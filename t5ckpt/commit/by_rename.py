@@ -48,8 +48,8 @@ class RenameTransaction(Transaction):
         step: int,
         clock: Clock,
         writer: Mapping[str, Any],
-        index: Index | None = None,
-        may_replace: Callable[[], bool] = lambda: False,
+        index: Index | None,
+        may_replace: Callable[[], bool],
     ) -> Self:
         """Creates a temporary directory."""
         del index
@@ -78,7 +78,7 @@ class RenameTransaction(Transaction):
     @classmethod
     def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
         """Adopts a temporary directory, or creates one."""
-        return cls.unfinished(storage, step, clock, writer) or cls.begin(storage, step, clock, writer)
+        return cls.unfinished(storage, step, clock, writer) or cls._begin(storage, step, clock, writer)
 
     @classmethod
     def unfinished(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self | None:
@@ -100,7 +100,7 @@ class RenameTransaction(Transaction):
 
     @staticmethod
     def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
-        """Directories are exchanged whole."""
+        """Checks nothing: directories are exchanged whole."""
 
     def _has_lease(self, writer: Mapping[str, Any]) -> bool:
         """Takes the write lease. Returns False if another host, which does not see the lock, removed the empty directory."""

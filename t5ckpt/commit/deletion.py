@@ -51,6 +51,7 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
       StorageError: it could not be made invisible, and is unchanged.
     """
     if not storage.renames:
+        # Deleting the manifest hides the step in one operation, as the rename below does.
         return hide_in_place(storage, step, clock, lambda keys: PINNED in keys and not even_pinned)
     check_known(storage, step_dir(step))
     lease = acquire_to_hide(storage, step, clock)

@@ -153,14 +153,6 @@ class _InIndex(PrunableSteps):
 def prunable_steps(
     storage: Storage, clock: Clock, facts: StepFacts, log: StayLog, *, prunes_others: bool
 ) -> PrunableSteps:
-    """The steps of a run, from a listing of its directory or from its index.
-
-    Args:
-      storage: the run.
-      clock: returns unix seconds.
-      facts: of the steps.
-      log: where steps that stay are logged.
-      prunes_others: whether steps in other layouts may be deleted, so that nothing is logged of them.
-    """
+    """The steps of a run, from a listing of its directory or from its index; with ``prunes_others``, no others are logged."""
     kind = _OnDisk if storage.renames else _InIndex
     return kind(storage, clock, facts, log, prunes_others=prunes_others)

@@ -16,12 +16,11 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from t5ckpt._version import __version__
-from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.lease_owner import process_facts
 from t5ckpt.commit.write_lease import AlreadyCommittedError
 from t5ckpt.core.keys import join
@@ -97,40 +96,6 @@ class Transaction(ABC):
         self._is_committed = False
         # Whether a rollback keeps the files, since another process has the step or the commit may still arrive.
         self._keeps_files = False
-
-    # --- the ways to begin, see ``commit/begin.py`` -------------------------------------------------------------------
-
-    @classmethod
-    @abstractmethod
-    def begin(
-        cls,
-        storage: Storage,
-        step: int,
-        clock: Clock,
-        writer: Mapping[str, Any],
-        index: Index | None,
-        may_replace: Callable[[], bool],
-    ) -> Self:
-        """See ``begin``."""
-
-    @classmethod
-    @abstractmethod
-    def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
-        """See ``resume``."""
-
-    @classmethod
-    @abstractmethod
-    def unfinished(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self | None:
-        """See ``unfinished``."""
-
-    @staticmethod
-    @abstractmethod
-    def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
-        """Checks that a complete step can be replaced, also with files of data iterators (``has_positions``).
-
-        Raises:
-          CheckpointExistsError: it cannot be replaced by one write, see ``commit/swap.py``.
-        """
 
     def __enter__(self) -> Self:
         return self

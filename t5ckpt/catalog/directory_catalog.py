@@ -38,7 +38,12 @@ class DirectoryCatalog(RunCatalog):
                 unreadable[entry.name] = error
                 continue
             found += [] if step is None else [step]
-        return Listing(tuple(one_a_step(found)), unreadable)
+        return Listing(tuple(one_a_step(found)), unreadable | self._broken())
+
+    def _broken(self) -> dict[str, T5CkptError]:
+        """Steps that are links to nothing. Without them the run would seem shorter than it is, or new."""
+        links = self._storage.broken_links()
+        return {name: error for name, error in links.items() if parse_step_dir(name) is not None}
 
     def newest(self) -> ListedStep | None:
         return self.listing().newest
@@ -68,7 +73,7 @@ class DirectoryCatalog(RunCatalog):
 
     def entries(self, complete: Iterable[str]) -> list[Entry]:
         del complete
-        return self._storage.entries()
+        return [*self._storage.entries(), *(Entry(name, is_dir=True) for name in self._broken())]
 
     def files(self, entry: Entry) -> dict[str, Entry] | None:
         found = self._storage.entries(entry.name) if entry.is_dir else [entry]

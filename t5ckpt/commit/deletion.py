@@ -13,6 +13,7 @@ from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import (
     check_known,
     check_not_kept,
+    check_removable,
     is_pinned,
     kept_error,
     remove_checkpoint,
@@ -54,6 +55,7 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
         # Deleting the manifest hides the step in one operation, as the rename below does.
         return hide_in_place(storage, step, clock, lambda keys: PINNED in keys and not even_pinned)
     check_known(storage, step_dir(step))
+    check_removable(storage, step_dir(step))
     lease = acquire_to_hide(storage, step, clock)
     try:
         if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):

@@ -19,7 +19,7 @@ from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.in_place import collect_in_place
 from t5ckpt.commit.lease_files import Leases, leased_directory, list_leases
 from t5ckpt.commit.lease_owner import UNKNOWN, has_ended, parse_owner, read_owner
-from t5ckpt.commit.removal import remove_checkpoint, renamed_for_deletion
+from t5ckpt.commit.removal import check_removable, remove_checkpoint, renamed_for_deletion
 from t5ckpt.commit.replacement import is_still_kept, put_back
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, has_live_lease
 from t5ckpt.core.keys import join
@@ -106,6 +106,7 @@ def _collect_one(storage: Storage, leftover: Leftover, now: float, stale_after: 
             return False
         if is_dead:
             name = leftover.name
+            check_removable(storage, name)
             if leftover.state not in ('deleted', 'pruned'):
                 # A removal that was killed may have removed the files that identify the directory.
                 name = renamed_for_deletion(storage, name, leftover.step, lambda: leftover.unix)

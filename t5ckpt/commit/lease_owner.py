@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError
 from t5ckpt.storage import Storage
 
 __all__ = [
@@ -121,6 +121,11 @@ def read_owner(storage: Storage, key: str) -> Owner | None:
         data = storage.read(key)
     except CheckpointNotFoundError:
         return None
+    except AccessDeniedError:
+        if not storage.renames:
+            raise
+        # Of another user, whose umask hides it. It must not keep this one from saving other steps.
+        return UNKNOWN
     try:
         record = json.loads(data)
     except ValueError:

@@ -9,10 +9,12 @@ nothing is pinned where no manifest is, and the pin looks for its file last.
 
 from __future__ import annotations
 
+import contextlib
+
 from t5ckpt.commit.read_lease import outlives_deleters
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.errors import CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import MANIFEST, PINNED, parse_step_dir
 from t5ckpt.storage import Storage
 
@@ -39,8 +41,16 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
             f'{storage.url(directory).rstrip("/")} is not a checkpoint; pass the directory of a step.'
         )
     while True:
-        storage.write(pin, text.encode())
-        is_there = step is not None and outlives_deleters(storage, step, clock)
+        is_new = storage.renames and not storage.is_file(pin)
+        try:
+            storage.write(pin, text.encode())
+            is_there = step is not None and outlives_deleters(storage, step, clock)
+        except StorageError:
+            if is_new:
+                # The error says that nothing was changed.
+                with contextlib.suppress(StorageError):
+                    storage.delete_file(pin)
+            raise
         if not is_there and not storage.is_file(manifest):
             # A deleter was first. Where nothing is renamed it would leave the file behind.
             storage.delete_file(pin)

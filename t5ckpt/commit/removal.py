@@ -21,7 +21,14 @@ from collections.abc import Callable, Collection, Sequence
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError, StorageError, UnsupportedFormatError
+from t5ckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    FormatError,
+    StepKeptError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import VERSION, is_of_others, version_of
 from t5ckpt.format.names import (
@@ -44,6 +51,7 @@ from t5ckpt.storage import Storage
 __all__ = [
     'check_known',
     'check_not_kept',
+    'check_removable',
     'foreign_files',
     'is_pinned',
     'kept_by',
@@ -197,6 +205,34 @@ def few(names: Sequence[str]) -> str:
     """The first names of many."""
     more = f' and {len(names) - 3} more' if len(names) > 3 else ''
     return ', '.join(names[:3]) + more
+
+
+def check_removable(storage: Storage, directory: str) -> None:
+    """Refuses to hide a directory whose files this user may not remove, as those of another user of a shared run.
+
+    Whoever may write to the run may rename the directory, so it would be hidden and stay, with half of its files.
+
+    Raises:
+      AccessDeniedError: it names the owner.
+    """
+    path = storage.local_path(directory)
+    if path is None or os.path.islink(path) or _may_write(path):
+        return
+    try:
+        info = os.stat(path)
+    except OSError:
+        # Another process has removed it.
+        return
+    raise AccessDeniedError(
+        errno.EACCES,
+        f'{storage.url(directory)} belongs to user {info.st_uid} and has the permissions {info.st_mode & 0o7777:o}, so user '
+        f'{os.geteuid()} may not remove its files. Nothing was changed. Delete it as its owner, or let the group write to it '
+        '(chmod -R g+w; with umask 002 for later saves).',
+    )
+
+
+def _may_write(path: str) -> bool:
+    return os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def renamed_for_deletion(storage: Storage, name: str, step: int, clock: Clock) -> str:

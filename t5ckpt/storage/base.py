@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from t5ckpt.errors import StorageError
 from t5ckpt.storage.error_mapping import foreign_errors
 
 if TYPE_CHECKING:
@@ -108,6 +109,10 @@ class Storage(ABC):
     @abstractmethod
     def kind(self, key: str) -> str | None:
         """``'file'``, ``'dir'`` or None."""
+
+    def broken_links(self) -> Mapping[str, StorageError]:
+        """An error for each name in the root that is a symbolic link to nothing, which ``entries`` leaves out."""
+        return {}
 
     def root_kind(self) -> str | None:
         """``kind`` of the root, without a request: always ``'dir'`` on an object store, which has no directories."""

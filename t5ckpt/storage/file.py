@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5ckpt.core.keys import join
+from t5ckpt.errors import StorageError
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.checked_rename import check_renamed
 from t5ckpt.storage.directory_lock import lock_directory
@@ -53,6 +54,17 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
         raise
     is_dir = stat.S_ISDIR(info.st_mode)
     return Entry(item.name, is_dir, 0 if is_dir else info.st_size, info.st_mtime)
+
+
+def _is_broken(item: os.DirEntry[str]) -> bool:
+    return item.is_symlink() and not os.path.exists(item.path)
+
+
+def _broken_link(path: str) -> StorageError:
+    return StorageError(
+        errno.ENOENT,
+        f'{path} is a symbolic link to {os.readlink(path)}, which is not there. Mount the disk that has it, or remove the link.',
+    )
 
 
 def _remove_tree(path: str) -> None:
@@ -177,8 +189,25 @@ class FileStorage(Storage):
                 with os.scandir(self._path(key)) as scan:
                     found = [entry for item in scan if (entry := _entry(item)) is not None]
             except (FileNotFoundError, NotADirectoryError):
+                self._check_links()
                 return []
         return sorted(found, key=lambda entry: entry.name)
+
+    def _check_links(self) -> None:
+        """Raises StorageError if a symbolic link on the way to the root leads to nothing, which is no place for a new run."""
+        path = self._root
+        while not os.path.lexists(path):
+            path = os.path.dirname(path)
+        if not os.path.exists(path):
+            raise _broken_link(path)
+
+    def broken_links(self) -> dict[str, StorageError]:
+        with foreign_errors(self.url()):
+            try:
+                with os.scandir(self._root) as scan:
+                    return {item.name: _broken_link(item.path) for item in scan if _is_broken(item)}
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
 
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
         for entry in self.entries(key):

@@ -7,7 +7,7 @@ array chunks directly; for these, the operation that can fail is the request for
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,10 @@ class FaultyStorage(Storage):
     def mtime(self, key: str) -> float | None:
         self._count('mtime', key)
         return self._inner.mtime(key)
+
+    def broken_links(self) -> Mapping[str, StorageError]:
+        self._count('broken_links', '')
+        return self._inner.broken_links()
 
     def root_kind(self) -> str | None:
         self._count('root_kind', '')

@@ -48,7 +48,8 @@ ANSWERS = {
 FAULTS = ('500', '503', '429', '403', 'dropped', 'lost', 'truncated', 'slow')
 # What is done to the bytes on their way: 'cut' resets while the request is being sent; 'truncated' and 'closed' end the
 # connection in the middle of the reply, by a reset or in order; 'stalled' ends it never; 'short' sends half of the reply as
-# if it were all; 'twice' hands the request to the server once more after its reply.
+# if it were all; 'twice' hands the request to the server once more after its reply. 'late' resets the connection, and the server
+# gets the request when the test releases it.
 ON_THE_WAY = ('dropped', 'cut', 'lost', 'truncated', 'closed', 'stalled', 'short', 'twice')
 _SLOW_SECONDS = 0.2
 _STALL_SECONDS = 30
@@ -79,6 +80,7 @@ class Proxy:
         self.requests: list[Request] = []
         self.choose: Callable[[str, str], str | None] = lambda kind, key: None
         self.watch: Callable[[str, str, bytes], None] = lambda kind, key, body: None
+        self.held: list[tuple[str, str, bytes, dict[str, str]]] = []
         self._lock = threading.Lock()
         proxy = self
 
@@ -104,8 +106,19 @@ class Proxy:
             passed, self.requests = self.requests, []
         return passed
 
+    def release(self) -> None:
+        """Has the requests arrive that are late; they pass through here, where conditions are checked. None may be late again."""
+        held, self.held = self.held, []
+        for method, path, body, headers in held:
+            connection = http.client.HTTPConnection(urllib.parse.urlsplit(self.url).netloc, timeout=60)
+            connection.request(method, path, body, headers)
+            connection.getresponse().read()
+            connection.close()
+        assert not self.held
+
     def reset(self) -> None:
         """Forgets what has passed, and lets everything pass."""
+        self.held.clear()
         self.choose = lambda kind, key: None
         self.watch = lambda kind, key, body: None
         self.clear()
@@ -146,7 +159,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         fault = self.owner.choose(kind, key)
         body = self.rfile.read(length // 2 if fault == 'cut' else length)
         self.owner.watch(kind, key, body)
-        if fault in ('dropped', 'cut'):
+        if fault == 'late':
+            self.owner.held.append((self.command, self.path, body, self._forwarded(body)))
+        if fault in ('dropped', 'cut', 'late'):
             self._note(kind, key, 0, len(body), 0, fault)
             return self._reset()
         if fault in ANSWERS:
@@ -171,11 +186,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return None
 
     def _ask_server(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
-        headers |= {'Content-Length': str(len(body)), 'Host': self.owner.target}
-        self._upstream.request(self.command, self.path, body, headers)
+        self._upstream.request(self.command, self.path, body, self._forwarded(body))
         reply = self._upstream.getresponse()
         return reply, reply.read()
+
+    def _forwarded(self, body: bytes) -> dict[str, str]:
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+        return headers | {'Content-Length': str(len(body)), 'Host': self.owner.target}
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815
 

@@ -1,0 +1,144 @@
+"""Runs that another user has made, or that several users share: nothing is half deleted, and nothing unreadable looks new."""
+
+import os
+import pathlib
+import shutil
+import tempfile
+
+import pytest
+from support.users import run_as_users
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(os.geteuid() != 0, reason='only root can become other users'),
+]
+
+
+@pytest.fixture
+def place():
+    """A directory to which everybody has access; those of pytest are root's alone."""
+    made = pathlib.Path(tempfile.mkdtemp(dir='/tmp'))
+    yield made
+    shutil.rmtree(made)
+
+
+UNREADABLE = """
+found = {}
+calls = {
+    'all_steps': lambda: t5ckpt.all_steps(run),
+    'restore': lambda: str(checkpointer().restore()),
+    'restore_or_init': lambda: str(t5ckpt.restore_or_init(checkpointer(), lambda: STATE)),
+    'load': lambda: str(t5ckpt.load_t5x_checkpoint(run)),
+    'save': lambda: save(4),
+    'delete': lambda: checkpointer().delete(3),
+    'pin': lambda: t5ckpt.pin_checkpoint(run + '/checkpoint_3'),
+    'cp': lambda: t5ckpt.copy_checkpoint(run, sys.argv[1] + '/out').path,
+}
+os.mkdir(run)
+os.chown(run, A, GROUP)
+for step in (1, 2, 3):
+    become(A, lambda: save(step))
+for name, modes in {'': (0, 0o300, 0o400, 0o600), 'checkpoint_3': (0, 0o300, 0o400), 'checkpoint_3/checkpoint': (0,)}.items():
+    for mode in modes:
+        place = os.path.join(run, name)
+        before = os.stat(place).st_mode
+        os.chmod(place, mode)
+        there = tree()
+        for call, function in calls.items():
+            if call != 'save' or not name:
+                found[f'{name} {mode:o} {call}'] = become(A, function), tree() == there
+        os.chmod(place, before)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_what_may_not_be_read_is_an_error_and_never_a_new_run(place):
+    found = run_as_users(UNREADABLE, place)
+    assert len(found) == 4 * 8 + 4 * 7
+    for case, (answer, is_unchanged) in found.items():
+        # The names in a directory that may only be entered are known, so its steps can be listed.
+        if case != 'checkpoint_3 300 all_steps':
+            assert answer[0] == 'AccessDeniedError', (case, answer)
+            assert str(place / 'run') in answer[1], (case, answer)
+            assert 'Permission denied' in answer[1], (case, answer)
+        assert is_unchanged, case
+
+
+SHARED = """
+from t5ckpt.cli.app import run as run_verb
+
+def verb(*words):
+    def call():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            run_verb([*words])
+        except SystemExit as ended:
+            return ended.code
+    return call
+
+found = {}
+for mode in (0o2770, 0o3770):
+    for umask in (0o002, 0o007, 0o022, 0o027, 0o077):
+        shutil.rmtree(run, ignore_errors=True)
+        os.mkdir(run)
+        os.chown(run, A, GROUP)
+        os.chmod(run, mode)
+        for step in (1, 2, 3):
+            assert become(A, lambda: save(step), umask) == step
+        whole = tree()
+        pruned = become(B, verb('prune', run, '--keep', '2', '--yes'), umask)
+        removed = become(B, verb('rm', run, '2', '--yes'), umask)
+        saved = become(B, lambda: save(4, keep=1), umask)
+        after = tree()
+        halves = [name for name, files in after.items() if name != run and '_4' not in name and files != whole.get(name)]
+        found[f'{mode:o} {umask:03o}'] = [pruned, removed, saved, sorted(os.listdir(run)), halves]
+        assert become(A, lambda: save(5), umask) == 5
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_two_users_share_a_run(place):
+    """With a umask for groups each deletes steps of the other; else, and in a sticky directory, no step is touched."""
+    found = run_as_users(SHARED, place)
+    all_steps = [f'checkpoint_{step}' for step in (1, 2, 3, 4)]
+    for case, (pruned, removed, saved, names, halves) in found.items():
+        mode, umask = case.split()
+        may_delete = mode == '2770' and umask in ('002', '007')
+        assert halves == [], case
+        assert saved == 4, case
+        assert names == (['checkpoint_4'] if may_delete else all_steps), case
+        # An unreadable step stays by plan; what a rule lets go and the directory keeps is the storage's refusal.
+        assert pruned == (0 if may_delete or umask == '077' else 4), case
+        assert removed == (0 if may_delete else 4), case
+
+
+LEASES = """
+os.mkdir(run)
+os.chown(run, A, GROUP)
+os.chmod(run, 0o2770)
+become(A, lambda: save(1), 0o002)
+owner = {'nonce': '0123456789abcdef', 'host': 'h', 'place': 'x', 'pid': 1, 'born': '', 'beat': time.time() - 7200}
+for step in (1, 7):
+    name = f'{run}/deleting_{step}.0123456789abcdef'
+    with open(name, 'w') as file:
+        json.dump({**owner, 'action': 'delete'}, file)
+    os.chown(name, A, GROUP)
+    os.chmod(name, 0o600)
+print(json.dumps({
+    'save': become(B, lambda: save(2, keep=1)),
+    'restore': become(B, lambda: float(checkpointer().restore(1)['w'][5])),
+    'delete': become(B, lambda: checkpointer().delete(1)),
+    'owner': become(A, lambda: save(3, keep=1)),
+    'names': sorted(os.listdir(run)),
+}))
+"""
+
+
+def test_a_lease_that_another_user_hides_does_not_keep_one_from_saving(place):
+    """A killed deleter with umask 077. Its lease holds its own step alone, until its user's garbage collection takes it."""
+    found = run_as_users(LEASES, place)
+    assert (found['save'], found['restore'], found['owner']) == (2, 5.0, 3)
+    assert found['delete'][0] == 'StorageError'
+    assert found['names'] == ['checkpoint_2', 'checkpoint_3']

@@ -1,0 +1,78 @@
+"""Programs whose functions run as other users, each in a fork of a process that has imported everything.
+
+The interpreter's own files may lie where other users cannot read, so nothing may be imported after the change of user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELUDE = """
+import codecs, glob, importlib, json, os, pkgutil, shutil, sys, time, warnings
+import click, jax, numpy as np, rich.console, rich.table, tensorstore
+import t5ckpt
+for name in ('ascii', 'latin-1'):
+    codecs.lookup(name)
+for module in pkgutil.walk_packages(t5ckpt.__path__, 't5ckpt.'):
+    if '__main__' not in module.name:
+        try:
+            importlib.import_module(module.name)
+        except ImportError:
+            pass
+warnings.simplefilter('ignore')
+A, B, GROUP = 4001, 4002, 4100
+run = sys.argv[1] + '/run'
+STATE = {'w': np.arange(2000, dtype=np.float32), 'step': np.int32(0)}
+
+def checkpointer(**options):
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, inline_bytes=64, reuse_unchanged=False, **options)
+
+def save(step, keep=None):
+    with checkpointer(keep=keep) as ck:
+        return ck.save(STATE, step=step).step
+
+def become(user, function, umask=0o022):
+    '''What a function returns, or the name of its error and the text, as another user.'''
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.umask(umask)
+        os.setgroups([GROUP])
+        os.setresgid(GROUP, GROUP, GROUP)
+        os.setresuid(user, user, user)
+        try:
+            answer = function()
+        except Exception as error:
+            answer = [type(error).__name__, str(error)]
+        os.write(writing, json.dumps(answer, default=str).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(answer)
+
+def tree():
+    return {place: sorted(files) for place, _, files in os.walk(run)}
+"""
+
+
+def run_as_users(code: str, directory: Path) -> Any:
+    """What a program prints as JSON; it has the functions above, and ``directory``, which everybody may enter."""
+    directory.chmod(0o777)
+    done = subprocess.run(
+        [sys.executable, '-c', PRELUDE + code, str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

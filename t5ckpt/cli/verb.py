@@ -44,7 +44,7 @@ class Exit(enum.IntEnum):
     READER_GONE = 141
 
 
-# The first class that fits. What stands in the way of a write is an answer, as a difference and a name that nothing has are.
+# The first class that fits. That a target exists already is an answer (1), like a difference, and not an error of the storage.
 _CODES: tuple[tuple[type[T5CkptError], Exit], ...] = (
     (InvalidPathError, Exit.USAGE),
     (CheckpointExistsError, Exit.NO),

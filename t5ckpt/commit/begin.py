@@ -1,4 +1,7 @@
-"""Begins a transaction: chooses how it commits, and takes over what an earlier attempt at the same has written."""
+"""Begins a transaction: chooses how it commits, by a rename or by its manifest.
+
+A write that can be resumed, such as a copy, also takes over the files of an earlier attempt.
+"""
 
 from __future__ import annotations
 

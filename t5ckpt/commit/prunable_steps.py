@@ -54,7 +54,7 @@ class PrunableSteps(ABC):
     """The steps about which a keep policy is asked.
 
     Attributes:
-      index: what the save listed, of whose step retention comes next; on object stores.
+      index: on object stores, the listing of the save that this retention follows, so that it need not list again.
     """
 
     has_index = False

@@ -76,7 +76,7 @@ class Transaction(ABC):
       storage: the run.
       step: of the checkpoint.
       directory: where the files are written: a temporary directory, or that of the step.
-      generation: the directory, in that one, of the arrays and file checksums; '' if they lie in that one itself.
+      generation: the subdirectory of ``directory`` with the arrays and the file checksums; '' for ``directory`` itself.
       is_temporary: whether ``directory`` has files of this write alone.
       replaces: whether the commit may replace a complete checkpoint of the step.
       kept_after: the errors after which the files stay for another attempt.

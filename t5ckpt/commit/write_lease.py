@@ -269,7 +269,7 @@ def acquire_lease(
 
     Raises:
       BeingWrittenError: another process has a lease that has not expired.
-      CheckpointNotFoundError: so it has, and the step that is to be deleted is gone.
+      CheckpointNotFoundError: the step to delete was deleted by that process meanwhile.
     """
     if index is not None:
         owners = _owners(storage, (each for each in index.write_leases if each.step == step))

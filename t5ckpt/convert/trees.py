@@ -1,4 +1,4 @@
-"""Reads checkpoints of other JAX programs: Orbax, Flax's msgpack files, jax.experimental's array serialization, seqax.
+"""Reads checkpoints of other JAX programs for a conversion: Orbax, Flax, jax.experimental's array serialization, seqax.
 
 The leaves keep their names; ``rewrite.py`` renames. Arrays of Orbax and JAX are read in parts; small msgpack files are held as a
 whole.

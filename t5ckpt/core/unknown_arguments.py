@@ -1,7 +1,7 @@
 """Says what a keyword of another library is called here, where Python would only say that it is unexpected.
 
-The signatures stay as they are written, for inspect, gin and editors: a function that takes ``**others`` to look at would accept
-every misspelling in the eyes of these.
+The signatures stay as they are written, because inspect, gin and editors read them. With a parameter ``**others`` they would
+accept every misspelling.
 """
 
 from __future__ import annotations

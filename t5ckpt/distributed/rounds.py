@@ -3,6 +3,8 @@
 :meth:`CoordinationRound.reduce_on_leader` is the primitive of saves and restores. Every process sends a vote, process 0
 (the leader) reduces the votes to a decision, and every process returns the decision. It costs one barrier and one key for
 each process; in a job of one process it is a function call. Rounds are numbered, so the keys of two rounds never collide.
+
+A save has two rounds, of which the second precedes the commit (``save/execute.py``), and a restore one (``restore/execute.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The checksum of files, xxh3-64 from the xxhash package, which hashes 28 GB/s on one core."""
+"""Computes the checksum of files: xxh3-64 from the xxhash package, which hashes 28 GB/s on one core.
+
+``save/write.py`` computes the checksums of the files that it writes. ``reading/checksum_verifier.py`` compares those of the files
+that are read, and ``format/file_checksums.py`` says where both are recorded.
+"""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class WriteLeaseName:
     Attributes:
       key: the file's.
       step: the step.
-      nonce: tells the leases of a step apart; '' in the records of versions before that, of which there was one a step.
+      nonce: distinguishes the leases of a step; '' in the records of earlier versions, which had one lease per step.
     """
 
     key: str

@@ -1,7 +1,10 @@
-"""Chooses chunk shapes with T5X's greedy algorithm (``_choose_chunk_shape``).
+"""Chooses chunk shapes: T5X's greedy algorithm (``_choose_chunk_shape``), and a finer grid for replicated shards.
 
-A chunk divides the shard that is written, so two writers never share a chunk file. It holds at most ``limit`` bytes if
-possible; the largest dimension is split first. Two things differ from T5X:
+:func:`chunk_shape_for` decides for an array; :func:`choose_chunks` is the greedy algorithm for one shard.
+
+No chunk overlaps two shards, so two writers never share a chunk file. A chunk divides the shard, except where a shard that
+several processes hold has too few divisors; then the last chunk of an unsharded axis exceeds the array. A chunk holds at most
+``limit`` bytes if possible; the largest dimension is split first. Two things differ from T5X:
 
 - Divisors come from a factorization instead of a trial of every number below the size. A dimension of 10^9 takes
   milliseconds instead of a minute.
@@ -15,11 +18,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ['DEFAULT_CHUNK_BYTES', 'choose_chunks']
+from t5ckpt.format.chunk_grid import ChunkGrid, ceil_div
+
+__all__ = ['DEFAULT_CHUNK_BYTES', 'choose_chunks', 'chunk_shape_for']
 
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _OVERSHOOT = 8
 _TRIAL_LIMIT = 2**20
+# Smaller chunks are not worth distributing: a file takes 0.3 to 0.8 ms.
+_MIN_SPLIT_BYTES = 2**20
+
+
+def chunk_shape_for(
+    shape: Sequence[int], shard_shape: Sequence[int], itemsize: int, limit: int, replicas: int
+) -> tuple[int, ...]:
+    """The chunk shape of an array whose shards are held by up to ``replicas`` processes each.
+
+    With replicas, a shard is cut so that each holder writes about the same number of bytes, but not into chunks below 1 MiB.
+    If no divisor gives enough chunks, an axis that is not sharded is cut unevenly; its last chunk exceeds the array.
+    """
+    nbytes = math.prod(shard_shape) * itemsize
+    parts = min(replicas, max(1, nbytes // _MIN_SPLIT_BYTES))
+    chunks = list(choose_chunks(shard_shape, itemsize, min(limit, ceil_div(nbytes, parts))))
+    whole = [axis for axis, size in enumerate(shape) if shard_shape[axis] == size]
+    for axis in sorted(whole, key=lambda axis: (-chunks[axis], axis)):
+        grid = ChunkGrid(tuple(shard_shape), tuple(chunks))
+        count = grid.num_chunks
+        if count >= parts:
+            break
+        along = min(shard_shape[axis], ceil_div(parts * grid.grid_shape[axis], count))
+        chunks[axis] = ceil_div(shard_shape[axis], along)
+    return tuple(chunks)
 
 
 def choose_chunks(shard_shape: Sequence[int], itemsize: int, limit: int = DEFAULT_CHUNK_BYTES) -> tuple[int, ...]:

@@ -34,8 +34,8 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
-from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
-from t5ckpt.planning.write_assignment import HeldShard, WriteAssignment, chunk_shape_for
+from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES, chunk_shape_for
+from t5ckpt.planning.write_assignment import HeldShard, WriteAssignment
 from t5ckpt.tree.leaf_values import is_jax_array
 from t5ckpt.tree.leaves_to_save import LeafToSave
 

@@ -1,8 +1,9 @@
 """Reads stored arrays by index: whole, or the chunks that a slice overlaps.
 
-Each array is read in the first of four ways that it supports: through a cache of chunks (``reading/cached_chunks.py``),
+Each array is read in the first of five ways that it supports: through a cache of chunks (``reading/cached_chunks.py``),
 memory-mapped (``reading/local/mmap_reader.py``, with ``mmap``), directly from its files into the buffers
-(``reading/local/direct_reader.py``, in a restore), or through TensorStore, which reads every array.
+(``reading/local/direct_reader.py``, in a restore), as ranges of bytes of an object (``reading/byte_ranges.py``, for tensor files
+in a bucket), or through TensorStore, which reads every zarr array.
 
 The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found.
 A missing chunk is an error (``fill_missing_data_reads`` is off). A missing ``.zarray`` is replaced by the manifest's metadata.

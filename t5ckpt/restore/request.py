@@ -48,7 +48,7 @@ class RestoreRequest:
 
 
 def check_source(step: Any, path: Any) -> None:
-    """Checks what a restore is to restore.
+    """Checks the step and the path of a restore.
 
     Raises:
       ValueError: both a step and a path are given, or one of them is of another type.

@@ -38,7 +38,7 @@ def monitored(
       known: (metric, mode) of the policies.
       metric: the caller's, or None.
       mode: the caller's, or None.
-      retention: of the run. A metric that no step has is said first, since a mode would be no cure.
+      retention: of the run. An unknown metric is reported before a missing mode.
 
     Raises:
       ValueError: the policies name no metric, or more than one; or no step has this one.

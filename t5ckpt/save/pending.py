@@ -1,4 +1,4 @@
-"""The handle of a save that runs in a thread.
+"""The handle of a save, which runs in a thread: a blocking save is one whose caller waits for it.
 
 Notes: the thread is not a daemon, so the interpreter waits for a save that is under way before it exits. Where no thread can be
 started, the save is done in the caller's.

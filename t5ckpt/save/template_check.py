@@ -59,7 +59,7 @@ class TemplateCheck:
         self._has_looked_at_shardings = False
 
     def look(self, state: Any, table: LeafTable, step: int, *, tells: bool) -> None:
-        """Warns once of each difference that would make a restore fail; only in the process of a job that ``tells``.
+        """Warns once about each difference that would make a restore fail; ``tells`` is set in one process of a job.
 
         Raises:
           TreeMismatchError: with ``is_strict``, before anything is written.

@@ -93,7 +93,7 @@ class WriteJob:
       previous: a checkpoint whose equal chunks are linked instead of written, or None.
       progress: called with (bytes done, bytes in all).
       is_leader: whether this is process 0, which writes the metadata of every array, also of those that others write.
-      codecs: by array directory, where the processes agreed on what the data were to decide.
+      codecs: by array directory, the codecs that process 0 chose from the data and broadcast.
     """
 
     storage: Storage

@@ -91,18 +91,18 @@ class Storage(ABC):
         """Writes a key durably and whole."""
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
-        """From how many bytes on a save's chunk files are to be written with ``write_direct``; None for no file."""
+        """The smallest size in bytes of a chunk file that a save writes with ``write_direct``; None if it writes none so."""
         del in_background
 
     def write_direct(self, key: str, data: np.ndarray) -> None:
-        """Writes a file of an unfinished checkpoint past the page cache; its directory need not be there.
+        """Writes a file of an unfinished checkpoint past the page cache, and makes its directory.
 
         Args:
-          key: where.
+          key: of the file.
           data: uint8 (n,), contiguous.
 
         Raises:
-          OSError: it is not there.
+          OSError: the file cannot be written.
         """
         raise NotImplementedError
 
@@ -158,7 +158,7 @@ class Storage(ABC):
         return self.stamp(key)
 
     def read_with_version(self, key: str) -> tuple[bytes, Any]:
-        """The bytes of a key and its ``version``; of a file that is replaced meanwhile not the newer version."""
+        """The bytes of a key and its ``version``. If the file is replaced meanwhile, the version is not newer than the bytes."""
         version = self.version(key)
         return self.read(key), version
 

@@ -1,8 +1,7 @@
 """Amazon S3 and what speaks its protocol (MinIO, Ceph, R2, ...), through TensorStore.
 
 A bucket is addressed by path (``<endpoint>/<bucket>/<key>``) where an endpoint is given. TensorStore signs with keys from
-the environment, a profile or a role; the arrays of a checkpoint are written as for a disk, so that a copy on a disk is
-what T5X reads.
+the environment, a profile or a role. A manifest is the same as on a disk, so T5X reads a copy of the checkpoint there.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 jax.Arrays, numpy arrays and scalars, Python numbers and LazyArrays are leaves. ``tree/leaves_to_save.py`` reads a ``jax.Ref`` or
 an object with ``__array__``. An object of any other type is an error that names it.
+
+A subclass of a Python number, such as an IntEnum, is saved as the number (:func:`base_number`, called by
+``tree/leaves_to_save.py``) and restored as the type of the template (:func:`as_instance`, called by ``restore/make_leaf.py``).
 """
 
 from __future__ import annotations

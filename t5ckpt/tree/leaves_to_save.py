@@ -1,6 +1,6 @@
 """The leaves of a state to be saved: their values, and what the save needs to know of each.
 
-Everything that asks a leaf what it is happens here, once; the planner decides from the records.
+What a state may hold is decided and reported here, before anything is planned.
 """
 
 from __future__ import annotations

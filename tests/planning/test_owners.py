@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
-from t5ckpt.planning.write_assignment import HeldShard, MeshLayout, WriteAssignment, chunk_shape_for
+from t5ckpt.planning.chunk_shape import chunk_shape_for
+from t5ckpt.planning.write_assignment import HeldShard, MeshLayout, WriteAssignment
 
 BENCHMARKS = Path(__file__).parents[2] / 'benchmarks'
 MB = 2**20

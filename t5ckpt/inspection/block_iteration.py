@@ -14,7 +14,17 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.inspection.leaf_tree import LeafInfo
 
-__all__ = ['BLOCK_BYTES', 'Block', 'batches_of', 'blocks_in', 'blocks_of', 'bytes_in', 'pieces_of', 'run_all']
+__all__ = [
+    'BLOCK_BYTES',
+    'Block',
+    'batches_of',
+    'blocks_in',
+    'blocks_of',
+    'bytes_in',
+    'pieces_of',
+    'run_all',
+    'sum_of_squares',
+]
 
 # Large enough that reading takes longer than its set-up, small enough to hold several blocks in memory.
 BLOCK_BYTES = 8 * 2**20
@@ -155,6 +165,13 @@ def pieces_of(block: np.ndarray) -> Iterator[np.ndarray]:
     flat = block.reshape(-1)
     for at in range(0, flat.size, _PIECE):
         yield flat[at : at + _PIECE]
+
+
+def sum_of_squares(values: np.ndarray) -> float:
+    """The sum of the squares of real numbers; infinite if it is too large for float64."""
+    # numpy.dot would use BLAS, whose threads slow down those that read: it takes twice to eight times as long.
+    with np.errstate(over='ignore'):
+        return float(np.add.reduce(values * values))
 
 
 def run_all(work: Iterator[Callable[[], Result]], threads: int) -> Iterator[Result]:

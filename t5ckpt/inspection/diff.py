@@ -19,7 +19,7 @@ from t5ckpt.core.arguments import check_word
 from t5ckpt.core.leaf_path import path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, printable
-from t5ckpt.inspection.block_iteration import Block, batches_of, blocks_in, bytes_in, pieces_of, run_all
+from t5ckpt.inspection.block_iteration import Block, batches_of, blocks_in, bytes_in, pieces_of, run_all, sum_of_squares
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.layers import layers_of
@@ -269,7 +269,7 @@ def _compare_piece(a: np.ndarray, b: np.ndarray) -> _Sums:
         delta = np.abs(other - wide)
         # NaN on both sides, or the same infinity, counts as equal.
         delta[(np.isnan(wide) & np.isnan(other)) | (wide == other)] = 0.0
-        return _Sums(False, _squared(wide), float(np.dot(delta, delta)), float(delta.max(initial=0.0)))
+        return _Sums(False, _squared(wide), sum_of_squares(delta), float(delta.max(initial=0.0)))
 
 
 def _wide(block: np.ndarray) -> np.ndarray:
@@ -278,4 +278,4 @@ def _wide(block: np.ndarray) -> np.ndarray:
 
 def _squared(values: np.ndarray) -> float:
     finite = np.abs(values[np.isfinite(values)])
-    return float(np.dot(finite, finite))
+    return sum_of_squares(finite)

@@ -20,7 +20,7 @@ import numpy as np
 
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, printable
-from t5ckpt.inspection.block_iteration import Block, batches_of, blocks_in, bytes_in, pieces_of, run_all
+from t5ckpt.inspection.block_iteration import Block, batches_of, blocks_in, bytes_in, pieces_of, run_all, sum_of_squares
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.leaf_tree import LeafInfo
@@ -145,7 +145,7 @@ def _piece(piece: np.ndarray) -> _Moments:
     with np.errstate(over='ignore'):
         mean = float(finite.mean())
         deviations = finite - mean
-        squared = float(np.dot(deviations, deviations))
+        squared = sum_of_squares(deviations)
     return _Moments(
         values.size,
         finite.size,

@@ -126,8 +126,21 @@ def test_the_run_its_steps_and_their_metrics(page):
     assert curves[0] == ['scatter', [100, 200, 300], [1.0, 0.5, 1 / 3]]
     assert curves[1][:2] == ['bar', [100, 200, 300]]
     assert min(curves[1][2]) > 3 * 48 * 64 * 4
+    assert page.run('document.querySelector("#timeline").layout.xaxis.tickvals') == [100, 200, 300]
     page.run('document.querySelectorAll("input[name=axis]")[1].click()')
     assert page.run('document.querySelector("#timeline").layout.xaxis.type') == 'date'
+
+
+def test_the_tree_is_in_the_order_of_numbers(browser, tmp_path):
+    layers = {f'layers_{at}': {'w': np.full(3, at, np.float32)} for at in range(12)}
+    with t5ckpt.Checkpointer({'target': layers}, checkpoints_dir=tmp_path / 'run') as checkpointer:
+        checkpointer.save({'target': layers}, step=1)
+    t5ckpt.open_run(tmp_path / 'run').report(tmp_path / 'page.html')
+    browser.open(tmp_path / 'page.html', READY)
+    rows = browser.run('[...document.querySelectorAll(".tree .name")].map((name) => name.textContent)')
+    assert [row for row in rows if row.startswith('layers')] == [f'layers_{at}' for at in range(12)]
+    table = browser.run('[...document.querySelectorAll("#statistics td.name")].map((name) => name.textContent)')
+    assert table == [f'target/layers_{at}/w' for at in range(12)]
 
 
 def test_the_tree_by_keyboard(page):

@@ -41,6 +41,9 @@ function bytes(value) {
   while (value >= 999.95 && at < units.length - 1) { value /= 1000; at += 1; }
   return at ? `${value.toFixed(1)} ${units[at]}` : `${value} B`;
 }
+// layers_2 before layers_10; the collator is made once, since it takes most of the time.
+const collator = new Intl.Collator('en', { numeric: true });
+const natural = (a, b) => collator.compare(a, b);
 const counted = (count, one, several) => `${whole(count)} ${count === 1 ? one : several || one + 's'}`;
 const shape = (sizes) => (sizes.length ? sizes.map(whole).join(' × ') : 'scalar');
 const moment = (seconds) => (seconds === null ? DASH : new Date(seconds * 1000).toISOString().slice(0, 16).replace('T', ' '));
@@ -85,7 +88,7 @@ function table(columns, rows, { page = 100, label, sort = null, descending = fal
     return [...list].sort((a, b) => {
       const [x, y] = [rank(key(a)), rank(key(b))];
       if (x === null || y === null) return (x === null) - (y === null);
-      return sign * (typeof x === 'string' ? x.localeCompare(y, 'en', { numeric: true }) : x < y ? -1 : x > y ? 1 : 0);
+      return sign * (typeof x === 'string' ? natural(x, y) : x < y ? -1 : x > y ? 1 : 0);
     });
   }
   function fill(next) {
@@ -136,7 +139,7 @@ function runSection(facts) {
     const gap = 0.26 / (rows + 1);
     const height = (1 - gap * (rows - 1)) / rows;
     const layout = { showlegend: true, legend: { orientation: 'h', x: 0, xanchor: 'left', yref: 'container', y: 1, yanchor: 'top', font: { color: css('--dim') } }, margin: { l: 60, r: 8, t: 52, b: 42 }, barmode: 'overlay', hovermode: 'closest', annotations: [], shapes: [] };
-    layout.xaxis = axis({ title: { text: time ? 'saved (UTC)' : 'step' }, anchor: `y${rows === 1 ? '' : rows}`, type: time ? 'date' : 'linear', tickformat: time ? undefined : ',d' });
+    layout.xaxis = axis({ title: { text: time ? 'saved (UTC)' : 'step' }, anchor: `y${rows === 1 ? '' : rows}`, type: time ? 'date' : 'linear', ...(time ? {} : { tickformat: ',d' }) });
     const data = [];
     names.forEach((name, row) => {
       const top = 1 - row * (height + gap);
@@ -151,6 +154,8 @@ function runSection(facts) {
     const places = list.map((step) => (time ? step.created * 1000 : step.step));
     const extent = Math.max(...places) - Math.min(...places) || 1;
     const between = places.slice(1).map((place, k) => place - places[k]).filter((each) => each > 0);
+    // Plotly's ticks may lie between whole steps.
+    if (!time && list.length <= 12 && Math.min(...between, extent) > extent / 16) layout.xaxis.tickvals = list.map((step) => step.step);
     const width = Math.max(0.62 * Math.min(...between, extent / 6), extent * 0.006);
     const left = new Set(list);
     for (const [name, colour, belongs] of GROUPS) {
@@ -206,6 +211,11 @@ function grown(leaves) {
     });
     for (let each = node; each; each = each.parent) { each.bytes += leaf.bytes; each.leaves += 1; }
   }
+  const order = (item) => {
+    item.children = new Map([...item.children].sort(([, a], [, b]) => natural(a.key, b.key)));
+    item.children.forEach(order);
+  };
+  order(root);
   return root;
 }
 
@@ -322,7 +332,7 @@ function treeView(onSelect) {
 const DEEP = ['#2a6fb0', '#00796b', '#a85d00', '#7d3fb5', '#ad3559', '#4d6d17'];
 
 function areas(root, onLeaf) {
-  const MOST = 1500;
+  const MOST = 500;
   const leaves = [];
   const walk = (item) => (item.leaf ? leaves.push(item) : item.children.forEach(walk));
   walk(root);
@@ -361,7 +371,7 @@ function leafSection(facts) {
   const { leaves, all_leaves: all, step } = facts.checkpoint;
   const root = grown(leaves);
   // Weights before the optimizer's state.
-  const arrays = leaves.filter((leaf) => leaf.stats).sort((a, b) => WEIGHTS.test(b.keys[0]) - WEIGHTS.test(a.keys[0]));
+  const arrays = leaves.filter((leaf) => leaf.stats).sort((a, b) => WEIGHTS.test(b.keys[0]) - WEIGHTS.test(a.keys[0]) || natural(a.name, b.name));
   const sampled = arrays.filter((leaf) => leaf.stats.read < leaf.size);
   const details = make('div', { class: 'panel', 'aria-live': 'polite' }, make('p', { class: 'dim' }, 'Choose a leaf in the tree, the picture or the table.'));
   const title = step === null ? 'Leaves' : `Step ${whole(step)}`;
@@ -381,7 +391,7 @@ function leafSection(facts) {
       details.lastElementChild.after(figure('leaf-plot', `Histogram of ${leaf.name} from ${digits(stats.low)} to ${digits(stats.high)}`, `Values of the leaf in ${stats.counts.length} bins; the counts have a logarithmic axis.`, 170));
       const [low, high] = [number(stats.low), number(stats.high)];
       const width = high / stats.counts.length - low / stats.counts.length;
-      draw('leaf-plot', () => ({ data: [{ type: 'bar', x: stats.counts.map((_, at) => low + (at + 0.5) * width), y: stats.counts, width, marker: { color: css('--c0') }, hoverinfo: 'text', textposition: 'none', hovertext: stats.counts.map((count, at) => `${digits(low + at * width)} to ${digits(low + (at + 1) * width)}<br>${counted(count, 'value')}`) }], layout: { bargap: 0, margin: { l: 52, r: 8, t: 6, b: 28 }, xaxis: axis({ nticks: 7 }), yaxis: axis({ type: 'log', dtick: 1 }) } }));
+      draw('leaf-plot', () => ({ data: [{ type: 'bar', x: stats.counts.map((_, at) => low + (at + 0.5) * width), y: stats.counts, width, marker: { color: css('--c0') }, hoverinfo: 'text', textposition: 'none', hovertext: stats.counts.map((count, at) => `${digits(low + at * width)} to ${digits(low + (at + 1) * width)}<br>${counted(count, 'value')}`) }], layout: { bargap: 0, margin: { l: 52, r: 8, t: 6, b: 28 }, xaxis: axis({ nticks: 7 }), yaxis: axis({ type: 'log', dtick: 1, exponentformat: 'power' }) } }));
     }
     mark(leaf);
   }
@@ -456,7 +466,6 @@ function changeSection(facts) {
   let part = parts.find((name) => WEIGHTS.test(name)) ?? [...parts].sort((a, b) => weight(b) - weight(a))[0];
   const [MOST_ROWS, MOST_COLUMNS] = [80, 60];
   const cut = make('p', { class: 'dim' });
-  const natural = (a, b) => a.localeCompare(b, 'en', { numeric: true });
   const relative = (leaf) => { const one = found.get(leaf.name); return one ? number(one.relative) : 0; };
 
   function build() {

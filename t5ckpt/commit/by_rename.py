@@ -91,7 +91,7 @@ class RenameTransaction(Transaction):
             if lock is None:
                 continue
             is_same = lock.is_held and resume_text(storage, entry.name) == writer['resume']
-            if is_same and is_abandoned(storage, leftover, clock(), TAKE_OVER_SECONDS, has_lock=True):
+            if is_same and is_abandoned(storage, leftover, clock, TAKE_OVER_SECONDS, has_lock=True):
                 work = cls(storage, step, entry.name, clock, lock)
                 work.take_lease(writer)
                 return work

@@ -2,10 +2,10 @@
 
 A leftover of t5ckpt has a write lease with the boot id, the process and its last heartbeat, see ``commit/write_lease.py``.
 It is removed when its lock is free and its owner is dead: the process has ended, which is visible on the same machine, or
-the heartbeat is older than an hour. Host names and locks alone do not decide: hosts may have equal names, and locks may
-be local to a node. A directory that was being deleted or is empty is removed when its lock is free. A directory without a
-lease (T5X takes no lock) is removed when the time in its name is older than an hour. Read leases are removed ten minutes
-after they expired, since clocks differ. Object stores have their own rules (``commit/write_lease.py``).
+its last heartbeat is an hour ago, by the clock of ``commit/lease_time.py``. Host names and locks alone do not decide: hosts may
+have equal names, and locks may be local to a node. A directory that was being deleted or is empty is removed when its lock is
+free. A directory without a lease (T5X takes no lock) is removed when the time in its name is older than an hour. Expired read
+leases are removed. Object stores have their own rules (``commit/write_lease.py``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections.abc import Iterable
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.in_place import collect_in_place
-from t5ckpt.commit.lease_files import Leases, leased_directory, list_leases
-from t5ckpt.commit.lease_owner import UNKNOWN, has_ended, parse_owner, read_owner
+from t5ckpt.commit.lease_files import Leases, is_live, leased_directory, list_leases, warn_of_lease
+from t5ckpt.commit.lease_owner import UNKNOWN, dated, has_ended, parse_owner, read_owner
+from t5ckpt.commit.lease_time import lease_clock
 from t5ckpt.commit.removal import check_removable, remove_checkpoint, renamed_for_deletion
 from t5ckpt.commit.replacement import is_still_kept, put_back
-from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, has_live_lease
+from t5ckpt.commit.write_lease import has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
@@ -47,22 +48,26 @@ def collect_leftovers(storage: Storage, clock: Clock, stale_after: float = STALE
 def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> tuple[list[str], Index | None]:
     """As :func:`collect_leftovers`; also returns the index of an object store, which one listing has with the read leases."""
     index = catalog_of(storage).index()
-    expired = clock() - TAKE_OVER_SECONDS
     leases = list_leases(storage) if index is None else Leases((), index.read_leases)
-    doomed = [lease for lease in leases.of_readers if lease.until < expired]
-    _remove_leases(storage, [join(leased_directory(storage), lease.name) for lease in doomed])
+    now = lease_clock(storage, clock)
+    live = [lease for lease in leases.of_readers if is_live(storage, lease, now)]
+    for lease in live:
+        warn_of_lease(storage, lease, now)
+    _remove_leases(
+        storage, [join(leased_directory(storage), each.name) for each in leases.of_readers if each not in live]
+    )
     if index is not None:
         return collect_in_place(storage, index, clock, stale_after)
     # On object stores, the write lease of a step is removed after its leftovers. File systems have no such leftovers.
     ended = [each.key for each in leases.of_writers if not has_live_lease(storage, [each], clock, stale_after)]
-    _remove_leases(storage, ended + [name for name in leases.partial if _is_torn(storage, name, clock(), stale_after)])
+    _remove_leases(storage, ended + [name for name in leases.partial if _is_torn(storage, name, now, stale_after)])
     removed: list[str] = []
     for entry in storage.entries():
         leftover = parse_leftover(entry.name) if entry.is_dir else None
         if leftover is None:
             continue
         try:
-            if _collect_one(storage, leftover, clock(), stale_after):
+            if _collect_one(storage, leftover, clock, stale_after):
                 removed.append(entry.name)
         except CheckpointNotFoundError:
             # Another process has removed it.
@@ -83,13 +88,13 @@ def _remove_leases(storage: Storage, keys: Iterable[str]) -> None:
             _log.warning('t5ckpt: could not remove %s: %s', storage.url(key), error)
 
 
-def _is_torn(storage: Storage, name: str, now: float, stale_after: float) -> bool:
+def _is_torn(storage: Storage, name: str, now: Clock, stale_after: float) -> bool:
     """Whether a partial write lease belongs to a dead process, or is empty: a live process writes it again (``WriteLease``)."""
     owner = read_owner(storage, name)
     return owner is not None and (owner is UNKNOWN or owner.is_dead(now, stale_after))
 
 
-def _collect_one(storage: Storage, leftover: Leftover, now: float, stale_after: float) -> bool:
+def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after: float) -> bool:
     lock = storage.try_lock(leftover.name)
     if lock is None:
         return False
@@ -98,11 +103,11 @@ def _collect_one(storage: Storage, leftover: Leftover, now: float, stale_after: 
             is_dead = True
         elif leftover.state != 'tmp':
             # Without a working lock, only the age decides.
-            is_dead = leftover.unix < now - stale_after
+            is_dead = leftover.unix < clock() - stale_after
         else:
-            is_dead = is_abandoned(storage, leftover, now, stale_after, has_lock=lock.is_held)
+            is_dead = is_abandoned(storage, leftover, clock, stale_after, has_lock=lock.is_held)
         is_replaced = is_dead and leftover.state == 'replaced'
-        if is_replaced and (put_back(storage, leftover) or is_still_kept(storage, leftover, now)):
+        if is_replaced and (put_back(storage, leftover) or is_still_kept(storage, leftover, clock)):
             return False
         if is_dead:
             name = leftover.name
@@ -114,28 +119,31 @@ def _collect_one(storage: Storage, leftover: Leftover, now: float, stale_after: 
         return is_dead
 
 
-def is_abandoned(storage: Storage, leftover: Leftover, now: float, stale_after: float, *, has_lock: bool) -> bool:
+def is_abandoned(storage: Storage, leftover: Leftover, clock: Clock, stale_after: float, *, has_lock: bool) -> bool:
     """Returns whether no process writes a temporary directory anymore; the caller holds the lock of the directory.
 
     Args:
       storage: the run.
       leftover: the directory.
-      now: unix seconds.
+      clock: unix seconds.
       stale_after: seconds after its last heartbeat when an owner on another machine counts as dead.
       has_lock: whether locks work on this storage, at least on this machine.
     """
     name = leftover.name
     entries = [entry.name for entry in storage.entries(name)]
-    is_old = leftover.unix < now - stale_after
+    is_old = leftover.unix < clock() - stale_after
     if SIDECAR not in entries:
         # The writer was killed while it wrote the first file; T5X and Orbax never use such a name.
         return is_old or (has_lock and all(entry.startswith(SIDECAR) for entry in entries))
+    key, now = join(name, SIDECAR), lease_clock(storage, clock)
     try:
-        writer = decode_sidecar(storage.read(join(name, SIDECAR)), storage.url(name)).writer
+        writer = decode_sidecar(storage.read(key), storage.url(name)).writer
     except FormatError:
         return is_old
     owner = parse_owner(writer)
     if owner is None:
         # A crash in the commit leaves the finished sidecar. That of a copy names the writer of the source, hence the lock.
+        written = storage.modified(key)
+        is_old = (leftover.unix if written is None else written) < now() - stale_after
         return is_old or (has_lock and has_ended(writer))
-    return owner.is_dead(now, stale_after)
+    return dated(storage, key, owner).is_dead(now, stale_after)

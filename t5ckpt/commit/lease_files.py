@@ -10,6 +10,9 @@ import dataclasses
 from collections.abc import Iterable
 
 from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.commit.lease_time import CLOCK_SECONDS, lease_clock, warn_if_ahead
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
 from t5ckpt.format.names import (
     DELETING_PREFIX,
     INDEX,
@@ -24,7 +27,19 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.storage import Storage
 
-__all__ = ['Leases', 'leased_directory', 'list_leases', 'live_steps', 'write_lease_key', 'write_leases_of']
+__all__ = [
+    'Leases',
+    'is_live',
+    'leased_directory',
+    'list_leases',
+    'live_steps',
+    'warn_of_lease',
+    'write_lease_key',
+    'write_leases_of',
+]
+
+# How long a lease may last of which nothing says it.
+_LONGEST_SECONDS = 30 * 86400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +86,25 @@ def write_lease_key(storage: Storage, step: int, nonce: str) -> str:
     return busy_key(step, nonce) if leased_directory(storage) else deleting_file(step, nonce)
 
 
-def live_steps(leases: Iterable[ReadLease], now: float) -> set[int]:
+def live_steps(storage: Storage, leases: Iterable[ReadLease], clock: Clock) -> set[int]:
     """Returns the steps of those read leases that have not expired."""
-    return {lease.step for lease in leases if lease.until >= now}
+    now = lease_clock(storage, clock)
+    return {lease.step for lease in leases if is_live(storage, lease, now)}
+
+
+def is_live(storage: Storage, lease: ReadLease, clock: Clock) -> bool:
+    """Returns whether a read lease has not expired; ``clock`` is a :func:`~t5ckpt.commit.lease_time.lease_clock`."""
+    return _expiry(storage, lease) >= clock()
+
+
+def warn_of_lease(storage: Storage, lease: ReadLease, clock: Clock) -> None:
+    """Warns of a read lease that expires later than one that is taken now; the arguments are those of :func:`is_live`."""
+    key = join(leased_directory(storage), lease.name)
+    lasts = _LONGEST_SECONDS if lease.seconds is None else lease.seconds
+    warn_if_ahead(storage, key, _expiry(storage, lease), lasts, clock())
+
+
+def _expiry(storage: Storage, lease: ReadLease) -> float:
+    # A reader writes its file once. The name of an older version does not say how long the lease lasts.
+    written = None if lease.seconds is None else storage.modified(join(leased_directory(storage), lease.name))
+    return lease.until + CLOCK_SECONDS if written is None or lease.seconds is None else written + lease.seconds

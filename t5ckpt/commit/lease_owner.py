@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError
 from t5ckpt.storage import Storage
 
@@ -21,6 +22,7 @@ __all__ = [
     'SAVE',
     'UNKNOWN',
     'Owner',
+    'dated',
     'end_owner',
     'has_ended',
     'new_owner',
@@ -59,13 +61,21 @@ class Owner:
     action: str = SAVE
     replaces: bool = False
 
-    def is_dead(self, now: float, stale_after: float) -> bool:
-        """Returns whether the lease has expired, or its process or, in this process, the owner of the lease has ended."""
-        if self.place and self.place == _boot_id():
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a process of this machine and container, which shows when it has ended."""
+        return bool(self.place) and self.place == _boot_id()
+
+    def is_dead(self, clock: Clock, stale_after: float) -> bool:
+        """Returns whether the lease has expired, or its process or, in this process, the owner of the lease has ended.
+
+        ``clock`` is a :func:`~t5ckpt.commit.lease_time.lease_clock`, and read only for a lease of another machine.
+        """
+        if self.is_local:
             if self.pid == os.getpid():
                 return self.nonce not in _open_nonces
             return _process_start_time(self.pid) != self.born
-        return now - self.beat > stale_after
+        return clock() - self.beat > stale_after
 
 
 # An object is never half written, so a record that does not parse is of another program.
@@ -130,7 +140,14 @@ def read_owner(storage: Storage, key: str) -> Owner | None:
         record = json.loads(data)
     except ValueError:
         record = None
-    return parse_owner(_owner_part(record)) or UNKNOWN
+    owner = parse_owner(_owner_part(record))
+    return UNKNOWN if owner is None else dated(storage, key, owner)
+
+
+def dated(storage: Storage, key: str, owner: Owner) -> Owner:
+    """Returns the owner with its last heartbeat by the clock of the file server, where files have times."""
+    written = storage.modified(key)
+    return owner if written is None else dataclasses.replace(owner, beat=written)
 
 
 def _owner_part(record: Any) -> Any:

@@ -117,7 +117,7 @@ class _InIndex(PrunableSteps):
     def _with_leased(self) -> tuple[list[int], set[int]]:
         # One listing has both.
         index = read_index(self._storage)
-        return self.prunable(steps_of(self._storage, index)), live_steps(index.read_leases, self._clock())
+        return self.prunable(steps_of(self._storage, index)), live_steps(self._storage, index.read_leases, self._clock)
 
     def plan(
         self, policy: KeepPolicy, just_saved: int | None, others: Sequence[StepInfo]
@@ -133,7 +133,9 @@ class _InIndex(PrunableSteps):
         own = set[int]() if just_saved is None else {just_saved}
         index = dataclasses.replace(index, steps=index.steps | own)
         steps = self.prunable(steps_of(self._storage, index, assumed | own))
-        infos = self._facts.infos(steps, live_steps(index.read_leases, self._clock()), policy.metric_names, just_saved)
+        infos = self._facts.infos(
+            steps, live_steps(self._storage, index.read_leases, self._clock), policy.metric_names, just_saved
+        )
         assumed -= own
         while True:
             plan = retention_plan(policy, infos, just_saved)

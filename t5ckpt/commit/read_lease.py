@@ -16,6 +16,7 @@ from collections.abc import Generator
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.commit.lease_files import leased_directory, list_leases, live_steps
+from t5ckpt.commit.lease_time import lease_clock
 from t5ckpt.commit.write_lease import is_being_deleted
 from t5ckpt.core.keys import join
 from t5ckpt.core.polling import attempts
@@ -37,7 +38,8 @@ def read_lease(storage: Storage, step: int, seconds: float, clock: Clock) -> Gen
     Raises:
       AccessDeniedError: the run may be read and not be written.
     """
-    name = join(leased_directory(storage), read_lease_file(step, int(clock() + seconds) + 1, secrets.token_hex(8)))
+    lease = read_lease_file(step, int(clock() + seconds) + 1, int(seconds) + 1, secrets.token_hex(8))
+    name = join(leased_directory(storage), lease)
     try:
         storage.write(name, b'')
     except AccessDeniedError as error:
@@ -57,6 +59,7 @@ def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:
 
     To be called after what keeps the step, a read lease or a pin, was written: a later deleter finds that.
     """
+    clock = lease_clock(storage, clock)
     for has_time in attempts(_DELETER_SECONDS):
         if not is_being_deleted(storage, step, clock):
             return has_step(storage, step)
@@ -68,4 +71,4 @@ def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:
 
 def leased_steps(storage: Storage, clock: Clock) -> set[int]:
     """Returns the steps with a read lease that has not expired."""
-    return live_steps(list_leases(storage).of_readers, clock())
+    return live_steps(storage, list_leases(storage).of_readers, clock)

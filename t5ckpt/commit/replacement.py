@@ -114,7 +114,7 @@ def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
         return name
 
 
-def is_still_kept(storage: Storage, leftover: Leftover, now: float) -> bool:
+def is_still_kept(storage: Storage, leftover: Leftover, clock: Clock) -> bool:
     """Returns whether a replaced checkpoint must not be removed; the caller holds the lock of its directory.
 
     A pinned one has this name if a writer failed to undo its exchange. It is exchanged with the new one now. Nothing changes
@@ -127,7 +127,7 @@ def is_still_kept(storage: Storage, leftover: Leftover, now: float) -> bool:
         else:
             _log.warning('t5ckpt: %s stays, because it is pinned. Move it away', storage.url(leftover.name))
         return True
-    return leftover.step in live_steps(list_leases(storage).of_readers, now)
+    return leftover.step in live_steps(storage, list_leases(storage).of_readers, clock)
 
 
 def put_back(storage: Storage, leftover: Leftover) -> bool:

@@ -26,8 +26,11 @@ changes nothing, such as a save that finds the step committed: the step may lack
 A manifest whose PUT failed may still arrive, so its arrays and the lease stay. If it arrives, the checkpoint is complete. If
 not, garbage collection removes the arrays and the lease.
 
-Notes: a process that is stopped for ten minutes between its last look at its lease and its manifest may write that into a
-step that another one has taken over. The clocks of machines that share a run must differ by less than ten minutes.
+``commit/lease_time.py`` has the clock by which leases expire.
+
+Notes: on an object store, a process that is stopped for ten minutes in the middle of a save may afterwards write files into a
+step that another process has taken over. Readers then see checksums that do not match. Where directories can be renamed, its
+rename fails, since garbage collection gives the directory another name first.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ from t5ckpt.commit.lease_owner import (
     new_owner,
     read_owner,
 )
+from t5ckpt.commit.lease_time import lease_clock, warn_if_ahead
 from t5ckpt.core.keys import join
 from t5ckpt.core.polling import attempts
 from t5ckpt.core.protocols import Clock
@@ -322,18 +326,19 @@ def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after
 
 def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float) -> None:
     """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
+    now = lease_clock(storage, clock)
     for has_time in attempts(_STEP_BACK_SECONDS):
         listed = list_leases(storage)
         others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
         owners = _owners(storage, others)
-        owner = _first_live(owners, clock, stale_after)
+        owner = _first_live(owners, now, stale_after)
         if owner is None:
             lease.predecessors = tuple(owners)
             if any(each.replaces for each in owners):
                 lease.note_replacement()
             for each in others:
                 storage.delete_file(each.key)
-            lease.read_steps = frozenset(live_steps(listed.of_readers, clock()))
+            lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))
             return
         if owner.nonce < lease.nonce or not has_time:
             raise BeingWrittenError(_owned_by_other(storage, step, owner))
@@ -345,19 +350,31 @@ def _owners(storage: Storage, leases: Iterable[WriteLeaseName]) -> list[Owner]:
 
 def _first_live(owners: Iterable[Owner], clock: Clock, stale_after: float) -> Owner | None:
     """Returns the live owner with the smallest nonce; None where there is none."""
-    live = [owner for owner in owners if not owner.is_dead(clock(), stale_after)]
+    live = [owner for owner in owners if not owner.is_dead(clock, stale_after)]
     return min(live, key=lambda owner: owner.nonce, default=None)
 
 
 def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Clock, stale_after: float) -> bool:
     """Returns whether one of the leases is of a process that has not ended."""
-    return _first_live(_owners(storage, leases), clock, stale_after) is not None
+    now = lease_clock(storage, clock)
+    live = [
+        (lease, owner)
+        for lease in leases
+        if (owner := read_owner(storage, lease.key)) is not None and not owner.is_dead(now, stale_after)
+    ]
+    for lease, owner in live:
+        if not owner.is_local and owner is not UNKNOWN:
+            warn_if_ahead(storage, lease.key, owner.beat + TAKE_OVER_SECONDS, TAKE_OVER_SECONDS, now())
+    return bool(live)
 
 
 def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:
-    """Returns whether a process is about to hide or replace the step, or has hidden it and removes its files."""
+    """Returns whether a process is about to hide or replace the step, or has hidden it and removes its files.
+
+    ``clock`` is a :func:`~t5ckpt.commit.lease_time.lease_clock`.
+    """
     owners = _owners(storage, write_leases_of(storage, step))
-    return any(owner.action in (DELETE, REPLACE) and not owner.is_dead(clock(), TAKE_OVER_SECONDS) for owner in owners)
+    return any(owner.action in (DELETE, REPLACE) and not owner.is_dead(clock, TAKE_OVER_SECONDS) for owner in owners)
 
 
 def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:

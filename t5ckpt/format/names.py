@@ -18,7 +18,7 @@ t5ckpt's names:
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
     checkpoint_<step>/t5ckpt-<hex>/        arrays and file checksums of a step that was overwritten, see ``commit/swap.py``
     checkpoint_<step>/t5ckpt.<hex>.json    the sidecar of the manifest with this checksum, during such an overwrite
-    held_<step>.<unix>.<who>               a read lease, which keeps the step from being deleted until that second
+    held_<step>.<unix>.<who>s<seconds>     a read lease, which keeps the step from being deleted for so long, until that second
     deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
     .t5ckpt/                               on object stores, see ``catalog/step_index.py``
 
@@ -102,7 +102,7 @@ _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|pruned|re
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
 _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
 _OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
-_READ_LEASE = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-z]{1,32})')
+_READ_LEASE = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.(?:[0-9a-f]{16}s([0-9]{1,12})|[0-9a-z]{1,32})')
 _NUMBER = re.compile(r'[0-9]{1,18}')
 _PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*_([0-9]{1,18})')
 _MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})(\.[0-9a-z]{1,32})?')
@@ -140,12 +140,14 @@ class ReadLease:
     Attributes:
       name: of the file.
       step: the number of the step.
-      until: when the lease expires, in unix seconds.
+      until: when the lease expires, in unix seconds of the reader's clock.
+      seconds: that it lasts; None in the names of older versions.
     """
 
     name: str
     step: int
     until: int
+    seconds: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,15 +212,25 @@ def parse_foreign(name: str) -> int | None:
     return None if match is None else int(match.group(1))
 
 
-def read_lease_file(step: int, until: int, who: str) -> str:
-    """The file of a read lease, in the run's directory or, on object stores, in ``.t5ckpt/``."""
-    return f'held_{step}.{until}.{who}'
+def read_lease_file(step: int, until: int, seconds: int, nonce: str) -> str:
+    """The file of a read lease, in the run's directory or, on object stores, in ``.t5ckpt/``.
+
+    Args:
+      step: the step.
+      until: when the lease expires, by the reader's clock.
+      seconds: that it lasts.
+      nonce: 16 hexadecimal digits that no other lease has.
+    """
+    return f'held_{step}.{until}.{nonce}s{seconds}'
 
 
 def parse_read_lease(name: str) -> ReadLease | None:
     """Parses the name of a read lease; None for any other name."""
     match = _READ_LEASE.fullmatch(name)
-    return None if match is None else ReadLease(name, int(match.group(1)), int(match.group(2)))
+    if match is None:
+        return None
+    step, until, seconds = match.groups()
+    return ReadLease(name, int(step), int(until), None if seconds is None else int(seconds))
 
 
 def step_marker(step: int) -> str:

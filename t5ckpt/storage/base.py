@@ -150,6 +150,13 @@ class Storage(ABC):
         del key, before
         return None
 
+    def modified(self, key: str) -> float | None:
+        """Returns when a file was last written, in unix seconds of the file server's clock.
+
+        None where the file does not exist, and where the storage has no such time, as on an object store.
+        """
+        del key
+
     def version(self, key: str) -> Any:
         """Returns a value that changes when a file is replaced, also by one with equal bytes; None where it does not exist.
 

@@ -168,6 +168,12 @@ class FileStorage(Storage):
         now = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
         return None if before is not None and now[:-1] != before[:-1] else now
 
+    def modified(self, key: str) -> float | None:
+        try:
+            return os.stat(self._path(key)).st_mtime
+        except OSError:
+            return None
+
     def version(self, key: str) -> Any:
         with foreign_errors(self.url(key)):
             try:

@@ -111,6 +111,9 @@ class FaultyStorage(Storage):
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         return self._inner.stamp(key, before)
 
+    def modified(self, key: str) -> float | None:
+        return self._inner.modified(key)
+
     def version(self, key: str) -> Any:
         return self._inner.version(key)
 

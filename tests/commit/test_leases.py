@@ -26,7 +26,7 @@ from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.commit.write_lease import BeingWrittenError, StepTakenError, acquire_lease
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError, UnsupportedFormatError
-from t5ckpt.format.names import busy_key, index_complete
+from t5ckpt.format.names import busy_key, deleting_file, index_complete, read_lease_file
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -38,6 +38,11 @@ def saved_run(place, steps=(1, 2)):
         for step in steps:
             ck.save(STATE, step=step)
     return open_storage(place)
+
+
+def age(storage, key, seconds):
+    """So long ago the file was written, by the file server's clock."""
+    os.utime(storage.local_path(key), (time.time() - seconds,) * 2)
 
 
 @pytest.fixture(params=['file', 'memory'])
@@ -198,13 +203,18 @@ def test_who_takes_a_lease_over_and_finishes_nothing_leaves_a_record(act):
 FILES = ('checkpoint', 't5ckpt.json', 'integrity.0.json', 'w/.zarray', 'w/0')
 
 
+def clock_of(storage):
+    """The actor's clock."""
+    return getattr(storage, 'clock', time.time)
+
+
 def delete(storage):
-    delete_step(storage, 1, time.time)
+    delete_step(storage, 1, clock_of(storage))
     return 'deleted'
 
 
 def read(storage):
-    with read_lease(storage, 1, 600, time.time) as is_there:
+    with read_lease(storage, 1, 600, clock_of(storage)) as is_there:
         if not is_there:
             return 'gone'
         chunk = storage.read('checkpoint_1/w/0')
@@ -220,8 +230,8 @@ def save(storage, *, overwrite=False):
     source = open_storage('memory://t5ckpt-test-leases/run')
     files = {name: source.read(f'checkpoint_1/{name}') for name in FILES}
     try:
-        _, index = collect(storage, time.time)
-        work = begin(storage, 1, time.time, writer_facts(), index)
+        _, index = collect(storage, clock_of(storage))
+        work = begin(storage, 1, clock_of(storage), writer_facts(), index)
     except StepTakenError:
         return 'skipped'
     work.replaces = overwrite
@@ -244,7 +254,7 @@ def overwrite(storage):
 
 def pin(storage):
     try:
-        pin_in(storage, 'checkpoint_1', '1', time.time)
+        pin_in(storage, 'checkpoint_1', '1', clock_of(storage))
     except CheckpointNotFoundError:
         return 'gone'
     return 'pinned'
@@ -252,12 +262,12 @@ def pin(storage):
 
 def put_aside(storage):
     """What ``restore_or_init`` does with a damaged step."""
-    rename_damaged(storage, 1, time.time)
+    rename_damaged(storage, 1, clock_of(storage))
     return 'deleted'
 
 
 def strip(storage):
-    remove_old_datasets(storage, [1, 2], 1, None, time.time)
+    remove_old_datasets(storage, [1, 2], 1, None, clock_of(storage))
 
 
 def save_again(storage):
@@ -268,9 +278,19 @@ def save_again(storage):
     return save(storage)
 
 
+def _source():
+    """The run of which each schedule has a copy."""
+    source = open_storage('memory://t5ckpt-test-leases/run')
+    if not source.is_file('checkpoint_1/checkpoint'):
+        with t5ckpt.Checkpointer({'w': np.ones(64)}, checkpoints_dir=source, inline_bytes=0) as ck:
+            for step in (1, 2):
+                ck.save({'w': np.ones(64)}, step=step)
+    return source
+
+
 def copied_run(kind, directory):
     """A run with the steps 1 and 2."""
-    source = open_storage('memory://t5ckpt-test-leases/run')
+    source = _source()
     target = open_storage(directory if kind == 'file' else f'memory://{uuid.uuid4().hex}/run')
     for key, _ in source.walk(''):
         if kind == 'file' and not key.startswith('.t5ckpt'):
@@ -296,6 +316,8 @@ def check(storage, actors, found):
     assert not (is_there and 'deleted' in values) or 'saved' in values or is_killed
     assert is_there or 'deleted' in values or is_killed
     assert 'pinned' not in values or (is_there and storage.is_file('checkpoint_1/PINNED'))
+    for name in storage.names('', 'held_') if storage.renames else ():
+        age(storage, name, 8000)
     collect_leftovers(storage, FakeClock(time.time() + 8000))
     was_there, is_there = is_there, 1 in steps_in(storage)
     # The new checkpoint of an overwriter that was killed was whole, and now has the place of the one that was deleted.
@@ -326,11 +348,7 @@ def check(storage, actors, found):
 def test_two_processes_in_every_order_with_one_switch(kind, actors, tmp_path, caplog):
     """Also where one of them is killed at an operation, and some orders with two switches."""
     caplog.set_level('ERROR', 't5ckpt')
-    source = open_storage('memory://t5ckpt-test-leases/run')
-    if not source.is_file('checkpoint_1/checkpoint'):
-        with t5ckpt.Checkpointer({'w': np.ones(64)}, checkpoints_dir=source, inline_bytes=0) as ck:
-            for step in (1, 2):
-                ck.save({'w': np.ones(64)}, step=step)
+    _source()
     serial = [run_schedule(copied_run(kind, tmp_path / str(first)), actors, Schedule(first)) for first in (0, 1)]
     counts = [max(len(found[actor].operations) for found in serial) for actor in (0, 1)]
     stride = 1 if kind == 'memory' else 3
@@ -348,6 +366,98 @@ def test_two_processes_in_every_order_with_one_switch(kind, actors, tmp_path, ca
             check(storage, actors, found)
         except AssertionError as error:
             raise AssertionError(f'{order}: {[outcome.value or outcome.error for outcome in found]}') from error
+
+
+@pytest.mark.parametrize(
+    ('kind', 'ahead', 'actors'),
+    [
+        *(('file', seconds, (delete, read)) for seconds in (7200, -7200)),
+        *(('file', seconds, (overwrite, read)) for seconds in (7200, -7200)),
+        ('file', 7200, (delete, save)),
+        *(('memory', seconds, (delete, read)) for seconds in (500, -500)),
+        ('memory', 500, (delete, save)),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, tuple) else '-'.join(actor.__name__ for actor in value),
+)
+def test_two_machines_whose_clocks_differ(kind, ahead, actors, tmp_path):
+    """On file systems by any time, on object stores by less than ten minutes."""
+    _source()
+    machines = (ahead, 0.0)
+    serial = [
+        run_schedule(copied_run(kind, tmp_path / str(first)), actors, Schedule(first), machines) for first in (0, 1)
+    ]
+    counts = [max(len(found[actor].operations) for found in serial) for actor in (0, 1)]
+    for index, order in enumerate(schedules(counts, 1)):
+        storage = copied_run(kind, tmp_path / f'run{index}')
+        found = run_schedule(storage, actors, order, machines)
+        try:
+            check(storage, actors, found)
+        except AssertionError as error:
+            raise AssertionError(f'{order}: {[outcome.value or outcome.error for outcome in found]}') from error
+
+
+def test_on_an_object_store_clocks_may_not_differ_by_more_than_ten_minutes(tmp_path):
+    """TensorStore passes on no time of the server. docs/storage.md says so."""
+    _source()
+    found = run_schedule(copied_run('memory', tmp_path), (delete, read), Schedule(1, (4,)), (7200, 0.0))
+    assert found[0].value == 'deleted'
+    assert isinstance(found[1].error, CheckpointNotFoundError)
+
+
+@pytest.mark.parametrize('ahead', [-(10**8), 10**8])
+def test_on_a_file_system_no_clock_of_a_host_counts(ahead, tmp_path):
+    """The age of a lease is that of its file, by the clock of the file server."""
+    run, clock = saved_run(tmp_path / 'run'), FakeClock(time.time() + ahead)
+    key = deleting_file(1, 'other')
+    owner = {
+        'nonce': 'a',
+        'host': 'other',
+        'place': 'elsewhere',
+        'pid': 1,
+        'born': '1',
+        'beat': clock(),
+        'action': 'delete',
+    }
+    run.write(key, json.dumps(owner).encode())
+    with pytest.raises(BeingWrittenError, match='process 1 on other'):
+        acquire_lease(run, 1, time.time, 'mend')
+    age(run, key, 590)
+    with pytest.raises(BeingWrittenError):
+        acquire_lease(run, 1, FakeClock(time.time() + 10**6), 'mend')
+    age(run, key, 610)
+    acquire_lease(run, 1, time.time, 'mend').release()
+    assert write_leases_of(run, 1) == []
+    with read_lease(run, 1, 60, clock) as is_there:
+        assert is_there
+        with pytest.raises(StepKeptError):
+            delete_step(run, 1, time.time)
+        (name,) = (path.name for path in (tmp_path / 'run').glob('held_1*'))
+        age(run, name, 59)
+        with pytest.raises(StepKeptError):
+            delete_step(run, 1, FakeClock(time.time() + 10**6))
+        age(run, name, 63)
+        delete_step(run, 1, FakeClock(time.time() - 10**6))
+    assert t5ckpt.all_steps(tmp_path / 'run') == [2]
+    assert {path.name for path in (tmp_path / 'run').iterdir()} == {'checkpoint_2'}
+
+
+def test_leases_of_a_clock_years_ahead_are_named(caplog):
+    run = saved_run(f'memory://{uuid.uuid4().hex}/run')
+    plant(run, 1, beat=4102444800.0)
+    held = f'.t5ckpt/{read_lease_file(2, 4102444800, 60, "0" * 16)}'
+    run.write(held, b'')
+    collect_leftovers(run, FakeClock(1_700_000_000.0))
+    for key in (busy_key(1, 'other'), held):
+        assert f'{run.url(key)} expires at 2100-01-01 00:' in caplog.text
+    assert 'now is 2023-11-14 22:13:20 UTC' in caplog.text
+    assert 'If the owner has ended, remove the file' in caplog.text
+    caplog.clear()
+    for key in (busy_key(1, 'other'), held):
+        run.delete_file(key)
+    with read_lease(run, 2, 60, time.time):
+        plant(run, 1)
+        collect_leftovers(run, time.time)
+    assert caplog.text == ''
 
 
 _DELETER = """

@@ -11,8 +11,10 @@ import dataclasses
 import itertools
 import re
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 
+from t5ckpt.commit.lease_owner import process_facts
 from t5ckpt.storage import Storage
 from t5ckpt.testing import FaultyStorage
 
@@ -95,10 +97,16 @@ class _OtherProcess:
 
 
 class Stepped(FaultyStorage):
-    """The storage as one actor sees it."""
+    """The storage as one actor sees it.
 
-    def __init__(self, inner: Storage, actor: int, turns: _Turns, killed_at: int | None):
+    Attributes:
+      clock: the actor's.
+    """
+
+    def __init__(self, inner: Storage, actor: int, turns: _Turns, killed_at: int | None, ahead: float | None):
         super().__init__(inner)
+        self._is_elsewhere = ahead is not None
+        self.clock = lambda: time.time() + (ahead or 0.0)
         self._actor = actor
         self._turns = turns
         self._killed_at = killed_at
@@ -110,8 +118,14 @@ class Stepped(FaultyStorage):
         if self._killed_at is not None and index >= self._killed_at:
             raise Killed
 
+    def write(self, key: str, data: bytes) -> None:
+        if self._is_elsewhere:
+            # On a machine of its own, where nobody else sees whether its process has ended.
+            data = data.replace(process_facts()['place'].encode(), b'machine %d' % self._actor)
+        super().write(key, data)
+
     def try_lock(self, key: str) -> object:
-        return super().try_lock(key) if self.renames else _OtherProcess()
+        return super().try_lock(key) if self.renames and not self._is_elsewhere else _OtherProcess()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +138,24 @@ class Outcome:
 
 
 def run_schedule(
-    storage: Storage, actors: Sequence[Callable[[Storage], object]], schedule: Schedule
+    storage: Storage,
+    actors: Sequence[Callable[[Storage], object]],
+    schedule: Schedule,
+    ahead: Sequence[float | None] = (None, None),
 ) -> tuple[Outcome, Outcome]:
-    """Runs both actors to their ends."""
+    """Runs both actors to their ends.
+
+    Args:
+      storage: the run.
+      actors: their functions.
+      schedule: whose turn it is.
+      ahead: by how many seconds the clock of each is ahead, on a machine of its own; None for actors on this machine.
+    """
     turns = _Turns(schedule)
     found: dict[int, Outcome] = {}
 
     def run(actor: int) -> None:
-        mine = Stepped(storage, actor, turns, schedule.killed_at if actor == schedule.first else None)
+        mine = Stepped(storage, actor, turns, schedule.killed_at if actor == schedule.first else None, ahead[actor])
         value, error = None, None
         try:
             value = actors[actor](mine)

@@ -1,0 +1,84 @@
+"""The clock by which leases expire: one place decides it for all of them.
+
+Where files have times, a lease counts from the time of its file, and now is the time of a file that the observer has just
+written beside it. The file server stamps both, so the clocks of hosts do not matter.
+
+TensorStore passes on no time of an object store. There the time in the lease, by the clock of its owner, is compared with the
+clock of the observer. The two may differ by ten minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import T5CkptError
+from t5ckpt.format.names import read_lease_file
+from t5ckpt.storage import Storage
+
+__all__ = ['CLOCK_SECONDS', 'lease_clock', 'warn_if_ahead']
+
+CLOCK_SECONDS = 600.0
+"""The most by which the clocks of machines that share a run on an object store may differ."""
+_log = logging.getLogger('t5ckpt')
+
+
+def lease_clock(storage: Storage, clock: Clock) -> Clock:
+    """Returns the clock by which the leases of a run expire; it writes its file at the first call.
+
+    Args:
+      storage: the run.
+      clock: unix seconds of this machine, for object stores and for a run that may only be read.
+    """
+    return _ServerClock(storage, clock) if storage.renames else clock
+
+
+class _ServerClock:
+    def __init__(self, storage: Storage, clock: Clock):
+        self._storage = storage
+        self._clock = clock
+        self._offset: float | None = None
+
+    def __call__(self) -> float:
+        if self._offset is None:
+            written = self._written()
+            if written is None:
+                return self._clock()
+            self._offset = written - time.monotonic()
+        return time.monotonic() + self._offset
+
+    def _written(self) -> float | None:
+        # The name is that of a read lease that expired in 1970: garbage collection takes what a crash leaves of it.
+        name = read_lease_file(0, 0, 0, secrets.token_hex(8))
+        try:
+            self._storage.write(name, b'')
+            return self._storage.modified(name)
+        except T5CkptError:
+            return None
+        finally:
+            with contextlib.suppress(T5CkptError):
+                self._storage.delete_file(name)
+
+
+def warn_if_ahead(storage: Storage, key: str, expires: float, lasts: float, now: float) -> None:
+    """Warns of a lease that expires later than any lease that is taken now; it may be in the way for years."""
+    if expires - now > lasts + 2 * CLOCK_SECONDS:
+        _log.warning(
+            't5ckpt: %s expires at %s, although it lasts %.0f s and now is %s: the clock of its owner or of this machine '
+            'is wrong. Correct the clock. If the owner has ended, remove the file',
+            storage.url(key),
+            _text(expires),
+            lasts,
+            _text(now),
+        )
+
+
+def _text(unix: float) -> str:
+    # A time beyond the year 9999 has no date.
+    try:
+        return time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(unix))
+    except (OverflowError, ValueError, OSError):
+        return f'{unix:.0f} s since 1970'

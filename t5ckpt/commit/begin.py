@@ -37,6 +37,7 @@ def begin(
     listings do not search for these after the marker of this step exists. ``may_replace`` is called under the lock or the write
     lease, and returns whether a complete checkpoint of the step may be replaced.
     """
+    storage.make_dir('')
     return kind_of(storage).begin(storage, step, clock, writer, index, may_replace)
 
 

@@ -63,7 +63,6 @@ class RenameTransaction(Transaction):
 
     @classmethod
     def _begin(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
-        storage.make_dir('')
         unix = int(clock())
         while True:
             directory = tmp_dir(step, unix)
@@ -78,6 +77,7 @@ class RenameTransaction(Transaction):
     @classmethod
     def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
         """Adopts a temporary directory, or creates one."""
+        storage.make_dir('')
         return cls.unfinished(storage, step, clock, writer) or cls._begin(storage, step, clock, writer)
 
     @classmethod

@@ -215,11 +215,7 @@ def parse_foreign(name: str) -> int | None:
 def read_lease_file(step: int, until: int, seconds: int, nonce: str) -> str:
     """The file of a read lease, in the run's directory or, on object stores, in ``.t5ckpt/``.
 
-    Args:
-      step: the step.
-      until: when the lease expires, by the reader's clock.
-      seconds: that it lasts.
-      nonce: 16 hexadecimal digits that no other lease has.
+    It lasts ``seconds``, ``until`` a time of the reader's clock; ``nonce`` is 16 hexadecimal digits that no other lease has.
     """
     return f'held_{step}.{until}.{nonce}s{seconds}'
 
@@ -227,10 +223,7 @@ def read_lease_file(step: int, until: int, seconds: int, nonce: str) -> str:
 def parse_read_lease(name: str) -> ReadLease | None:
     """Parses the name of a read lease; None for any other name."""
     match = _READ_LEASE.fullmatch(name)
-    if match is None:
-        return None
-    step, until, seconds = match.groups()
-    return ReadLease(name, int(step), int(until), None if seconds is None else int(seconds))
+    return None if match is None else ReadLease(name, int(match[1]), int(match[2]), int(match[3]) if match[3] else None)
 
 
 def step_marker(step: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from t5ckpt.catalog.locate import locate, with_links
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.text import aligned, counted, human_bytes, printable
+from t5ckpt.core.text import aligned, counted, human_bytes, printable, shown
 from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import tree_html
@@ -209,7 +209,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         groups = self._children()[:8]
         hint = f' Near: {", ".join(near)}.' if near else f' There are {", ".join(groups)}.' if groups else ''
         where = f'{leaf_name(self._prefix)}/{name}' if self._prefix else name
-        raise KeyError(f'{where}: no such leaf in {self.path}.{hint}')
+        raise KeyError(f'{where if len(where) <= 200 else shown(where)}: no such leaf in {self.path}.{hint}')
 
     def select(self, pattern: str) -> CheckpointView:
         """A view of the leaves of a name, a group or a pattern.

@@ -10,6 +10,7 @@ from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.commit.occupancy import occupant
+from t5ckpt.commit.removal import check_removable
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.dtypes import is_storable
@@ -99,8 +100,10 @@ def is_replaced(request: SaveRequest, found: ListedStep) -> bool:
 
     Raises:
       UnsupportedFormatError: it is to be replaced, and is in another layout.
+      AccessDeniedError: it is to be replaced, and another user's.
     """
     if found.is_t5x and request.replaces():
+        check_removable(request.storage, found.name)
         return True
     where = request.storage.url(found.name)
     if request.call.overwrite and not found.is_t5x:

@@ -355,7 +355,7 @@ def test_nothing_is_resized_unasked(tmp_path, caplog):
     with pytest.raises(ValueError, match="resize='c' names no leaf of the template, which has a, b"):
         restore(tmp_path, template, resize=['a', 'c'])
     for wrong in ('[', 5, ['a', None]):
-        with pytest.raises(ValueError, match=r'resize: .* is not a regular expression'):
+        with pytest.raises(ValueError, match=r'resize.* a regular expression'):
             restore(tmp_path, template, resize=wrong)
     caplog.set_level(logging.INFO, 't5ckpt')
     restore(tmp_path, {'a': np.ones((4, 4)), 'b': np.ones((4, 4))}, resize=(re.compile('a'),))

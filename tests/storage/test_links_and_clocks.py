@@ -122,7 +122,7 @@ def test_links_in_a_circle(tmp_path):
 
 
 @pytest.mark.parametrize('when', [0, 2**33], ids=['1970', '2242'])
-def test_the_times_of_files_decide_nothing(tmp_path, when):
+def test_the_times_of_the_files_of_steps_decide_nothing(tmp_path, when):
     run = tmp_path / 'run'
     save(run, 1, 2, 3)
     for place, names, files in os.walk(run):

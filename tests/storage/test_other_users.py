@@ -89,10 +89,11 @@ for mode in (0o2770, 0o3770):
         whole = tree()
         pruned = become(B, verb('prune', run, '--keep', '2', '--yes'), umask)
         removed = become(B, verb('rm', run, '2', '--yes'), umask)
+        replaced = become(B, lambda: checkpointer().save(STATE, step=3, overwrite=True).step, umask)
         saved = become(B, lambda: save(4, keep=1), umask)
         after = tree()
         halves = [name for name, files in after.items() if name != run and '_4' not in name and files != whole.get(name)]
-        found[f'{mode:o} {umask:03o}'] = [pruned, removed, saved, sorted(os.listdir(run)), halves]
+        found[f'{mode:o} {umask:03o}'] = [pruned, removed, replaced, saved, sorted(os.listdir(run)), halves]
         assert become(A, lambda: save(5), umask) == 5
 print(json.dumps(found))
 """
@@ -103,7 +104,7 @@ def test_two_users_share_a_run(place):
     """With a umask for groups each deletes steps of the other; else, and in a sticky directory, no step is touched."""
     found = run_as_users(SHARED, place)
     all_steps = [f'checkpoint_{step}' for step in (1, 2, 3, 4)]
-    for case, (pruned, removed, saved, names, halves) in found.items():
+    for case, (pruned, removed, replaced, saved, names, halves) in found.items():
         mode, umask = case.split()
         may_delete = mode == '2770' and umask in ('002', '007')
         assert halves == [], case
@@ -112,6 +113,7 @@ def test_two_users_share_a_run(place):
         # An unreadable step stays by plan; what a rule lets go and the directory keeps is the storage's refusal.
         assert pruned == (0 if may_delete or umask == '077' else 4), case
         assert removed == (0 if may_delete else 4), case
+        assert (replaced == 3) if may_delete else (replaced[0] == 'AccessDeniedError'), (case, replaced)
 
 
 LEASES = """
@@ -126,6 +128,7 @@ for step in (1, 7):
         json.dump({**owner, 'action': 'delete'}, file)
     os.chown(name, A, GROUP)
     os.chmod(name, 0o600)
+    os.utime(name, (time.time() - 7200,) * 2)
 print(json.dumps({
     'save': become(B, lambda: save(2, keep=1)),
     'restore': become(B, lambda: float(checkpointer().restore(1)['w'][5])),

@@ -163,6 +163,12 @@ def test_a_large_value_is_cut_in_the_text(run, call, value):
     assert 'ambiguous' not in text, text
 
 
+def test_a_long_name_of_a_leaf_is_cut(run):
+    with pytest.raises(KeyError, match='1,000,000 characters: no such leaf') as caught:
+        t5ckpt.open_checkpoint(run)[LONG]
+    assert len(str(caught.value)) < 500
+
+
 def test_what_is_cut_says_its_size():
     assert shown(LONG).endswith("x'…, 1,000,000 characters")
     assert shown([1] * 10**6) == 'list of 1, 1, 1, 1, …, 1,000,000 elements'

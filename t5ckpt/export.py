@@ -13,7 +13,7 @@ from t5ckpt.format.dtypes import Cast, check_cast
 from t5ckpt.resume import MODEL
 from t5ckpt.save.arguments import check_no_directory
 from t5ckpt.storage import Storage
-from t5ckpt.tree.leaf_table import Empty, flatten_nested, unflatten
+from t5ckpt.tree.leaf_table import flatten_nested, unflatten
 
 __all__ = ['export_weights']
 
@@ -51,11 +51,7 @@ def export_weights(
 
     def weights(state_dict: Any, parameter_infos: Any) -> tuple[Any, Any]:
         leaves = flatten_nested(state_dict, lambda _: False)
-        kept = {
-            path: leaf.build() if isinstance(leaf, Empty) else leaf
-            for path, leaf in leaves.items()
-            if leaf_pattern(take).fullmatch(leaf_name(path))
-        }
+        kept = {path: leaf for path, leaf in leaves.items() if leaf_pattern(take).fullmatch(leaf_name(path))}
         if not kept:
             names = ', '.join(leaf_name(path) for path in list(leaves)[:5])
             raise ValueError(f'export_weights: no leaf matches {take!r}; the state has {names}. Pass take=.')

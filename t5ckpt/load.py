@@ -24,7 +24,7 @@ from t5ckpt.reading.contents import leaves_of, read_contents
 from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, reader_of
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.restore.read_arrays import read_arrays
-from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
+from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.template import LeafTemplate
 
 __all__ = ['load_t5x_checkpoint']
@@ -91,7 +91,7 @@ def load_t5x_checkpoint(
     else:
         with contents.identity.reading():
             table = _read_all(reader, leaves, cast, facts)
-    return unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+    return unflatten(table)
 
 
 def _lazy(reader: ArrayReader, path: Path, leaf: Any, cast: Cast | None, facts: TreeFacts) -> Any:

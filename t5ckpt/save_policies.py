@@ -87,7 +87,7 @@ class SavePolicy(ABC):
 
 def parts_of(policy: SavePolicy | None) -> Iterator[SavePolicy]:
     """The policies that are joined in a policy, or the policy itself."""
-    if isinstance(policy, (SaveAny, SaveAll)):
+    if isinstance(policy, _Joined):
         for part in policy.policies:
             yield from parts_of(part)
     elif policy is not None:
@@ -273,45 +273,34 @@ class YoungDaly(SavePolicy):
 
 
 @dataclasses.dataclass(frozen=True)
-class SaveAny(SavePolicy):
+class _Joined(SavePolicy):
+    policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        check_policies(self.policies, SavePolicy, type(self).__name__)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics of all policies."""
+        return tuple(sorted({name for policy in self.policies for name in policy.metric_names}))
+
+    def _joined_reasons(self, moment: Moment, least: int) -> str | None:
+        """The reasons of the policies; None if fewer than ``least`` of them have one."""
+        reasons = [reason for policy in self.policies if (reason := policy.reason(moment)) is not None]
+        return '; '.join(dict.fromkeys(reasons)) if len(reasons) >= least else None
+
+
+class SaveAny(_Joined):
     """Saves when any of the policies does."""
 
-    policies: tuple[SavePolicy, ...]
-
-    def __post_init__(self) -> None:
-        check_policies(self.policies, SavePolicy, 'SaveAny')
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The metrics of all policies."""
-        return tuple(sorted({name for policy in self.policies for name in policy.metric_names}))
-
     def reason(self, moment: Moment) -> str | None:
-        """The reasons of the policies, joined."""
-        reasons = [reason for policy in self.policies if (reason := policy.reason(moment)) is not None]
-        return '; '.join(dict.fromkeys(reasons)) if reasons else None
+        """The reasons of the policies that have one."""
+        return self._joined_reasons(moment, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class SaveAll(SavePolicy):
+class SaveAll(_Joined):
     """Saves when all of the policies do."""
 
-    policies: tuple[SavePolicy, ...]
-
-    def __post_init__(self) -> None:
-        check_policies(self.policies, SavePolicy, 'SaveAll')
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The metrics of all policies."""
-        return tuple(sorted({name for policy in self.policies for name in policy.metric_names}))
-
     def reason(self, moment: Moment) -> str | None:
-        """The reasons of the policies, joined."""
-        reasons: list[str] = []
-        for policy in self.policies:
-            reason = policy.reason(moment)
-            if reason is None:
-                return None
-            reasons.append(reason)
-        return '; '.join(dict.fromkeys(reasons)) if reasons else None
+        """The reasons of all policies."""
+        return self._joined_reasons(moment, len(self.policies))

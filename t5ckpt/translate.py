@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern
-from t5ckpt.core.text import lines
+from t5ckpt.core.text import lines, some_of
 from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
 
 __all__ = ['CheckpointTranslator', 'Rule', 'Translation', 'apply_assignment_map', 'intersect_state']
@@ -90,7 +90,7 @@ class CheckpointTranslator:
                 leaves[new] = new_value
         problems = [f'{new}: {" and ".join(keys)} would both become it.' for new, keys in clashes.items() if keys[1:]]
         if unmatched:
-            problems.append(f'no rule for {", ".join(unmatched[:_SHOWN])}{_more(unmatched)}.')
+            problems.append(f'no rule for {some_of(unmatched, _SHOWN)}.')
         if problems:
             raise TreeMismatchError(
                 lines(
@@ -100,10 +100,6 @@ class CheckpointTranslator:
             )
         mapped = {key: new for key, new in became.items() if new is not None}
         return Translation(leaves, mapped, tuple(key for key, new in became.items() if new is None))
-
-
-def _more(names: Sequence[str]) -> str:
-    return f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
 
 
 def apply_assignment_map(
@@ -158,7 +154,7 @@ def assigned(
         where = 'the assignment map' if wanted is None else 'WarmStart(rename=...)'
         raise TreeMismatchError(
             f'the patterns {unused} of {where} match no leaf of the template that earlier rules do not match; it has '
-            f'{_some(template)}. A rule is (name in the template, name in the checkpoint): correct it or leave it out.'
+            f'{some_of(list(template), 3)}. A rule is (name in the template, name in the checkpoint): correct it or leave it out.'
         )
     moved = {old for new, old in source.items() if old is not None and old != new}
     kept = {name: name for name in held if name not in moved and name not in source}
@@ -183,8 +179,7 @@ def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping
     places = {name for name, leaf in template.items() if not _is_nothing(leaf) or _is_nothing(held.get(name))}
     dropped = [name for name in held if name not in places]
     if dropped:
-        more = f' and {len(dropped) - 20} more' if len(dropped) > 20 else ''
-        _log.warning('t5ckpt: not in the template, so left out: %s%s', ', '.join(dropped[:20]), more)
+        _log.warning('t5ckpt: not in the template, so left out: %s', some_of(dropped, _SHOWN))
     return _nest({name: value for name, value in held.items() if name in places})
 
 
@@ -222,7 +217,7 @@ def _apply_rules(
             near = near_names(old, held)
             raise MissingLeaves(
                 f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. '
-                + (f'Near: {", ".join(near)}.' if near else f'It has {_some(held)}.')
+                + (f'Near: {", ".join(near)}.' if near else f'It has {some_of(list(held), 3)}.')
             )
     patterns = [pattern for pattern, _ in compiled]
     # Of two rules with the same pattern, the second never applies.
@@ -237,10 +232,6 @@ def _expanded(match: re.Match[str], replacement: str) -> str:
             f'the rule ({match.re.pattern!r}, {replacement!r}): the replacement does not fit the pattern ({error}). Give the '
             'pattern a group for each \\1 and \\g<name>.'
         ) from error
-
-
-def _some(names: Mapping[str, Any]) -> str:
-    return ', '.join(list(names)[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else '')
 
 
 def _flatten(tree: Mapping[str, Any], prefix: Path = ()) -> dict[str, Any]:

@@ -110,11 +110,7 @@ class ManifestTransaction(Transaction):
         if self._swap is not None and sidecar is not None:
             self._commit_swap(self._swap, manifest, sidecar)
             return
-        key = join(self.directory, SIDECAR)
-        if sidecar is None:
-            storage.delete_file(key)
-        else:
-            storage.write(key, sidecar)
+        self._write_sidecar(sidecar)
         if not self._lease.is_ours():
             self._keeps_files = True
             raise BeingWrittenError(

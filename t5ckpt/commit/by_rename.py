@@ -122,11 +122,7 @@ class RenameTransaction(Transaction):
 
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         storage, final = self.storage, step_dir(self.step)
-        key = join(self.directory, SIDECAR)
-        if sidecar is None:
-            storage.delete_file(key)
-        else:
-            storage.write(key, sidecar)
+        self._write_sidecar(sidecar)
         storage.write(join(self.directory, MANIFEST), manifest)
         storage.sync_tree(self.directory, directories)
         old = self._publish(final)

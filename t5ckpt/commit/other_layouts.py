@@ -8,7 +8,6 @@ is unlinked.
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import re
@@ -19,9 +18,8 @@ import msgpack
 
 from t5ckpt.catalog.layouts import FLAX, PADDED, ListedStep
 from t5ckpt.commit.in_place import Hidden
-from t5ckpt.commit.lease_owner import DELETE
 from t5ckpt.commit.removal import check_known, few, foreign_files, keys_below, move_aside, renamed
-from t5ckpt.commit.write_lease import BeingWrittenError, acquire_lease
+from t5ckpt.commit.write_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, UnsupportedFormatError
@@ -151,10 +149,7 @@ def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | No
       CheckpointNotFoundError: another process has deleted it.
       StorageError: it could not be made invisible, and is unchanged.
     """
-    try:
-        lease = acquire_lease(storage, found.step, clock, DELETE)
-    except BeingWrittenError as error:
-        raise StorageError(errno.EBUSY, str(error)) from error
+    lease = acquire_to_hide(storage, found.step, clock)
     try:
         if found.step in lease.read_steps or reason_to_stay(storage, found) is not None:
             return None

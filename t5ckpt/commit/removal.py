@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
@@ -203,14 +204,13 @@ def move_aside(storage: Storage, name: str, step: int, clock: Clock, foreign: Se
 
 def few(names: Sequence[str]) -> str:
     """The first names of many."""
-    more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-    return ', '.join(names[:3]) + more
+    return some_of(names, 3)
 
 
 def check_removable(storage: Storage, directory: str) -> None:
     """Refuses to hide a directory whose files this user may not remove, as those of another user of a shared run.
 
-    Whoever may write to the run may rename the directory, so it would be hidden and stay, with half of its files.
+    Every user who may write to the run may rename the directory, so it would be hidden and remain with half of its files.
 
     Raises:
       AccessDeniedError: it names the owner.

@@ -175,11 +175,8 @@ def _open_jax(source: str) -> Contents:
     leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
     found = array_leaves(CheckpointFiles(storage, _JAX_ARRAYS), '', names, zarr3=True)
-    state: LeafTable = {
-        path: found.get(path, leaf.build() if isinstance(leaf, Empty) else leaf) for path, leaf in table.items()
-    }
     located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
-    return Contents(located, Manifest(3, unflatten(state)), NO_SIDECAR)
+    return Contents(located, Manifest(3, unflatten(table | found)), NO_SIDECAR)
 
 
 _OPENERS: Mapping[str, Callable[[str], Contents | LargeFile]] = {

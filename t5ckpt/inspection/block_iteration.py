@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TypeVar
 
 import numpy as np
 
-from t5ckpt.core.thread_pool import Pool
+from t5ckpt.errors import T5CkptError
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.inspection.leaf_tree import LeafInfo
+from t5ckpt.reading.checkpoint_files import in_threads
 
 __all__ = [
     'BLOCK_BYTES',
@@ -22,7 +23,7 @@ __all__ = [
     'blocks_of',
     'bytes_in',
     'pieces_of',
-    'run_all',
+    'reduce_blocks',
     'sum_of_squares',
 ]
 
@@ -174,19 +175,19 @@ def sum_of_squares(values: np.ndarray) -> float:
         return float(np.add.reduce(values * values))
 
 
-def run_all(work: Iterator[Callable[[], Result]], threads: int) -> Iterator[Result]:
-    """Runs jobs in threads and yields their results in any order; at most two jobs per thread are submitted at a time."""
-    with Pool(threads) as executor:
-        begun: set[Future[Result]] = set()
-        try:
-            for job in work:
-                begun.add(executor.submit(job))
-                if len(begun) >= 2 * threads:
-                    done, begun = wait(begun, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
-            while begun:
-                done, begun = wait(begun, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        finally:
-            for future in begun:
-                future.cancel()
+def reduce_blocks(
+    blocks: Iterable[Block], reduce: Callable[[Block], Result], threads: int | None = None
+) -> Iterator[tuple[Block, Result]]:
+    """Applies a function to blocks of leaves, in threads; one per core by default.
+
+    Raises:
+      T5CkptError: from the function.
+    """
+
+    def reduce_batch(batch: list[Block]) -> list[tuple[Block, Result]]:
+        return [(block, reduce(block)) for block in batch]
+
+    for _, results in in_threads(batches_of(blocks), reduce_batch, threads or os.cpu_count() or 1):
+        if isinstance(results, T5CkptError):
+            raise results
+        yield from results

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from t5ckpt.core.arguments import check_word
 from t5ckpt.core.leaf_path import path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, printable
-from t5ckpt.inspection.block_iteration import Block, batches_of, blocks_in, bytes_in, pieces_of, run_all, sum_of_squares
+from t5ckpt.inspection.block_iteration import Block, blocks_in, bytes_in, pieces_of, reduce_blocks, sum_of_squares
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.layers import layers_of
@@ -234,30 +233,15 @@ def _compare_values(
 ) -> dict[str, _Sums]:
     sums = {info.name: _Sums() for info in infos}
     meter = Meter(progress, bytes_in(infos, sample_bytes))
-    for batch in run_all(_jobs(a, b, blocks_in(infos, sample_bytes)), os.cpu_count() or 1):
-        for name, part, nbytes in batch:
-            sums[name] = sums[name].merged(part)
-            meter.add(nbytes)
+
+    def compare(block: Block) -> _Sums:
+        first, second = (pieces_of(np.asarray(view[block.leaf.name][block.index])) for view in (a, b))
+        return functools.reduce(_Sums.merged, map(_compare_piece, first, second), _Sums())
+
+    for block, part in reduce_blocks(blocks_in(infos, sample_bytes), compare):
+        sums[block.leaf.name] = sums[block.leaf.name].merged(part)
+        meter.add(block.nbytes)
     return sums
-
-
-def _jobs(
-    a: CheckpointView, b: CheckpointView, blocks: Iterator[Block]
-) -> Iterator[Callable[[], list[tuple[str, _Sums, int]]]]:
-    for batch in batches_of(blocks):
-        yield functools.partial(_compare_batch, a, b, batch)
-
-
-def _compare_batch(a: CheckpointView, b: CheckpointView, batch: list[Block]) -> list[tuple[str, _Sums, int]]:
-    results: list[tuple[str, _Sums, int]] = []
-    for block in batch:
-        name, index = block.leaf.name, block.index
-        first, second = np.asarray(a[name][index]), np.asarray(b[name][index])
-        sums = _Sums()
-        for one, other in zip(pieces_of(first), pieces_of(second), strict=True):
-            sums = sums.merged(_compare_piece(one, other))
-        results.append((name, sums, first.nbytes))
-    return results
 
 
 def _compare_piece(a: np.ndarray, b: np.ndarray) -> _Sums:

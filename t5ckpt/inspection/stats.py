@@ -12,15 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, printable
-from t5ckpt.inspection.block_iteration import Block, batches_of, blocks_in, bytes_in, pieces_of, run_all, sum_of_squares
+from t5ckpt.inspection.block_iteration import Block, blocks_in, bytes_in, pieces_of, reduce_blocks, sum_of_squares
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.leaf_tree import LeafInfo
@@ -231,43 +230,31 @@ def checkpoint_stats(
     """
     if bins < 0:
         raise ValueError(f'bins must be 0 or more, got {bins}.')
-    workers = threads or os.cpu_count() or 1
     infos = [info for info in view.infos() if info.dtype]
-    step = Meter(progress, bytes_in(infos, sample_bytes) * (2 if bins else 1))
+    meter = Meter(progress, bytes_in(infos, sample_bytes) * (2 if bins else 1))
+
+    def values_of(block: Block) -> np.ndarray:
+        return np.asarray(view[block.leaf.name][block.index])
+
     parts: dict[str, _Moments] = {info.name: _Moments() for info in infos}
-    for batch in run_all(_jobs(view, blocks_in(infos, sample_bytes), lambda _, block: _moments(block)), workers):
-        for name, part, nbytes in batch:
-            parts[name] = parts[name].merged(part)
-            step.add(nbytes)
+    for block, part in reduce_blocks(blocks_in(infos, sample_bytes), lambda block: _moments(values_of(block)), threads):
+        parts[block.leaf.name] = parts[block.leaf.name].merged(part)
+        meter.add(block.nbytes)
     stats = {name: part.finished() for name, part in parts.items()}
     if bins:
         edges = {name: _edges(leaf, bins) for name, leaf in stats.items()}
         counts = {name: np.zeros(bins, np.int64) for name in stats}
-        again = _jobs(view, blocks_in(infos, sample_bytes), lambda name, block: _count(block, edges[name]))
-        for batch in run_all(again, workers):
-            for name, counted, nbytes in batch:
-                counts[name] += counted
-                step.add(nbytes)
+
+        def count(block: Block) -> np.ndarray:
+            return _count(values_of(block), edges[block.leaf.name])
+
+        for block, counted in reduce_blocks(blocks_in(infos, sample_bytes), count, threads):
+            counts[block.leaf.name] += counted
+            meter.add(block.nbytes)
         stats = {
             name: dataclasses.replace(leaf, counts=counts[name], edges=edges[name]) for name, leaf in stats.items()
         }
     return CheckpointStats(str(view.path), stats)
-
-
-_Reduce = Callable[[str, np.ndarray], Any]
-
-
-def _jobs(view: Viewed, blocks: Iterator[Block], reduce: _Reduce) -> Iterator[Callable[[], list[tuple[str, Any, int]]]]:
-    for batch in batches_of(blocks):
-        yield functools.partial(_reduce_batch, view, batch, reduce)
-
-
-def _reduce_batch(view: Viewed, batch: list[Block], reduce: _Reduce) -> list[tuple[str, Any, int]]:
-    results: list[tuple[str, Any, int]] = []
-    for block in batch:
-        values = np.asarray(view[block.leaf.name][block.index])
-        results.append((block.leaf.name, reduce(block.leaf.name, values), values.nbytes))
-    return results
 
 
 def _edges(leaf: LeafStats, bins: int) -> np.ndarray:

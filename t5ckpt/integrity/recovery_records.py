@@ -12,7 +12,7 @@ from typing import Any
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import is_inside
-from t5ckpt.core.text import Lines, lines
+from t5ckpt.core.text import Lines, lines, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
@@ -177,8 +177,7 @@ class RecoveryRecords:
         if self.had_checksums and self.sidecar is None:
             notes += [_LOST_FACTS, f'no checksum verifies the values in {MANIFEST}: they were taken as they are']
         if unverified and self.had_checksums:
-            more = f' and {len(unverified) - 5} more' if len(unverified) > 5 else ''
-            notes.append(f'no checksum verifies {", ".join(unverified[:5])}{more}: taken as they are, right or wrong')
+            notes.append(f'no checksum verifies {some_of(unverified, 5)}: taken as they are, right or wrong')
         return notes
 
 

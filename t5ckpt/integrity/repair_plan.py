@@ -18,7 +18,7 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Clock, leaf_pattern
-from t5ckpt.core.text import lines
+from t5ckpt.core.text import lines, some_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_names
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.file_checksums import FileChecksums
@@ -155,11 +155,10 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
 
 
 def _unverified_error(lost: Sequence[Damage], names: Sequence[str]) -> CorruptCheckpointError:
-    more = f' and {len(names) - 5} more' if len(names) > 5 else ''
     return CorruptCheckpointError(
         lines(
             unrecoverable_text(lost),
-            f'{", ".join(names[:5])}{more}: lost, or no longer verified by a checksum. The other files do not prove what was '
+            f'{some_of(names, 5)}: lost, or no longer verified by a checksum. The other files do not prove what was '
             'there: one or more of them may have changed, be missing (also on purpose, for keep_dataset_checkpoints) or have '
             'been added. Restore an older step, or copy the checkpoint again. To take all files as they are, right or wrong: '
             'trust_files=True. Nothing was written.',

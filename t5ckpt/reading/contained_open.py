@@ -110,10 +110,7 @@ class ContainedDirectory:
         if stat.S_ISREG(info.st_mode):
             return fd, info.st_size
         os.close(fd)
-        raise CorruptCheckpointError(
-            f'{leaf}: {self._path(above, name)} is not a regular file. Restore an older step, or copy the checkpoint '
-            'again.'
-        )
+        raise self._irregular(leaf, self._path(above, name))
 
     def check(self, name: str, leaf: str) -> None:
         """Checks a name and everything below it for links out of the checkpoint, before another library opens it.
@@ -129,16 +126,21 @@ class ContainedDirectory:
         for each in self._tree(name):
             mode = self._check_link(each, leaf)
             if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise CorruptCheckpointError(
-                    f'{leaf}: {self._path(each)} is not a regular file. Restore an older step, or copy the checkpoint again.'
-                )
+                raise self._irregular(leaf, self._path(each))
+
+    @staticmethod
+    def _irregular(leaf: str, path: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f'{leaf}: {path} is not a regular file. Restore an older step, or copy the checkpoint again.'
+        )
 
     def _tree(self, name: str, depth: int = 0) -> Iterator[str]:
         yield name
         try:
             with os.scandir(self._path(name)) as scan:
                 # A fast path for regular files, which most entries are.
-                found = [(item.name, item.is_dir(follow_symlinks=False)) for item in scan if not _is_plain(item)]
+                others = (item for item in scan if not item.is_file(follow_symlinks=False))
+                found = [(item.name, item.is_dir(follow_symlinks=False)) for item in others]
         except (FileNotFoundError, NotADirectoryError):
             return
         for entry, is_dir in found:
@@ -188,7 +190,3 @@ class ContainedDirectory:
                 'if you trust who made the link, pass follow_links=True.'
             )
         return real
-
-
-def _is_plain(item: os.DirEntry[str]) -> bool:
-    return item.is_file(follow_symlinks=False)

@@ -31,7 +31,7 @@ from t5ckpt.reading.orbax import has_placeholders, read_orbax, resolve_placehold
 from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.reading.safetensors import decode_tensors
 from t5ckpt.storage import Storage
-from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
+from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 
 __all__ = [
     'Contents',
@@ -95,9 +95,7 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
         return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), NO_SIDECAR)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
-    where = storage.url(join(directory, SIDECAR))
-    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
-    recorded = FileChecksums.recorded_by(sidecar, where)
+    sidecar, recorded = _recorded(located, raw)
     recorded.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
     manifest = _decoded_manifest(located, raw.manifest)
     if has_placeholders(manifest.state):
@@ -105,6 +103,13 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
         return Contents(located, dataclasses.replace(manifest, state=resolved), NO_SIDECAR, None, raw.versions)
     _type_specs(located, manifest)
     return Contents(located, manifest, sidecar, _file_checksums(located, raw, recorded), raw.versions)
+
+
+def _recorded(located: Located, raw: RawFiles) -> tuple[Sidecar, FileChecksums]:
+    """The sidecar, and the checksums that it records."""
+    where = located.storage.url(join(located.directory, SIDECAR))
+    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
+    return sidecar, FileChecksums.recorded_by(sidecar, where)
 
 
 def _decoded_manifest(located: Located, data: bytes) -> Manifest:
@@ -167,9 +172,7 @@ def file_checksums_of(located: Located) -> FileChecksums | None:
       CorruptCheckpointError: the sidecar or one of the files that hold them is missing or damaged.
     """
     raw = read_raw(located, checksums=True)
-    where = located.storage.url(join(located.directory, SIDECAR))
-    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
-    return _file_checksums(located, raw, FileChecksums.recorded_by(sidecar, where))
+    return _file_checksums(located, raw, _recorded(located, raw)[1])
 
 
 def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
@@ -178,9 +181,7 @@ def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
     Raises:
       CorruptCheckpointError: the sidecar or one of the files that hold the checksums is missing or damaged.
     """
-    where = located.storage.url(join(located.directory, SIDECAR))
-    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
-    recorded = FileChecksums.recorded_by(sidecar, where)
+    _, recorded = _recorded(located, raw)
     return recorded.merged(_file_checksums(located, raw, recorded) or {})
 
 
@@ -215,7 +216,7 @@ def leaves_of(
     if not transforms:
         return checkpoint_leaves(manifest.state, manifest.version, facts), facts
     before = with_facts(flatten_nested(manifest.state, is_spec), facts)
-    state: Any = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in before.items()})
+    state: Any = unflatten(before)
     for fn in transforms:
         state = fn(state, target)
         if not isinstance(state, Mapping):

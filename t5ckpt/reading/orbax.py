@@ -22,12 +22,12 @@ import tensorstore as ts
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
-from t5ckpt.format.array_spec import SpecDict, StoredArray, shape_of
+from t5ckpt.format.array_spec import SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
-from t5ckpt.tree.leaf_table import unflatten
+from t5ckpt.tree.leaf_table import flatten_nested, unflatten
 
 __all__ = ['array_leaves', 'has_placeholders', 'read_orbax', 'resolve_placeholders']
 
@@ -105,30 +105,13 @@ def resolve_placeholders(
     storage: Storage, directory: str, state: Mapping[str, Any], *, follow_links: bool = False
 ) -> dict[str, Any]:
     """Replaces each ``PLACEHOLDER://<name>`` by the spec of its array."""
-    names: dict[Path, str] = {}
-    _collect_placeholders(state, (), names)
-    files = CheckpointFiles(storage, directory, follow_links=follow_links)
-    found = array_leaves(files, '', names, zarr3=False)
-    return _replaced(state, (), found)
-
-
-def _collect_placeholders(state: Mapping[str, Any], path: Path, names: dict[Path, str]) -> None:
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            _collect_placeholders(value, (*path, key), names)
-        elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
-            names[(*path, key)] = value.removeprefix(_PLACEHOLDER)
-
-
-def _replaced(state: Mapping[str, Any], path: Path, found: Mapping[Path, SpecDict]) -> dict[str, Any]:
-    return {
-        key: value
-        if isinstance(value, SpecDict)
-        else _replaced(value, (*path, key), found)
-        if isinstance(value, Mapping)
-        else found.get((*path, key), value)
-        for key, value in state.items()
+    table = flatten_nested(state, is_spec)
+    placeholders = {
+        path: leaf for path, leaf in table.items() if isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER)
     }
+    files = CheckpointFiles(storage, directory, follow_links=follow_links)
+    names = {path: leaf.removeprefix(_PLACEHOLDER) for path, leaf in placeholders.items()}
+    return unflatten(table | array_leaves(files, '', names, zarr3=False))
 
 
 def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *, zarr3: bool) -> dict[Path, SpecDict]:

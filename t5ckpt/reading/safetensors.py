@@ -8,10 +8,11 @@ Process 0 reads the headers and broadcasts them as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from t5ckpt.core.keys import is_inside, join
@@ -149,39 +150,33 @@ class _Local:
 
     def read(self, file: str) -> bytes:
         """All bytes of an index."""
-        return self._read(file, None)
+        with self._opened(file) as (opened, size):
+            check_size(size, MAX_HEADER, self.where(file))
+            return opened.read(size)
 
     def header(self, file: str) -> tuple[Header, int]:
         """The header of a file, and the file's size."""
-        first, size = self._read(file, 8), self._size(file)
-        length = header_bytes(first, size, self.where(file))
-        return parse_header(self._read(file, 8 + length)[8:], size, self.where(file)), size
+        where = self.where(file)
+        with self._opened(file) as (opened, size):
+            text = opened.read(header_bytes(opened.read(8), size, where))
+        return parse_header(text, size, where), size
 
     def npz(self, file: str) -> tuple[int, list[Any]]:
         """The size of an npz file, and (name, dtype, shape, offset) of each array."""
         where = self.where(file)
-        fd, size = self._open(file)
-        with os.fdopen(fd, 'rb') as opened, npz_errors(where), zipfile.ZipFile(opened) as archive:
+        with self._opened(file) as (opened, size), npz_errors(where), zipfile.ZipFile(opened) as archive:
             return size, [_npz_entry(opened, archive, array, where) for array in npz_arrays(archive, where)]
 
-    def _read(self, file: str, count: int | None) -> bytes:
-        fd, size = self._open(file)
-        with os.fdopen(fd, 'rb') as opened, foreign_errors(self.where(file)):
-            if count is None:
-                check_size(size, MAX_HEADER, self.where(file))
-            return opened.read(size if count is None else count)
-
-    def _size(self, file: str) -> int:
-        fd, size = self._open(file)
-        os.close(fd)
-        return size
-
-    def _open(self, file: str) -> tuple[int, int]:
+    @contextlib.contextmanager
+    def _opened(self, file: str) -> Generator[tuple[BinaryIO, int]]:
+        """Opens a file; yields it and its size."""
         with foreign_errors(self.where(file)):
             try:
-                return self._contained.open(file, file)
+                fd, size = self._contained.open(file, file)
             except FileNotFoundError as error:
                 raise CheckpointNotFoundError(f'{self.where(file)} is missing. Copy the directory again.') from error
+            with os.fdopen(fd, 'rb') as opened:
+                yield opened, size
 
 
 class _Bucket:

@@ -32,7 +32,7 @@ from t5ckpt.restore.notices import warn_if_local, warn_if_narrowed, warn_if_unsh
 from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.restore.resolve import find_checkpoint_to_restore
-from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
+from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaf_values import is_jax_array
 from t5ckpt.tree.template import LeafTemplate
 from t5ckpt.tree.train_state import flatten_state
@@ -80,7 +80,7 @@ def _read(
     located, raw = find_checkpoint_to_restore(request)
     view = flatten_state(state)
     contents = read_contents(located, raw)
-    template = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in view.table.items()})
+    template = unflatten(view.table)
     leaves, facts = leaves_of(contents, request.transforms, template)
     fallback = {} if request.fallback is None else flatten_state(request.fallback).table
     # Without a record of the keys in the sidecar, any uint32 array may be keys.

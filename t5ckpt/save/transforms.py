@@ -16,7 +16,7 @@ from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES, choose_chunks
-from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, lookup, unflatten
+from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, lookup, unflatten
 from t5ckpt.tree.parts import BARE
 from t5ckpt.tree.train_state import flatten_state
 
@@ -108,7 +108,7 @@ def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> 
     if not transforms:
         # Without transforms each leaf is its own info.
         return Transformed(table, {}, axes.rule)
-    state: Any = unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+    state: Any = unflatten(table)
     # Leaves without an array (None, numbers, empty) have None for an info, as in T5X.
     tree: Any = unflatten(
         {path: axes.info(path, leaf) if hasattr(leaf, 'shape') else None for path, leaf in table.items()}

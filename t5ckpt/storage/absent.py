@@ -1,16 +1,15 @@
-"""The storage of a checkpointer that was given no directory.
+"""The storage of a checkpointer without a directory.
 
-T5X makes every restorer with ``checkpoints_dir=''`` and gives a path to ``restore``, so an empty directory is an error
-only where it is used. Every operation here raises that error; nothing else has to ask whether there is a directory.
+T5X makes every restorer with ``checkpoints_dir=''`` and passes a path to ``restore``, so an empty directory is an error only
+when it is used. Every operation of this storage raises that error, so no other code has to check for a directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from t5ckpt.errors import InvalidPathError
-from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.base import Storage
 
 __all__ = ['AbsentStorage', 'require_directory']
 
@@ -27,7 +26,7 @@ class AbsentStorage(Storage):
     renames = True
     driver = 'file'
 
-    def refuse(self) -> NoReturn:
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raises the error of every operation."""
         raise InvalidPathError(
             'checkpoints_dir is empty: this checkpointer can only restore(path=...). To save, to list steps and to '
@@ -37,44 +36,5 @@ class AbsentStorage(Storage):
     def url(self, key: str = '') -> str:
         return key
 
-    def read(self, key: str) -> bytes:
-        self.refuse()
-
-    def write(self, key: str, data: bytes) -> None:
-        self.refuse()
-
-    def kind(self, key: str) -> str | None:
-        self.refuse()
-
-    def size(self, key: str) -> int | None:
-        self.refuse()
-
-    def entries(self, key: str = '') -> list[Entry]:
-        self.refuse()
-
-    def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
-        self.refuse()
-
-    def make_dir(self, key: str, exclusive: bool = False) -> bool:
-        self.refuse()
-
-    def try_lock(self, key: str) -> Any:
-        self.refuse()
-
-    def sync_tree(self, key: str, below: Sequence[str]) -> None:
-        self.refuse()
-
-    def publish(self, source: str, target: str) -> None:
-        self.refuse()
-
-    def delete_file(self, key: str) -> None:
-        self.refuse()
-
-    def delete_tree(self, key: str) -> None:
-        self.refuse()
-
-    def array_kvstore(self, key: str) -> dict[str, Any]:
-        self.refuse()
-
-    def context(self) -> Any:
-        self.refuse()
+    read = write = kind = size = entries = walk = make_dir = try_lock = refuse
+    sync_tree = publish = delete_file = delete_tree = array_kvstore = context = refuse

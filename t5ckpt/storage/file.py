@@ -135,29 +135,31 @@ class FileStorage(Storage):
 
         write_direct(self._path(key), data)
 
-    def kind(self, key: str) -> str | None:
+    def _stat(self, key: str) -> os.stat_result | None:
+        """The status of a key, following links; None if it does not exist."""
         with foreign_errors(self.url(key)):
             try:
-                mode = os.stat(self._path(key)).st_mode
+                return os.stat(self._path(key))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return 'dir' if stat.S_ISDIR(mode) else 'file' if stat.S_ISREG(mode) else None
+
+    def kind(self, key: str) -> str | None:
+        info = self._stat(key)
+        if info is None:
+            return None
+        return 'dir' if stat.S_ISDIR(info.st_mode) else 'file' if stat.S_ISREG(info.st_mode) else None
 
     def size(self, key: str) -> int | None:
-        info = self._stat(key)
+        info = self._file_stat(key)
         return None if info is None else info.st_size
 
     def mtime(self, key: str) -> float | None:
-        info = self._stat(key)
+        info = self._file_stat(key)
         return None if info is None else info.st_mtime
 
-    def _stat(self, key: str) -> os.stat_result | None:
-        with foreign_errors(self.url(key)):
-            try:
-                info = os.stat(self._path(key))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-        return info if stat.S_ISREG(info.st_mode) else None
+    def _file_stat(self, key: str) -> os.stat_result | None:
+        info = self._stat(key)
+        return info if info is not None and stat.S_ISREG(info.st_mode) else None
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         try:
@@ -175,17 +177,16 @@ class FileStorage(Storage):
             return None
 
     def version(self, key: str) -> Any:
-        with foreign_errors(self.url(key)):
-            try:
-                info = os.stat(self._path(key))
-            except (FileNotFoundError, NotADirectoryError):
+        try:
+            info = self._stat(key)
+        except StorageError as error:
+            # Another machine has removed the file. After any other error, it may exist.
+            if error.errno == errno.ESTALE:
                 return None
-            except OSError as error:
-                # A file that another machine has removed is gone; what cannot be looked at may be there.
-                if error.errno == errno.ESTALE:
-                    return None
-                raise
-        # Entries of a directory come and go; a directory of that name that was made anew is another one.
+            raise
+        if info is None:
+            return None
+        # The version of a directory does not change with its entries, only if it is created anew.
         is_dir = stat.S_ISDIR(info.st_mode)
         return info.st_dev, info.st_ino, *(() if is_dir else (info.st_size, info.st_mtime_ns))
 

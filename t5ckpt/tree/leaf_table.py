@@ -39,7 +39,7 @@ class Empty:
 
 
 def unflatten(table: Mapping[Path, Any]) -> dict[str, Any]:
-    """Converts a table to nested dicts.
+    """Converts a table to nested dicts; an ``Empty`` becomes a new container.
 
     Raises:
       UnsupportedLeafError: the path of a leaf continues that of another leaf.
@@ -60,7 +60,7 @@ def unflatten(table: Mapping[Path, Any]) -> dict[str, Any]:
             node = child
         if path[-1] in node:
             raise UnsupportedLeafError(f'{leaf_name(path)}: is a leaf and also a subtree. Rename one of them.')
-        node[path[-1]] = leaf
+        node[path[-1]] = leaf.build() if isinstance(leaf, Empty) else leaf
     return root
 
 

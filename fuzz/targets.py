@@ -90,7 +90,7 @@ def sidecar(data: bytes) -> None:
     """``t5ckpt.json`` with a checksum that fits."""
     body = b'{\n' + data
     decoded = decode_sidecar(b'{\n "checksum": "%s",\n%s' % (digest(body).encode(), data), 'fuzzed')
-    table = checkpoint_leaves({'target': {'w': _SPEC}}, 3, decoded.facts)
+    table = checkpoint_leaves({'target': {'w': _SPEC}}, 3, decoded.tree)
     unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
 
 

@@ -1,6 +1,6 @@
-"""Where checkpoints lie: one class per backend behind one small interface.
+"""The storage of checkpoints: one class per backend, behind one small interface.
 
-This package is the only place that knows a URL scheme or a TensorStore driver.
+Only this package knows URL schemes and TensorStore drivers.
 """
 
 from __future__ import annotations

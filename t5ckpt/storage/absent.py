@@ -15,7 +15,7 @@ __all__ = ['AbsentStorage', 'require_directory']
 
 
 def require_directory(storage: Storage) -> None:
-    """Raises InvalidPathError where no directory was given."""
+    """Raises InvalidPathError for a checkpointer without a directory."""
     if isinstance(storage, AbsentStorage):
         storage.refuse()
 

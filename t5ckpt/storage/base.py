@@ -1,11 +1,11 @@
-"""The interface that every backend implements, and the rules it keeps.
+"""The interface that every backend implements.
 
-Keys are '/'-separated and relative to the storage's root. A backend makes three promises:
+Keys are '/'-separated and relative to the storage's root. Every backend guarantees:
 
 - ``write`` returns when the bytes are durable, and a reader sees all of them or none.
-- ``publish`` makes a whole directory visible in one step where the backend can rename (``renames``); where it cannot,
-  checkpoints are written in place and the manifest, written last, is that step.
-- Errors are of ``t5ckpt.errors``; no foreign error leaves.
+- If the backend can rename (``renames``), ``publish`` makes a whole directory visible in one atomic operation. Otherwise
+  checkpoints are written in place, and the write of the manifest, which is the last one, makes them visible.
+- All errors are those of ``t5ckpt.errors``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from t5ckpt.errors import StorageError
 from t5ckpt.storage.error_mapping import foreign_errors
 
 if TYPE_CHECKING:
-    # Listing steps and reading manifests need no TensorStore, whose import is most of what `t5ckpt ls` would wait for.
+    # Listing steps and reading manifests do not need TensorStore, whose import takes most of the time of `t5ckpt ls`.
     import numpy as np
     import tensorstore as ts
 
@@ -32,9 +32,9 @@ class Entry:
 
     Attributes:
       name: the last component.
-      is_dir: whether there is something below it.
-      size: bytes, 0 for a directory, None where a listing does not say it.
-      mtime: unix seconds, 0.0 where the backend does not say.
+      is_dir: whether it is a directory or a prefix of other keys.
+      size: bytes; 0 for a directory, None if the listing does not have it.
+      mtime: unix seconds; 0.0 if the backend does not have it.
     """
 
     name: str
@@ -51,34 +51,34 @@ class Storage(ABC):
     links = False
     """Whether ``link`` works."""
     seeks = True
-    """Whether a listing can begin in the middle, so that ``names`` can leave directories out without walking them."""
+    """Whether a listing can begin at any key, so that ``names`` can skip directories."""
     orbax_commits = False
-    """Whether Orbax writes in place here, and shows with a file ``commit_success.txt`` that it has written everything."""
+    """Whether Orbax writes in place here, and marks a complete checkpoint with a file ``commit_success.txt``."""
     is_shared = True
-    """Whether other processes can see the same root, as far as it can be known."""
+    """Whether other processes can see the same root, as far as it is known."""
     caches = False
     """Whether ``read_cached`` keeps files on this machine."""
     driver: str
-    """The kvstore driver that a manifest names for arrays written here: 'file' or 'gcs', the two T5X accepts."""
+    """The kvstore driver in the manifest for arrays on this storage: 'file' or 'gcs', the two that T5X accepts."""
 
     @abstractmethod
     def url(self, key: str = '') -> str:
-        """The key as a user would write it."""
+        """The path or URL of a key."""
 
     @abstractmethod
     def read(self, key: str) -> bytes:
-        """The bytes of a key. Raises CheckpointNotFoundError when there is none."""
+        """The bytes of a key. Raises CheckpointNotFoundError if it does not exist."""
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
-        """Bytes of a key from ``start`` to ``stop``; fewer where the file ends before."""
+        """Bytes of a key from ``start`` to ``stop``; fewer if the file is shorter."""
         return self.read(key)[start:stop]
 
     def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
-        """Reads a key through the cache of this machine, where the storage has one (``caches``).
+        """Reads a key through the cache of this machine, if the storage has one (``caches``).
 
         Args:
           key: the file.
-          is_good: whether bytes from the cache are those of the file; None to compare the file's version instead.
+          is_good: returns whether cached bytes are those of the file; None compares the file's version instead.
 
         Raises:
           CheckpointNotFoundError: the key does not exist.
@@ -91,18 +91,18 @@ class Storage(ABC):
         """Writes a key durably and whole."""
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
-        """The smallest size in bytes of a chunk file that a save writes with ``write_direct``; None if it writes none so."""
+        """The size from which a save writes chunk files with ``write_direct``; None for no file."""
         del in_background
 
     def write_direct(self, key: str, data: np.ndarray) -> None:
-        """Writes a file of an unfinished checkpoint past the page cache, and makes its directory.
+        """Writes a file of an unfinished checkpoint without the page cache; creates its directory if necessary.
 
         Args:
-          key: of the file.
+          key: the file.
           data: uint8 (n,), contiguous.
 
         Raises:
-          OSError: the file cannot be written.
+          OSError: the file could not be written.
         """
         raise NotImplementedError
 
@@ -119,20 +119,20 @@ class Storage(ABC):
         return self.kind('')
 
     def is_file(self, key: str) -> bool:
-        """Whether there is a file of this name; cheaper than ``kind`` where there are no directories."""
+        """Whether a key is a file; cheaper than ``kind`` on object stores."""
         return self.kind(key) == 'file'
 
     def are_files(self, keys: Sequence[str]) -> list[bool]:
-        """``is_file`` of each, all asked for at once where that helps."""
+        """``is_file`` of each key, with concurrent requests where possible."""
         return [self.is_file(key) for key in keys]
 
     def check_reachable(self, key: str) -> None:
-        """Called before a missing checkpoint is reported: raises StorageError where the bucket does not exist."""
+        """Called before a missing checkpoint is reported: raises StorageError if the bucket does not exist."""
         del key
 
     @abstractmethod
     def size(self, key: str) -> int | None:
-        """Returns the bytes of a file, or None where it does not exist. On an object store this reads the file."""
+        """Returns the size of a file in bytes, or None if it does not exist. On an object store this reads the file."""
 
     def known_size(self, key: str) -> int | None:
         """``size``, without reading the file: -1 on an object store."""
@@ -143,9 +143,9 @@ class Storage(ABC):
         del key
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
-        """Returns a value that changes when a file is replaced, written to, or gets or loses a name; None where there is none.
+        """Returns a value that changes when a file is replaced, written to, or gets or loses a hard link; None if unsupported.
 
-        With ``before``, an earlier stamp: also None if more than the names has changed since then.
+        With ``before``, an earlier stamp: also None if more than the hard links has changed since then.
         """
         del key, before
         return None
@@ -158,7 +158,7 @@ class Storage(ABC):
         del key
 
     def version(self, key: str) -> Any:
-        """Returns a value that changes when a file is replaced, also by one with equal bytes; None where it does not exist.
+        """Returns a value that changes when a file is replaced, also by one with equal bytes; None if it does not exist.
 
         On an object store this is one small request.
         """
@@ -170,9 +170,9 @@ class Storage(ABC):
         return self.read(key), version
 
     def replace(self, key: str, data: bytes, version: Any) -> Any:
-        """Writes a key if its ``version`` is still this one. Returns the new version, or None if it is another by now.
+        """Writes a key if it still has this ``version``. Returns the new version, or None if it has another one.
 
-        An object store compares and writes in one request, as far as it can; the rest of the storages in two.
+        Object stores compare and write in one request if they can, other storages in two operations.
         """
         if self.version(key) != version:
             return None
@@ -181,63 +181,63 @@ class Storage(ABC):
 
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:
-        """Returns the entries directly below ``key``, by name; an empty list where there are none."""
+        """Returns the entries directly below ``key``, by name; an empty list if there are none."""
 
     def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
-        """The names directly below ``key`` that begin so, in order; those of the directories ``without`` left out.
+        """The names directly below ``key`` with this beginning, in order, except for the directories ``without``.
 
-        On an object store this lists everything below these names, and nothing else.
+        On an object store this lists all keys below these names, and no others.
         """
         found = (entry.name for entry in self.entries(key))
         return [name for name in found if name.startswith(beginning) and name not in without]
 
     @abstractmethod
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
-        """Every file below ``key`` as (key, bytes), by name; None where a listing does not say the bytes."""
+        """Every file below ``key`` as (key, bytes), by name; the bytes are None if the listing does not have them."""
 
     @abstractmethod
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
-        """Makes a directory and its parents. With ``exclusive`` says False when it is there already."""
+        """Creates a directory and its parents. With ``exclusive`` returns False if it exists already."""
 
     @abstractmethod
     def try_lock(self, key: str) -> Any:
         """Locks a directory for its writer without waiting; returns None if another live process has the lock.
 
         Returns:
-          An object with ``close()``, which releases the lock, and ``is_held``: False where locks do not work.
+          An object with ``close()``, which releases the lock, and ``is_held``, which is False if locks do not work.
         """
 
     @abstractmethod
     def sync_tree(self, key: str, below: Sequence[str]) -> None:
-        """Makes the entries of a directory, and of those ``below`` it, durable; files are durable already.
+        """Makes the entries of a directory, and of the directories ``below`` it, durable; files are durable already.
 
-        They are named, because to find them would be to list every file of a huge checkpoint.
+        The caller names the directories, since finding them would list every file of a huge checkpoint.
         """
 
     @abstractmethod
     def publish(self, source: str, target: str) -> None:
-        """Renames a directory onto a name that does not exist, durably. Only where ``renames``."""
+        """Renames a directory durably to a name that does not exist. Only with ``renames``."""
 
     def exchange(self, source: str, target: str) -> bool:
-        """Swaps two directories, durably and at once; says False where that does not work."""
+        """Swaps two directories durably in one atomic operation; returns False if the storage cannot."""
         del source, target
         return False
 
     def link(self, source: str, target: str) -> bool:
-        """Makes ``target`` another name of the file ``source``, with parents; says False where that does not work."""
+        """Hard-links the file ``source`` to ``target``, and creates parents; returns False if the storage cannot."""
         return self.link_from(self, source, target)
 
     def link_from(self, other: Storage, source: str, target: str) -> bool:
-        """The same, with ``source`` a file of another storage."""
+        """As :meth:`link`, for a file ``source`` of another storage."""
         del other, source, target
         return False
 
     @abstractmethod
     def delete_file(self, key: str) -> None:
-        """Removes one key; nothing happens when there is none."""
+        """Removes a key; does nothing if it does not exist."""
 
     def delete_files(self, keys: Sequence[str]) -> None:
-        """Removes many keys, all at once where that helps."""
+        """Removes many keys, with concurrent requests where possible."""
         for key in keys:
             self.delete_file(key)
 
@@ -247,27 +247,27 @@ class Storage(ABC):
 
     @abstractmethod
     def array_kvstore(self, key: str) -> dict[str, Any]:
-        """The TensorStore kvstore spec of the directory ``key``, absolute."""
+        """The absolute TensorStore kvstore spec of the directory ``key``."""
 
     @abstractmethod
     def context(self) -> ts.Context:
-        """The TensorStore context in which that spec is to be opened; an error in a process forked after a first use."""
+        """The TensorStore context for that spec; an error in a process that was forked after the first use."""
 
     def open_kvstore(self, key: str) -> ts.KvStore:
-        """TensorStore's view of the directory ``key``, for many small writes at once."""
+        """The TensorStore kvstore of the directory ``key``, for many small concurrent writes."""
         import tensorstore as ts
 
         with foreign_errors(self.url(key)):
             return ts.KvStore.open(self.array_kvstore(key), context=self.context()).result()
 
     def wait(self, future: Any) -> Any:
-        """The result of a TensorStore future on this storage; never for ever, where that can happen.
+        """The result of a TensorStore future; on an object store, the wait for a silent server is bounded.
 
-        Errors of TensorStore come as they are: the caller maps them with ``foreign_errors`` and a better name.
+        Errors of TensorStore are not mapped: the caller maps them with ``foreign_errors`` and a better name.
         """
         return future.result()
 
     def local_path(self, key: str) -> str | None:
-        """The key as a path of the operating system, or None where it has none."""
+        """The path of the key in the local file system, or None if it has none."""
         del key
         return None

@@ -30,7 +30,7 @@ __all__ = ['BucketStorage']
 # A key that is never written. Reading it shows whether the server answers and grants access.
 _PROBE = '.t5ckpt/probe'
 
-# What TensorStore says of a range of bytes that the file ends before.
+# The status in TensorStore's error for a range of bytes beyond the end of the file.
 _BEYOND_THE_END = 'OUT_OF_RANGE'
 
 
@@ -39,7 +39,7 @@ class BucketStorage(Storage):
 
     renames = False
     _lists_truly = True
-    """Whether an empty listing says that there is nothing."""
+    """Whether an empty listing means that there are no keys."""
 
     def __init__(self, bucket: str, prefix: str, connection: Connection, cache: FileCache | None = None):
         """Takes the bucket, the prefix, and the connection, which belongs to this storage; sends nothing."""
@@ -75,14 +75,14 @@ class BucketStorage(Storage):
         below = self._below(key)
         with bucket_errors(self.url(key)):
             found = self._list([_range(below + beginning) for beginning in beginnings])
-        # A key that ends with a slash is what consoles make to show a directory.
+        # Consoles create keys that end with a slash to show a directory.
         return sorted(name for raw in found if (name := raw.decode()[len(below) :]) and not name.endswith('/'))
 
     def _list(self, ranges: Sequence[Any]) -> list[bytes]:
         try:
             found = [name for names in self._listed(ranges) for name in names]
         except TENSORSTORE_ERRORS:
-            # The error of S3's driver, which tries to parse a refusal as a listing, does not name its cause.
+            # S3's driver parses a refusal as a listing, so its error does not name the cause.
             self._explain(AccessDeniedError)
             raise
         if found:
@@ -97,7 +97,7 @@ class BucketStorage(Storage):
         return [self.wait(future) for future in futures]
 
     def _explain(self, kind: type[T5CkptError] = T5CkptError) -> None:
-        """Asks for a key that is not there, which needs the same permission as a listing; raises a refusal of this kind."""
+        """Reads a key that does not exist, which needs the same permission as a listing; raises a refusal of this kind."""
         try:
             self.wait(self._kvstore().read(self._connection.probe_key, byte_range=NOTHING))
         except TENSORSTORE_ERRORS as error:
@@ -105,7 +105,7 @@ class BucketStorage(Storage):
                 raise
 
     def _check_nothing(self) -> None:
-        """Raises where an empty listing does not say that there is nothing."""
+        """Raises if an empty listing does not mean that there are no keys."""
 
     def read(self, key: str) -> bytes:
         return self.read_with_version(key)[0]
@@ -115,7 +115,7 @@ class BucketStorage(Storage):
         return bytes(found.value), found.stamp.generation
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
-        # To the end of the file where it ends before; a range that begins behind it is refused as well.
+        # If the range is refused, reads to the end of the file. A range that begins beyond the end is refused again.
         for last in (stop, None):
             try:
                 return bytes(self._found(key, byte_range=slice(start, last)).value)
@@ -125,7 +125,7 @@ class BucketStorage(Storage):
         return b''
 
     def _found(self, key: str, known: bytes | None = None, **options: Any) -> Any:
-        """Reads a key, of a version other than ``known``; the result has the state 'unspecified' where there is none."""
+        """Reads a key; the state of the result is 'unspecified' if the key has the version ``known``."""
         with bucket_errors(self.url(key)):
             request = self._kvstore().read(self._key(key), if_not_equal=known, **options)
             found = self._connection.wait(request, is_conditional=known is not None)
@@ -146,7 +146,7 @@ class BucketStorage(Storage):
             found = self._found(key, known)
             return CachedFile(bytes(found.value), found.stamp.generation) if found.state == 'value' else None
 
-        # The same bucket name may stand for other things at another endpoint.
+        # Buckets at different endpoints may have the same name.
         return self._cache.read(f'{self._connection.spec} {self._key(key)}', is_good, fetch)
 
     def write(self, key: str, data: bytes) -> None:
@@ -170,7 +170,7 @@ class BucketStorage(Storage):
             if not self._holds(key, data):
                 raise
             written = b''
-        # A retry whose first attempt was applied, and only its reply lost, finds its own version.
+        # If the first attempt was applied and its reply was lost, the retry finds its own version.
         return written or (self.version(key) if self._holds(key, data) else None)
 
     def _holds(self, key: str, data: bytes) -> bool:
@@ -199,7 +199,7 @@ class BucketStorage(Storage):
         return 'dir'
 
     def check_reachable(self, key: str) -> None:
-        # A server answers a question for a key in a missing bucket as for a missing key, but not a listing.
+        # For a missing bucket, a server answers the read of a key as for a missing key, but it refuses a listing.
         if not self._is_found:
             self._keys(key)
 
@@ -237,7 +237,7 @@ class BucketStorage(Storage):
             for gap in gaps(below + each, [f'{below}{name}/' for name in without if name.startswith(each)])
         ]
         with bucket_errors(self.url(key)):
-            # Not ``_listed``: most of the ranges are empty, and a store that asks again for those would ask twice for all.
+            # Not ``_listed``: most ranges are empty, and GCS repeats the requests of empty ranges.
             found = BucketStorage._listed(self, [ts.KvStore.KeyRange(*ends) for ends in ranges])
         keys = [raw.decode()[len(below) :] for names in found for raw in names]
         return sorted({name.partition('/')[0] for name in keys})
@@ -271,7 +271,7 @@ class BucketStorage(Storage):
     def delete_tree(self, key: str) -> None:
         with bucket_errors(self.url(key)):
             self.wait(self._kvstore().delete_range(_range(self._below(key))))
-        # A driver that takes a listing that was refused for an empty one does so here, too.
+        # A driver that treats a refused listing as an empty one deletes nothing here.
         left = [] if self._lists_truly else self._keys(key)
         if left:
             raise StorageError(

@@ -13,12 +13,12 @@ import os
 __all__ = ['check_renamed', 'exchange', 'leads_to']
 
 _RENAME_EXCHANGE = 2
-# The kernel, the file system or the C library has no such thing.
+# The kernel, the file system or the C library does not support the exchange.
 _ABSENT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def leads_to(path: str, info: os.stat_result) -> bool:
-    """Whether a path is known to lead to this file or directory."""
+    """Whether a path leads to this file or directory; False if it cannot be inspected."""
     try:
         return os.path.samestat(info, os.stat(path))
     except OSError:
@@ -26,16 +26,16 @@ def leads_to(path: str, info: os.stat_result) -> bool:
 
 
 def check_renamed(info: os.stat_result, source: str) -> None:
-    """Looks, because a rename that is lost without an error would make a checkpoint with a hole in it."""
+    """Checks that a rename was made, since a lost one would leave out a file of a checkpoint."""
     if leads_to(source, info):
         raise OSError(errno.EIO, 'a rename to this name was reported as done, and was not made')
 
 
 def exchange(one: str, other: str) -> bool:
-    """Swaps what two names lead to, at once; says False where the system cannot (renameat2 of Linux).
+    """Swaps two names in one atomic operation (renameat2 of Linux); returns False if the system cannot.
 
     Raises:
-      OSError: it can, and did not.
+      OSError: the exchange failed.
     """
     before = os.stat(one)
     library = ctypes.CDLL(None, use_errno=True)
@@ -46,7 +46,7 @@ def exchange(one: str, other: str) -> bool:
         code = ctypes.get_errno()
         if code in _ABSENT:
             return False
-        # A network file system may have done it and lost the answer.
+        # A network file system may have made the exchange and lost the reply.
         if not leads_to(other, before):
             raise OSError(code, os.strerror(code))
     check_renamed(before, one)

@@ -23,23 +23,23 @@ from t5ckpt.storage.outage import PROBE_RETRIES, Outage, probe
 __all__ = ['NOTHING', 'Connection', 'http_contexts']
 
 NOTHING = slice(0, 0)
-"""The range of bytes of a read that asks only whether a key exists."""
+"""The range of bytes of a read that only checks whether a key exists."""
 
 
 def http_contexts(
     patience: float, resources: Callable[[Retries], dict[str, Any]]
 ) -> Callable[[Retries | None], ts.Context]:
-    """Returns a function that makes the context of a store that is reached by HTTP.
+    """Returns a function that makes the context of an HTTP store.
 
     Args:
-      patience: seconds in which the requests of one operation end; they set the usual retries.
+      patience: seconds in which the requests of one operation end; determines the usual retries.
       resources: TensorStore's context resources for some retries: concurrency, retries, credentials.
     """
     usual = retries_within(patience)
 
     def new_context(retries: Retries | None) -> ts.Context:
         for name, value in stall_environment(usual).items():
-            # TensorStore's HTTP client has no other place for it, and reads it before its first request.
+            # TensorStore's HTTP client has no other setting for it, and reads it before its first request.
             os.environ.setdefault(name, value)
         return ts.Context({'cache_pool': {'total_bytes_limit': 0}, **resources(retries or usual)})
 
@@ -60,7 +60,7 @@ class Connection:
         Args:
           spec: the kvstore spec of the bucket's root.
           new_context: makes a TensorStore context with some retries; None for the usual ones.
-          patience: the seconds that a silent server is waited for; None for any time.
+          patience: the longest wait for a silent server, in seconds; None for any time.
         """
         self.spec = dict(spec)
         self.patience = patience
@@ -95,8 +95,8 @@ class Connection:
         """Returns the result of a TensorStore future.
 
         TensorStore ends a request that fails or stalls in bounded time, but neither a request that cannot connect nor
-        one that queues behind such a request. If a future has no result after half of the patience, a small probe is sent
-        beside the queue. If the server answers it in the other half, the wait continues.
+        one that queues behind such a request. If a future has no result after half of the patience, a small probe is sent,
+        which does not wait in the queue. If the server answers it in the other half, the wait continues.
 
         After an outage, every wait begins with a probe. The time for its answer is short at first and grows from one
         failure to the next. So no operation is refused without a request, and the many requests of one operation do not
@@ -108,9 +108,9 @@ class Connection:
           is_conditional: whether the request has a condition.
 
         Raises:
-          StorageError: the server is silent or fails each request; the future is left alone.
-          ValueError: what TensorStore raises, for the caller to map; also for an answer that a condition is not met where
-            the request has none. TensorStore reports such a write as done and such a read as empty.
+          StorageError: the server is silent or fails each request; the future is not cancelled.
+          ValueError: an error of TensorStore, which the caller maps; also for an answer that a condition is not met if the
+            request has none. TensorStore reports such a write as done and such a read as empty.
         """
         result = self._result(future)
         if not is_conditional and _is_unmet(result):
@@ -132,7 +132,7 @@ class Connection:
                     raise self._silence() from None
 
     def _answers(self, seconds: float, since: float) -> bool:
-        """Sends a probe; ``since`` is when the server was last waited for without an answer."""
+        """Sends a probe; ``since`` is the start of the last wait without an answer."""
         with self._lock:
             if self._probe_kv is None:
                 context = self._new_context(PROBE_RETRIES)
@@ -144,7 +144,7 @@ class Connection:
             return True
         with self._lock:
             self._outage = Outage.after(self._outage, since, self.patience or 0, failure)
-            # Requests that cannot connect keep their places in the queues for minutes: the next ones get new queues.
+            # Requests that cannot connect block the queues for minutes, so the next requests get new queues.
             self._context = self._kv = self._probe_kv = None
         return False
 

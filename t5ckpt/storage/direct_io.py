@@ -22,19 +22,19 @@ import numpy as np
 
 __all__ = ['write_direct']
 
-# Of any disk's blocks (statx's dio_offset_align is 512 or 4096) and of a page.
+# A multiple of the block size of all disks (statx's dio_offset_align is 512 or 4096), and the size of a page.
 _ALIGN = 4096
-# Larger is not faster from four threads on, and stays in the processor's cache.
+# Fits the processor's cache. With four threads or more, larger pieces are not faster.
 _PIECE = 2 * 2**20
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT = getattr(os, 'O_DIRECT', 0)
 
 
 class _Scratch(threading.local):
-    """Aligned memory of each thread, which goes when the thread ends."""
+    """Aligned memory of each thread, which is freed when the thread ends."""
 
     def __init__(self) -> None:
-        # Private: what is mapped shared, as by default, a forked process would write to, too.
+        # Private, since a forked process would also write to memory that is mapped shared, the default.
         self.bytes = np.frombuffer(mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
@@ -42,10 +42,10 @@ _scratch = _Scratch()
 
 
 def write_direct(path: str, data: np.ndarray) -> None:
-    """Writes a file, durably but for its name; what had that name stays under its other names.
+    """Writes a file durably, except for its directory entry; an existing file of this name keeps its other hard links.
 
     Args:
-      path: the file's; its directory is made where it is missing.
+      path: of the file; creates its directory if necessary.
       data: uint8 (n,), contiguous.
 
     Raises:
@@ -67,7 +67,7 @@ def write_direct(path: str, data: np.ndarray) -> None:
 
 
 def _create(path: str) -> tuple[int, bool]:
-    """A new file, and whether it is written past the cache."""
+    """A new file, and whether it is written without the page cache."""
     flag = _DIRECT
     while True:
         try:
@@ -75,12 +75,12 @@ def _create(path: str) -> tuple[int, bool]:
         except FileNotFoundError:
             os.makedirs(os.path.dirname(path), exist_ok=True)
         except FileExistsError:
-            # What a killed writer left.
+            # A killed writer left this file.
             os.unlink(path)
         except OSError as error:
             if not flag or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            # Not here. The file may have been made before the flag was refused.
+            # The file system refuses the flag, possibly after it created the file.
             flag = 0
 
 
@@ -100,7 +100,7 @@ def _write(fd: int, data: np.ndarray, *, is_direct: bool) -> None:
         except OSError as error:
             if not is_direct or error.errno != errno.EINVAL:
                 raise
-            # This file system takes the flag, and not the write.
+            # This file system accepts the flag but refuses the write.
             is_direct = _use_cache(fd)
             continue
         if written == 0:

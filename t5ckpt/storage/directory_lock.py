@@ -32,8 +32,8 @@ def lock_directory(path: str) -> DirectoryLock | None:
     """Locks a directory without waiting.
 
     Returns:
-      None where there is no such directory or another process has the lock. On a file system without locks, a lock that
-      is not held: garbage collection uses the time in the name of the directory there.
+      None if the directory does not exist or another process has the lock. On a file system without locks, a lock with
+      ``is_held`` False; garbage collection then uses the time in the name of the directory.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -48,7 +48,7 @@ def lock_directory(path: str) -> DirectoryLock | None:
     except OSError:
         return DirectoryLock(fd, False)
     if is_removed:
-        # By another process, between our open and our lock.
+        # Another process removed the directory between the open and the lock.
         os.close(fd)
         return None
     return DirectoryLock(fd, True)

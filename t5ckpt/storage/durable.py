@@ -21,7 +21,7 @@ def sync_dir(path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems cannot fsync a directory; there the rename is durable by itself or never.
+        # Some network file systems cannot fsync a directory, and decide themselves when a rename is durable.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -30,7 +30,7 @@ def sync_dir(path: str) -> None:
 
 def write_synced(path: str, data: bytes) -> os.stat_result:
     """Writes a file and makes its bytes durable; its directory entry is not."""
-    # A link that somebody left there would lead the write to another place.
+    # Not through a symbolic link, which would redirect the write.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
         view = memoryview(data)
@@ -43,7 +43,7 @@ def write_synced(path: str, data: bytes) -> os.stat_result:
 
 
 def rename_durably(source: str, target: str) -> None:
-    """Renames a directory onto a name that does not exist.
+    """Renames a directory to a name that does not exist.
 
     Raises:
       OSError: nothing has changed, unless the message says that the rename is visible.
@@ -52,7 +52,7 @@ def rename_durably(source: str, target: str) -> None:
     try:
         os.rename(source, target)
     except OSError:
-        # A network file system may have done it and lost the answer.
+        # A network file system may have made the rename and lost the reply.
         if not leads_to(target, before):
             raise
     check_renamed(before, source)
@@ -67,7 +67,7 @@ def rename_durably(source: str, target: str) -> None:
 
 
 def exchange_durably(source: str, target: str) -> bool:
-    """Swaps two directories; returns False where the system cannot.
+    """Swaps two directories; returns False if the system cannot.
 
     Raises:
       OSError: as for :func:`rename_durably`.

@@ -34,7 +34,7 @@ __all__ = [
     'transient_answer',
 ]
 
-# What a future of TensorStore raises: the second for UNIMPLEMENTED, such as an HTTP 501.
+# The errors of TensorStore's futures: NotImplementedError for UNIMPLEMENTED, such as an HTTP 501.
 TENSORSTORE_ERRORS = (ValueError, NotImplementedError)
 
 UNMET_CONDITION = (
@@ -46,7 +46,7 @@ UNMET_CONDITION = (
 _OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
 _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
 _REFUSED = 'Check the credentials, and what they may do in this bucket.'
-# What TensorStore adds to a message and nobody can read; what the server said stands after it.
+# Internal details in TensorStore's messages; the answer of the server follows them.
 _SPEC = re.compile(r" \[(tensorstore_spec|http_response_body)='(?:[^'\\]|\\.)*'\]")
 _REFUSALS = ('PERMISSION_DENIED', 'UNAUTHENTICATED')
 # S3 answers with HTTP 400 where the keys of a role have expired.
@@ -56,7 +56,7 @@ _DENIED = 'Check the permissions and the mount; nothing that was there was chang
 _NOT_HERE = 'Nothing can be created there: give a directory on a disk that is mounted and writable.'
 _RETRIED = 'retry attempts failed'
 _LAST_ATTEMPT = re.compile(rf'{_RETRIED}: (?:Unknown ?)?(.*)', re.DOTALL)
-# Answers of a server that say something of the key. All others say nothing of what is stored there.
+# The HTTP codes that describe the key. All others do not depend on its contents.
 _OF_THE_KEY = {'404', '416'}
 _HTTP_CODE = re.compile(r" ?\[http_response_code='(\d+)'\]")
 _NO_BUCKET = "The server's answer is not that of a bucket: check the bucket's name, the endpoint and the network."
@@ -68,7 +68,7 @@ _CONFUSED = 'A file stands where a directory should be, or the other way round.'
 _QUOTA = 'The quota is used up: raise it, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
 _READ_ONLY = 'The file system is mounted read-only: mount it for writing, or write elsewhere; nothing that was there was changed.'
 _BUSY = 'Another program uses the file or directory: end it, then try again.'
-# By number: our error, and what helps. What is not here is the disk's or the file system's failure.
+# The error of t5ckpt and the cure by errno. All other numbers are failures of the disk or the file system.
 _SYSTEM: dict[int, tuple[type[StorageError], str]] = {
     errno.ENOENT: (StorageError, _NOT_HERE),
     errno.ENOSPC: (NoSpaceError, _NO_SPACE),
@@ -97,12 +97,12 @@ _SYSTEM: dict[int, tuple[type[StorageError], str]] = {
     errno.ETXTBSY: (StorageError, _BUSY),
     errno.EIO: (StorageError, _OTHER),
 }
-# These depend on what is in a checkpoint, and so on who asks.
+# The meaning of these depends on the operation.
 _OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 
 def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5CkptError:
-    """Our error for an OSError at ``where``."""
+    """The error of t5ckpt for an OSError at ``where``."""
     text = error.strerror or str(error)
     if error.errno == errno.ENOENT and not writing:
         return CheckpointNotFoundError(f'{where}: {text}')
@@ -112,7 +112,7 @@ def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5Ckpt
 
 
 def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False) -> T5CkptError:
-    """Our error for an error of TensorStore while it read or, with ``writing``, wrote ``where``."""
+    """The error of t5ckpt for an error of TensorStore in a read or, with ``writing``, a write of ``where``."""
     text = _SPEC.sub('', str(error))
     lowered = text.lower()
     system = _OS_CODE.search(text)
@@ -137,15 +137,15 @@ def _tells_of_damage(text: str) -> bool:
     status = _HTTP_CODE.search(text)
     if status is not None and status[1] not in _OF_THE_KEY:
         return False
-    # An invalid argument comes without a code; here it is always metadata that contradicts what was asked for.
+    # An invalid argument has no code; here it always means that the metadata contradicts the request.
     code = re.match(r'([A-Z_]+): ', text)
     return code is None or code.group(1) in _DAMAGED
 
 
 def map_bucket_error(error: Exception, where: str) -> T5CkptError:
-    """Our error for an error of TensorStore while it listed, read, wrote or deleted keys of a bucket.
+    """The error of t5ckpt for an error of TensorStore in a listing, read, write or deletion of keys of a bucket.
 
-    Bytes are not interpreted there, so no answer of a server says that a checkpoint is damaged.
+    These operations do not decode bytes, so no answer of a server means that a checkpoint is damaged.
     """
     mapped = map_tensorstore_error(error, where, writing=True)
     if type(mapped) is not StorageError or _RETRIED in str(error) or str(error) == UNMET_CONDITION:
@@ -156,7 +156,7 @@ def map_bucket_error(error: Exception, where: str) -> T5CkptError:
 
 
 def transient_answer(error: Exception) -> str | None:
-    """How a server failed the last of the attempts at a request; None where another attempt would not help."""
+    """The server's answer to the last attempt at a request; None if another attempt would not help."""
     text = _SPEC.sub('', f' {error}')
     match = _LAST_ATTEMPT.search(text)
     if match is None:
@@ -167,7 +167,7 @@ def transient_answer(error: Exception) -> str | None:
 
 @contextlib.contextmanager
 def bucket_errors(where: str) -> Generator[None]:
-    """Maps what TensorStore raises inside the block for requests to a bucket."""
+    """Maps the errors of TensorStore inside the block, for requests to a bucket."""
     try:
         yield
     except T5CkptError:
@@ -180,7 +180,7 @@ def bucket_errors(where: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def foreign_errors(where: str, *, writing: bool = False) -> Generator[None]:
-    """Maps what the operating system or TensorStore raises inside the block."""
+    """Maps the errors of the operating system and of TensorStore inside the block."""
     try:
         yield
     except T5CkptError:

@@ -1,11 +1,11 @@
 """POSIX file systems.
 
-Small files are written with ``os.write`` and ``fsync``. Chunk files are written past the page cache
+Small files are written with ``os.write`` and ``fsync``. Chunk files are written without the page cache
 (``storage/direct_io.py``), or by TensorStore's file driver, which writes to ``<name>.__lock``, fsyncs and renames. Neither makes
 directory entries durable, so ``sync_tree`` fsyncs every directory from the leaves up, and ``publish`` fsyncs the parent after
 the rename.
 
-Files get the umask's permissions.
+The umask determines the permissions of files.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 __all__ = ['FileStorage', 'open_at']
 
-# As many open files as TensorStore may hold; 32 keeps a disk busy and stays far from ulimit -n.
+# The limit on TensorStore's open files: 32 keep a disk busy, far below ulimit -n.
 _IO_CONCURRENCY = 32
-# Each attempt ends when the other process has removed something.
+# The limit on attempts; each ends when the other process has removed a name.
 _RIVAL_ATTEMPTS = 1000
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
-    """One name; None for a name that was just deleted or is a link to nothing, which must not stop a listing.
+    """The entry of a name; None for a name that was just deleted or is a dangling link, which must not stop a listing.
 
     Raises:
-      OSError: the name cannot be inspected. Without it a listing would be incomplete.
+      OSError: the name cannot be inspected, so the listing would be incomplete.
     """
     try:
         info = item.stat()
@@ -68,7 +68,7 @@ def _broken_link(path: str) -> StorageError:
 
 
 def _remove_tree(path: str) -> None:
-    """Removes a directory. Names that another process removes at the same time are gone, which is not a failure."""
+    """Removes a directory; another process may remove names in it at the same time."""
     for left in range(_RIVAL_ATTEMPTS, -1, -1):
         try:
             shutil.rmtree(path)
@@ -87,7 +87,7 @@ class FileStorage(Storage):
     driver = 'file'
 
     def __init__(self, root: str, options: FileOptions = FileOptions()):  # noqa: B008 - frozen
-        """Takes any path; it need not exist."""
+        """Takes a path, which need not exist."""
         self._options = options
         self._root = os.path.abspath(root)
         self._context: ts.Context | None = None
@@ -103,7 +103,7 @@ class FileStorage(Storage):
 
     def read(self, key: str) -> bytes:
         with foreign_errors(self.url(key)):
-            # Non-blocking: opening a FIFO in the place of a file would wait for its writer.
+            # Non-blocking, since opening a FIFO would wait for its writer.
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             with open(fd, 'rb') as file:
                 mode = os.fstat(fd).st_mode
@@ -130,7 +130,7 @@ class FileStorage(Storage):
         return self._options.direct_bytes if is_direct else None
 
     def write_direct(self, key: str, data: np.ndarray) -> None:
-        # numpy, which listing steps can do without.
+        # Imports numpy, which listings do not need.
         from t5ckpt.storage.direct_io import write_direct
 
         write_direct(self._path(key), data)
@@ -166,7 +166,7 @@ class FileStorage(Storage):
             info = os.lstat(self._path(key))
         except OSError:
             return None
-        # The time of change sees also who sets the other time back; links move it, too.
+        # The change time also detects a modification time that was set back. New hard links change it, too.
         now = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
         return None if before is not None and now[:-1] != before[:-1] else now
 
@@ -258,7 +258,7 @@ class FileStorage(Storage):
             parents |= {join(key, *above[: depth + 1]) for depth in range(len(above))}
             parents.add(join(key, name))
         with foreign_errors(self.url(key)):
-            # Leaves first: a directory is there for good only when its parent says so.
+            # Leaves first, since a directory is durable only with its entry in the parent.
             for directory in sorted(parents, key=lambda name: (-name.count('/'), name)):
                 sync_dir(self._path(directory))
 
@@ -274,12 +274,12 @@ class FileStorage(Storage):
         path = other.local_path(source)
         try:
             if path is None or not stat.S_ISREG(os.lstat(path).st_mode):
-                # Another name of a symbolic link would depend on what the link leads to.
+                # A hard link to a symbolic link would depend on its target.
                 return False
             os.makedirs(os.path.dirname(self._path(target)), exist_ok=True)
             os.link(path, self._path(target), follow_symlinks=False)
         except OSError:
-            # Gone, another device, too many links, a file system without them: the caller writes the file instead.
+            # The file is gone or on another device, or the file system has no more links: the caller writes it instead.
             return False
         return True
 

@@ -24,14 +24,14 @@ __all__ = ['CachedFile', 'FileCache']
 
 _FULL, _AFTER = 1.0, 0.9
 _SUFFIX = '.chunk'
-# What is ours, also what a killed process left half-written; nothing else is ever removed.
+# The names of entries and of their partial files; no other file is ever removed.
 _DIRECTORY = re.compile('[0-9a-f]{2}')
 _ENTRY = re.compile(r'[0-9a-f]{62}\.chunk(\.[0-9]+\.[0-9]+)?')
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedFile:
-    """A file as it was fetched; ``generation`` is what the store called this version of it."""
+    """A file as it was fetched; ``generation`` is the store's identifier of its version."""
 
     data: bytes
     generation: bytes
@@ -41,7 +41,7 @@ class FileCache:
     """The directory. Safe from any thread and process."""
 
     def __init__(self, directory: str, limit_bytes: int):
-        """Takes the directory, which is made when something is kept, and the bytes that it may hold."""
+        """Takes the directory, which is created with the first entry, and its limit in bytes."""
         self._directory = os.path.abspath(os.path.expanduser(directory))
         self._limit = limit_bytes
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class FileCache:
 
         Args:
           url: the name of the file.
-          is_good: whether cached bytes are those of the file; None to compare its version instead.
+          is_good: returns whether cached bytes are those of the file; None compares its version instead.
           fetch: reads the file from the store; with a version, returns None if that is the file's version.
         """
         held = self.get(url)
@@ -69,7 +69,7 @@ class FileCache:
         return held.data
 
     def get(self, url: str) -> CachedFile | None:
-        """What is kept of a file, if it is whole."""
+        """The entry of a file, if it is undamaged."""
         path = self._path(url)
         try:
             with open(path, 'rb') as file:
@@ -86,7 +86,7 @@ class FileCache:
             return None
 
     def put(self, url: str, file: CachedFile) -> None:
-        """Keeps a file, if it may be kept at all; nothing is raised for a disk that is full."""
+        """Adds a file, unless it is larger than the limit; ignores errors, such as a full disk."""
         facts = {'url': url, 'generation': file.generation.hex(), 'xxh3': xxhash.xxh3_64_hexdigest(file.data)}
         head = json.dumps(facts).encode() + b'\n'
         if len(head) + len(file.data) > self._limit:
@@ -114,7 +114,7 @@ class FileCache:
             self._grown = self._used() if self._grown is None else self._grown + added
             if self._grown <= self._limit * _FULL:
                 return
-            # Others may have added or removed some: count again.
+            # Other processes may have added or removed entries, so the size is computed again.
             entries = sorted(self._entries())
             used = sum(size for _, size, _ in entries)
             for _, size, path in entries:
@@ -129,7 +129,7 @@ class FileCache:
         return sum(size for _, size, _ in self._entries())
 
     def _entries(self) -> list[tuple[int, int, str]]:
-        """(last use in nanoseconds, bytes, path) of everything that is ours."""
+        """(last use in nanoseconds, bytes, path) of each entry and partial file."""
         found: list[tuple[int, int, str]] = []
         for parent in _names_in(self._directory, _DIRECTORY):
             for path in _names_in(parent, _ENTRY):

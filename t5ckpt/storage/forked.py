@@ -1,8 +1,8 @@
-"""TensorStore in a forked process.
+"""Detects uses of TensorStore in a forked process.
 
-TensorStore has threads of its own, which a forked process has not, and ends such a process (SIGABRT) at its first use there.
-Whatever opens or decodes an array with it asks here first. What needs no TensorStore works in a forked process: listing
-steps, mapped views, arrays without a codec on a local disk.
+TensorStore's threads do not exist in a forked process, and its first use there ends the process (SIGABRT). So the code that
+opens or decodes arrays calls this module before. Operations without TensorStore work in a forked process: listing steps, mapped
+views, and arrays without a codec on a local disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def use_tensorstore() -> None:
     """Called before each use of TensorStore.
 
     Raises:
-      UnsupportedTopologyError: this process was forked from one that had used it.
+      UnsupportedTopologyError: this process was forked from one that had used TensorStore.
     """
     if _state['is lost']:
         raise UnsupportedTopologyError(

@@ -1,8 +1,8 @@
 """Google Cloud Storage, through TensorStore.
 
-Credentials are Google's usual ones, found by TensorStore. It reads the server's address and looks for credentials once
-for the whole process, so ``endpoint`` here is a variable of the environment, and a public bucket is read without
-credentials through Google's XML API, which speaks S3's protocol.
+TensorStore finds Google's usual credentials. It reads the server's address and the credentials once per process. So ``endpoint``
+sets an environment variable, and a public bucket is read without credentials through Google's XML API, which implements S3's
+protocol.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from t5ckpt.storage.s3 import S3Storage
 __all__ = ['AnonymousGcsStorage', 'GcsStorage', 'open_at']
 
 _ENDPOINT = 'TENSORSTORE_GCS_HTTP_URL'
-# Google lists at most so many keys in one answer.
+# The most keys in one page of Google's listings.
 _PAGE_KEYS = 1000
 _PUBLIC = 'https://storage.googleapis.com'
 
 
 class GcsStorage(BucketStorage):
-    """A prefix of a bucket of Google's."""
+    """A prefix of a bucket in Google Cloud Storage."""
 
     driver = 'gcs'
     orbax_commits = True
@@ -64,8 +64,8 @@ class GcsStorage(BucketStorage):
         return f'gs://{self._bucket}/{self._key(key)}'.rstrip('/')
 
     def _listed(self, ranges: Sequence[Any]) -> list[list[bytes]]:
-        # TensorStore takes a page that Google refuses (401, 404, 412, ...) for an empty last one. So where a listing could
-        # have ended early, its rest is asked for until that is empty.
+        # TensorStore treats a page that Google refuses (401, 404, 412, ...) as an empty last page. So if a listing may have
+        # ended early, the rest is requested until it is empty.
         return [self._completed(keys, asked) for keys, asked in zip(super()._listed(ranges), ranges, strict=True)]
 
     def _completed(self, keys: Sequence[bytes], asked: ts.KvStore.KeyRange) -> list[bytes]:
@@ -79,15 +79,14 @@ class GcsStorage(BucketStorage):
         return found
 
     def _check_nothing(self) -> None:
-        # The rest of a refused listing is refused, too. Reading a key needs the same permission as a listing, but does not
-        # distinguish a missing bucket from an empty one.
+        # Reading a key needs the same permission as a listing, but does not distinguish a missing bucket from an empty one.
         self._explain()
         if not self._is_found and self._is_missing():
             raise ValueError(f"NOT_FOUND: the bucket {self._bucket!r} does not exist [http_response_code='404']")
         self._is_found = True
 
     def _is_missing(self) -> bool:
-        """Asks for the bucket's own description, without credentials; a bucket that is there is shown or refused."""
+        """Requests the bucket's metadata, without credentials; for an existing bucket, the server returns or refuses them."""
         base = os.environ.get(_ENDPOINT) or _PUBLIC
         resources = {'cache_pool': {'total_bytes_limit': 0}, 'http_request_retries': retry_context(self._retries)}
         spec = {'driver': 'http', 'base_url': base, 'path': f'/storage/v1/b/{self._bucket}'}
@@ -99,14 +98,14 @@ class GcsStorage(BucketStorage):
 
 
 class AnonymousGcsStorage(S3Storage):
-    """A public bucket of Google's, without credentials."""
+    """A public bucket in Google Cloud Storage, without credentials."""
 
     driver = 'gcs'
     scheme = 'gs'
 
 
 def _set_endpoint(endpoint: str) -> None:
-    """Raises ValueError if this process talks to another server already."""
+    """Sets the address of the server; raises ValueError if this process already uses another one."""
     wanted = endpoint.rstrip('/')
     if os.environ.setdefault(_ENDPOINT, wanted).rstrip('/') != wanted:
         raise ValueError(

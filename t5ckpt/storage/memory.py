@@ -1,8 +1,8 @@
-"""Checkpoints in this process's memory, for tests and for handing a state from one part of a program to another.
+"""Stores checkpoints in this process's memory, for tests and for passing a state between parts of a program.
 
-TensorStore's ``memory://`` belongs to a Context, so one Context is kept per name for the life of the process:
-``memory://a/run`` opened twice is the same store. It cannot rename, so checkpoints are written in place and the
-manifest comes last, exactly as on an object store.
+TensorStore's ``memory://`` belongs to a Context, so one Context per name exists until the process ends: ``memory://a/run``
+opened twice is the same store. It cannot rename, so checkpoints are written in place with the manifest last, as on an object
+store.
 """
 
 from __future__ import annotations

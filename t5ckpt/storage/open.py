@@ -27,7 +27,7 @@ _BACKENDS = {
 }
 _BUCKETS = sorted(_BACKENDS.keys() - {'file'})
 _URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
-# 'gs:x' and 'gs:/x': a slash was forgotten, or pathlib took one. A directory of that name is './gs:x'.
+# 'gs:x' and 'gs:/x': the user forgot a slash, or pathlib removed one. A directory of that name is './gs:x'.
 _HALF_URL = re.compile(rf'({"|".join(_BUCKETS)}):(?!//)/*(.*)', re.DOTALL | re.IGNORECASE)
 _FILE_URL = re.compile(r'file:(//(?P<host>[^/]*))?(?P<path>/.*)?', re.DOTALL | re.IGNORECASE)
 # Linux refuses longer paths, and buckets longer keys.
@@ -37,10 +37,10 @@ _BAD_ESCAPE = re.compile('%(?![0-9A-Fa-f]{2})')
 
 @dataclasses.dataclass(frozen=True)
 class _Location:
-    """What a path or URL names.
+    """A parsed path or URL.
 
     Attributes:
-      scheme: 'file' for a path, a URL's in lower case.
+      scheme: of the URL, in lower case; 'file' for a path.
       bucket: the first component after it; '' for 'file'.
       path: absolute for 'file', else the prefix in the bucket, without slashes around it.
     """
@@ -51,10 +51,10 @@ class _Location:
 
 
 def _parse(path: str | bytes | os.PathLike[str]) -> _Location:
-    """What a path or URL names. Nothing is created and nothing asked.
+    """Parses a path or URL. Creates no file and sends no request.
 
     Raises:
-      InvalidPathError: it names nothing, or not for certain.
+      InvalidPathError: it is malformed or ambiguous.
     """
     try:
         given = os.fspath(path)
@@ -95,7 +95,7 @@ def _check_text(text: str) -> None:
 
 
 def _path_of_url(text: str) -> str:
-    """The path that a ``file:`` URL names, by RFC 8089."""
+    """The path in a ``file:`` URL (RFC 8089)."""
     match = _FILE_URL.fullmatch(text)
     path = None if match is None else match.group('path')
     if match is None or path is None:
@@ -135,7 +135,7 @@ def _absolute(path: str) -> str:
 
 
 def _with_home(text: str) -> str:
-    """The path with ``~`` and ``~user`` at its beginning replaced, as a shell does it."""
+    """The path with ``~`` or ``~user`` at its beginning expanded, as in a shell."""
     expanded = os.path.expanduser(text)
     if expanded.startswith('~'):
         name = expanded.partition('/')[0]
@@ -146,7 +146,7 @@ def _with_home(text: str) -> str:
 
 
 def _check_key(text: str, scheme: str, bucket: str, prefix: str) -> None:
-    """Keys are not paths: no store resolves '..', and 'a//b' is another directory than 'a/b'."""
+    """Checks the components of a key: stores do not resolve '..', and 'a//b' and 'a/b' are different directories."""
     if not bucket:
         raise InvalidPathError(f'{text}: no bucket in it; write {scheme}://bucket/directory.')
     parts = prefix.split('/') if prefix else []
@@ -158,9 +158,9 @@ def _check_key(text: str, scheme: str, bucket: str, prefix: str) -> None:
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Splits a path or URL into the parent's and the last component, ``('gs://bucket/run', 'checkpoint_5')``.
+    """Splits a path or URL into its parent and the last component, ``('gs://bucket/run', 'checkpoint_5')``.
 
-    A bucket has no parent: it comes back with the component ''.
+    A bucket has no parent; its last component is ''.
     """
     found = _parse(path)
     if found.scheme == 'file':
@@ -171,7 +171,7 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def is_same_kind(path: str, storage: Storage) -> bool:
-    """Whether a path or URL is on the same kind of storage; where no directory was given, any is."""
+    """Whether a path or URL is on the same kind of storage; always True for an ``AbsentStorage``."""
     return isinstance(storage, AbsentStorage) or _parse(path).scheme == _parse(storage.url()).scheme
 
 
@@ -180,13 +180,13 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
 
     Args:
       path: a directory, a ``file:`` URL, ``gs://bucket/prefix``, ``s3://bucket/prefix`` or ``memory://name/...``; a
-        Storage is itself.
-      storage_options: see docs/storage.md; not with a Storage, which has its own.
+        Storage is returned unchanged.
+      storage_options: see docs/storage.md; not for a Storage.
 
     Raises:
-      InvalidPathError: the path or URL names nothing, or not for certain.
-      UnsupportedFormatError: for a scheme that this version does not serve.
-      ValueError: an option that this kind of storage does not have.
+      InvalidPathError: the path or URL is malformed or ambiguous.
+      UnsupportedFormatError: this version does not support the scheme.
+      ValueError: this kind of storage does not have one of the options.
     """
     if isinstance(path, Storage):
         if storage_options:
@@ -206,10 +206,10 @@ def option_values(texts: Mapping[str, str], paths: Sequence[str]) -> dict[str, A
 
     Args:
       texts: by the options' names.
-      paths: for whose storages they are meant.
+      paths: of the storages.
 
     Raises:
-      ValueError: none of these storages has such an option, or the text is not a value of it.
+      ValueError: none of these storages has such an option, or the text is not a valid value.
     """
     from t5ckpt.storage.options import BY_SCHEME, parse_options, value_of_text
 

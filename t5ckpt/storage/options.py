@@ -1,7 +1,7 @@
-"""Parses ``storage_options=`` and the environment variables that are used for options not given.
+"""Parses ``storage_options=`` and the environment variables that replace missing options.
 
 The variables are those that users of each service already set: ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``,
-``AWS_REGION``, ``AWS_DEFAULT_REGION``, ``AWS_PROFILE`` and the keys; ``TENSORSTORE_GCS_HTTP_URL`` for Google's.
+``AWS_REGION``, ``AWS_DEFAULT_REGION``, ``AWS_PROFILE`` and the keys; ``TENSORSTORE_GCS_HTTP_URL`` for Google Cloud Storage.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _DEFAULTS: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar('t
 
 @dataclasses.dataclass(frozen=True)
 class FileOptions:
-    """Of a directory.
+    """The options of a directory.
 
     Attributes:
       locking: how TensorStore locks a chunk file while it writes it: 'os' (POSIX locks), 'lockfile' (a file made with
         O_EXCL, for file systems without them) or 'none'.
-      direct_io: which saves write chunk files past the page cache (O_DIRECT): 'auto', those in the background; 'always' or
-        'never'. Where the file system refuses that, they go through it.
-      direct_bytes: from how many bytes on a chunk file does.
+      direct_io: which saves write chunk files without the page cache (O_DIRECT): 'auto', those in the background; 'always' or
+        'never'. If the file system refuses O_DIRECT, the page cache is used.
+      direct_bytes: the smallest chunk file that is written with O_DIRECT.
     """
 
     locking: str = 'os'
@@ -55,18 +55,18 @@ class FileOptions:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryOptions:
-    """Of this process's memory: there is nothing to choose."""
+    """The memory of this process, which has no options."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _BucketOptions:
-    """Of any object store.
+    """The options of all object stores.
 
     Attributes:
-      endpoint: another server than the service's own, ``http://host:port``.
-      anonymous: ask without credentials. None, for s3, where no credentials are found.
-      concurrency: how many requests may be under way at once.
-      retry_seconds: how long a failed request is retried, and how long to wait for a server that does not answer.
+      endpoint: another server than that of the service, ``http://host:port``.
+      anonymous: True sends requests without credentials. None, for s3, does so if no credentials are found.
+      concurrency: the largest number of concurrent requests.
+      retry_seconds: the time for retries of a failed request, and the longest wait for a server that does not answer.
       cache_dir: a directory on this machine in which chunks that were read are cached.
       cache_gb: the size limit of the cache in gigabytes (10^9 bytes); the least recently used files are removed.
     """
@@ -81,7 +81,7 @@ class _BucketOptions:
 
 @dataclasses.dataclass(frozen=True)
 class GcsOptions(_BucketOptions):
-    """Of Google Cloud Storage.
+    """The options of Google Cloud Storage.
 
     Attributes:
       user_project: the project that pays for requests to a requester-pays bucket.
@@ -92,12 +92,12 @@ class GcsOptions(_BucketOptions):
 
 @dataclasses.dataclass(frozen=True)
 class S3Options(_BucketOptions):
-    """Of S3 and what speaks its protocol.
+    """The options of S3 and compatible stores.
 
     Attributes:
-      region: that of the bucket; without one the environment's, or TensorStore asks the bucket.
+      region: of the bucket; None takes that of the environment, or else TensorStore requests it from the bucket.
       profile: a profile of the AWS configuration files.
-      requester_pays: agree to pay for the requests.
+      requester_pays: agrees to pay for the requests.
     """
 
     region: str | None = None
@@ -110,7 +110,7 @@ BY_SCHEME: Mapping[str, type[Any]] = {'file': FileOptions, 'gs': GcsOptions, 'me
 
 @dataclasses.dataclass(frozen=True)
 class Retries:
-    """When TensorStore sends a failed request again.
+    """The retries of a failed request in TensorStore.
 
     Attributes:
       count: attempts after the first.
@@ -127,9 +127,9 @@ class Retries:
 
 @contextlib.contextmanager
 def storage_defaults(options: Mapping[str, Any]) -> Generator[None]:
-    """Within the block, storages that this thread opens have these options, as far as their kind has them.
+    """Sets default options of the storages that this thread opens in the block, as far as their kind has them.
 
-    For a program whose user names the options once for all paths. What a caller passes to ``open_storage`` goes before.
+    For a program whose user passes the options once for all paths. Options passed to ``open_storage`` take precedence.
     """
     token = _DEFAULTS.set(options)
     try:
@@ -142,7 +142,7 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
     """The options of one kind of storage.
 
     Raises:
-      ValueError: an unknown name or a value of the wrong type, with what there is.
+      ValueError: an unknown name, or a value of the wrong type; the message lists the options.
     """
     check_kind('storage_options', options, Mapping, "{'anonymous': True}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -158,10 +158,10 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
 
 
 def value_of_text(name: str, kind: str, text: str) -> Any:
-    """The value of an option that was given as text; ``kind`` is its annotation.
+    """The value of an option from text; ``kind`` is its annotation.
 
     Raises:
-      ValueError: the text is not one.
+      ValueError: the text is not a value of this type.
     """
     lowered = text.lower()
     if 'bool' in kind:
@@ -178,7 +178,7 @@ def value_of_text(name: str, kind: str, text: str) -> Any:
 
 
 def _refuse_idle(given: Mapping[str, Any], path: str) -> None:
-    """Refuses an option that another one, or the lack of one, leaves without an effect."""
+    """Refuses an option that has no effect because of another option, or because another one is missing."""
     idle = {
         'cache_gb': (given.get('cache_dir') is None, 'without cache_dir. Pass both, or neither'),
         'direct_bytes': (given.get('direct_io') == 'never', "with direct_io='never'. Leave one of them out"),
@@ -215,14 +215,14 @@ def _check(name: str, value: Any, default: Any) -> None:
 
 
 def file_cache(options: _BucketOptions) -> FileCache | None:
-    """The directory in which chunks are kept, if there is to be one."""
+    """The cache of chunks, if the options have a directory for it."""
     if options.cache_dir is None:
         return None
     return FileCache(os.fspath(options.cache_dir), int(options.cache_gb * 10**9))
 
 
 def retries_within(seconds: float) -> Retries:
-    """Returns as many retries as fit into ``seconds`` where each attempt is refused at once, as by a throttling server.
+    """Returns the retries that fit into ``seconds`` if each attempt is refused at once, as by a throttling server.
 
     With 50 s: nine attempts, the first delay half a second, the last 8 s, and an attempt ends after 25 s without a byte.
     TensorStore adds up to ``first_delay`` to each delay. A server that is silent in each attempt takes longer; if it is silent
@@ -240,7 +240,7 @@ def retries_within(seconds: float) -> Retries:
 
 
 def retry_context(retries: Retries) -> dict[str, Any]:
-    """TensorStore's context resource for it."""
+    """TensorStore's context resource for these retries."""
     return {
         'max_retries': retries.count,
         'initial_delay': f'{retries.first_delay}s',
@@ -249,7 +249,7 @@ def retry_context(retries: Retries) -> dict[str, Any]:
 
 
 def stall_environment(retries: Retries) -> dict[str, str]:
-    """The variables by which TensorStore's HTTP client gives up a silent connection; it reads them once a process."""
+    """The variables that let TensorStore's HTTP client end a silent connection; it reads them once per process."""
     return {
         'TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS': str(retries.stall_seconds),
         'TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES': '1',
@@ -257,22 +257,22 @@ def stall_environment(retries: Retries) -> dict[str, str]:
 
 
 def s3_endpoint(options: S3Options, environ: Mapping[str, str]) -> str | None:
-    """Where to ask; None for Amazon's own servers."""
+    """The address of the server; None for Amazon's servers."""
     given = options.endpoint or environ.get('AWS_ENDPOINT_URL_S3') or environ.get('AWS_ENDPOINT_URL')
     return given.rstrip('/') if given else None
 
 
 def s3_region(options: S3Options, environ: Mapping[str, str]) -> str | None:
-    """The region to sign for; None where TensorStore is to ask the bucket, which needs Amazon's own servers."""
+    """The region in signatures; None if TensorStore requests it from the bucket, which works with Amazon's servers only."""
     given = options.region or environ.get('AWS_REGION') or environ.get('AWS_DEFAULT_REGION')
     return given or ('us-east-1' if s3_endpoint(options, environ) is not None else None)
 
 
 def s3_credentials(options: S3Options, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Which of TensorStore's providers to use.
+    """The spec of TensorStore's credentials provider.
 
-    TensorStore's default chain ends by asking the metadata service, which takes seconds where there is none; so it is
-    used only where something says that a role is to be found.
+    TensorStore's default chain ends with a request to the metadata service, which takes seconds if there is none. So the default
+    chain is used only if there is a sign of a role.
     """
     if options.anonymous:
         return {'type': 'anonymous'}
@@ -302,7 +302,7 @@ def _has_role(environ: Mapping[str, str]) -> bool:
 
 
 def _is_ec2(environ: Mapping[str, str]) -> bool:
-    """Whether this is one of Amazon's machines, by what its firmware says of itself."""
+    """Whether this is a machine of Amazon EC2, according to its firmware."""
     if environ.get('AWS_EC2_METADATA_DISABLED', '').lower() == 'true':
         return False
     try:

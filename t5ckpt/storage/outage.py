@@ -1,4 +1,4 @@
-"""What is known of a server that does not do what it is asked, and the question that shows whether it does again."""
+"""The state of a server that is silent or fails requests, and the probe that shows whether it works again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Outage:
     """A server that is silent or fails each request.
 
     Attributes:
-      since: when it was first waited for in vain, in seconds of the monotonic clock.
-      seconds: the time that the next probe waits.
-      answer: its latest answer to a probe; empty where it was silent.
+      since: the start of the first wait without an answer, in seconds of the monotonic clock.
+      seconds: the duration of the next probe.
+      answer: the latest answer to a probe; empty if the server was silent.
     """
 
     since: float
@@ -40,7 +40,7 @@ class Outage:
         return cls(min(before.since, since), min(2 * before.seconds, patience / 2), answer or before.answer)
 
     def text(self, now: float) -> str:
-        """What happened, for how long, and the cure."""
+        """The text of the error: what happened, for how long, and the cure."""
         wait = "storage_options={'retry_seconds': ...} sets the wait."
         seconds = f'{now - self.since:.0f} s'
         if not self.answer:
@@ -49,10 +49,10 @@ class Outage:
 
 
 def probe(ask: Callable[[], Any], seconds: float) -> str | None:
-    """Sends a small request until the server answers it, for some seconds at most.
+    """Repeats a small request until the server answers it, for some seconds at most.
 
     Returns:
-      None where it answered, also where it refused. Else how it failed the last request; empty where it was silent.
+      None if the server answered, including a refusal. Else its answer to the last request; empty if it was silent.
     """
     deadline, last, pause = time.monotonic() + seconds, '', _REPEAT_SECONDS
     while True:

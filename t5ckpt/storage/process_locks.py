@@ -1,4 +1,4 @@
-"""Locks of directories on stores that have none: they hold within this process."""
+"""Locks of directories on stores without locks; they are valid within this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _guard = threading.Lock()
 
 
 class ProcessLock:
-    """A name in the set of directories that are being written in this process."""
+    """The lock of a directory: its URL in the set of locked directories of this process."""
 
     is_held = True
 
@@ -20,7 +20,7 @@ class ProcessLock:
 
     @classmethod
     def take(cls, url: str) -> ProcessLock | None:
-        """The lock of a directory; None while another one is open."""
+        """Locks a directory; returns None if it is locked already."""
         with _guard:
             if url in _locked_urls:
                 return None
@@ -28,6 +28,6 @@ class ProcessLock:
         return cls(url)
 
     def close(self) -> None:
-        """Lets go."""
+        """Releases the lock."""
         with _guard:
             _locked_urls.discard(self._url)

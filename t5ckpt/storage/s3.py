@@ -1,4 +1,4 @@
-"""Amazon S3 and what speaks its protocol (MinIO, Ceph, R2, ...), through TensorStore.
+"""Amazon S3 and compatible stores (MinIO, Ceph, R2, ...), through TensorStore.
 
 A bucket is addressed by path (``<endpoint>/<bucket>/<key>``) where an endpoint is given. TensorStore signs with keys from
 the environment, a profile or a role. A manifest is the same as on a disk, so T5X reads a copy of the checkpoint there.
@@ -30,12 +30,12 @@ class S3Storage(BucketStorage):
     """A prefix of an S3 bucket."""
 
     driver = 'file'
-    # TensorStore asks S3 for a prefix, never for what comes after a key.
+    # TensorStore lists a prefix in S3, but cannot begin a listing after a key.
     seeks = False
     scheme = 's3'
 
     def __init__(self, bucket: str, prefix: str, options: S3Options, environ: Mapping[str, str] = os.environ):
-        """Takes the bucket, the prefix and the options; what these leave open, the environment says."""
+        """Takes the bucket, the prefix and the options; the environment replaces missing options."""
         spec: dict[str, Any] = {'driver': 's3', 'bucket': bucket, 'requester_pays': options.requester_pays}
         endpoint, region = s3_endpoint(options, environ), s3_region(options, environ)
         if endpoint is not None:

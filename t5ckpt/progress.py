@@ -26,9 +26,9 @@ class Meter:
         self._done = 0
 
     def add(self, nbytes: int) -> None:
-        """Adds ``nbytes`` to the bytes done and calls the callback."""
+        """Adds ``nbytes`` to the bytes done and calls the callback, unless there are none."""
         self._done += nbytes
-        if self._progress is not None:
+        if nbytes and self._progress is not None:
             self._progress(self._done, self._total)
 
 

@@ -1,8 +1,7 @@
 """The command line, ``t5ckpt VERB ...``.
 
-A verb is one module of this package with a click command named ``command``; ``VERBS`` says which. A module is imported
-when its verb is called, so that ``t5ckpt ls`` loads neither jax nor tensorstore. Nothing is decided here: verbs parse
-words, call the library and print.
+A verb is a module of this package with a click command named ``command``, see ``VERBS``. A module is imported when its verb is
+called, so that ``t5ckpt ls`` loads neither jax nor tensorstore. Verbs parse arguments, call the library and print the result.
 
 The exit codes are those of :class:`t5ckpt.cli.verb.Exit`, the same for every verb.
 """
@@ -57,10 +56,10 @@ def main() -> None:
 
         run(interrupts=interrupts)
     except KeyboardInterrupt:
-        # Also while modules are imported, where no verb can catch it.
+        # Includes interrupts during imports, which no verb can catch.
         interrupts.end()
     finally:
-        # The verb has done its work, and Python its last flush is still to do: Ctrl-C would only spoil the exit code.
+        # The verb is done. An interrupt of Python's last flush would only change the exit code.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

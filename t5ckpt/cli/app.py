@@ -1,4 +1,4 @@
-"""The group of all verbs, and what becomes of errors."""
+"""The group of all verbs, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ['app', 'run']
 
 
 class _Verbs(click.Group):
-    """Imports a verb's module when it is asked for."""
+    """Imports a verb's module when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = 
         _fail(error.said if isinstance(error, Interrupted) else 'interrupted', Exit.INTERRUPTED)
     except click.ClickException as error:
         text = io.StringIO()
-        # The message holds words of the user and names of a checkpoint; the line breaks are click's.
+        # The message has input of the user and names from a checkpoint. The other line breaks are click's.
         vars(error)['message'] = printable(error.message)
         error.show(text)
         click.echo(lines(*text.getvalue().split('\n')), err=True, nl=False)
@@ -85,7 +85,7 @@ def run(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = 
 
 
 def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Shows a warning of the library as the program's own words, without a line of source."""
+    """Shows a warning of the library in terms of the command line, without a source line."""
     context = click.get_current_context(silent=True)
     text = in_words(str(message), None if context is None else context.command)
     click.echo(lines('t5ckpt: warning: ', text, between=''), err=True)

@@ -1,4 +1,4 @@
-"""Which step of a run is the best, for ``t5ckpt best`` and for ``run@best``."""
+"""Finds the best step of a run, for ``t5ckpt best`` and for ``run@best``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ['Best', 'chosen']
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The best step, or None where no step has the metric; by which metric and mode, and its value."""
+    """The best step, or None if no step has the metric; the metric, the mode, and the value."""
 
     step: int | None
     metric: str
@@ -30,10 +30,10 @@ class Best:
 def chosen(
     storage: Storage, metric: str | None, mode: str | None, cure: str = 'Pass METRIC and --mode max or --mode min.'
 ) -> Best:
-    """The best step of a run; without a metric or a mode, by its keep policy. ``cure`` says how to name them.
+    """The best step of a run; by default, its keep policy determines metric and mode. ``cure`` explains how to pass them.
 
     Raises:
-      click.UsageError: the policy does not say which, or steps have metrics, but not this one.
+      click.UsageError: the policy does not determine them, or the steps have other metrics, but not this one.
     """
     retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
     policy = retention.recorded_policy()
@@ -55,7 +55,7 @@ def chosen(
 
 
 def _infos_with(retention: Retention, metric: str | None) -> list[StepInfo]:
-    """The facts of the steps; raises click.UsageError where they have metrics, but not this one."""
+    """The facts of the steps; raises click.UsageError if they have other metrics, but not this one."""
     infos = retention.infos(() if metric is None else (metric,))
     missing = None if metric is None else missing_from_all(infos, metric)
     if missing is not None and any(info.metrics for info in infos):

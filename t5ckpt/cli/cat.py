@@ -22,7 +22,7 @@ _LEAF = re.compile(r'(?P<name>.*?)(\[(?P<index>[0-9:, .\-]*)\])?', re.DOTALL)
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Names of leaves, for the shell; nothing where the checkpoint cannot be read."""
+    """Completes names of leaves; returns none if the checkpoint cannot be read."""
     del param
     try:
         return [name for name in open_checkpoint(ctx.params['path']) if name.startswith(incomplete)]
@@ -74,7 +74,7 @@ def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: boo
 
 
 class _Output:
-    """Standard output. To a real file numpy writes by itself, and its error does not say what went wrong."""
+    """Standard output as a file object, since the error of ``numpy.save`` to a real file has no cause."""
 
     def write(self, data: Any) -> int:
         """Writes bytes."""
@@ -82,7 +82,7 @@ class _Output:
 
 
 def _parsed(text: str, view: CheckpointView) -> tuple[str, tuple[Any, ...] | None]:
-    """A leaf's name and the index behind it; a name may end in brackets itself."""
+    """A leaf's name and the index after it; the name itself may end in brackets."""
     names = set(view)
     if text in names:
         return text, None

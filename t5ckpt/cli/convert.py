@@ -32,7 +32,7 @@ __all__ = ['command', 'print_conversion']
 
 _SHOWN = 8
 _TO_ORBAX = 'to-orbax'
-# By whether it is that one.
+# The error for the wrong option, by whether the format is to-orbax.
 _STEP_RULES = {
     False: '--step names the step to read, and SRC names that here, such as run/12. To write as a step, pass --as-step.',
     True: '--as-step: Orbax takes the step from the name of DST, such as run/12. To read a step of SRC, pass --step.',
@@ -96,7 +96,7 @@ def _translator(path: str) -> CheckpointTranslator:
     except OSError as error:
         raise click.UsageError(f'--rules {path}: {error.strerror}.') from error
     except Exception as error:
-        # Whatever the user's program raises.
+        # The user's program may raise any error.
         lines_of_it = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f', line {lines_of_it[-1]}' if lines_of_it else ''
         raise click.UsageError(f'--rules {path}{where}: {type(error).__name__}: {error}') from error
@@ -106,7 +106,7 @@ def _translator(path: str) -> CheckpointTranslator:
 
 
 def print_conversion(done: Conversion, dry_run: bool) -> None:
-    """The summary of a conversion, for people."""
+    """Prints the summary of a conversion."""
     what = 'would be written' if dry_run else f'written: {human_bytes(done.nbytes)} in {done.seconds:.1f} s'
     say(f'{done.path} {what}')
     renamed = [f'{old} -> {new}' for old, new in done.mapped.items() if old != new]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import click
@@ -17,6 +16,7 @@ from t5ckpt.cli.output import (
     print_table,
     progress,
     say,
+    without_nan,
 )
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Exit, Verb, fail
@@ -62,7 +62,7 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
         found = diff(*views, values=not how['no_values'], progress=report)
     leaves = found.leaves if top is None else _first(found, top)
     if as_json:
-        fields = [_plain(leaf) for leaf in leaves]
+        fields = [without_nan(dataclasses.asdict(leaf)) for leaf in leaves]
         print_json({'a': found.a, 'b': found.b, 'same': found.same, 'different': len(found.leaves), 'leaves': fields})
         return int(bool(found))
     say(found.title)
@@ -73,7 +73,7 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
 
 
 def _selected(views: Sequence[CheckpointView], pattern: str | None) -> list[CheckpointView]:
-    """The leaves of a pattern on each side; one side may have none of them, and then all differ."""
+    """The leaves of a pattern on each side; only one of the sides may have none."""
     if pattern is None:
         return [*views]
     found: list[CheckpointView | None] = []
@@ -90,11 +90,6 @@ def _selected(views: Sequence[CheckpointView], pattern: str | None) -> list[Chec
 
 
 def _first(found: CheckpointDiff, count: int) -> list[LeafDiff]:
-    """The leaves that moved most, and then those of which no values were compared."""
+    """The leaves with the largest differences, then the leaves whose values were not compared."""
     moved = found.top(count)
     return [*moved, *(leaf for leaf in found.leaves if leaf not in moved)][:count]
-
-
-def _plain(leaf: LeafDiff) -> dict[str, object]:
-    fields = dataclasses.asdict(leaf)
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()}

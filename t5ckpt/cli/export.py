@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, progress, size_of, step_option
+from t5ckpt.cli.output import (
+    cast_leaves_option,
+    dtype_option,
+    json_option,
+    progress,
+    size_of,
+    step_option,
+    with_options,
+)
 from t5ckpt.cli.paths import CHECKPOINT, PLACE
 from t5ckpt.cli.reports import print_report, words
 from t5ckpt.cli.verb import Verb
@@ -15,22 +22,19 @@ from t5ckpt.convert.export_options import ExportOptions
 
 __all__ = ['command']
 
-_F = TypeVar('_F', bound=Callable[..., Any])
-
-
-def _common(function: _F) -> _F:
-    """The options of all formats."""
-    for option in (
-        json_option,
-        click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
-        click.option('--force', is_flag=True, help='Replace what an earlier export wrote.'),
-        dtype_option('dtype'),
-        step_option,
-        click.argument('out', type=PLACE),
-        click.argument('path', type=CHECKPOINT),
-    ):
-        function = option(function)
-    return function
+_common = with_options(
+    click.argument('path', type=CHECKPOINT),
+    click.argument('out', type=PLACE),
+    step_option,
+    dtype_option('dtype'),
+    click.option('--force', is_flag=True, help='Replace what an earlier export wrote.'),
+    click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
+    json_option,
+)
+# For the formats that keep the names of the checkpoint.
+_named = with_options(
+    click.option('--select', help='Only arrays whose name this regular expression is found in.'), cast_leaves_option
+)
 
 
 @click.group('export')
@@ -71,19 +75,9 @@ def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_j
         print_report(export_hf(path, out, config, chosen), as_json)
 
 
-def _names(function: _F) -> _F:
-    """The options of the formats that have the checkpoint's names."""
-    for option in (
-        cast_leaves_option,
-        click.option('--select', help='Only arrays whose name this regular expression is found in.'),
-    ):
-        function = option(function)
-    return function
-
-
 @command.command('safetensors', cls=Verb)
 @_common
-@_names
+@_named
 def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> None:
     """Writes arrays as the file OUT under their own names, for safetensors.safe_open.
 
@@ -99,7 +93,7 @@ def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
 
 @command.command('npz', cls=Verb)
 @_common
-@_names
+@_named
 def export_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
     """Writes arrays as the file OUT under their own names, for numpy.load.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, moved_option, progress
+from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, moved_option, progress, with_options
 from t5ckpt.cli.paths import PLACE, RUN
 from t5ckpt.cli.reports import print_report, words
 from t5ckpt.cli.verb import Verb
@@ -15,30 +14,23 @@ from t5ckpt.convert.export_options import ImportOptions
 
 __all__ = ['command']
 
-_F = TypeVar('_F', bound=Callable[..., Any])
-
-
-def _common(function: _F) -> _F:
-    """The options of all formats."""
-    for option in (
-        json_option,
-        click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
-        click.option('--force', is_flag=True, help='Replace a checkpoint of that step.'),
-        cast_leaves_option,
-        dtype_option('dtype'),
-        click.option(
-            '--as-step',
-            'step',
-            type=click.IntRange(0),
-            metavar='STEP',
-            help='Write as this step; else the input says it, or 0.',
-        ),
-        moved_option('--step', '--as-step names the step to write as.'),
-        click.argument('out', type=RUN),
-        click.argument('path', type=PLACE),
-    ):
-        function = option(function)
-    return function
+_common = with_options(
+    click.argument('path', type=PLACE),
+    click.argument('out', type=RUN),
+    moved_option('--step', '--as-step names the step to write as.'),
+    click.option(
+        '--as-step',
+        'step',
+        type=click.IntRange(0),
+        metavar='STEP',
+        help='Write as this step; else the input says it, or 0.',
+    ),
+    dtype_option('dtype'),
+    cast_leaves_option,
+    click.option('--force', is_flag=True, help='Replace a checkpoint of that step.'),
+    click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
+    json_option,
+)
 
 
 @click.group('import')

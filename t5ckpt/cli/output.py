@@ -1,4 +1,4 @@
-"""What verbs print: tables for people, JSON for programs, progress on a terminal, questions before destruction."""
+"""The output of verbs: tables, JSON, progress and questions; and the options that several verbs share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import click
 
@@ -22,6 +22,7 @@ from t5ckpt.cli.verb import Exit, fail
 from t5ckpt.cli.waiting import Waiting, current_waiting
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.text import aligned, printable
+from t5ckpt.policies import Decision
 from t5ckpt.progress import progress_text
 from t5ckpt.storage import Storage
 
@@ -37,6 +38,7 @@ __all__ = [
     'follow_links_option',
     'json_option',
     'moved_option',
+    'print_decisions',
     'print_json',
     'print_table',
     'progress',
@@ -45,13 +47,16 @@ __all__ = [
     'size_of',
     'step_option',
     'steps_option',
+    'with_options',
+    'without_nan',
 ]
 
 _UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
-# A verb that is over within two seconds says nothing of its progress.
+# A verb that ends within two seconds prints no progress.
 _FIRST_LINE_SECONDS, _LINE_SECONDS = 2.0, 9.0
-# On a narrower terminal a table's columns would be cut to nothing.
+# A narrower terminal has no room for the columns of a table.
 _NARROW = 30
+_F = TypeVar('_F', bound=Callable[..., Any])
 
 # One rule for all verbs: --step names the step to work on, --as-step the one to write as.
 step_option = click.option('--step', type=int, help='Which step, where the path is a run; the latest without it.')
@@ -70,8 +75,19 @@ follow_links_option = click.option(
 json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON, for programs.')
 
 
+def with_options(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
+    """A decorator that adds arguments and options to a verb, in this order."""
+
+    def add(function: _F) -> _F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
 def dtype_option(field: str) -> Any:
-    """``--save-dtype``, which every verb that writes takes, with its older name; ``field`` is its parameter."""
+    """``--save-dtype`` with its older name, for every verb that writes; ``field`` is the parameter."""
     text = 'Cast floating parameters, for instance to bfloat16.'
     return click.option('--save-dtype', '--dtype', field, metavar='DTYPE', help=text)
 
@@ -85,18 +101,18 @@ class Column:
 
 
 def moved_option(old: str, cure: str) -> Any:
-    """An option that once meant something else: whoever still writes it is told what to write.
+    """An option that had another meaning in earlier versions; its use is an error with a cure.
 
     Args:
       old: the option.
-      cure: what to write instead, as a sentence.
+      cure: a sentence with the replacement.
     """
 
     def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         if value:
             raise click.UsageError(f'{ctx.command_path} takes no {param.opts[0]}: {cure}', ctx)
 
-    # A name of its own: click mixes up options that share one.
+    # A separate parameter name, since click confuses options that share one.
     return click.option(old, 'moved', type=str, multiple=True, hidden=True, expose_value=False, callback=refuse)
 
 
@@ -110,13 +126,13 @@ def size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints one line, in which names of a checkpoint may stand."""
+    """Prints one line, with control characters escaped."""
     click.echo(printable(text), err=err)
 
 
 def print_json(value: Any) -> None:
-    """Prints a value as JSON; what JSON does not know (numpy scalars, paths) as a number or as text."""
-    # JSON has no NaN: what reads it would stumble.
+    """Prints a value as JSON; numpy scalars become numbers, and other objects text."""
+    # JSON has no NaN and no infinity, so these become text.
     click.echo(json.dumps(_finite(json.loads(json.dumps(value, default=_plain))), indent=2, allow_nan=False))
 
 
@@ -133,16 +149,13 @@ def _plain(value: Any) -> Any:
 
 
 def fields_of(report: Any) -> dict[str, Any]:
-    """What the library reports, for JSON: the same thing has the same key in every verb.
-
-    ``path`` is what was read or written, ``bytes`` its size.
-    """
+    """The fields of a report for JSON, with the same keys in every verb: ``path`` and ``bytes``."""
     names = {'nbytes': 'bytes', 'output': 'path'}
     return {names.get(name, name): value for name, value in dataclasses.asdict(report).items()}
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Prints rows: with colours and lines on a terminal, as plain aligned text where the output is piped."""
+    """Prints a table: with rich on a terminal, as plain aligned text in a pipe."""
     if not sys.stdout.isatty():
         _print_plain(columns, [*rows])
         return
@@ -167,6 +180,17 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
     console.print(table)
 
 
+def print_decisions(plan: Iterable[Decision]) -> None:
+    """Prints which steps stay and which are deleted, with the reasons."""
+    columns = [Column('step', right=True), Column(''), Column('because')]
+    print_table(columns, [[str(each.step), 'stays' if each.keep else 'goes', each.reason] for each in plan])
+
+
+def without_nan(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with null for NaN, as JSON has no NaN."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()}
+
+
 def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     for line in aligned([[column.title for column in columns], *rows], [column.right for column in columns]):
         click.echo(line)
@@ -174,7 +198,7 @@ def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> No
 
 @contextlib.contextmanager
 def progress(title: str) -> Generator[Progress]:
-    """A progress bar on the terminal that errors go to; elsewhere a line every few seconds. Takes bytes done and in all."""
+    """Yields a progress callback: a bar if standard error is a terminal, else a line every few seconds."""
     waiting = current_waiting()
     if not sys.stderr.isatty():
         yield ProgressLines(title, waiting)
@@ -194,13 +218,13 @@ def progress(title: str) -> Generator[Progress]:
 
         with contextlib.ExitStack() as stack:
             if waiting is not None:
-                # A line that is printed past the bar would be drawn over.
+                # The bar would overwrite a line that is printed in another way.
                 stack.enter_context(waiting.shown_by(shown.console.out))
             yield report
 
 
 class ProgressLines:
-    """Progress where there is no terminal: a line after two seconds, and then one every ten."""
+    """Progress without a terminal: a line after two seconds, and then one every ten."""
 
     def __init__(self, title: str, waiting: Waiting | None, clock: Clock = time.monotonic):
         self._title = title
@@ -223,11 +247,11 @@ class ProgressLines:
 
 
 def run_at(path: str) -> Storage:
-    """Opens the run at a path that the command line was given.
+    """Opens the run at a path from the command line.
 
     Raises:
-      click.UsageError: the path is empty, as an unset variable of the shell is.
-      CheckpointNotFoundError: there is no directory, or it is that of a step.
+      click.UsageError: the path is empty, for instance from an unset variable of the shell.
+      CheckpointNotFoundError: the directory does not exist, or is that of a step.
     """
     if not path:
         raise click.UsageError("PATH is empty. Write '.' for the current directory.")
@@ -244,10 +268,10 @@ def check_exists(storage: Storage) -> None:
 
 
 def confirm(question: str, yes: bool, refused: str = 'nothing was deleted.') -> None:
-    """Asks before something is destroyed: on a terminal; elsewhere ``--yes`` has to say it.
+    """Asks for confirmation of a deletion, unless ``--yes`` was given.
 
     Raises:
-      click.UsageError: nobody to ask, and no ``--yes``.
+      click.UsageError: there is no terminal to ask.
       click.exceptions.Exit: the answer was no.
     """
     if yes:

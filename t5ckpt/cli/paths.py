@@ -1,4 +1,4 @@
-"""How every verb names a step: ``run@1200``, ``run@latest``, ``run@best``, ``run@best:eval/loss``, or the step's path."""
+"""Parses the names of steps: ``run@1200``, ``run@latest``, ``run@best``, ``run@best:eval/loss``, or the step's path."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _MISNAMED = re.compile(r'(?P<run>.+)@(?P<word>[^/@:]*)(?P<rest>(:[^@]*)?)', re.D
 
 
 class _Path(click.types.StringParamType):
-    """A path or URL. What it names is looked for when the verb runs."""
+    """A path or URL, which is resolved when the verb runs."""
 
     def __init__(self, name: str):
         self.name = name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The path as it is."""
+        """The path unchanged."""
         if not value:
             self.fail("The path is empty. Write '.' for the current directory.", param, ctx)
         return str(value)
 
 
-# A checkpoint: a run, a step of it by any of its names, a file. A run, which no step's name means. Any file or directory.
+# CHECKPOINT: a run, a step by any of its names, or a file. RUN: only a run. PLACE: any file or directory.
 CHECKPOINT = _Path('path')
 RUN = _Path('run')
 PLACE = _Path('place')
 
 
 def named_paths(command: click.Command, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that name checkpoints, with the step's directory in the place of ``run@1200``.
+    """The parameters that name checkpoints, with ``run@1200`` replaced by the step's directory.
 
     Raises:
-      click.UsageError: a run is wanted and a step named; or ``--step`` names one, too.
+      click.UsageError: the path of a run names a step, or ``--step`` names one as well.
     """
     found: dict[str, Any] = {}
     for param in command.params:
@@ -60,7 +60,7 @@ def named_paths(command: click.Command, given: Mapping[str, Any]) -> dict[str, A
 
 
 def paths_of(command: click.Command, given: Mapping[str, Any]) -> list[str]:
-    """All the paths and URLs that a verb was given."""
+    """All paths and URLs in the arguments of a verb."""
     values = [given.get(param.name) for param in command.params if isinstance(param.type, _Path)]
     return [path for value in values if value is not None for path in (value if isinstance(value, tuple) else (value,))]
 
@@ -69,17 +69,17 @@ def remote_paths(paths: Sequence[str]) -> list[str]:
     """The paths that are not on a file system."""
     found: list[str] = []
     for path in paths:
-        # A path that names nothing is the verb's to refuse.
+        # The verb reports the error of a malformed path.
         with contextlib.suppress(T5CkptError):
             found += [path] if open_storage(path).local_path('') is None else []
     return found
 
 
 def checkpoints_of(paths: Sequence[str], steps: Sequence[int]) -> list[str]:
-    """The directories of several checkpoints, each once.
+    """The directories of several checkpoints, without duplicates.
 
     Raises:
-      click.UsageError: steps are named, and more than the one run that has them.
+      click.UsageError: steps are named for more than one run.
     """
     if steps and len(paths) > 1:
         raise click.UsageError(
@@ -110,7 +110,7 @@ def _resolved(path: str, given: Mapping[str, Any], is_run: bool, param: click.Pa
 
 
 def step_named(path: str) -> re.Match[str] | None:
-    """The parts of a path that ends in ``@`` and a step; None for a directory or a file of this very name, and all others."""
+    """The parts of a path that ends in ``@`` and a step; None for other paths, and for an existing file or directory."""
     named = _NAMED.fullmatch(path)
     if named is None:
         return None

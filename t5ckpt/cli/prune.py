@@ -11,13 +11,12 @@ from typing import Any
 import click
 
 from t5ckpt.cli.output import (
-    Column,
     check_exists,
     confirm,
     json_option,
     moved_option,
+    print_decisions,
     print_json,
-    print_table,
     run_at,
     say,
 )
@@ -95,14 +94,13 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     if not as_json:
         if told is not None:
             say(told)
-        columns = [Column('step', right=True), Column(''), Column('because')]
-        print_table(columns, [[str(each.step), 'stays' if each.keep else 'goes', each.reason] for each in plan])
+        print_decisions(plan)
     deleted: list[Decision] = []
     if doomed and not dry_run:
         confirm(f'Delete {len(doomed)} of {counted(len(plan), "step")}?', yes)
         deleted = retention.carry_out(confirmed=doomed)
         retention.wait()
-    # What another process has deleted meanwhile is gone, as was wanted.
+    # Steps that another process has deleted in the meantime do not count as failed.
     failed = [] if dry_run or not doomed else sorted(set(doomed) & {each.step for each in retention.plan()})
     if as_json:
         print_json(
@@ -116,16 +114,16 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     elif failed:
         click.echo(f'not deleted: {", ".join(map(str, failed))}', err=True)
     if failed:
-        # What may go and is there is what the storage did not delete; the library has said why.
+        # The storage did not delete a step that may be deleted and still exists; the library has logged the error.
         refused = {decision.step for decision in retention.plan() if not decision.keep}
         raise click.exceptions.Exit(Exit.STORAGE if refused & {*failed} else Exit.NO)
 
 
 def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:
-    """The mode to rank a metric by, as far as the caller leaves it to the run's keep policy; and which it is, in words.
+    """The mode of a metric, by default from the run's keep policy, and its description.
 
     Raises:
-      click.UsageError: no step has the metric, or nothing says its mode. A plan by a guess would delete the best steps.
+      click.UsageError: no step has the metric, or its mode is unknown; a wrong mode would delete the best steps.
     """
     infos = [] if metric is None else retention.infos((metric,))
     if metric is None or not infos:
@@ -149,10 +147,10 @@ def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[s
 
 
 def _check_present(wanted: Sequence[int], steps: Sequence[int]) -> None:
-    """Refuses steps to keep that the run does not have: a mistyped number would delete the step that was meant.
+    """Refuses steps to keep that the run does not have, since a mistyped number would delete the intended step.
 
     Raises:
-      click.UsageError: naming them, and the steps that the run has.
+      click.UsageError: the message lists them, and the steps of the run.
     """
     absent = sorted(set(wanted) - set(steps))
     if absent:
@@ -163,10 +161,10 @@ def _check_present(wanted: Sequence[int], steps: Sequence[int]) -> None:
 
 
 def _policy(keep: Mapping[str, Any]) -> KeepPolicy:
-    """The options as a policy.
+    """The keep policy of the options.
 
     Raises:
-      click.UsageError: none was given, or one is out of range.
+      click.UsageError: no option was given, or one is out of range.
     """
     policies: list[KeepPolicy] = []
     if keep['keep'] is not None:

@@ -1,4 +1,4 @@
-"""What ``export`` and ``import`` say of what they did."""
+"""The reports of ``export`` and ``import``, and usage errors from the library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 5
 
 @contextlib.contextmanager
 def words() -> Generator[None]:
-    """Makes a value that the library does not take (a dtype, a selection) a usage error."""
+    """Turns a ValueError of the library, such as for an unknown dtype, into a usage error."""
     try:
         yield
     except T5CkptError:
@@ -29,7 +29,7 @@ def words() -> Generator[None]:
 
 
 def print_report(report: ExportReport, as_json: bool) -> None:
-    """One line for what was written, one for what was left out; as JSON every name."""
+    """Prints one line for the written arrays and one for the dropped ones, or all names as JSON."""
     if as_json:
         print_json(fields_of(report))
         return

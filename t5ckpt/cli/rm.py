@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from t5ckpt.catalog.layouts import inspect_name
-from t5ckpt.cli.output import Column, confirm, json_option, print_json, print_table, run_at, say, steps_option
+from t5ckpt.cli.output import confirm, json_option, print_decisions, print_json, run_at, say, steps_option
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Verb
 from t5ckpt.commit.deletion import decide_deletion, delete_step
@@ -53,8 +53,7 @@ def command(
     storage, chosen = _chosen(path, others, steps)
     plan = [decide_deletion(storage, step, time.time, even_pinned=pinned) for step in chosen]
     if not as_json:
-        columns = [Column('step', right=True), Column(''), Column('because')]
-        print_table(columns, [[str(each.step), 'stays' if each.keep else 'goes', each.reason] for each in plan])
+        print_decisions(plan)
     kept = [each.step for each in plan if each.keep]
     deleted: list[int] = []
     failed: dict[int, str] = {}
@@ -78,10 +77,10 @@ def command(
 
 
 def _chosen(path: str, others: Sequence[str], numbers: Sequence[int]) -> tuple[Storage, list[int]]:
-    """The run, and its steps that are named.
+    """The run, and the named steps of it.
 
     Raises:
-      click.UsageError: none is named, a step of a step, or steps of several runs.
+      click.UsageError: no step is named, or steps of several runs, or a number for the path of a step.
     """
     run, first = _run_and_step(path)
     steps = {*numbers} if first is None else {first}
@@ -101,7 +100,7 @@ def _chosen(path: str, others: Sequence[str], numbers: Sequence[int]) -> tuple[S
 
 
 def _run_and_step(path: str) -> tuple[str, int | None]:
-    """The run's path, and the step where the path is that of a step's directory."""
+    """The run's path, and the step if the path is a step's directory."""
     parent, name = split_path(path)
     step = parse_step_dir(name)
     if step is None and name and (found := inspect_name(open_storage(parent), name)) is not None:

@@ -89,7 +89,7 @@ def _matcher(pattern: str) -> re.Pattern[str]:
 
 def _fields(info: LeafInfo) -> dict[str, Any]:
     fields = fields_of(info)
-    # The keys of the tree; a path is a file's or a directory's in every verb.
+    # The keys of the tree are named 'keys', since 'path' is a file or a directory in every verb.
     return {'name': info.name, 'keys': fields.pop('path'), **fields}
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import click
 
-from t5ckpt.cli.output import Column, follow_links_option, json_option, print_json, print_table, progress, step_option
+from t5ckpt.cli.output import (
+    Column,
+    follow_links_option,
+    json_option,
+    print_json,
+    print_table,
+    progress,
+    step_option,
+    without_nan,
+)
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.errors import CheckpointNotFoundError
@@ -54,6 +62,5 @@ def command(
 
 
 def _plain(fields: dict[str, object]) -> dict[str, object]:
-    """Without the histogram, and with null for NaN, which JSON does not know."""
-    kept = {name: value for name, value in fields.items() if name not in ('counts', 'edges')}
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in kept.items()}
+    """Without the histogram, and with null for NaN."""
+    return without_nan({name: value for name, value in fields.items() if name not in ('counts', 'edges')})

@@ -1,7 +1,7 @@
-"""Standard input, output and error of the program: closed ones, full ones, and a reader that goes away.
+"""Standard input, output and error of the program: closed streams, full disks, and readers that end.
 
-A program may be started with any of the three closed. The next file that it opens would get that number, and what a library
-writes to standard error would land in a chunk file. So each number is taken before anything else is opened.
+A program may be started with any of the three closed. The next file that it opens would get that number, and messages of a
+library to standard error would be written to a chunk file. So each closed number is opened before any other file.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ __all__ = ['OutputError', 'ReaderGoneError', 'discard_output', 'open_streams']
 
 
 class OutputError(Exception):
-    """Standard output takes nothing: its disk is full, or it is closed."""
+    """Standard output cannot be written: its disk is full, or it is closed."""
 
 
 class ReaderGoneError(OutputError):
-    """What reads standard output has ended, such as head. No OSError: click would exit with the code of another meaning."""
+    """The reader of standard output, such as head, has ended. Not an OSError, for which click has another exit code."""
 
 
 class _Output(io.FileIO):
-    """Standard output. An error of it is told from one of a checkpoint's files."""
+    """Standard output; its errors are distinguished from those of a checkpoint's files."""
 
     def write(self, data: Any) -> int:
         try:
@@ -35,7 +35,7 @@ class _Output(io.FileIO):
 
 
 class _Errors(io.FileIO):
-    """Standard error. Where it takes nothing, nobody can be told so."""
+    """Standard error; errors of its writes are ignored."""
 
     def write(self, data: Any) -> int:
         try:
@@ -45,12 +45,12 @@ class _Errors(io.FileIO):
 
 
 def open_streams() -> None:
-    """Takes the numbers 0, 1 and 2 where they are closed, and puts streams into ``sys`` that report their errors."""
+    """Opens the descriptors 0, 1 and 2 if they are closed, and sets streams in ``sys`` that report their errors."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number is this one. Output is opened for reading, so that writing to it fails.
+            # The lowest free number is this one. Standard output is opened for reading, so that writes to it fail.
             os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
     if sys.stdin is None:
         sys.stdin = open(0, encoding='utf-8', errors='replace', closefd=False)  # noqa: SIM115 - open until the end
@@ -59,13 +59,13 @@ def open_streams() -> None:
 
 
 def _text(raw: io.FileIO, before: IO[str] | None) -> io.TextIOWrapper:
-    """The stream as text, in the encoding that Python has chosen for it; letters that it lacks are shown as escapes."""
+    """The stream as text, in the encoding that Python has chosen; characters that it lacks are escaped."""
     encoding = getattr(before, 'encoding', None) or 'utf-8'
     is_live = raw.isatty() or raw.fileno() == 2
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, 'backslashreplace', line_buffering=is_live)
 
 
 def discard_output() -> None:
-    """Sends what is still buffered nowhere: Python flushes once more on its way out, and would fail once more."""
+    """Discards the buffered output, since Python's flush at exit would fail again."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)

@@ -1,4 +1,4 @@
-"""What all verbs have in common: the options of storages, errors in the command line's words, exit codes, Ctrl-C."""
+"""The base class of all verbs: the options of storages, errors in terms of the command line, exit codes, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def code_of(error: T5CkptError) -> Exit:
 
 
 def fail(text: str, code: Exit) -> NoReturn:
-    """Says on standard error why the verb ends, and ends it."""
+    """Prints an error and ends the verb."""
     click.echo(lines('t5ckpt: ', text, between=''), err=True)
     raise click.exceptions.Exit(code)
 
@@ -79,10 +79,10 @@ class Interrupted(click.Abort):
 
 
 class Verb(click.Command):
-    """A verb; all have the options that this class adds."""
+    """A verb, with the options of storages."""
 
     def __init__(self, *args: Any, resumes: bool = False, **kwargs: Any):
-        """As click's, and ``resumes``: the same command goes on where a stopped one ended."""
+        """The arguments of click.Command, and ``resumes``: whether the same command resumes after an interrupt."""
         super().__init__(*args, **kwargs)
         self.params += [
             click.Option(
@@ -123,12 +123,12 @@ class Verb(click.Command):
                 ctx.params.update(named_paths(self, ctx.params))
                 return super().invoke(ctx)
         except click.UsageError as error:
-            # One that a helper raised knows no context, and would show no usage line.
+            # An error from a helper has no context, and would show no usage line.
             error.ctx = error.ctx or ctx
             vars(error)['message'] = in_words(error.message, self)
             raise
         except T5CkptError as error:
-            # Who prints it, says it in this verb's words.
+            # For the message in terms of this verb.
             vars(error)['verb'] = self
             raise
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A line on standard error whenever a verb has been silent for ten seconds: what it waits for, and how to end that."""
+"""Prints a line on standard error when a verb has printed nothing for ten seconds."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SILENT_SECONDS = 10.0
 
 
 class Waiting:
-    """While the block runs, breaks a silence of ten seconds.
+    """While the block runs, prints a line after every ten seconds without output.
 
     Args:
       remote: the paths of the verb that are not on this machine.
-      seconds: of silence.
+      seconds: the longest time without output.
     """
 
     def __init__(self, remote: Sequence[str], seconds: float = SILENT_SECONDS):
-        """Starts nothing."""
+        """Prepares the thread, which starts with the block."""
         self._remote = remote
         self._seconds = seconds
         self._started = self._spoke = time.monotonic()
@@ -43,7 +43,7 @@ class Waiting:
 
     @contextlib.contextmanager
     def shown_by(self, show: Callable[[str], object]) -> Generator[None]:
-        """Within the block the line is printed by another function, such as that of a progress bar."""
+        """Within the block, prints the line with another function, such as that of a progress bar."""
         before, self._show = self._show, show
         try:
             yield
@@ -51,7 +51,7 @@ class Waiting:
             self._show = before
 
     def touch(self) -> None:
-        """Something was shown just now."""
+        """Records that output was printed just now."""
         self._spoke = time.monotonic()
 
     def _watch(self) -> None:
@@ -70,6 +70,6 @@ class Waiting:
 
 
 def current_waiting() -> Waiting | None:
-    """That of the verb that runs, if one does."""
+    """The instance of the running verb, or None."""
     context = click.get_current_context(silent=True)
     return None if context is None else context.meta.get('t5ckpt.waiting')

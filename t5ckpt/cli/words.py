@@ -1,7 +1,7 @@
-"""The library's messages in the words of the command line: ``--force``, not ``overwrite=True``.
+"""Translates the library's messages to terms of the command line: ``--force`` instead of ``overwrite=True``.
 
-The library names the cure that works in Python. Each rule here turns one into what works in a shell. Options of the verb are
-known from the verb itself, so a new one needs no rule.
+The library's errors have a cure for Python. Each rule here replaces one by a cure for the shell. The names of a verb's options
+are taken from the verb itself, so a new option needs no rule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from t5ckpt.core.text import Lines
 
 __all__ = ['in_words']
 
-# From Python's words to the command line's, in this order.
+# From a pattern for Python's terms to the command line's, in order.
 _RULES = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
@@ -59,14 +59,14 @@ _RULES = tuple(
         (r', or pass verify=.quick.', ''),
     )
 )
-# A text as Python prints it.
+# The repr of a str.
 _TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-# Parameters of the library that the verbs call by another name.
+# Parameters of the library with other names in the verbs.
 _OPTIONS = {'select': '--select', 'steps': '--keep-step', 'max_shard_bytes': '--max-shard-size'}
 
 
 def in_words(text: str, command: click.Command | None) -> str:
-    """A message of the library, for who called a verb; ``Lines`` stay ``Lines``."""
+    """A message of the library in terms of a verb; ``Lines`` stay ``Lines``."""
     options = _options_of(command)
     links = 'pass --follow-links' if '--follow-links' in options.values() else 'copy it with t5ckpt cp --follow-links'
     said = text.replace('pass follow_links=True', links)
@@ -82,13 +82,13 @@ def in_words(text: str, command: click.Command | None) -> str:
 
 
 def _once_each(option: str, found: re.Match[str]) -> str:
-    """A list of texts as a shell takes it: the option once for each."""
+    """A list of texts as arguments in a shell: the option is repeated for each."""
     return ' '.join(f'{option} {_quoted(text)}' for text in ast.literal_eval(found[1]))
 
 
 def _quoted(text: str) -> str:
     if not text.isprintable():
-        # As bash reads it; a name must not reach the terminal as it is.
+        # With bash's escapes, since a name may contain control characters of the terminal.
         return f"$'{''.join(map(_escaped, text))}'"
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text else quoted

@@ -46,6 +46,7 @@ from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.findings import Findings
 from t5ckpt.integrity.implied_files import ArrayFiles, Implied
 from t5ckpt.integrity.report import VerifyReport
+from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.contents import Contents, leaves_of, read_contents
 from t5ckpt.reading.identity import Identity
@@ -342,18 +343,14 @@ class _Check:
         listed.sort(key=lambda name: -self.sizes[name])
         chunks = [(array, chunk_index) for array in self.implied for chunk_index in array.chunks]
         total = sum(self.sizes[name] for name in listed) + sum(array.chunk_bytes for array, _ in chunks)
-        done = 0
+        meter = Meter(progress, total)
         for name, result in in_threads(listed, self.files.digest):
             if isinstance(result, T5CkptError):
                 self.findings.failed(name, result)
             elif not self.checksums.matches(name, result):
                 self.findings.differs(name, self.checksums[name], result, self.checksums)
-            done += self.sizes[name]
-            if progress is not None:
-                progress(done, total)
+            meter.add(self.sizes[name])
         for (array, chunk_index), result in in_threads(chunks, lambda item: item[0].decode(item[1])):
             if isinstance(result, T5CkptError):
                 self.findings.failed(array.file(chunk_index), result, array.leaf, chunk_index)
-            done += array.chunk_bytes
-            if progress is not None:
-                progress(done, total)
+            meter.add(array.chunk_bytes)

@@ -64,6 +64,13 @@ class StoredRead:
         """Whether the values are padded or truncated."""
         return self.target.shape != self.leaf.shape
 
+    @property
+    def converts(self) -> bool:
+        """Whether the bits in memory differ from those on disk."""
+        array = self.leaf.array
+        stored = array.dtype if array.bits_of is None else array.bits_of
+        return not self.dtype == self.leaf.dtype == stored
+
 
 @dataclasses.dataclass(frozen=True)
 class InlineRead:

@@ -283,9 +283,7 @@ class ArrayReader:
     def map_leaf(self, read: StoredRead) -> dict[Box, np.ndarray] | None:
         """The mapped buffers of a leaf, if they have the right dtype and can be used without a copy."""
         array = read.leaf.array
-        stored = array.dtype if array.bits_of is None else array.bits_of
-        same_bits = read.dtype == read.leaf.dtype == stored
-        if self._mapper is None or read.resizes or not same_bits or not is_on_cpu(read.target):
+        if self._mapper is None or read.resizes or read.converts or not is_on_cpu(read.target):
             return None
         boxes = boxes_wanted(read.target, read.leaf.shape)
         views = self._mapper.map_boxes(array, read.name, boxes)

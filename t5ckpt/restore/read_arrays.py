@@ -29,6 +29,7 @@ from t5ckpt.format.dtypes import from_stored
 from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
 from t5ckpt.planning.resizing import clipped
 from t5ckpt.planning.restore_plan import StoredRead
+from t5ckpt.progress import Meter
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.array_reader import ArrayReader, start_read
 from t5ckpt.reading.local.direct_reader import ReadRequest
@@ -66,8 +67,8 @@ def read_arrays(
             rest.append(read)
         else:
             values[read.path] = make_leaf(hosts, read.target, read.target.shape, read.dtype, read.name)
-    report = _Report(sum(read.leaf.array.nbytes for read in reads), progress)
-    report.add(report.total - sum(read.leaf.array.nbytes for read in rest))
+    meter = Meter(progress, sum(read.leaf.array.nbytes for read in reads))
+    meter.add(sum(read.leaf.array.nbytes for read in reads if read.path in values))
     here = [read for read in rest if is_on_cpu(read.target)]
     if here:
         needed = sum(_bytes_wanted(read) for read in here)
@@ -75,7 +76,7 @@ def read_arrays(
     if rest:
         with Pool(_threads(), 't5ckpt-read') as pool:
             try:
-                values |= _RestoreScheduler(reader, budget, report, pool).run(rest)
+                values |= _RestoreScheduler(reader, budget, meter, pool).run(rest)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -84,20 +85,6 @@ def read_arrays(
 
 def _threads() -> int:
     return max(_MIN_THREADS, _THREADS_PER_CORE * (os.cpu_count() or 1))
-
-
-class _Report:
-    """Counts bytes and reports them to the caller's ``progress``."""
-
-    def __init__(self, total: int, progress: Progress | None):
-        self.total = total
-        self._done = 0
-        self._progress = progress
-
-    def add(self, size: int) -> None:
-        self._done += size
-        if size and self._progress is not None:
-            self._progress(self._done, self.total)
 
 
 @dataclasses.dataclass
@@ -113,10 +100,10 @@ class _LeafInFlight:
 class _RestoreScheduler:
     """Schedules the leaves from the start of their read to the end of their transfer."""
 
-    def __init__(self, reader: ArrayReader, budget: ByteBudget, report: _Report, pool: concurrent.futures.Executor):
+    def __init__(self, reader: ArrayReader, budget: ByteBudget, meter: Meter, pool: concurrent.futures.Executor):
         self._reader = reader
         self._budget = budget
-        self._report = report
+        self._meter = meter
         self._pool = pool
         self._reading: collections.deque[_LeafInFlight] = collections.deque()
         self._moving: collections.deque[tuple[Any, int]] = collections.deque()
@@ -187,7 +174,7 @@ class _RestoreScheduler:
             chunks = opened.result()
             if chunks is not None and self._reader.direct is not None:
                 # A cast reads blocks into a scratch buffer, which would read more of an object than the requested ranges.
-                converts = _converts(read) and array.container != 'file'
+                converts = read.converts and array.container != 'file'
                 buffers = {box: _buffer(box, read.dtype if converts else array.dtype) for box in boxes}
                 tasks = self._reader.direct.tasks(ReadRequest(array, name, read.leaf.dtype, buffers), chunks)
                 if tasks is not None:
@@ -216,7 +203,7 @@ class _RestoreScheduler:
         self._moving.append((None if is_on_cpu(read.target) else on_devices, item.size))
         if self._moving[-1][0] is None:
             self._budget.release(self._moving.pop()[1])
-        self._report.add(read.leaf.array.nbytes)
+        self._meter.add(read.leaf.array.nbytes)
 
     def _release_next(self) -> None:
         on_devices, size = self._moving[0]
@@ -256,13 +243,6 @@ def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.n
         if part is not None:
             padded[box][part.relative_to(box).slices] = hosts[part]
     return padded
-
-
-def _converts(read: StoredRead) -> bool:
-    """Whether the bits in memory differ from those on disk."""
-    array = read.leaf.array
-    stored = array.dtype if array.bits_of is None else array.bits_of
-    return not read.dtype == read.leaf.dtype == stored
 
 
 def _buffer(box: Box, dtype: np.dtype) -> np.ndarray:

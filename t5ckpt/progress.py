@@ -77,7 +77,7 @@ class ProgressReporter:
 
 
 def progress_text(label: str, done: int, total: int, seconds: float) -> str:
-    """One line: bytes done and in all, time, rate and what is left of the time."""
+    """One line: bytes done and in all, time, rate and remaining time."""
     share = 100 * done // total if total else 100
     text = f'{label} {_size(done)} of {_size(total)} ({share} %), {seconds:.1f} s'
     if seconds <= 0 or done <= 0:

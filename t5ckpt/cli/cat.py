@@ -95,7 +95,9 @@ def _parsed(text: str, view: CheckpointView) -> tuple[str, tuple[Any, ...] | Non
     try:
         return name, tuple(_axis(part.strip()) for part in match['index'].split(',') if part.strip())
     except ValueError as error:
-        raise click.UsageError(f'[{match["index"]}] is no index: numbers, start:stop:step, ... and commas.') from error
+        raise click.UsageError(
+            f'[{match["index"]}] is not an index: use numbers, start:stop:step, ... and commas.'
+        ) from error
 
 
 def _known(name: str, view: CheckpointView) -> None:

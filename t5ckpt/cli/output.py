@@ -121,7 +121,7 @@ def size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
     match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMGT]?)B?', value.strip().upper())
     size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
     if size < 1:
-        raise click.BadParameter(f'{value!r} is no size such as 5GB or 500MB.', ctx, param)
+        raise click.BadParameter(f'{value!r} is not a size such as 5GB or 500MB.', ctx, param)
     return size
 
 

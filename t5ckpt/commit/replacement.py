@@ -102,7 +102,7 @@ def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptEr
     try:
         storage.exchange(directory, final)
     except StorageError as second:
-        text = f'{error} The old checkpoint lies in {storage.url(directory)} and could not be put back: {second}'
+        text = f'{error} The old checkpoint is in {storage.url(directory)} and could not be put back: {second}'
         raise NotPutBackError(second.errno, text) from second
 
 

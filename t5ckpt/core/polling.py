@@ -1,4 +1,4 @@
-"""Waiting for what another process does, by asking again."""
+"""Polls for the effect of another process."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class ChunkGrid:
         return self.separator.join(map(str, chunk_index)) or '0'
 
     def index(self, key: str) -> ChunkIndex | None:
-        """The chunk index of a key, which may lie outside the grid; None for any other text."""
+        """The chunk index of a key, which may be outside the grid; None for any other text."""
         parts = key.split(self.separator)
         if self.prefix:
             first, *parts = parts
@@ -204,7 +204,7 @@ class ChunkGrid:
         return itertools.product(*self.ranges(box))
 
     def split(self, box: Box) -> list[Box]:
-        """A list of the parts of a box that lie in different chunks, in C order."""
+        """A list of the parts of a box in different chunks, in C order."""
         axes = [
             [(max(start, at * chunk), min(stop, (at + 1) * chunk)) for at in indices]
             for (start, stop), chunk, indices in zip(box, self.chunk_shape, self.ranges(box), strict=True)

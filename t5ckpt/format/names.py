@@ -232,17 +232,17 @@ def step_marker(step: int) -> str:
 
 
 def busy_key(step: int, nonce: str) -> str:
-    """The key on an object store that says that a step is being written or deleted, and by whom."""
+    """The key of a write lease on an object store: the step is being written or deleted."""
     return f'{INDEX}/busy/{step}.{nonce}'
 
 
 def deleting_file(step: int, nonce: str) -> str:
-    """The file beside the steps, where directories can be renamed, that says that one is about to be hidden or replaced."""
+    """The file of a write lease on storage that can rename: the step is about to be hidden or replaced."""
     return f'{DELETING_PREFIX}{step}.{nonce}'
 
 
 def parse_write_lease(key: str) -> WriteLeaseName | None:
-    """What a key of :func:`busy_key` or :func:`deleting_file` says, or None for any other key."""
+    """Parses :func:`busy_key` or :func:`deleting_file`; None for any other key."""
     match = _WRITE_LEASE.fullmatch(key)
     return None if match is None else WriteLeaseName(key, int(match.group(1)), match.group(2) or '')
 
@@ -339,16 +339,16 @@ def sidecar_of(manifest_checksum: str) -> str:
 
 
 def is_swap_sidecar(name: str) -> bool:
-    """Whether a name is that of :func:`sidecar_of`, of whichever manifest."""
+    """Whether a name is that of :func:`sidecar_of` for any manifest."""
     return _SIDECAR_OF.fullmatch(name) is not None
 
 
 def superseded(keys: Collection[str], known: Collection[str]) -> set[str]:
-    """The files in a step's directory of a checkpoint that another replaced in place, or was to replace.
+    """The files in a step's directory that belong to another checkpoint, before or after an overwrite in place.
 
     Args:
       keys: all files of the directory, relative to it.
-      known: the files of the checkpoint that is there, as its file checksums and its sidecar name them.
+      known: the files of the current checkpoint, from its file checksums and its sidecar.
     """
     if not any(generation_of(key) or is_swap_sidecar(key) for key in keys):
         return set()
@@ -387,7 +387,7 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     if not slash:
         return top in (MANIFEST, SIDECAR, PINNED, DATASET_REMOVED) or is_swap_sidecar(top)
     if generation_of(top):
-        # All arrays lie directly below it, and all of its files are t5ckpt's.
+        # All arrays are directly below it, and t5ckpt wrote all of its files.
         name = key.rpartition('/')[2]
         return key.count('/') == 2 and (name == _ARRAY_METADATA or _CHUNK.fullmatch(name) is not None)
     directory, _, name = key.rpartition('/')

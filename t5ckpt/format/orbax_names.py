@@ -1,6 +1,6 @@
 """The names of the files that Orbax writes into a step: trees, the other items, and arrays of zarr 2 and 3 outside OCDBT.
 
-``commit/other_layouts.py`` says where Orbax's own source has them.
+``commit/other_layouts.py`` cites the modules of Orbax that define them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _ORBAX_ARRAY = re.compile(r'([^/]+)/(?:\.zarray|zarr\.json|[0-9]+(?:\.[0-9]+)*|c
 
 
 def orbax_array(key: str) -> str | None:
-    """The directory of a zarr array that a name of Orbax's belongs to, relative to the tree; None for any other name."""
+    """The directory of the zarr array to which a file of Orbax belongs, relative to the tree; None for any other name."""
     match = _ORBAX_ARRAY.fullmatch(key)
     return None if match is None else match.group(1)
 
 
 def is_orbax_key(key: str, *, in_item: bool) -> bool:
-    """Whether Orbax writes files with this name, chunks of zarr arrays aside.
+    """Whether Orbax writes files with this name; not for chunks of zarr arrays.
 
     Args:
       key: relative to the item's directory with ``in_item``, else to the step's.
-      in_item: whether it lies in the directory of an item.
+      in_item: whether it is in the directory of an item.
     """
     return _ORBAX_TREE.fullmatch(key) is not None or (in_item and _ORBAX_ITEM.fullmatch(key) is not None)
 
 
 def may_be_orbax(key: str) -> bool:
-    """Whether a name below a :func:`pruned_dir`, of which files may be gone already, is one of Orbax's."""
+    """Whether Orbax may have written a file below a :func:`pruned_dir`, in which other files may be deleted already."""
     below = key.partition('/')[2]
     known = orbax_array(key) or is_orbax_key(key, in_item=False)
     return bool(known or (below and (orbax_array(below) or is_orbax_key(below, in_item=True))))

@@ -51,7 +51,7 @@ class Findings:
     def size_differs(self, name: str, found: int, recorded: int) -> None:
         """Adds a file of another size than the recorded one."""
         offsets = (min(found, recorded), max(found, recorded))
-        how = 'are missing' if found < recorded else 'are too many'
+        how = 'are missing' if found < recorded else 'are in excess'
         text = f'has {found:,} bytes, recorded are {recorded:,}: those from {offsets[0]:,} to {offsets[1]:,} {how}'
         self.add('size', name, text, offsets=offsets)
 

@@ -108,7 +108,7 @@ class Implied:
         chunks: list[ChunkIndex] = []
         metadata = _METADATA[stored.array.driver]
         if stored.array.container == 'dir' and metadata not in present:
-            text = 'nobody but t5ckpt can open the array without it'
+            text = 'only t5ckpt can open the array without it'
             damages.append(Damage('missing', f'{location}/{metadata}', text, leaf))
         for chunk_index in array.grid:
             key, file, box = array.grid.key(chunk_index), array.file(chunk_index), array.grid.box(chunk_index)

@@ -218,7 +218,7 @@ def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequenc
         raise unrecoverable_error(left)
     strange = [damage for damage in lost if not damage.leaf and not damage.file.startswith(f'{TRAIN_DS_PREFIX}-')]
     if strange:
-        cure = 'This is no leaf that could be left out. Nothing was written.'
+        cure = 'These are not leaves, so they cannot be left out. Nothing was written.'
         raise CorruptCheckpointError(lines(unrecoverable_text(strange), cure))
     return {damage.leaf for damage in lost if damage.leaf}, {damage.file for damage in lost if not damage.leaf}
 

@@ -38,7 +38,7 @@ __all__ = ['STRICTNESS', 'InlineRead', 'RestoreOptions', 'RestorePlan', 'StoredR
 # How closely the two must match: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
 # 'contains' also allows a checkpoint with more leaves than the template.
 STRICTNESS = ('exact', 'up_to_dtype', 'contains')
-# What stands for the absence of a leaf in a template.
+# The kinds of template leaves that leave out the checkpoint's leaf.
 _LEFT_OUT = ('skip', 'unread')
 _NO_PLACE = ('none', 'empty', *_LEFT_OUT)
 # Number of leaves for which close names are searched, which takes milliseconds each.
@@ -268,7 +268,7 @@ class _Matcher:
         """Close names on the other side that match no leaf on this side, and so may be the renamed leaf."""
         if len(self.problems) >= _HINTED:
             return ()
-        # What is no leaf could not have been renamed, and a leaf above or below this one is no other name of it.
+        # Only leaves can have been renamed, and not to the name of a leaf above or below this one.
         names = (
             leaf_name(path)
             for path, other in there.items()
@@ -279,7 +279,7 @@ class _Matcher:
         )
 
     def _checked_dtype(self, pair: _Pair) -> np.dtype | None:
-        """The dtype of the restored leaf, after the cast. None where the leaf does not fit, which is added to the problems."""
+        """The dtype of the restored leaf, after the cast. None if the leaf does not fit, which is added to the problems."""
         target, shape, dtype = pair.target, tuple(pair.found.shape), np.dtype(pair.found.dtype)
         wanted = np.dtype(np.void) if target.dtype is None else target.dtype
         # Leaves of ``fallback_state`` are cast only to the template's dtypes.

@@ -176,7 +176,7 @@ def plan_save(
       rule: by path, whether T5X writes the leaf into the manifest, where that is known.
 
     Raises:
-      UnsupportedLeafError: arrays lie on this process alone, in a job of several.
+      UnsupportedLeafError: arrays are local to this process, in a job of several.
       UnmatchedPattern: the cast selects no leaf.
     """
     assignment = WriteAssignment() if assignment is None else assignment
@@ -265,7 +265,7 @@ def _refuse_local(leaves: Sequence[LeafToSave], count: int) -> None:
     if local:
         names = [f'{leaf.name} {leaf.shape} on {leaf.value.sharding}' for leaf in local[:20]]
         names += [f'and {len(local) - 20} more'] if len(local) > 20 else []
-        head = f'these arrays lie on this process alone, and each of the {count} processes has its own:'
+        head = f'these arrays are local to this process, and each of the {count} processes has its own:'
         cure = (
             'Make them global: create them in a jitted function with out_shardings over the mesh of all '
             'processes, or with jax.make_array_from_process_local_data; values that are the same everywhere may also be '

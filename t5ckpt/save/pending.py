@@ -236,7 +236,7 @@ class PendingSave:
         """Waits for the save.
 
         Args:
-          timeout: seconds; None waits for ever.
+          timeout: seconds; None waits forever.
 
         Returns:
           The checkpoint, or None if the step existed already and nothing was written.

@@ -146,7 +146,7 @@ def _begin(request: StreamRequest, plan: SavePlan) -> Transaction:
     work = begin(storage, request.step, request.clock, facts, index) if again is None else again
     work.replaces = request.overwrite
     if request.source is not None:
-        # Stopped by the user: what is whole is kept for the next attempt, or for the garbage collection of the next save.
+        # Stopped by the user: complete files are kept for the next attempt, or for the garbage collection of the next save.
         work.kept_after = _INTERRUPTS
     return work
 

@@ -108,7 +108,7 @@ class FileStorage(Storage):
             with open(fd, 'rb') as file:
                 mode = os.fstat(fd).st_mode
                 if not stat.S_ISREG(mode):
-                    raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, 'no regular file')
+                    raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, 'not a regular file')
                 return file.read()
 
     def write(self, key: str, data: bytes) -> None:

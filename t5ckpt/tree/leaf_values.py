@@ -62,7 +62,7 @@ def check_is_array(path: Path, leaf: Any) -> None:
     if isinstance(leaf, np.ma.MaskedArray) or not is_array:
         raise UnsupportedLeafError(
             f'{name}: {kind} is neither an array nor a number. Give it as an array (numpy.asarray), or mark the field '
-            'static so that it is no leaf.'
+            'static, so that it is not a leaf.'
         )
 
 

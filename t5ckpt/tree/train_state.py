@@ -68,7 +68,7 @@ def _flattened(tree: Any) -> StateView:
     except ValueError as error:
         # JAX sorts the keys of a dict, which fails for a mix such as {1: x, '1': y}.
         clash = next(_clashes(tree, ()), None)
-        text = f'the state is no pytree: {error}' if clash is None else _clash_text(clash)
+        text = f'the state is not a pytree: {error}' if clash is None else _clash_text(clash)
         raise UnsupportedLeafError(text) from error
     table: LeafTable = {}
     paths: list[Path] = []
@@ -106,7 +106,7 @@ def _path_of_single(state: Any) -> Path:
             'load_t5x_checkpoint(path) or open_checkpoint(path).'
         )
     is_value = isinstance(state, (bool, int, float, complex, str, np.generic))
-    cure = 'Pass a dict: {"x": x}.' if is_value else 'It is no pytree: pass the tree of arrays itself.'
+    cure = 'Pass a dict: {"x": x}.' if is_value else 'It is not a pytree: pass the tree of arrays itself.'
     raise UnsupportedLeafError(f'the state is a single {type(state).__name__}, a checkpoint holds a tree. {cure}')
 
 
@@ -164,7 +164,7 @@ def step_of(state: Any, table: LeafTable, step: int | None) -> int:
         value = value.get()
     if getattr(value, 'is_fully_addressable', True) is False:
         if not value.addressable_shards:
-            raise ValueError('the step lies on other processes alone: pass step= to save.')
+            raise ValueError('the step is an array on other processes only: pass step= to save.')
         value = value.addressable_data(0)
     number = np.asarray(value)
     if number.shape != () or not np.issubdtype(number.dtype, np.integer) or not 0 <= int(number) < MAX_STEP:

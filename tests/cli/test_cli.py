@@ -218,7 +218,7 @@ def test_cat_prints_a_leaf_or_a_slice(run_dir, tmp_path):
         ('target/mlp', 1, 'is a group of 1 leaf'),
         ('target/mlp/kernel[64]', 2, 'out of bounds'),
         ('target/mlp/kernel[:,:,:]', 2, 'shape (64, 128)'),
-        ('target/mlp/kernel[1-2]', 2, 'is no index'),
+        ('target/mlp/kernel[1-2]', 2, 'is not an index'),
     ],
 )
 def test_cat_refuses_what_is_not_there(run_dir, leaf, code, text):

@@ -154,7 +154,7 @@ def test_what_is_no_tree_is_not_put_into_one(tmp_path):
 
     with t5ckpt.Checkpointer({'w': W}, checkpoints_dir=tmp_path) as checkpointer:
         for value, cure in (
-            (Arguments({'w': W}), 'a single Arguments, .* It is no pytree: pass the tree of arrays itself'),
+            (Arguments({'w': W}), 'a single Arguments, .* It is not a pytree: pass the tree of arrays itself'),
             (np.float32(1), 'Pass a dict: {"x": x}'),
         ):
             with pytest.raises(errors.UnsupportedLeafError, match=cure):

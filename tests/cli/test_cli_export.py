@@ -64,7 +64,7 @@ def test_exit_codes(run: pathlib.Path, tmp_path: pathlib.Path):
     t5ckpt_cli('import', 'npz', out, tmp_path / 'back', '--force')
     assert 'matches no array' in t5ckpt_cli('export', 'npz', run, tmp_path / 'x', '--select', 'xyz', code=1)
     assert 'dtype' in t5ckpt_cli('export', 'npz', run, tmp_path / 'x', '--dtype', 'int7', code=2)
-    assert 'no size' in t5ckpt_cli('export', 'hf', run, tmp_path / 'x', '--max-shard-size', '5 apples', code=2)
+    assert 'not a size' in t5ckpt_cli('export', 'hf', run, tmp_path / 'x', '--max-shard-size', '5 apples', code=2)
     assert 'contradicts' in t5ckpt_cli('export', 'hf', run, tmp_path / 'x', '--config', '{"d_model": 1}', code=3)
     assert 'no such file' in t5ckpt_cli('export', 'hf', tmp_path / 'none', tmp_path / 'x', code=3)
     assert not (tmp_path / 'x').exists()

@@ -172,7 +172,7 @@ class RenameTransaction(Transaction):
         remove_checkpoint(self.storage, self._out_of_the_way(), self.step, time.time)
 
     def _out_of_the_way(self) -> str:
-        """Gives the directory a name that garbage collection removes, even when it is half deleted. Returns the name."""
+        """Renames the directory so that garbage collection removes it, also half deleted. Returns the name."""
         leftover = parse_leftover(self.directory)
         if leftover is not None:
             try:

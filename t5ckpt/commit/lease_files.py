@@ -1,7 +1,7 @@
-"""The leases of a run: one listing shows those of its writers, deleters and readers.
+"""Lists the read and write leases of a run in one listing.
 
-On object stores they lie in ``.t5ckpt/``. Where directories can be renamed they lie beside the steps, and the write lease of
-a save is in its temporary directory instead.
+On object stores, leases are in ``.t5ckpt/``. On file systems, they are in the run's directory, and the write lease of a save
+is in its temporary directory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _LONGEST_SECONDS = 30 * 86400
 
 @dataclasses.dataclass(frozen=True)
 class Leases:
-    """What one listing shows; expired leases are among them.
+    """The leases in one listing, including expired ones.
 
-    ``partial`` are the names of write leases that a process began to write, or was killed over.
+    ``partial`` has the names of write leases that a process is writing, or was writing when it was killed.
     """
 
     of_writers: tuple[WriteLeaseName, ...]

@@ -1,4 +1,4 @@
-"""The owner of a write lease: which process on which machine it is, and whether it has ended."""
+"""Identifies the owner of a write lease, a process on a machine, and determines whether it has ended."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Owner:
 
 # An object is never half written, so a record that does not parse is of another program.
 UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
-# Left by an owner that took over the lease of one that died, and leaves it to garbage collection to look at the step.
+# Written by an owner that took over the lease of a dead process, so that garbage collection inspects the step.
 EXPIRED = Owner('', '', '', 0, '', 0.0, MEND)
 
 
@@ -162,5 +162,5 @@ def new_owner(nonce: str, beat: float, action: str) -> Owner:
 
 
 def end_owner(nonce: str) -> None:
-    """Says that this process holds a lease no more."""
+    """Records that this process no longer holds a lease."""
     _open_nonces.discard(nonce)

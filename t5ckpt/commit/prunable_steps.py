@@ -1,4 +1,4 @@
-"""Lists the steps that retention decides about, with their facts and read leases, and logs once why a step stays."""
+"""Lists the steps that retention may delete, with their facts and read leases, and logs once why a step stays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StayLog:
 
 
 class PrunableSteps(ABC):
-    """The steps about which a keep policy is asked.
+    """The steps about which a keep policy decides.
 
     Attributes:
       index: on object stores, the listing of the save that this retention follows, so that it need not list again.
@@ -69,14 +69,14 @@ class PrunableSteps(ABC):
         self._prunes_others = prunes_others
 
     def prunable(self, steps: Sequence[ListedStep]) -> list[int]:
-        """Those in T5X's layout; logs that the others stay."""
+        """The steps in T5X's layout; logs that the others stay."""
         for each in steps:
             if not each.is_t5x and not self._prunes_others:
                 self._log.note(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
         return [each.step for each in steps if each.is_t5x]
 
     def infos(self, names: Collection[str], just_saved: int | None) -> list[StepInfo]:
-        """The facts of the steps, ascending; ``names`` are the metrics to look for."""
+        """The facts of the steps, ascending, with the metrics of these names."""
         return self._facts.infos(*self._with_leased(), names, just_saved)
 
     @abstractmethod
@@ -122,10 +122,10 @@ class _InIndex(PrunableSteps):
     def plan(
         self, policy: KeepPolicy, just_saved: int | None, others: Sequence[StepInfo]
     ) -> tuple[list[StepInfo], list[Decision]]:
-        """Asks for no manifests of steps that go, since who hides them reads them.
+        """Checks no manifests of steps that the policy does not keep, because hiding a step reads its manifest.
 
-        The markers may be those that the save listed when it began. A step that was committed since by another process is then
-        seen by the next save. Nothing is hidden before the leases are listed once more.
+        The index may be the one that the save listed when it began. The next save then finds a step that another process has
+        committed since. The leases are listed again before a step is hidden.
         """
         del others
         index, self.index = self.index or read_index(self._storage), None

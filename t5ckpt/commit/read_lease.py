@@ -1,11 +1,11 @@
-"""Read leases: a file beside the steps whose name has the step and the expiry, see ``format/names.py``.
+"""Read leases: a file in the run's directory whose name has the step and the expiry, see ``format/names.py``.
 
     reader    +read lease, [no deleter?], [is the step there?], reads, -read lease
     deleter   +write lease, [no read lease?], hides the step, -write lease
 
-Each announces itself before it looks for the other, so the later of the two sees the other. A reader that sees a deleter
-waits until it has hidden the step or let it be. So a step with a read lease is never hidden, not even for a moment, and a
-deleter that is killed leaves it where it is. A lease that a crash left expires.
+Each writes its lease before it looks for the other's, so the later of the two sees the other. A reader that sees a deleter
+waits until the deleter has hidden the step or given up. So a step with a read lease is never hidden, and a deleter that is
+killed leaves it in place. A lease that remains after a crash expires.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from t5ckpt.storage import Storage
 
 __all__ = ['leased_steps', 'outlives_deleters', 'read_lease']
 
-# A deleter hides a step, or lets it be, within a few requests.
+# A deleter hides a step, or gives up, within a few requests.
 _DELETER_SECONDS = 5.0
 
 
 @contextlib.contextmanager
 def read_lease(storage: Storage, step: int, seconds: float, clock: Clock) -> Generator[bool]:
-    """Leases a step for at most ``seconds``; yields False where the step was deleted before.
+    """Leases a step for at most ``seconds``; yields False if the step was deleted before.
 
     Raises:
       AccessDeniedError: the run may be read and not be written.
@@ -55,9 +55,9 @@ def read_lease(storage: Storage, step: int, seconds: float, clock: Clock) -> Gen
 
 
 def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:
-    """Returns whether a step is there and nobody hides it; False where a deleter has not decided after some seconds.
+    """Returns whether a step exists and no process hides it; False if a deleter has not decided after some seconds.
 
-    To be called after what keeps the step, a read lease or a pin, was written: a later deleter finds that.
+    Call it after the read lease or the pin was written, which a later deleter finds.
     """
     clock = lease_clock(storage, clock)
     for has_time in attempts(_DELETER_SECONDS):

@@ -1,12 +1,12 @@
-"""What goes after a save.
+"""Deletes the steps that the keep policy does not keep, after each save.
 
-The plan is pure (``policies.retention_plan``); here its facts are gathered, and it is carried out: each step that goes is
-made invisible in one atomic operation, and then removed in the background. A crash in between leaves a directory that no
-listing shows and that garbage collection removes. One deletion that fails is logged and does not stop the others.
+``policies.retention_plan`` is a pure function from the facts of the steps to decisions. This module gathers the facts and
+carries the decisions out: it hides each step in one atomic operation, and removes its files in the background. A crash in
+between leaves a directory that no listing shows and that garbage collection removes. A deletion that fails is logged and
+does not stop the others.
 
-Only steps in T5X's layout are looked at. A step of Orbax or Flax stays, and takes no place among the latest or the best, unless
-``prune_others`` is set: then it counts and goes like the others, see ``commit/other_layouts.py``. A step that cannot be looked
-at stays, too, and is logged.
+The policy decides only about steps in T5X's layout. A step of Orbax or Flax stays, and is not counted among the latest or the
+best, unless ``prune_others`` is set: see ``commit/other_layouts.py``. A step that cannot be inspected stays and is logged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = logging.getLogger('t5ckpt')
 
 
 class Retention:
-    """The keep policy of one checkpointer, and what it knows of the steps. It acts in process 0."""
+    """Applies the keep policy of one checkpointer, in process 0, and caches the facts of the steps."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class Retention:
         self._steps = prunable_steps(storage, clock, self._facts, self._log, prunes_others=prune_others)
 
     def steps(self) -> list[int]:
-        """The complete steps, ascending, in whichever layout."""
+        """The complete steps, ascending, in any layout."""
         return steps_in(self._storage)
 
     def others(self) -> list[Decision]:
-        """The steps that the policy is not asked about, and why they stay."""
+        """The steps about which the policy does not decide, with the reason why each stays."""
         found = listing(self._storage)
         written = [
             Decision(each.step, True, f'in the layout of {each.layout}')
@@ -91,27 +91,27 @@ class Retention:
         return sorted([*written, *unreadable], key=lambda decision: decision.step)
 
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
-        """The facts that the policy sees, ascending by step; ``names`` are the metrics to look for instead of its own."""
+        """The facts that the policy takes, ascending by step; ``names`` replaces the policy's metric names."""
         return self._steps.infos(self.policy.metric_names if names is None else names, None)
 
     def note_index(self, index: Index | None) -> None:
-        """Takes what a save listed on an object store, for the retention that follows it."""
+        """Stores the index that a save listed on an object store, for the retention after this save."""
         self._steps.index = index
 
     def note_saved(self, step: int, sidecar: Sidecar) -> None:
-        """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
+        """Stores the facts of a checkpoint that this process has just committed, from its sidecar."""
         self._facts.note_saved(step, sidecar)
         self._latest = step if self._latest is None else max(self._latest, step)
 
     def is_surely_new(self, step: int) -> bool:
-        """Whether a step need not be looked for: it is above the latest one that this process saved.
+        """Whether a step is larger than the latest that this process saved, so that no check for it is needed.
 
-        Only on object stores, where ``begin`` detects the steps that another process has written since.
+        True only on object stores, where ``begin`` detects steps that another process has written since.
         """
         return self._steps.has_index and self._latest is not None and step > self._latest
 
     def metrics_at(self, step: int | None) -> Mapping[str, float]:
-        """The metrics of a step; None takes the latest, in whichever layout.
+        """The metrics of a step; None takes the latest, in any layout.
 
         Raises:
           CheckpointNotFoundError: there is no such step.
@@ -134,12 +134,12 @@ class Retention:
         raise CheckpointNotFoundError(f'{self._storage.url()}: there is no {asked}; complete steps are: {shown}.')
 
     def recorded_policy(self) -> KeepPolicy | None:
-        """The keep policy under which the latest step was saved; None where nothing says so."""
+        """The keep policy in the sidecar of the latest step; None if it is not recorded."""
         steps = self._steps.prunable(listing(self._storage).steps)
         return policy_of(known_sidecar(self._storage, steps[-1]).keep) if steps else None
 
     def plan(self, just_saved: int | None = None) -> list[Decision]:
-        """What stays and what goes."""
+        """Decides for each step whether it stays."""
         others = self._others()
         return [
             self._known_or_kept(each, others)
@@ -147,7 +147,7 @@ class Retention:
         ]
 
     def _others(self) -> dict[int, ListedStep]:
-        """The steps in other layouts that may go."""
+        """The steps in other layouts that the policy may delete."""
         found = listing(self._storage).steps if self._prunes_others else ()
         return {each.step: each for each in found if not each.is_t5x}
 
@@ -172,7 +172,7 @@ class Retention:
         return decision
 
     def carry_out(self, just_saved: int | None = None, *, confirmed: Collection[int] | None = None) -> list[Decision]:
-        """Makes the steps that go invisible, and begins to remove them.
+        """Hides the steps that the policy does not keep, and starts to remove their files.
 
         The plan is made anew, so that a step that was pinned or saved since :meth:`plan` counts.
 
@@ -199,7 +199,7 @@ class Retention:
             try:
                 found = self._hidden(decision.step, others.get(decision.step))
             except CheckpointNotFoundError:
-                # Another process has deleted it: it is gone, as was wanted.
+                # Another process has deleted it.
                 done.append(decision)
                 continue
             except T5CkptError as error:
@@ -232,33 +232,32 @@ class Retention:
             self._log.note(Decision(step, True, held, overruled=True))
 
     def _hidden(self, step: int, other: ListedStep | None) -> Hidden | None:
-        """Makes a step invisible; None where it is kept."""
+        """Hides a step; returns None if it is kept."""
         if other is not None:
             return hide_other(self._storage, other, self._clock)
         self._steps.check_sidecar(step)
         return hide_checkpoint(self._storage, step, self._clock)
 
     def missing_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, tuple[int, Collection[str]]]:
-        """Metrics that the policy looks at and a step lacks: by name, the step and the metrics that it has.
+        """The metrics that the policy uses and a step does not have: by name, the step and the metrics that it has.
 
         Args:
-          step: that is about to be saved.
-          metrics: given for it. Where there is a metric source, the steps before it are judged instead, as of the
-            latest save.
+          step: the step that is about to be saved.
+          metrics: its metrics. With a metric source, earlier steps are checked instead, as of the latest save.
         """
         if self._source is not None:
             return self._coverage.missing()
         return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
 
     def _tell_failure(self, step: int, error: T5CkptError) -> None:
-        """Logs that a step could not be deleted; of one that a newer program wrote once."""
+        """Logs that a step could not be deleted; once for a step that a newer program wrote."""
         if isinstance(error, UnsupportedFormatError):
             self._log.note(Decision(step, True, str(error), overruled=True))
         else:
             _log.warning('t5ckpt: could not delete step %d: %s', step, error)
 
     def wait(self) -> None:
-        """Waits until what was made invisible is gone."""
+        """Waits until the files of hidden steps are removed."""
         if self._remover is not None:
             self._remover.join()
             self._remover = None

@@ -1,4 +1,4 @@
-"""What retention knows of each step: when it was saved, its metrics and its pin."""
+"""Reads the facts of each step for retention: the time of its save, its metrics and its pin."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ['MetricCoverage', 'StepFacts', 'known_sidecar', 'missing_from_all', '
 
 
 class StepFacts:
-    """The facts that a keep policy sees. Those of a complete checkpoint never change, so each sidecar is read once."""
+    """Reads the facts that a keep policy takes. They never change for a complete step, so each sidecar is read once."""
 
     def __init__(self, storage: Storage, source: MetricSource | None):
-        """Takes the run, and where the metrics that were not given to save come from."""
+        """Takes the run, and the source of the metrics that were not passed to ``save``."""
         self._storage = storage
         self._source = source
         self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
@@ -27,18 +27,18 @@ class StepFacts:
         self._known: set[int] = set()
 
     def note_saved(self, step: int, sidecar: Sidecar) -> None:
-        """Takes the facts of a checkpoint that this process has just committed from its sidecar."""
+        """Stores the facts of a checkpoint that this process has just committed, from its sidecar."""
         self._facts[step] = sidecar.created_unix, sidecar.metrics
         self._known.add(step)
 
     def has_known_sidecar(self, step: int) -> bool:
-        """Returns whether the sidecar of a step was read, and is of a format that this program knows."""
+        """Whether the sidecar of a step was read and has a format that this program knows."""
         return step in self._known
 
     def infos(
         self, steps: Sequence[int], leased: Collection[int], names: Collection[str], just_saved: int | None
     ) -> list[StepInfo]:
-        """Returns the facts of the steps.
+        """The facts of the steps.
 
         Args:
           steps: ascending.
@@ -75,16 +75,16 @@ class StepFacts:
 
 
 class MetricCoverage:
-    """Which steps lack a metric that the keep policy looks at, as far as the retention of this process has seen."""
+    """Tracks which steps lack a metric that the keep policy uses, over the saves of this process."""
 
     def __init__(self) -> None:
-        # The steps whose saves had retention carried out, and what the older ones of them lack.
+        # The steps after whose saves retention ran; and by metric, the older ones without it, with the metrics they have.
         self._seen: set[int] = set()
         self._lacking: dict[str, dict[int, Collection[str]]] = {}
         self._measured: set[str] = set()
 
     def note(self, infos: Sequence[StepInfo], names: Collection[str], just_saved: int | None) -> None:
-        """A metric source may learn the metrics of a step after its save, so the latest one is not looked at."""
+        """Records the metrics of all steps but the latest, whose metrics a source may get only after its save."""
         for info in infos:
             if info.step in self._seen and info.step != just_saved:
                 self._measured |= info.metrics.keys()
@@ -94,27 +94,27 @@ class MetricCoverage:
             self._seen.add(just_saved)
 
     def missing(self) -> dict[str, tuple[int, Collection[str]]]:
-        """Returns the metrics that several steps lack and none has: by name, the first step and the metrics that it has."""
-        # One step may lack them: T5X's loop saves the first before anything is measured.
+        """The metrics that several steps lack and no step has: by name, the first step and the metrics that it has."""
+        # One step may lack them, because T5X's training loop saves the first step before any evaluation.
         lacking = {name: steps for name, steps in self._lacking.items() if name not in self._measured}
         return {name: next(iter(steps.items())) for name, steps in lacking.items() if len(steps) > 1}
 
 
 def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
-    """When a step was saved, as unix seconds or None, and the metrics it was saved with."""
+    """The time of a step's save, in unix seconds or None, and the metrics passed to it."""
     return _facts_in(storage, step, known_sidecar(storage, step))
 
 
 def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | None, Mapping[str, float]]:
     created = sidecar.created_unix
     if created is None:
-        # T5X's: the manifest is written last.
+        # T5X writes no sidecar, and the manifest last.
         created = storage.mtime(join(step_dir(step), MANIFEST))
     return created, sidecar.metrics
 
 
 def known_sidecar(storage: Storage, step: int) -> Sidecar:
-    """A step's sidecar; ``NO_SIDECAR`` if it cannot be read or is of a newer format, which must not stop retention."""
+    """A step's sidecar; ``NO_SIDECAR`` if it cannot be read or has a newer format, because retention continues then."""
     key = join(step_dir(step), SIDECAR)
     try:
         data = storage.read(key)
@@ -124,7 +124,7 @@ def known_sidecar(storage: Storage, step: int) -> Sidecar:
 
 
 def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:
-    """What to say to a metric that no step has, with those there are; None where a step has it or there is no step."""
+    """The message for a metric that no step has, with the existing ones; None if a step has it or the run is empty."""
     known = sorted({name for info in infos for name in info.metrics})
     if not infos or metric in known:
         return None

@@ -1,27 +1,28 @@
 """Write leases: the record of the process that writes or deletes a step, with its heartbeat.
 
 On object stores, where a step is written in place, a lease of ``checkpoint_<step>`` is the object
-``.t5ckpt/busy/<step>.<nonce>``. Where directories can be renamed, a save has its lease in its temporary directory, and who
-hides or replaces a step has the file ``deleting_<step>.<nonce>``. It names the process, its machine and the time of the last
-heartbeat; a thread renews it every minute. The lease is written before anything else and removed last. Every leftover of a
-crash has a lease, and garbage collection removes nothing without one.
+``.t5ckpt/busy/<step>.<nonce>``. On file systems, the lease of a save is in its temporary directory, and a process that hides
+or replaces a step has the file ``deleting_<step>.<nonce>``. A lease names the process, its machine and the time of the last
+heartbeat; a thread renews it every minute. The lease is written before anything else and removed last. All files that remain
+after a crash have a lease, and garbage collection removes nothing without one.
 
     save     +lease, [alone?], arrays, sidecar, [is the lease still there?], manifest, steps marker, -lease
     delete   +lease, [alone? no read lease?], -manifest, [no pin?], -steps marker, [is the lease still there?], -files, -lease
     read     +read lease, [no deleter?], [is the manifest there?], ..., -read lease
 
-Two processes never have a lease of one step at once. Each writes a record under a name of its own, and then lists: the later
-of the two sees the other. Of two that see each other the one with the smaller nonce waits for the other to step back.
-A reader and a deleter exclude each other in the same way, and before anything is hidden: see ``commit/read_lease.py``.
+Two processes never hold leases of one step at once. Each writes a record with its own nonce in the name, and then lists the
+records: the later of the two sees the other's. If both see each other, the one with the smaller nonce waits until the other
+has removed its record. A reader and a deleter exclude each other in the same way before the step is hidden: see
+``commit/read_lease.py``.
 
-A lease ends with its process, which is visible on the same machine. Otherwise it expires without a heartbeat: after ten
-minutes for another writer of the same step, and after an hour for garbage collection. Who takes the step over removes the
-expired record before anything else, so its owner, if it still runs, finds it gone. If the manifest exists then, the step
-is committed and gets its steps marker; otherwise its files are removed.
+A lease ends with its process, which other processes on the same machine can check. On other machines it expires without a
+heartbeat: after ten minutes for another writer of the same step, and after an hour for garbage collection. The process that
+takes the step over first removes the expired record, so its owner, if it still runs, detects the loss. If the manifest exists
+then, the step is committed and gets its steps marker; otherwise its files are removed.
 
-An overwrite in place says so in its lease (``replaces``): garbage collection then removes what ``commit/swap.py`` left. Who takes
-over such a lease and does something else leaves it expired, and does not remove it. So does who takes over any lease and then
-changes nothing, such as a save that finds the step committed: the step may lack its marker.
+An overwrite in place sets ``replaces`` in its lease, so that garbage collection removes the files that ``commit/swap.py`` left.
+A process that takes over such a lease for another purpose does not remove it, but leaves it expired. The same holds for any
+lease whose new owner changes nothing, such as a save that finds the step committed: the step may lack its marker.
 
 A manifest whose PUT failed may still arrive, so its arrays and the lease stay. If it arrives, the checkpoint is complete. If
 not, garbage collection removes the arrays and the lease.
@@ -90,7 +91,7 @@ _log = logging.getLogger('t5ckpt')
 
 
 class StepTakenError(Exception):
-    """The step cannot be written, because of what another process has done or does."""
+    """The step cannot be written, because another process has written it or is writing or deleting it."""
 
 
 class AlreadyCommittedError(StepTakenError):
@@ -118,8 +119,8 @@ class WriteLease:
     Attributes:
       nonce: which lease it is.
       read_steps: for a lease of a step, the steps with a read lease, as listed after the record was written.
-      replaces: whether an overwrite in place, of this owner or of one that died, may have left files.
-      predecessors: for a lease of a step, the owners that died over it and whose records it has removed.
+      replaces: whether an overwrite in place, by this owner or a dead one, may have left files.
+      predecessors: for a lease of a step, the dead owners whose records were removed.
     """
 
     read_steps: frozenset[int] = frozenset()
@@ -162,12 +163,12 @@ class WriteLease:
         except CheckpointNotFoundError:
             if self.nonce not in self.key:
                 raise
-            # Garbage collection took the file, still empty, for that of a dead process.
+            # Garbage collection removed the file while it was empty, as that of a dead process.
             self._storage.write(self.key, record)
         self._beat = beat
 
     def start(self) -> None:
-        """Begins to renew the record. Without a thread for it, the lease holds as long as the record is young."""
+        """Starts a thread that renews the record. If no thread can be started, the lease expires without renewal."""
         if start_thread(self._renew, 't5ckpt-heart', daemon=True) is None:
             _log.info('t5ckpt: %s is not renewed: no thread could be started', self._storage.url(self.key))
 
@@ -181,10 +182,10 @@ class WriteLease:
                 _log.warning('t5ckpt: could not renew %s: %s', self._storage.url(self.key), error)
 
     def _beat_once(self) -> bool:
-        """Renews the record. Returns False where that is too late to be safe."""
+        """Renews the record. Returns False if another process may have taken the step over."""
         before, is_alone = self._beat, self.nonce not in self.key
         if not is_alone and self._clock() - before > TAKE_OVER_SECONDS:
-            # Whoever takes the step over removes the record. It must not be written again after that.
+            # A process that takes the step over removes the record, which must not be written again after that.
             return False
         self._write()
         if not is_alone and self._clock() - before > TAKE_OVER_SECONDS:
@@ -194,25 +195,25 @@ class WriteLease:
         return True
 
     def is_ours(self) -> bool:
-        """Returns whether the record on storage is the one that this lease wrote, and nobody can have taken the step over."""
+        """Returns whether this lease wrote the record on storage, and no other process can have taken the step over."""
         return not self._is_lost and self.rival() is None
 
     def rival(self) -> Owner | None:
-        """Returns the owner that overwrote the record: None where it is ours, an owner without a name where it was deleted."""
+        """Returns the owner that overwrote the record; None if it is ours, ``UNKNOWN`` if the record was deleted."""
         owner = read_owner(self._storage, self.key)
         return None if owner is not None and owner.nonce == self.nonce else owner or UNKNOWN
 
     def note_replacement(self) -> None:
-        """Writes into the record that the step is overwritten in place, or was by an owner that died."""
+        """Records that this owner or a dead one overwrites the step in place."""
         with self._lock:
             self.replaces = True
             self._write()
 
     def stop(self) -> None:
-        """Ends the heartbeat, and keeps the record and the lock."""
+        """Stops the heartbeat; keeps the record and the lock."""
         self._ended.set()
         with self._lock:
-            # Wait for a heartbeat that is being written.
+            # Waits for a heartbeat that is being written.
             pass
 
     def close(self) -> None:
@@ -226,7 +227,7 @@ class WriteLease:
         self._end(keeps_record=self.replaces)
 
     def leave(self) -> None:
-        """Releases the lease of an owner that has finished nothing. What an owner that died has left keeps a record."""
+        """Releases the lease of an owner that has finished nothing. Files of a dead owner keep an expired record."""
         self._end(keeps_record=self.replaces or (bool(self.predecessors) and not self._storage.renames))
 
     def _end(self, *, keeps_record: bool) -> None:
@@ -245,10 +246,10 @@ class WriteLease:
 
 
 class _NoLock:
-    """Where the directory to lock is not there."""
+    """The lock of a directory that does not exist."""
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Does nothing."""
 
 
 def acquire_lease(
@@ -266,10 +267,9 @@ def acquire_lease(
       storage: the run.
       step: the step.
       clock: unix seconds.
-      action: what the lease is for, see ``commit/lease_owner.py``. Who saves or deletes waits for another process that does
-        the same, which may take a few requests.
-      index: the markers as they were listed before. A save that they show is not waited for.
-      stale_after: seconds after its last heartbeat when an owner on another machine counts as dead.
+      action: the purpose of the lease, see ``commit/lease_owner.py``. All but ``MEND`` wait a few seconds for another owner.
+      index: the markers as they were listed before. If they show a save of the step, this function does not wait.
+      stale_after: an owner on another machine counts as dead after so many seconds without a heartbeat.
 
     Raises:
       BeingWrittenError: another process has a lease that has not expired.
@@ -293,10 +293,10 @@ def acquire_lease(
 
 
 def acquire_to_hide(storage: Storage, step: int, clock: Clock) -> WriteLease:
-    """Acquires the write lease of a step that is to be hidden; the caller looks at ``read_steps`` before it does so.
+    """Acquires the write lease of a step to hide; the caller checks ``read_steps`` before it hides the step.
 
     Raises:
-      StorageError: another process writes the step, or is at its deletion.
+      StorageError: another process is writing or deleting the step.
       CheckpointNotFoundError: another process has deleted it.
     """
     try:

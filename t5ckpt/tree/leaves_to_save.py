@@ -188,7 +188,7 @@ def _check_unicode(name: str) -> None:
 def _spec_lookalikes(table: LeafTable) -> list[tuple[Path, str]]:
     """Subtrees that every reader of the format would take for a stored array."""
     children: dict[Path, set[str]] = {}
-    # Hardly any state has such a key, which is seen in a fifth of the time.
+    # Few states have such a key, and this check takes a fifth of the time.
     if not any('kvstore' in path for path in table):
         return []
     for path in table:

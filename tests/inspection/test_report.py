@@ -133,14 +133,16 @@ def test_the_run_its_steps_and_their_metrics(page):
 
 def test_the_tree_is_in_the_order_of_numbers(browser, tmp_path):
     layers = {f'layers_{at}': {'w': np.full(3, at, np.float32)} for at in range(12)}
-    with t5ckpt.Checkpointer({'target': layers}, checkpoints_dir=tmp_path / 'run') as checkpointer:
-        checkpointer.save({'target': layers}, step=1)
+    state = {'opt_state': {'mu': np.ones(3, np.float32)}, 'target': layers}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as checkpointer:
+        checkpointer.save(state, step=1)
     t5ckpt.open_run(tmp_path / 'run').report(tmp_path / 'page.html')
     browser.open(tmp_path / 'page.html', READY)
     rows = browser.run('[...document.querySelectorAll(".tree .name")].map((name) => name.textContent)')
+    assert rows[0] == 'target', 'weights first'
     assert [row for row in rows if row.startswith('layers')] == [f'layers_{at}' for at in range(12)]
     table = browser.run('[...document.querySelectorAll("#statistics td.name")].map((name) => name.textContent)')
-    assert table == [f'target/layers_{at}/w' for at in range(12)]
+    assert table == [*(f'target/layers_{at}/w' for at in range(12)), 'opt_state/mu']
 
 
 def test_the_tree_by_keyboard(page):

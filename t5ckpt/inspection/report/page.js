@@ -212,7 +212,9 @@ function grown(leaves) {
     for (let each = node; each; each = each.parent) { each.bytes += leaf.bytes; each.leaves += 1; }
   }
   const order = (item) => {
-    item.children = new Map([...item.children].sort(([, a], [, b]) => natural(a.key, b.key)));
+    // Weights before the optimizer's state.
+    const first = (child) => item === root && WEIGHTS.test(child.key);
+    item.children = new Map([...item.children].sort(([, a], [, b]) => first(b) - first(a) || natural(a.key, b.key)));
     item.children.forEach(order);
   };
   order(root);
@@ -370,7 +372,7 @@ function grid(leaf) {
 function leafSection(facts) {
   const { leaves, all_leaves: all, step } = facts.checkpoint;
   const root = grown(leaves);
-  // Weights before the optimizer's state.
+  // In the order of the tree.
   const arrays = leaves.filter((leaf) => leaf.stats).sort((a, b) => WEIGHTS.test(b.keys[0]) - WEIGHTS.test(a.keys[0]) || natural(a.name, b.name));
   const sampled = arrays.filter((leaf) => leaf.stats.read < leaf.size);
   const details = make('div', { class: 'panel', 'aria-live': 'polite' }, make('p', { class: 'dim' }, 'Choose a leaf in the tree, the picture or the table.'));
@@ -489,7 +491,7 @@ function changeSection(facts) {
       text[row][column] = `${plain(short(leaf.name, 90))}<br>${!one ? 'unchanged' : Number.isNaN(value) ? `not compared: ${plain(one.a)} → ${plain(one.b)}` : `‖b − a‖ / ‖a‖ = ${digits(value)}<br>largest |b − a| = ${digits(one.largest)}`}`;
     }
     if (!(high > low)) { low = (Number.isFinite(low) ? low : -3) - 1; high = low + 2; }
-    const every = high - low > 2.5 ? [1] : high - low > 1 ? [1, 3] : [1, 1.5, 2, 3, 4, 5, 7];
+    const every = high - low > 2.5 ? [1] : high - low > 0.8 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];
     const ticks = [];
     for (let at = Math.floor(low); at <= high; at += Math.max(1, Math.round((high - low) / 6))) for (const each of every) { const log = at + Math.log10(each); if (log >= low && log <= high) ticks.push(log); }
     const names = (list, most) => list.map((name) => plain(short(name || '(leaf)', most)));

@@ -16,13 +16,15 @@ import time
 
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import T5CkptError
-from t5ckpt.format.names import read_lease_file
+from t5ckpt.format.names import READ_LEASE_PREFIX
 from t5ckpt.storage import Storage
 
-__all__ = ['CLOCK_SECONDS', 'lease_clock', 'warn_if_ahead']
+__all__ = ['CLOCK_SECONDS', 'TIME_PREFIX', 'lease_clock', 'warn_if_ahead']
 
 CLOCK_SECONDS = 600.0
 """The most by which the clocks of machines that share a run on an object store may differ."""
+TIME_PREFIX = f'{READ_LEASE_PREFIX}0.0.'
+"""Of a file that is written to learn the time of the file server: a read lease that expired in 1970."""
 _log = logging.getLogger('t5ckpt')
 
 
@@ -44,15 +46,16 @@ class _ServerClock:
 
     def __call__(self) -> float:
         if self._offset is None:
-            written = self._written()
+            # A second time, where garbage collection took the first file.
+            written = self._written() or self._written()
             if written is None:
                 return self._clock()
             self._offset = written - time.monotonic()
         return time.monotonic() + self._offset
 
     def _written(self) -> float | None:
-        # The name is that of a read lease that expired in 1970: garbage collection takes what a crash leaves of it.
-        name = read_lease_file(0, 0, 0, secrets.token_hex(8))
+        # Garbage collection takes what a crash leaves of it, and may take one that is being written.
+        name = f'{TIME_PREFIX}{secrets.token_hex(8)}s0'
         try:
             self._storage.write(name, b'')
             return self._storage.modified(name)

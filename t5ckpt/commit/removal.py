@@ -47,7 +47,7 @@ from t5ckpt.format.names import (
 from t5ckpt.format.orbax_names import may_be_orbax
 from t5ckpt.format.sidecar import FORMAT, decode_sidecar, newer_format
 from t5ckpt.policies import HELD
-from t5ckpt.storage import Storage
+from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = [
     'check_known',
@@ -218,10 +218,14 @@ def check_removable(storage: Storage, directory: str) -> None:
     path = storage.local_path(directory)
     if path is None or os.path.islink(path) or _may_write(path):
         return
-    try:
-        info = os.stat(path)
-    except OSError:
-        # Another process has removed it.
+    with foreign_errors(storage.url(directory), writing=True):
+        try:
+            info = os.stat(path)
+        except FileNotFoundError:
+            # Another process has removed it.
+            return
+    # os.access returns False for every error of the disk, too, so a permission counts only if the second call agrees.
+    if _may_write(path):
         return
     raise AccessDeniedError(
         errno.EACCES,

@@ -252,7 +252,7 @@ class _Matcher:
             hint = f'The checkpoint holds {held(pair.found)} there.'
             self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.target), hint))
         else:
-            near = self._near(pair.name, self._leaves, self._targets)
+            near = self._near((pair.name, pair.target), self._leaves, self._targets)
             hint = f'fallback_state has {some_of(self._strays, 3)}, which the template lacks.' if self._strays else ''
             self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.target), hint, near))
 
@@ -264,15 +264,22 @@ class _Matcher:
                 return
         self.taken.append(pair.path)
 
-    def _near(self, name: str, there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
-        """Close names on the other side that match no leaf on this side, and so may be the renamed leaf."""
+    def _near(self, named: tuple[str, Any], there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
+        """Close names of leaves on the other side with the same shape and kind of dtype that match no leaf on this side.
+
+        One of them may be the renamed leaf.
+        """
         if len(self.problems) >= _HINTED:
             return ()
+        name, leaf = named
         # Only leaves can have been renamed, and not to the name of a leaf above or below this one.
         names = (
             leaf_name(path)
             for path, other in there.items()
-            if path not in here and not is_empty(other) and getattr(other, 'kind', '') not in _NO_PLACE
+            if path not in here
+            and not is_empty(other)
+            and getattr(other, 'kind', '') not in _NO_PLACE
+            and _values_of(other) == _values_of(leaf)
         )
         return tuple(
             near_names(name, (other for other in names if not _is_above(name, other) and not _is_above(other, name)))
@@ -349,11 +356,17 @@ class _Matcher:
 
     def _excess(self, path: Path, found: Any, places: Mapping[Path, str]) -> None:
         name, above = leaf_name(path), first_in(path, places)
-        near = self._near(name, self._targets, self._leaves)
+        near = self._near((name, found), self._targets, self._leaves)
         what = '' if above is None else 'None' if places[above] == 'none' else 'an empty container'
         where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
         hint = f'The template has {what} {where}: ... leaves it out, its subtree restores it.' if what else ''
         self.problems.append(LeafProblem(name, 'unexpected', held(found), what, hint, near))
+
+
+def _values_of(leaf: Any) -> tuple[tuple[int, ...], str]:
+    """The shape and the kind of dtype of a leaf of the checkpoint or of the template."""
+    dtype = getattr(leaf, 'dtype', None)
+    return tuple(getattr(leaf, 'shape', ())), '' if dtype is None else kind(np.dtype(dtype))
 
 
 def _is_above(name: str, other: str) -> bool:

@@ -8,12 +8,14 @@ by the orbax of 2023):
   (``manifest.ocdbt``) or in a directory each. Strings are in ``_strings.json``.
 - ``checkpoint`` is Flax msgpack, in which each array is the string ``PLACEHOLDER://<name>``.
 
-A step directory contains the tree itself or directories of items, of which ``state`` (T5X) or ``default`` (Orbax) is read.
+A step directory contains the tree itself or directories of items, of which ``state`` (T5X) or ``default`` (Orbax) is read. A
+warning names the other items that are trees.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +23,7 @@ import tensorstore as ts
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.array_spec import SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
@@ -30,6 +33,8 @@ from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import flatten_nested, unflatten
 
 __all__ = ['array_leaves', 'has_placeholders', 'read_orbax', 'resolve_placeholders']
+
+_log = logging.getLogger('t5ckpt')
 
 _PLACEHOLDER = 'PLACEHOLDER://'
 _ITEMS = ('', 'state', 'default')
@@ -47,6 +52,8 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
     for item in _ITEMS:
         base = join(directory, item)
         if storage.is_file(join(base, '_METADATA')):
+            if item:
+                _tell_of_others(storage, directory, item)
             return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), item)
     names = [entry.name for entry in storage.entries(directory)]
     trees = [name for name in names if storage.is_file(join(directory, name, '_METADATA'))]
@@ -55,6 +62,24 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
         f'{storage.url(directory)} looks like an Orbax checkpoint of several items ({", ".join(names[:8])}), none of '
         f'which is a tree called "state" or "default". {cure} one item.'
     )
+
+
+def _tell_of_others(storage: Storage, directory: str, item: str) -> None:
+    """Logs the items of a step that are not read: a warning if one of them is a tree of arrays."""
+    names = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir and entry.name != item)
+    trees = [name for name in names if storage.is_file(join(directory, name, '_METADATA'))]
+    if trees:
+        others = some_of([name for name in names if name not in trees], 8)
+        more = f' Items that are not trees are never read: {others}.' if others else ''
+        _log.warning(
+            't5ckpt: %s',
+            printable(
+                f'{storage.url(directory)} has several items of Orbax: {item} is read, {some_of(trees, 8)} is not. To read '
+                f'another item, pass its path: {storage.url(join(directory, trees[0]))}.{more}'
+            ),
+        )
+    elif names:
+        _log.info('t5ckpt: %s', printable(f'{storage.url(directory)}: of the items of Orbax, {item} is read.'))
 
 
 def _read_tree(files: CheckpointFiles, item: str) -> Manifest:

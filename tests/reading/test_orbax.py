@@ -57,6 +57,32 @@ def test_items_of_a_checkpoint_manager(tmp_path):
     check(t5ckpt.load_t5x_checkpoint(tmp_path, 3))
 
 
+def test_items_that_are_not_read_are_named(tmp_path, caplog):
+    items = {
+        'state': ocp.args.StandardSave({'w': np.ones(3)}),
+        'opt': ocp.args.StandardSave({'mu': np.ones(3)}),
+        'extra': ocp.args.JsonSave({'a': 1}),
+    }
+    with ocp.CheckpointManager(tmp_path / 'run') as manager:
+        manager.save(10, args=ocp.args.Composite(**items))
+    caplog.clear()
+    assert set(t5ckpt.open_checkpoint(tmp_path / 'run')) == {'w'}
+    (record,) = [record for record in caplog.records if record.name == 't5ckpt']
+    assert record.levelname == 'WARNING'
+    assert 'state is read, opt is not' in record.message
+    assert f'{tmp_path}/run/10/opt' in record.message
+    assert 'never read: extra' in record.message
+    assert set(t5ckpt.open_checkpoint(tmp_path / 'run/10/opt')) == {'mu'}
+
+
+def test_one_tree_beside_metrics_is_read_without_a_warning(tmp_path, caplog):
+    with ocp.CheckpointManager(tmp_path / 'run') as manager:
+        manager.save(10, args=ocp.args.StandardSave({'w': np.ones(3)}), metrics={'loss': 1.0})
+    caplog.clear()
+    assert set(t5ckpt.open_checkpoint(tmp_path / 'run')) == {'w'}
+    assert [record for record in caplog.records if record.name == 't5ckpt' and record.levelname == 'WARNING'] == []
+
+
 def as_placeholders(tree, prefix=()):
     if isinstance(tree, dict):
         return {key: as_placeholders(value, (*prefix, key)) for key, value in tree.items()}

@@ -575,3 +575,23 @@ def test_the_hint_for_the_value_suffix_of_nnx_works(tmp_path, saved, nested):
     restored = restore(tmp_path, template, state_transformation_fns=fns)
     assert jax.tree.structure(restored) == jax.tree.structure(template)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(restored), jax.tree.leaves(template))
+
+
+def test_a_new_leaf_is_not_taken_for_a_renamed_one_of_another_shape_or_kind(tmp_path):
+    key = jax.random.key(0)
+    saved = {
+        'params': {
+            'out': {'kernel': np.ones((4, 8), np.float32)},
+            'dropout': {'kernel': np.zeros(2, np.uint32), 'key': key},
+        }
+    }
+    t5ckpt.Checkpointer(saved, checkpoints_dir=tmp_path).save(saved, step=1)
+    template = {'params': {'out': saved['params']['out'], 'extra': {'kernel': np.ones((8, 2), np.float32)}}}
+    with pytest.raises(t5ckpt.errors.TreeMismatchError) as caught:
+        t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path).restore()
+    assert 'If only a name has changed' not in str(caught.value)
+    # A leaf of the same shape and kind is named.
+    del template['params']['extra']
+    template['params']['output'] = template['params'].pop('out')
+    with pytest.raises(t5ckpt.errors.TreeMismatchError, match='If only a name has changed'):
+        t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path).restore()

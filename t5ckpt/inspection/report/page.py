@@ -1,7 +1,7 @@
 """Puts the facts of a report into one HTML page.
 
 Names come from checkpoints of unknown origin. The facts are compressed JSON in base64, and ``page.js`` sets them as text, so no
-name is parsed as HTML. The page's Content-Security-Policy allows the three scripts by their hashes, and no request to any host.
+name is parsed as HTML. The page's Content-Security-Policy allows the two scripts by their hashes, and no request to any host.
 """
 
 from __future__ import annotations

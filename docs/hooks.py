@@ -13,6 +13,9 @@ from mkdocs.structure.files import File
 # paragraph once the page is rendered.
 _OUTPUTS: dict[str, list[str]] = {}
 
+_PAGE = re.compile(r'docs/([a-z0-9-]+)\.md')
+_ROLE = re.compile(r':(?:attr|class|func|meth|mod):(?=<code>)')
+
 # For the tables of pandas.
 _STYLE = '<style>.dataframe { border-collapse: collapse } .dataframe :is(td, th) { padding: .2em .6em }</style>'
 
@@ -34,7 +37,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_page_content(content: str, page: Any, **_: Any) -> str:
     """Called for each page after it was rendered."""
     outputs = _OUTPUTS.get(page.file.src_uri, [])
-    return re.sub(r'<p>@output (\d+)</p>', lambda match: outputs[int(match[1])], content)
+    content = re.sub(r'<p>@output (\d+)</p>', lambda match: outputs[int(match[1])], content)
+    if page.file.src_uri in ('api.md', 'errors.md'):
+        # Docstrings and messages name the pages of a checkout, and other objects by Sphinx's roles.
+        content = _PAGE.sub(r'<a href="\1.html">docs/\1.md</a>', content)
+        content = _ROLE.sub('', content)
+    return content
 
 
 def _page(book: Any, name: str) -> str:

@@ -123,7 +123,8 @@ class Checkpointer:
       read_only: saving and deleting raise ReadOnlyError.
       use_gda: an argument of older versions of T5X; ignored with a DeprecationWarning.
 
-    Notes: one save runs at a time; a second one waits for the first. Call the methods from one thread, that of the training
+    Notes:
+      One save runs at a time; a second one waits for the first. Call the methods from one thread, that of the training
       loop. Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
     """
 
@@ -308,7 +309,8 @@ class Checkpointer:
           TreeMismatchError: with ``strict_save``, the state does not match the template; nothing was written.
           StorageError: the checkpoint did not become visible, and its files were removed.
 
-        Notes: a state that does not match the template is saved with a TemplateMismatchWarning. With transforms there is no
+        Notes:
+          A state that does not match the template is saved with a TemplateMismatchWarning. With transforms there is no
           such check, because a restore applies other transforms to their result.
         """
         state, call = SaveCall.of(

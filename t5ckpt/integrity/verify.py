@@ -85,7 +85,8 @@ def verify(
       UnsupportedFormatError: t5ckpt does not read this format.
       StorageError: an object store failed or refused a request.
 
-    Notes: any checkpoint that can be restored can be verified, including those of T5X and Orbax. With ``full``, the disk limits
+    Notes:
+      Any checkpoint that can be restored can be verified, including those of T5X and Orbax. With ``full``, the disk limits
       the speed.
     """
     located = with_links(locate_or_broken(path, step, storage_options), follow_links)

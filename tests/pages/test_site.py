@@ -74,6 +74,16 @@ def test_every_public_name_is_described_once(site):
     assert [name for name in internal if f't5ckpt.{name}' in ids] == []
 
 
+def test_the_reference_links_pages_and_has_no_markup_of_docstrings(site):
+    text = (site / 'api.html').read_text(encoding='utf-8')
+    assert re.findall(r':(?:attr|class|func|meth|mod):', text) == []
+    assert re.findall(r'(?<!\w.html\">)docs/[\w-]+\.md', text) == []
+    # A section of a docstring begins on a line of its own, else its first line becomes a title.
+    assert set(re.findall(r'<details class=\"notes[^>]*>\s*<summary>(.*?)</summary>', text)) <= {'Notes'}
+    for page, messages in (('api.html', 'storage.html'), ('errors.html', 'changed-models.html')):
+        assert f'href="{messages}">docs/' in (site / page).read_text(encoding='utf-8')
+
+
 def test_it_asks_no_other_host_for_anything(site):
     """It reads offline, and tells nobody who reads it."""
     asked = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:)?//', re.IGNORECASE)

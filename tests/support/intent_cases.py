@@ -1157,7 +1157,7 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('prune', '--mode', 2, '--mode', 'prune {run} --keep 1 --mode min --dry-run'),
     ('prune', '--keep-step', 2, 'the run has no step 9', 'prune {run} --keep-step 9 --dry-run'),
     ('report', '--output', 1, 'exists', 'report {run} --output {root}/x.npz'),
-    ('report', '--sample', 2, 'no size', 'report {run} -o {root}/x.html --sample many'),
+    ('report', '--sample', 2, 'is not a size', 'report {run} -o {root}/x.html --sample many'),
     ('repair', 'output', 2, 'where', 'repair {run}'),
     ('repair', '--in-place', 2, '--in-place', 'repair {run} {out} --in-place'),
     ('repair', '--drop', 3, 'modell', 'repair {broken} {out}/new --drop modell'),

@@ -176,7 +176,7 @@ def restore_or_init(
         )
     if fallback not in ('older', None):
         raise ValueError(f"fallback must be 'older' or None, got {fallback!r:.40}.")
-    steps: list[int] = checkpointer.agree('restore_or_init', None, lambda _: checkpointer.all_steps())
+    steps: list[int] = checkpointer.agree('restore_or_init', None, lambda _: listing(checkpointer.storage).to_restore)
     failed: dict[int, str] = {}
     for step in reversed(steps):
         error: T5CkptError | None = None
@@ -196,6 +196,8 @@ def restore_or_init(
         failed[step] = kind
         _log.error('t5ckpt: step %d cannot be restored, looking for an older one: %s', step, error)
     if failed:
+        # Raises where an older step could not be inspected: it may be whole.
+        checkpointer.agree('the steps of restore_or_init', None, lambda _: checkpointer.all_steps())
         raise CorruptCheckpointError(
             f'{checkpointer.checkpoints_dir}: none of the steps {sorted(failed)} can be restored; the log has the errors. Repair '
             'one, or move them away to start anew.'

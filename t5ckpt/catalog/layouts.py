@@ -116,6 +116,16 @@ class Listing:
         return [each.step for each in self.steps]
 
     @property
+    def to_restore(self) -> list[int]:
+        """The numbers of the steps above every one that could not be inspected.
+
+        Raises:
+          T5CkptError: a step could not be inspected, and none above it could.
+        """
+        last = max((parse_prefixed_step(name) or 0 for name in self.unreadable), default=-1)
+        return [each.step for each in self.steps if each.step > last] or self.numbers
+
+    @property
     def newest(self) -> ListedStep | None:
         """The step with the largest number.
 

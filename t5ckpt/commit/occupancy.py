@@ -20,7 +20,7 @@ from t5ckpt.catalog.layouts import (
     other_layout,
 )
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.commit.removal import few, foreign_files
+from t5ckpt.commit.removal import check_removable, few, foreign_files
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.manifest import decode_manifest, is_of_others, is_whole
@@ -135,6 +135,7 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
       CheckpointExistsError: a complete checkpoint or files of other programs exist, and ``overwrite`` is not set or the
         storage cannot replace them.
       UnsupportedFormatError: the step exists in another layout, which is never replaced.
+      AccessDeniedError: the step is to be replaced, and is another user's.
     """
     directory = step_dir(step)
     found = occupant(storage, step)
@@ -156,6 +157,7 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
         )
     if storage.kind(join(directory, PINNED)) == 'file':
         raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')
+    check_removable(storage, directory)
     if not _can_clear(storage):
         raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
 

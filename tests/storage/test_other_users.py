@@ -145,3 +145,58 @@ def test_a_lease_that_another_user_hides_does_not_keep_one_from_saving(place):
     assert (found['save'], found['restore'], found['owner']) == (2, 5.0, 3)
     assert found['delete'][0] == 'StorageError'
     assert found['names'] == ['checkpoint_2', 'checkpoint_3']
+
+
+OLDER = """
+def restored_step():
+    ck = checkpointer()
+    t5ckpt.restore_or_init(ck, lambda: STATE)
+    return ck.restored_step
+
+os.mkdir(run)
+os.chown(run, A, GROUP)
+for step in (1, 2, 3):
+    become(A, lambda: save(step))
+os.chmod(os.path.join(run, 'checkpoint_1'), 0)
+found = {'all': become(A, lambda: t5ckpt.all_steps(run)), 'newest': become(A, restored_step)}
+for step in (2, 3):
+    with open(os.path.join(run, f'checkpoint_{step}/checkpoint'), 'r+b') as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b'?')
+found['damaged'] = become(A, restored_step)
+print(json.dumps(found))
+"""
+
+
+def test_an_older_step_that_may_not_be_read_does_not_stop_a_restart_from_the_newest(place):
+    found = run_as_users(OLDER, place)
+    assert found['all'][0] == 'AccessDeniedError'
+    assert found['newest'] == 3
+    # With all others damaged, the one that may be whole is not passed over.
+    assert found['damaged'][0] == 'AccessDeniedError'
+    assert 'checkpoint_1' in found['damaged'][1]
+
+
+REPLACED = """
+os.mkdir(run)
+os.chown(run, A, GROUP)
+os.chmod(run, 0o2770)
+become(A, lambda: save(3))
+other = sys.argv[1] + '/other'
+os.mkdir(other)
+os.chown(other, B, GROUP)
+target, run = run, other
+become(B, lambda: save(3))
+run = target
+there = tree()
+options = t5ckpt.CopyOptions(overwrite=True)
+found = become(B, lambda: t5ckpt.copy_checkpoint(other, target, options=options).path)
+print(json.dumps([found, tree() == there]))
+"""
+
+
+def test_a_copy_does_not_replace_a_step_whose_files_it_could_not_remove(place):
+    found, is_unchanged = run_as_users(REPLACED, place)
+    assert found[0] == 'AccessDeniedError', found
+    assert 'belongs to user 4001' in found[1]
+    assert is_unchanged

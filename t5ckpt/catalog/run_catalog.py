@@ -41,7 +41,7 @@ class RunCatalog(ABC):
     """The steps of one run. ``catalog/listing.catalog_of`` chooses the implementation."""
 
     absence: str
-    """What to say where there is no run."""
+    """The text of an error for a run that does not exist, without a full stop."""
     incomplete_state: str
     """The state of a step without a manifest, see :class:`~t5ckpt.catalog.step_summaries.StepSummary`."""
 

@@ -6,23 +6,21 @@ import os
 import pathlib
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
+from support.nursery import ROOT, Nursery
 
 import t5ckpt
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY, EVAL_EVERY = 160, 3, 6
 KILLS = 20
 MOST_STEPS = 5  # that a trainer gets to before it is killed, and what it does in MOST_SECONDS besides
 MOST_SECONDS = 0.1
 
 
-class Nursery:
+class Trainers(Nursery):
     """Makes trainers of an example and hears how they end."""
 
     def __init__(self, cache: pathlib.Path, example: str, **options: int) -> None:
@@ -30,55 +28,23 @@ class Nursery:
             word for name, value in options.items() for word in (f'--{name.replace("_", "-")}', str(value))
         ]
         env = {
-            **os.environ,
             'PYTHONPATH': os.pathsep.join([str(ROOT), str(ROOT / 'examples')]),
             'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
             'JAX_COMPILATION_CACHE_DIR': str(cache),
             'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
             'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
         }
-        self._log = (cache.parent / 'trainers.log').open('w+')
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / 'tests' / 'support' / 'nursery.py'), example],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
+        super().__init__(example, env)
 
     def start(self, run: pathlib.Path) -> int:
         """A trainer's pid."""
-        self._process.stdin.write(json.dumps([str(run), *self._options]) + '\n')
-        self._process.stdin.flush()
-        return int(self._answer())
-
-    def ended(self) -> int:
-        """Waits for it: its exit code, or minus the signal's number."""
-        return os.waitstatus_to_exitcode(int(self._answer()))
-
-    def _answer(self) -> str:
-        # The trainers print, too.
-        for line in self._process.stdout:
-            if line.strip().isdigit():
-                return line
-        raise AssertionError(self.log())
-
-    def log(self) -> str:
-        """What the trainers complained of."""
-        self._log.seek(0)
-        return self._log.read()
-
-    def close(self) -> None:
-        """Ends the mother of all trainers."""
-        with self._process, self._log:
-            self._process.kill()
+        return super().start([str(run), *self._options])
 
 
 @pytest.fixture
-def nursery(tmp_path: pathlib.Path) -> Iterator[Nursery]:
+def nursery(tmp_path: pathlib.Path) -> Iterator[Trainers]:
     """Trainers that share a compilation cache."""
-    made = Nursery(tmp_path / 'cache', 'train_t5', steps=STEPS, save_every=SAVE_EVERY, eval_every=EVAL_EVERY)
+    made = Trainers(tmp_path / 'cache', 'train_t5', steps=STEPS, save_every=SAVE_EVERY, eval_every=EVAL_EVERY)
     yield made
     made.close()
 
@@ -144,7 +110,7 @@ def test_twenty_kills_do_not_change_a_bit(nursery, tmp_path):
 @pytest.mark.multiprocess
 def test_an_nnx_trainer_that_was_killed_ends_with_the_same_bits(tmp_path):
     """Parameters, optimizer, RNG streams and the position of Grain's iterator: all of them decide the next loss."""
-    with contextlib.closing(Nursery(tmp_path / 'cache', 'train_nnx', steps=12, save_every=4)) as nursery:
+    with contextlib.closing(Trainers(tmp_path / 'cache', 'train_nnx', steps=12, save_every=4)) as nursery:
         whole, run = tmp_path / 'whole', tmp_path / 'killed'
         nursery.start(whole)
         assert nursery.ended() == 0, nursery.log()

@@ -6,17 +6,27 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.nursery import Nursery
 from support.pages import blocks_of, python_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 
 
+@pytest.fixture(scope='module')
+def nursery() -> Iterator[Nursery]:
+    """Starts a process for each page; the libraries that the pages use are imported once."""
+    made = Nursery('page_program', {'MPLBACKEND': 'Agg'}, ['-W', 'error'])
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
-def test_page_runs(page: Path, tmp_path: Path):
+def test_page_runs(page: Path, tmp_path: Path, nursery: Nursery):
     code = python_of(page.read_text(encoding='utf-8'))
     if not code.strip():
         return
@@ -30,11 +40,9 @@ def test_page_runs(page: Path, tmp_path: Path):
     (commands / 't5ckpt').write_text(f'#!/bin/sh\nexec {sys.executable} -m t5ckpt "$@"\n', encoding='utf-8')
     (commands / 't5ckpt').chmod(0o755)
     path = f'{commands}:{Path(sys.executable).parent}:{os.environ["PATH"]}'
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'MPLBACKEND': 'Agg', 'PATH': path}
-    done = subprocess.run(
-        [sys.executable, '-W', 'error', str(program)], cwd=work, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    log = tmp_path / 'log'
+    ended = nursery.run([str(program), str(work), str(log), path])
+    assert ended == 0, log.read_text(encoding='utf-8')
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)

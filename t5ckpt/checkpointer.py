@@ -682,7 +682,6 @@ class Checkpointer:
 
         Raises:
           CheckpointNotFoundError: there is no such step.
-          UnsupportedFormatError: it is in the layout of Orbax or Flax, whose metrics are not read.
         """
         self.wait_until_finished()
         return dict(self._retention.metrics_at(None if step is None else integer('step', step)))

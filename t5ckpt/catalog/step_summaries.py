@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.layouts import T5X, ListedStep
+from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep
 from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
@@ -128,7 +129,8 @@ def _state_of(entry: Entry, complete: Mapping[str, ListedStep], incomplete: str)
 def _summary(
     storage: Storage, catalog: RunCatalog, entry: Entry, named: _Named, latest: int | None
 ) -> StepSummary | None:
-    sidecar, damage = _sidecar(storage, entry)
+    is_orbax = named.layout == ORBAX
+    sidecar, damage = (_orbax_facts if is_orbax else _sidecar)(storage, entry)
     files = catalog.files(entry)
     if files is None:
         return None
@@ -144,7 +146,7 @@ def _summary(
         step=named.step,
         path=storage.url(entry.name),
         complete=named.is_complete,
-        state='unreadable' if damage and named.is_complete else named.state,
+        state='unreadable' if damage and named.is_complete and not is_orbax else named.state,
         nbytes=catalog.nbytes(entry.name, sidecar, files),
         created=created,
         metrics=sidecar.metrics,
@@ -155,6 +157,14 @@ def _summary(
         layout=named.layout,
         reason=damage if named.is_complete else '',
     )
+
+
+def _orbax_facts(storage: Storage, entry: Entry) -> tuple[Sidecar, str]:
+    """What Orbax records beside the arrays, and the text of the error if it does not decode."""
+    try:
+        return read_orbax_facts(storage, entry.name), ''
+    except FormatError as error:
+        return NO_SIDECAR, f'its metrics and times are not read: {error}'
 
 
 def _sidecar(storage: Storage, entry: Entry) -> tuple[Sidecar, str]:

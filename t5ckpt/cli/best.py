@@ -27,7 +27,7 @@ def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> N
 
     Of equal steps it is the newest, and NaN is never the best. A metric is what was given to save, or what TensorBoard's
     files below PATH hold: train/loss is the tag loss in PATH/train. Without METRIC or --mode, they are those of the keep
-    policy under which the latest step was saved. Steps of Orbax and Flax have no metrics here.
+    policy under which the latest step was saved. Steps of Orbax count with the metrics that Orbax saved.
 
     \b
     Exit codes: 0 done; 1 no step has a value of the metric;

@@ -56,7 +56,7 @@ def chosen(
 
 def _infos_with(retention: Retention, metric: str | None) -> list[StepInfo]:
     """The facts of the steps; raises click.UsageError if they have other metrics, but not this one."""
-    infos = retention.infos(() if metric is None else (metric,))
+    infos = retention.infos_in_any_layout(() if metric is None else (metric,))
     missing = None if metric is None else missing_from_all(infos, metric)
     if missing is not None and any(info.metrics for info in infos):
         raise click.UsageError(missing)

@@ -125,7 +125,8 @@ def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[s
     Raises:
       click.UsageError: no step has the metric, or its mode is unknown; a wrong mode would delete the best steps.
     """
-    infos = [] if metric is None else retention.infos((metric,))
+    known_steps = retention.infos_in_any_layout if retention.prunes_others else retention.infos
+    infos = [] if metric is None else known_steps((metric,))
     if metric is None or not infos:
         return mode, None
     missing = missing_from_all(infos, metric)

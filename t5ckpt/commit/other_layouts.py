@@ -10,27 +10,33 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 
-from t5ckpt.catalog.layouts import FLAX, PADDED, ListedStep
+from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, ListedStep
+from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.commit.in_place import Hidden
 from t5ckpt.commit.removal import check_known, few, foreign_files, keys_below, move_aside, renamed
+from t5ckpt.commit.step_facts import known_sidecar
 from t5ckpt.commit.write_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, UnsupportedFormatError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.names import PINNED, pruned_dir
+from t5ckpt.format.orbax_metadata import STEP_METADATA
 from t5ckpt.format.orbax_names import is_orbax_key, orbax_array
+from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.policies import StepInfo
 from t5ckpt.storage import Storage
 
 __all__ = ['check_prunes', 'hide_other', 'infos_of_others', 'reason_to_stay']
 
-_METADATA = '_CHECKPOINT_METADATA'
+_log = logging.getLogger('t5ckpt')
+
 _TREE_MARKS = ('_METADATA', 'manifest.ocdbt')
 _ARRAY_METADATA = ('.zarray', 'zarr.json')
 _OCDBT = re.compile(r'ocdbt\.process_.*')
@@ -46,26 +52,48 @@ def check_prunes(storage: Storage) -> None:
         )
 
 
-def infos_of_others(storage: Storage, steps: Sequence[ListedStep], leased: Collection[int]) -> list[StepInfo]:
-    """The facts about steps in other layouts for a keep policy: without metrics, and with the directory's time."""
+def infos_of_others(
+    storage: Storage, steps: Sequence[ListedStep], leased: Collection[int], given: Mapping[str, Mapping[int, float]]
+) -> list[StepInfo]:
+    """The facts about steps in other layouts for a keep policy.
+
+    Args:
+      storage: the run.
+      steps: in other layouts than T5X's.
+      leased: those with a read lease.
+      given: the metrics from the metric source, by name and step. Those that were saved with a step take precedence.
+
+    Returns:
+      The facts. The time is that of the save in Orbax's metadata, else that of the directory. Metrics that cannot be read are
+      logged and left out; :func:`reason_to_stay` keeps such a step.
+    """
     times = {entry.name: entry.mtime for entry in storage.entries()} if steps else {}
-    return [
-        StepInfo(
-            each.step,
-            each.layout != FLAX and storage.is_file(join(each.name, PINNED)),
-            each.step in leased,
-            times.get(each.name) or None,
-            {},
-        )
-        for each in steps
-    ]
+    infos: list[StepInfo] = []
+    for each in steps:
+        try:
+            saved = _saved_facts(storage, each)
+        except T5CkptError as error:
+            _log.warning('t5ckpt: %s: its metrics are not read: %s', storage.url(each.name), error)
+            saved = NO_SIDECAR
+        created = times.get(each.name) if saved.created_unix is None else saved.created_unix
+        metrics = {name: values[each.step] for name, values in given.items() if each.step in values}
+        pinned = each.layout != FLAX and storage.is_file(join(each.name, PINNED))
+        infos.append(StepInfo(each.step, pinned, each.step in leased, created or None, {**metrics, **saved.metrics}))
+    return infos
+
+
+def _saved_facts(storage: Storage, found: ListedStep) -> Sidecar:
+    if found.layout == ORBAX:
+        return read_orbax_facts(storage, found.name)
+    return known_sidecar(storage, found.name) if found.layout == PADDED else NO_SIDECAR
 
 
 def reason_to_stay(storage: Storage, found: ListedStep) -> str | None:
     """The reason not to delete a step in another layout; None if the writer of the layout wrote all its files."""
     try:
         unknown = unknown_to_its_writer(storage, found.name, found.layout)
-    except UnsupportedFormatError as error:
+        _saved_facts(storage, found)
+    except FormatError as error:
         return str(error)
     return f'{found.layout} does not write {few(unknown)}: move that away to have the step deleted' if unknown else None
 
@@ -90,7 +118,7 @@ def unknown_to_its_writer(storage: Storage, name: str, layout: str) -> list[str]
         check_known(storage, name)
         return foreign_files(storage, name)
     keys = keys_below(storage, name)
-    return unknown_to_orbax(keys, _items(storage, name) if _METADATA in keys else ())
+    return unknown_to_orbax(keys, _items(storage, name) if STEP_METADATA in keys else ())
 
 
 def unknown_to_orbax(keys: Collection[str], items: Iterable[str]) -> list[str]:
@@ -122,7 +150,7 @@ def unknown_to_orbax(keys: Collection[str], items: Iterable[str]) -> list[str]:
 
 def _items(storage: Storage, name: str) -> list[str]:
     try:
-        found: Any = json.loads(storage.read(join(name, _METADATA)))
+        found: Any = json.loads(storage.read(join(name, STEP_METADATA)))
     except (ValueError, CheckpointNotFoundError):
         return []
     handlers = found.get('item_handlers') if isinstance(found, Mapping) else None

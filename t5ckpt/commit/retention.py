@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
-from t5ckpt.catalog.layouts import ListedStep, other_layout
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import listing, steps_in
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.dataset_files import remove_old_datasets
@@ -63,7 +63,7 @@ class Retention:
         self.keep_datasets = keep_datasets
         self._storage = storage
         self._clock = clock
-        self._prunes_others = prune_others
+        self.prunes_others = prune_others
         self._source = source
         self._facts = StepFacts(storage, source)
         self._coverage = MetricCoverage()
@@ -82,7 +82,7 @@ class Retention:
         written = [
             Decision(each.step, True, f'in the layout of {each.layout}')
             for each in found.steps
-            if not each.is_t5x and not self._prunes_others
+            if not each.is_t5x and not self.prunes_others
         ]
         unreadable = [
             Decision(parse_prefixed_step(name) or 0, True, f'unreadable: {error}')
@@ -93,6 +93,12 @@ class Retention:
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts that the policy takes, ascending by step; ``names`` replaces the policy's metric names."""
         return self._steps.infos(self.policy.metric_names if names is None else names, None)
+
+    def infos_in_any_layout(self, names: Collection[str] | None = None) -> list[StepInfo]:
+        """:meth:`infos`, and the facts of the steps in other layouts, about which the policy may not decide."""
+        others = [each for each in listing(self._storage).steps if not each.is_t5x]
+        found = [*self.infos(names), *self._infos_of(others, names)]
+        return sorted(found, key=lambda info: info.step)
 
     def note_index(self, index: Index | None) -> None:
         """Stores the index that a save listed on an object store, for the retention after this save."""
@@ -115,45 +121,40 @@ class Retention:
 
         Raises:
           CheckpointNotFoundError: there is no such step.
-          UnsupportedFormatError: it is in another layout, whose metrics are not read.
         """
-        infos = {info.step: info for info in self.infos()}
-        if step in infos:
-            return infos[step].metrics
-        found = {each.step: each for each in listing(self._storage).steps}
-        wanted = max(found, default=None) if step is None else step
+        infos = {info.step: info for info in self.infos_in_any_layout()}
+        wanted = max(infos, default=None) if step is None else step
         if wanted in infos:
             return infos[wanted].metrics
-        if wanted in found:
-            shown = ', '.join(map(str, list(infos)[-10:])) or 'none'
-            refused = 'and t5ckpt does not read its metrics'
-            cure = f'Steps whose metrics are read: {shown}.'
-            raise other_layout(self._storage.url(found[wanted].name), found[wanted].layout, refused, cure)
-        shown = ', '.join(map(str, list(found)[-10:])) or 'none'
+        shown = ', '.join(map(str, list(infos)[-10:])) or 'none'
         asked = 'a step' if wanted is None else f'step {wanted}'
         raise CheckpointNotFoundError(f'{self._storage.url()}: there is no {asked}; complete steps are: {shown}.')
 
     def recorded_policy(self) -> KeepPolicy | None:
         """The keep policy in the sidecar of the latest step; None if it is not recorded."""
         steps = self._steps.prunable(listing(self._storage).steps)
-        return policy_of(known_sidecar(self._storage, steps[-1]).keep) if steps else None
+        return policy_of(known_sidecar(self._storage, step_dir(steps[-1])).keep) if steps else None
 
     def plan(self, just_saved: int | None = None) -> list[Decision]:
         """Decides for each step whether it stays."""
         others = self._others()
         return [
             self._known_or_kept(each, others)
-            for each in retention_plan(self.policy, [*self.infos(), *self._infos_of(others)], just_saved)
+            for each in retention_plan(self.policy, [*self.infos(), *self._infos_of([*others.values()])], just_saved)
         ]
 
     def _others(self) -> dict[int, ListedStep]:
         """The steps in other layouts that the policy may delete."""
-        found = listing(self._storage).steps if self._prunes_others else ()
+        found = listing(self._storage).steps if self.prunes_others else ()
         return {each.step: each for each in found if not each.is_t5x}
 
-    def _infos_of(self, others: Mapping[int, ListedStep]) -> list[StepInfo]:
-        leased = leased_steps(self._storage, self._clock) if others else ()
-        return infos_of_others(self._storage, [*others.values()], leased)
+    def _infos_of(self, others: Sequence[ListedStep], names: Collection[str] | None = None) -> list[StepInfo]:
+        if not others:
+            return []
+        names = self.policy.metric_names if names is None else names
+        steps = [each.step for each in others]
+        given = {} if self._source is None else {name: self._source.by_step(name, steps) for name in names}
+        return infos_of_others(self._storage, others, leased_steps(self._storage, self._clock), given)
 
     def _known_or_kept(self, decision: Decision, others: Mapping[int, ListedStep]) -> Decision:
         other = others.get(decision.step)
@@ -186,7 +187,7 @@ class Retention:
         plan: list[Decision] = []
         others = {} if isinstance(self.policy, KeepAll) else self._others()
         if not isinstance(self.policy, KeepAll):
-            infos, plan = self._steps.plan(self.policy, just_saved, self._infos_of(others))
+            infos, plan = self._steps.plan(self.policy, just_saved, self._infos_of([*others.values()]))
             self._coverage.note(infos, self.policy.metric_names, just_saved)
         done: list[Decision] = []
         hidden: list[Hidden] = []

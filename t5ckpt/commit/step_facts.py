@@ -63,7 +63,7 @@ class StepFacts:
         ]
 
     def _read_facts(self, step: int) -> tuple[float | None, Mapping[str, float]]:
-        sidecar = known_sidecar(self._storage, step)
+        sidecar = known_sidecar(self._storage, step_dir(step))
         if sidecar.format:
             self._known.add(step)
         return _facts_in(self._storage, step, sidecar)
@@ -102,7 +102,7 @@ class MetricCoverage:
 
 def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
     """The time of a step's save, in unix seconds or None, and the metrics passed to it."""
-    return _facts_in(storage, step, known_sidecar(storage, step))
+    return _facts_in(storage, step, known_sidecar(storage, step_dir(step)))
 
 
 def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | None, Mapping[str, float]]:
@@ -113,9 +113,9 @@ def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | No
     return created, sidecar.metrics
 
 
-def known_sidecar(storage: Storage, step: int) -> Sidecar:
+def known_sidecar(storage: Storage, directory: str) -> Sidecar:
     """A step's sidecar; ``NO_SIDECAR`` if it cannot be read or has a newer format, because retention continues then."""
-    key = join(step_dir(step), SIDECAR)
+    key = join(directory, SIDECAR)
     try:
         data = storage.read(key)
         return NO_SIDECAR if newer_format(data) is not None else decode_sidecar(data, storage.url(key))

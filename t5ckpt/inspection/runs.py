@@ -118,7 +118,6 @@ class Run(Mapping[int, CheckpointView]):
 
         Raises:
           CheckpointNotFoundError: there is no such step.
-          UnsupportedFormatError: it is in the layout of Orbax or Flax, whose metrics are not read.
         """
         return dict(self._retention().metrics_at(None if step is None else integer('step', step)))
 

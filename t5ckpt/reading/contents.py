@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
+from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
@@ -16,6 +17,8 @@ from t5ckpt.core.protocols import RestoreStateTransformationFn
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FormatError,
+    StorageError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import is_spec, typed_by_zarray, untyped_specs
@@ -92,7 +95,8 @@ def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
 def _decoded(located: Located, raw: RawFiles) -> Contents:
     storage, directory = located.storage, located.directory
     if raw.manifest is None:
-        return Contents(located, read_orbax(storage, directory, follow_links=located.follow_links), NO_SIDECAR)
+        manifest = read_orbax(storage, directory, follow_links=located.follow_links)
+        return Contents(located, manifest, _orbax_facts(located))
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
     sidecar, recorded = _recorded(located, raw)
@@ -100,9 +104,20 @@ def _decoded(located: Located, raw: RawFiles) -> Contents:
     manifest = _decoded_manifest(located, raw.manifest)
     if has_placeholders(manifest.state):
         resolved = resolve_placeholders(storage, directory, manifest.state, follow_links=located.follow_links)
-        return Contents(located, dataclasses.replace(manifest, state=resolved), NO_SIDECAR, None, raw.versions)
+        return Contents(
+            located, dataclasses.replace(manifest, state=resolved), _orbax_facts(located), None, raw.versions
+        )
     _type_specs(located, manifest)
     return Contents(located, manifest, sidecar, _file_checksums(located, raw, recorded), raw.versions)
+
+
+def _orbax_facts(located: Located) -> Sidecar:
+    """The metrics and metadata of a step of Orbax; without them the arrays are read all the same."""
+    try:
+        return read_orbax_facts(located.storage, located.directory, of_run=True)
+    except (FormatError, StorageError) as error:
+        _log.warning('t5ckpt: the metrics and metadata of the step are not read: %s', error)
+        return NO_SIDECAR
 
 
 def _recorded(located: Located, raw: RawFiles) -> tuple[Sidecar, FileChecksums]:

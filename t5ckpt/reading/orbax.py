@@ -8,8 +8,8 @@ by the orbax of 2023):
   (``manifest.ocdbt``) or in a directory each. Strings are in ``_strings.json``.
 - ``checkpoint`` is Flax msgpack, in which each array is the string ``PLACEHOLDER://<name>``.
 
-A step directory contains the tree itself or directories of items, of which ``state`` (T5X) or ``default`` (Orbax) is read. A
-warning names the other items that are trees.
+A step directory contains the tree itself or directories of items, of which ``state`` (T5X), ``default`` or ``pytree``
+(Orbax) is read. A warning names the other items that are trees.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ __all__ = ['array_leaves', 'has_placeholders', 'read_orbax', 'resolve_placeholde
 _log = logging.getLogger('t5ckpt')
 
 _PLACEHOLDER = 'PLACEHOLDER://'
-_ITEMS = ('', 'state', 'default')
+# Also the default of an early v1 of Orbax.
+_ITEMS = ('', 'state', 'default', 'pytree')
 _MAX_DEPTH = 250
 _STRINGS = ('str', 'string')
 _NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
@@ -60,7 +61,7 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
     cure = f"restore(path='{storage.url(join(directory, trees[0]))}') restores" if trees else 'Give the path of'
     raise UnsupportedFormatError(
         f'{storage.url(directory)} looks like an Orbax checkpoint of several items ({", ".join(names[:8])}), none of '
-        f'which is a tree called "state" or "default". {cure} one item.'
+        f'which is a tree called "state", "default" or "pytree". {cure} one item.'
     )
 
 

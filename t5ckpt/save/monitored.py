@@ -69,7 +69,7 @@ def infos_with(retention: Retention, metric: str) -> list[StepInfo]:
     Raises:
       ValueError: the steps have metrics, but not this one.
     """
-    infos = retention.infos({metric, *retention.policy.metric_names})
+    infos = retention.infos_in_any_layout({metric, *retention.policy.metric_names})
     missing = missing_from_all(infos, metric)
     if missing is not None and any(info.metrics for info in infos):
         raise ValueError(f'best_step: {missing} Pass one of these.')

@@ -300,7 +300,7 @@ class SaveSchedule:
     def _first_view(self, now: float) -> _SharedState:
         steps = self._retention.steps()
         if self._watched.names:
-            for info in self._retention.infos():
+            for info in self._retention.infos_in_any_layout():
                 self._best = _with_best(self._best, info.metrics)
         return _SharedState(now, steps[-1] if steps else None, now)
 

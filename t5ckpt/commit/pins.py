@@ -2,7 +2,8 @@
 
     pin      [is the manifest there?], +PINNED, [no deleter?], [is the manifest there?], [is the pin there?]
 
-A deleter looks for the file before it hides the step and after, see ``commit/deletion.py``. On object stores a pin killed after
+A deleter looks for the file before it hides the step and after, see ``commit/deletion.py``. One that was stopped in between may
+still hide the step, and be killed before it looks again, so a pin does not count until that deleter has ended. On object stores a pin killed after
 its write may leave the file behind, in a step that was deleted meanwhile. A save of the step removes the file then, because
 nothing is pinned where no manifest is, and the pin looks for its file last.
 """
@@ -10,6 +11,7 @@ nothing is pinned where no manifest is, and the pin looks for its file last.
 from __future__ import annotations
 
 import contextlib
+import errno
 
 from t5ckpt.commit.read_lease import outlives_deleters
 from t5ckpt.core.keys import join
@@ -32,6 +34,7 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
 
     Raises:
       CheckpointNotFoundError: it is not a checkpoint, or another process deletes it at the same time.
+      StorageError: it could not be pinned, or a process that was about to delete it has not decided; nothing was changed.
     """
     manifest, pin = join(directory, MANIFEST), join(directory, PINNED)
     step = parse_step_dir(directory)
@@ -41,17 +44,23 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
             f'{storage.url(directory).rstrip("/")} is not a checkpoint; pass the directory of a step.'
         )
     while True:
-        is_new = storage.renames and not storage.is_file(pin)
+        is_new = not storage.is_file(pin)
         try:
             storage.write(pin, text.encode())
-            is_there = step is not None and outlives_deleters(storage, step, clock)
+            is_there = step is None or outlives_deleters(storage, step, clock)
+            if not is_there and storage.is_file(manifest):
+                raise StorageError(
+                    errno.EBUSY,
+                    f'{storage.url(directory)} was not pinned: a process is about to delete it. Try again when that process has '
+                    'ended.',
+                )
         except StorageError:
             if is_new:
                 # The error says that nothing was changed.
                 with contextlib.suppress(StorageError):
                     storage.delete_file(pin)
             raise
-        if not is_there and not storage.is_file(manifest):
+        if not is_there or not storage.is_file(manifest):
             # A deleter was first. Where nothing is renamed it would leave the file behind.
             storage.delete_file(pin)
             raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it.')

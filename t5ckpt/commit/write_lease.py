@@ -280,7 +280,7 @@ def acquire_lease(
         owner = _first_live(owners, clock, stale_after)
         if owner is not None and owner.action == SAVE:
             raise BeingWrittenError(_owned_by_other(storage, step, owner))
-    for has_time in attempts(0.0 if action == MEND else _RIVAL_SECONDS):
+    for has_time in attempts(0.0 if action == MEND else _RIVAL_SECONDS, clock):
         try:
             return _acquire(storage, step, clock, action, stale_after)
         except BeingWrittenError as error:
@@ -327,7 +327,7 @@ def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after
 def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float) -> None:
     """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
     now = lease_clock(storage, clock)
-    for has_time in attempts(_STEP_BACK_SECONDS):
+    for has_time in attempts(_STEP_BACK_SECONDS, clock):
         listed = list_leases(storage)
         others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
         owners = _owners(storage, others)

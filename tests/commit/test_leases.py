@@ -257,6 +257,8 @@ def pin(storage):
         pin_in(storage, 'checkpoint_1', '1', clock_of(storage))
     except CheckpointNotFoundError:
         return 'gone'
+    except StorageError:
+        return 'undecided'
     return 'pinned'
 
 
@@ -366,6 +368,21 @@ def test_two_processes_in_every_order_with_one_switch(kind, actors, tmp_path, ca
             check(storage, actors, found)
         except AssertionError as error:
             raise AssertionError(f'{order}: {[outcome.value or outcome.error for outcome in found]}') from error
+
+
+@pytest.mark.parametrize('kind', ['memory', 'file'])
+def test_a_pin_that_meets_a_deleter_that_stalls_and_is_killed(kind, tmp_path):
+    """The deleter stands still for longer than the pin waits, does one more operation and is killed."""
+    _source()
+    serial = run_schedule(copied_run(kind, tmp_path / 'serial'), (delete, pin), Schedule(0))
+    values = set()
+    for index, order in enumerate(kills((len(serial[0].operations), 0), after_other=True, stalls=True)):
+        storage = copied_run(kind, tmp_path / f'run{index}')
+        found = run_schedule(storage, (delete, pin), order)
+        values.add(found[1].value)
+        assert found[1].value != 'pinned' or 1 in steps_in(storage), order
+        assert (found[1].value == 'pinned') is storage.is_file('checkpoint_1/PINNED'), order
+    assert values == {'pinned', 'undecided', 'gone'}
 
 
 @pytest.mark.parametrize(

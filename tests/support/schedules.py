@@ -37,11 +37,13 @@ class Schedule:
       first: 0 or 1.
       switches: after the last one, an actor runs to its end, and then the other.
       killed_at: the index of the operation at which the first actor is killed; None for not at all.
+      stalls: an actor that polls does not get the other going, and its clock advances by a second an operation.
     """
 
     first: int
     switches: tuple[int, ...] = ()
     killed_at: int | None = None
+    stalls: bool = False
 
 
 class _Turns:
@@ -54,12 +56,13 @@ class _Turns:
         self._live = {0, 1}
         self._done = 0
         self._recent: list[object] = []
+        self._stalls = schedule.stalls
 
     def take(self, actor: int, operation: object) -> None:
         """Waits until the actor may carry out one operation."""
         with self._changed:
             self._await(actor)
-            is_polling = len(self._recent) == _POLLS and len(set(self._recent)) <= 7
+            is_polling = not self._stalls and len(self._recent) == _POLLS and len(set(self._recent)) <= 7
             if (self._left and self._done == self._left[0]) or is_polling:
                 if self._left and not is_polling:
                     self._left.pop(0)
@@ -100,16 +103,17 @@ class Stepped(FaultyStorage):
     """The storage as one actor sees it.
 
     Attributes:
-      clock: the actor's.
+      clock: the actor's. It stands still, so nothing depends on how fast the machine is.
     """
 
-    def __init__(self, inner: Storage, actor: int, turns: _Turns, killed_at: int | None, ahead: float | None):
+    def __init__(self, inner: Storage, actor: int, turns: _Turns, schedule: Schedule, ahead: float | None):
         super().__init__(inner)
         self._is_elsewhere = ahead is not None
-        self.clock = lambda: time.time() + (ahead or 0.0)
+        start, pace = time.time() + (ahead or 0.0), int(schedule.stalls)
+        self.clock = lambda: start + pace * len(self.operations)
         self._actor = actor
         self._turns = turns
-        self._killed_at = killed_at
+        self._killed_at = schedule.killed_at if actor == schedule.first else None
 
     def _count(self, name: str, key: str) -> None:
         self._turns.take(self._actor, (name, _NONCE.sub('', key)))
@@ -155,7 +159,7 @@ def run_schedule(
     found: dict[int, Outcome] = {}
 
     def run(actor: int) -> None:
-        mine = Stepped(storage, actor, turns, schedule.killed_at if actor == schedule.first else None, ahead[actor])
+        mine = Stepped(storage, actor, turns, schedule, ahead[actor])
         value, error = None, None
         try:
             value = actors[actor](mine)
@@ -181,8 +185,8 @@ def schedules(counts: Sequence[int], switches: int, *, stride: int = 1) -> Gener
             yield Schedule(first, chosen)
 
 
-def kills(counts: Sequence[int], *, after_other: bool = False) -> Generator[Schedule]:
+def kills(counts: Sequence[int], *, after_other: bool = False, stalls: bool = False) -> Generator[Schedule]:
     """One actor is killed at each of its operations, and then the other runs; or the other runs before the last one."""
     for first in (0, 1):
         for index in range(int(after_other), counts[first]):
-            yield Schedule(first, (index - 1,) if after_other else (), index)
+            yield Schedule(first, (index - 1,) if after_other else (), index, stalls)

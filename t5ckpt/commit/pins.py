@@ -3,9 +3,10 @@
     pin      [is the manifest there?], +PINNED, [no deleter?], [is the manifest there?], [is the pin there?]
 
 A deleter looks for the file before it hides the step and after, see ``commit/deletion.py``. One that was stopped in between may
-still hide the step, and be killed before it looks again, so a pin does not count until that deleter has ended. On object stores a pin killed after
-its write may leave the file behind, in a step that was deleted meanwhile. A save of the step removes the file then, because
-nothing is pinned where no manifest is, and the pin looks for its file last.
+still hide the step, and be killed before it looks again, so a pin does not count until that deleter has ended.
+
+On object stores a pin killed after its write may leave the file behind, in a step that was deleted meanwhile. A save of the step
+removes the file then, because nothing is pinned where no manifest is, and the pin looks for its file last.
 """
 
 from __future__ import annotations
@@ -47,13 +48,7 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
         is_new = not storage.is_file(pin)
         try:
             storage.write(pin, text.encode())
-            is_there = step is None or outlives_deleters(storage, step, clock)
-            if not is_there and storage.is_file(manifest):
-                raise StorageError(
-                    errno.EBUSY,
-                    f'{storage.url(directory)} was not pinned: a process is about to delete it. Try again when that process has '
-                    'ended.',
-                )
+            is_there = step is None or _outlives_deleters(storage, directory, step, clock)
         except StorageError:
             if is_new:
                 # The error says that nothing was changed.
@@ -66,3 +61,14 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
             raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it.')
         if storage.renames or storage.is_file(pin):
             return
+
+
+def _outlives_deleters(storage: Storage, directory: str, step: int, clock: Clock) -> bool:
+    if outlives_deleters(storage, step, clock):
+        return True
+    if storage.is_file(join(directory, MANIFEST)):
+        raise StorageError(
+            errno.EBUSY,
+            f'{storage.url(directory)} was not pinned: a process is about to delete it. Try again when that process has ended.',
+        )
+    return False

@@ -7,6 +7,7 @@ would open any file or host that it names.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import dtype_from_name, dtype_from_typestr, zarr_typestr
 
 __all__ = [
+    'ArrayLayout',
     'SpecDict',
     'StoredArray',
     'is_spec',
@@ -68,19 +70,56 @@ class SpecDict(dict[str, Any]):
     array: StoredArray | None = None
 
 
+class ArrayLayout(enum.Enum):
+    """How the values of an array lie in a checkpoint: as zarr chunks in files or in an OCDBT database, or as bytes of a file."""
+
+    ZARR = enum.auto()
+    ZARR3 = enum.auto()
+    ZARR_IN_OCDBT = enum.auto()
+    ZARR3_IN_OCDBT = enum.auto()
+    BYTE_RANGE = enum.auto()
+
+    @classmethod
+    def of_zarr(cls, *, zarr3: bool, ocdbt: bool) -> ArrayLayout:
+        """The layout of zarr chunks."""
+        if ocdbt:
+            return cls.ZARR3_IN_OCDBT if zarr3 else cls.ZARR_IN_OCDBT
+        return cls.ZARR3 if zarr3 else cls.ZARR
+
+    @property
+    def driver(self) -> str:
+        """TensorStore's driver for zarr chunks."""
+        return 'zarr3' if self in (ArrayLayout.ZARR3, ArrayLayout.ZARR3_IN_OCDBT) else 'zarr'
+
+    @property
+    def metadata_file(self) -> str:
+        """The file, or the key of a database, with the metadata of zarr chunks."""
+        return 'zarr.json' if self.driver == 'zarr3' else '.zarray'
+
+    @property
+    def has_chunk_files(self) -> bool:
+        """Whether the array is a directory with a file for each chunk."""
+        return self in (ArrayLayout.ZARR, ArrayLayout.ZARR3)
+
+    @property
+    def is_in_database(self) -> bool:
+        """Whether the chunks are values in an OCDBT database."""
+        return self in (ArrayLayout.ZARR_IN_OCDBT, ArrayLayout.ZARR3_IN_OCDBT)
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """A leaf whose values are stored in a zarr array next to the manifest.
+    """A leaf whose values are stored in an array next to the manifest.
 
     Attributes:
-      location: directory relative to the checkpoint's, '/'-separated, without a trailing slash.
+      location: relative to the checkpoint's directory, '/'-separated, without a trailing slash: the directory of the chunks, the
+        file, or a database's directory and the prefix of the array's keys in it, with '//' between them.
       shape: of the array.
       dtype: on disk; a reader may view or convert it (``TreeFacts``, version 2).
       bits_of: the dtype that the stored bits represent, if it is not ``dtype`` (bfloat16 in version 2).
-      metadata: the zarr metadata in the manifest: ``chunks``, ``compressor``, ``order``, ...
-      driver: ``'zarr'``, in Orbax directories also ``'zarr3'``, or ``'safetensors'``.
-      container: ``'dir'`` for a directory of chunk files, ``'ocdbt'`` for a key prefix in an OCDBT database, ``'file'`` for the
-        bytes of one file from ``metadata['offset']`` on.
+      metadata: the zarr metadata in the manifest: ``chunks``, ``compressor``, ``order``, ...; ``offset`` and ``file_bytes`` of a
+        range of bytes.
+      layout: of the values.
     """
 
     location: str
@@ -88,13 +127,27 @@ class StoredArray:
     dtype: np.dtype
     bits_of: np.dtype | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    driver: str = 'zarr'
-    container: str = 'dir'
+    layout: ArrayLayout = ArrayLayout.ZARR
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory, uncompressed."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_byte_range(self) -> bool:
+        """Whether the values are a range of bytes of a file, in C order."""
+        return self.layout is ArrayLayout.BYTE_RANGE
+
+    @property
+    def root(self) -> str:
+        """The file or directory of the checkpoint that holds the array: ``location``, or the directory of its database."""
+        return self.location.partition('//')[0] if self.layout.is_in_database else self.location
+
+    @property
+    def key_prefix(self) -> str:
+        """The prefix of the array's keys in its database."""
+        return f'{self.location.partition("//")[2]}/'
 
     @property
     def grid(self) -> ChunkGrid:

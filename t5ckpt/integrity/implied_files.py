@@ -26,7 +26,6 @@ from t5ckpt.storage import Storage, foreign_errors
 __all__ = ['ArrayFiles', 'Implied', 'placed']
 
 _MAX_NAMED = 100
-_METADATA = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 _DECODED_BYTES = 2**30
 
 
@@ -106,8 +105,8 @@ class Implied:
         damages: list[Damage] = []
         sizes: dict[str, int] = {}
         chunks: list[ChunkIndex] = []
-        metadata = _METADATA[stored.array.driver]
-        if stored.array.container == 'dir' and metadata not in present:
+        metadata = stored.array.layout.metadata_file
+        if stored.array.layout.has_chunk_files and metadata not in present:
             text = 'only t5ckpt can open the array without it'
             damages.append(Damage('missing', f'{location}/{metadata}', text, leaf))
         for chunk_index in array.grid:
@@ -159,7 +158,7 @@ class Implied:
 
     def _present(self, array: _Array) -> dict[str, int | None]:
         """The array's files by key, with their sizes if the listing has them."""
-        if array.stored.array.container == 'ocdbt':
+        if array.stored.array.layout.is_in_database:
             with foreign_errors(self._reader.url(array.stored.array)):
                 return {key.decode(): 0 for key in array.store.kvstore.list().result()}
         base = join(self._directory, array.stored.array.location)

@@ -108,7 +108,7 @@ class RecoveryRecords:
 
     def _zarray(self, array: StoredArray) -> tuple[str, bytes] | None:
         metadata = {'dimension_separator': '.', 'order': 'C', **array.metadata}
-        standard = array.container == 'dir' and (metadata['dimension_separator'], metadata['order']) == ('.', 'C')
+        standard = array.layout.has_chunk_files and (metadata['dimension_separator'], metadata['order']) == ('.', 'C')
         if not standard or not {'chunks', 'compressor'} <= set(metadata):
             return None
         name, data = f'{array.location}/{ZARRAY}', zarray_bytes(array)

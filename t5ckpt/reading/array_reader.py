@@ -112,8 +112,7 @@ class ArrayReader:
           FormatError: a file of the array is a link out of the checkpoint.
         """
         # TensorStore follows every link and waits for every FIFO.
-        inside = array.location.partition('//')[0] if array.container == 'ocdbt' else array.location
-        self._files.check(inside, self.url(array))
+        self._files.check(array.root, self.url(array))
         with foreign_errors(self.url(array)):
             return ts.open(self._spec(array), open=True, context=self._storage.context())
 
@@ -127,7 +126,7 @@ class ArrayReader:
         try:
             store = self.wait(future)
         except TENSORSTORE_ERRORS as error:
-            if 'NOT_FOUND' not in str(error) or array.container != 'dir' or 'chunks' not in array.metadata:
+            if 'NOT_FOUND' not in str(error) or not array.layout.has_chunk_files or 'chunks' not in array.metadata:
                 with foreign_errors(f'{leaf} ({self.url(array)})'):
                     raise
             store = self._open_without_metadata(array, leaf)
@@ -140,11 +139,10 @@ class ArrayReader:
         # The chunks of an empty array are empty, too.
         chunks = ChunkGrid(array.shape, tuple(size or 1 for size in chunk)).num_chunks
         chunk_bytes = math.prod(chunk) * array.dtype.itemsize
-        if array.container == 'ocdbt':
+        if array.layout.is_in_database:
             # A database keeps all values in a few files.
-            inside = array.location.partition('//')[0]
-            check_count(chunks, lambda: _CHUNKS_PER_BYTE * sum(self._sizes(inside)), where)
-            check_chunk(chunk_bytes, lambda: sum(self._sizes(inside)), where)
+            check_count(chunks, lambda: _CHUNKS_PER_BYTE * sum(self._sizes(array.root)), where)
+            check_chunk(chunk_bytes, lambda: sum(self._sizes(array.root)), where)
         else:
             check_count(chunks, lambda: len(self._sizes(array.location)), where)
             check_chunk(chunk_bytes, lambda: max(self._sizes(array.location), default=0), where)
@@ -158,13 +156,11 @@ class ArrayReader:
         return self.finish_open(leaf.array, self.start_open(leaf.array), name)
 
     def _spec(self, array: StoredArray) -> dict[str, Any]:
-        kvstore = self._storage.array_kvstore(join(self._directory, array.location))
-        if array.container == 'ocdbt':
-            base, _, prefix = array.location.partition('//')
-            base_kvstore = self._storage.array_kvstore(join(self._directory, base))
-            kvstore = {'driver': 'ocdbt', 'base': base_kvstore, 'path': f'{prefix}/'}
+        kvstore = self._storage.array_kvstore(join(self._directory, array.root))
+        if array.layout.is_in_database:
+            kvstore = {'driver': 'ocdbt', 'base': kvstore, 'path': array.key_prefix}
         return {
-            'driver': array.driver,
+            'driver': array.layout.driver,
             'kvstore': kvstore,
             'schema': {'dtype': array.dtype.name, 'domain': {'shape': list(array.shape)}},
             'fill_missing_data_reads': False,
@@ -199,7 +195,7 @@ class ArrayReader:
         if self._identity is None:
             return self._read(leaf, name, index)
         # A read that verifies checksums needs no check of the checkpoint's identity.
-        file = leaf.array.location if leaf.array.container == 'file' else None
+        file = leaf.array.location if leaf.array.is_byte_range else None
         with self._identity.told() if self._compares_all() else self._identity.reading(file=file):
             return self._read(leaf, name, index)
 
@@ -224,7 +220,7 @@ class ArrayReader:
             return from_stored(cached, leaf.dtype)[after]
         for task in self.check_tasks(leaf.array, name, [Box.from_slices(slices, leaf.shape)]):
             task()
-        if leaf.array.container == 'file':
+        if leaf.array.is_byte_range:
             return self._read_range(leaf, name, slices)[after]
         mapped = self._read_mapped(leaf, name, slices, index is Ellipsis)
         if mapped is not None:

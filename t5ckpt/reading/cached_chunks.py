@@ -19,7 +19,7 @@ import tensorstore as ts
 
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import ArrayLayout, StoredArray
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex, ceil_div
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.stored_leaf import StoredLeaf
@@ -58,7 +58,7 @@ class CachedChunks:
           CorruptCheckpointError: a chunk is missing or damaged.
           StorageError: a file cannot be read.
         """
-        if leaf.array.container != 'dir' or leaf.array.driver != 'zarr':
+        if leaf.array.layout is not ArrayLayout.ZARR:
             return None
         try:
             zarray = self._file(f'{leaf.array.location}/.zarray')

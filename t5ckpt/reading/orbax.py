@@ -25,7 +25,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
-from t5ckpt.format.array_spec import SpecDict, StoredArray, is_spec, shape_of
+from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -148,7 +148,8 @@ def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *
     if ocdbt:
         kvstore = {'driver': 'ocdbt', 'base': kvstore}
     by_path = {path: _safe(name) for path, name in names.items()}
-    file = 'zarr.json' if zarr3 else '.zarray'
+    layout = ArrayLayout.of_zarr(zarr3=zarr3, ocdbt=ocdbt)
+    file = layout.metadata_file
     where = storage.url(base)
     # TensorStore follows every link.
     for name in [item] if ocdbt else [join(item, name, file) for name in by_path.values()]:
@@ -163,7 +164,7 @@ def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *
         if found.state != 'value':
             raise CorruptCheckpointError(f'{where}: array {name} has no {file}; the checkpoint is incomplete.')
         location = f'{item}//{name}' if ocdbt else join(item, name)
-        leaves[path] = _leaf(bytes(found.value), location, ocdbt, zarr3, f'{where}: {name}')
+        leaves[path] = _leaf(bytes(found.value), location, layout, f'{where}: {name}')
     return leaves
 
 
@@ -173,19 +174,17 @@ def _safe(name: str) -> str:
     return name
 
 
-def _leaf(data: bytes, location: str, ocdbt: bool, zarr3: bool, where: str) -> SpecDict:
+def _leaf(data: bytes, location: str, layout: ArrayLayout, where: str) -> SpecDict:
     try:
         metadata = json.loads(data)
         claimed = metadata['shape']
-        name = str(metadata['data_type'] if zarr3 else metadata['dtype'])
+        name = str(metadata['data_type'] if layout.driver == 'zarr3' else metadata['dtype'])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where}: array metadata does not decode ({error!s:.120}).') from error
     shape = shape_of(claimed, where)
     dtype = dtype_from_typestr(name)
     if dtype is None:
         raise CorruptCheckpointError(f'{where}: array of unknown dtype {name!r:.40}.')
-    spec = SpecDict(driver='zarr3' if zarr3 else 'zarr', dtype=dtype.name, kvstore={}, metadata={'shape': list(shape)})
-    spec.array = StoredArray(
-        location, shape, dtype, driver='zarr3' if zarr3 else 'zarr', container='ocdbt' if ocdbt else 'dir'
-    )
+    spec = SpecDict(driver=layout.driver, dtype=dtype.name, kvstore={}, metadata={'shape': list(shape)})
+    spec.array = StoredArray(location, shape, dtype, layout=layout)
     return spec

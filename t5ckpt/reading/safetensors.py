@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, path_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
-from t5ckpt.format.array_spec import SpecDict, StoredArray
+from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, Header, data_bytes, header_bytes, is_npz, parse_header
@@ -236,8 +236,7 @@ def decode_tensors(data: bytes) -> Manifest:
                 tuple(shape),
                 dtype_from_name(dtype),
                 metadata={'offset': offset, 'file_bytes': size},
-                driver='safetensors',
-                container='file',
+                layout=ArrayLayout.BYTE_RANGE,
             )
             table[path] = spec
     return Manifest(3, unflatten(table))

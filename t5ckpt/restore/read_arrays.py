@@ -147,9 +147,9 @@ class _RestoreScheduler:
     def _open(self, read: StoredRead) -> Any:
         """Starts to open an array: a future of its plain chunks or of a TensorStore; None for a byte range of an object."""
         direct = self._reader.direct
-        if direct is None and read.leaf.array.container == 'file':
+        if direct is None and read.leaf.array.is_byte_range:
             return None
-        if direct is None or not (has_plain_chunks(read.leaf.array) or read.leaf.array.container == 'file'):
+        if direct is None or not (has_plain_chunks(read.leaf.array) or read.leaf.array.is_byte_range):
             return self._reader.start_open(read.leaf.array)
         return self._pool.submit(direct.plain_chunks, read.leaf.array, read.name)
 
@@ -174,7 +174,7 @@ class _RestoreScheduler:
             chunks = opened.result()
             if chunks is not None and self._reader.direct is not None:
                 # A cast reads blocks into a scratch buffer, which would read more of an object than the requested ranges.
-                converts = read.converts and array.container != 'file'
+                converts = read.converts and not array.is_byte_range
                 buffers = {box: _buffer(box, read.dtype if converts else array.dtype) for box in boxes}
                 tasks = self._reader.direct.tasks(ReadRequest(array, name, read.leaf.dtype, buffers), chunks)
                 if tasks is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
-from t5ckpt.format.array_spec import StoredArray, zarray_bytes
+from t5ckpt.format.array_spec import ArrayLayout, StoredArray, zarray_bytes
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
@@ -119,7 +119,7 @@ def linkable_array(leaf: LinkedArray, write: ArrayWrite) -> StoredArray | None:
     version-2 bfloat16, or has metadata that t5ckpt does not write, which T5X might not accept.
     """
     stored = leaf.leaf.array
-    plain = stored.container == 'dir' and stored.driver == 'zarr' and stored.bits_of is None
+    plain = stored.layout is ArrayLayout.ZARR and stored.bits_of is None
     if not plain or write.dtype != leaf.dtype or stored.dtype != write.array.dtype:
         return None
     storage = leaf.checkpoint.storage

@@ -103,7 +103,7 @@ class DirectReader:
         Raises:
           CorruptCheckpointError: its ``.zarray`` is not a regular file.
         """
-        if array.container == 'file':
+        if array.is_byte_range:
             return chunk_of_file(array)
         if not has_plain_chunks(array):
             return None

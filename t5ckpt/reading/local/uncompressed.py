@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import ArrayLayout, StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex
 from t5ckpt.format.dtypes import dtype_from_name, zarr_typestr
 from t5ckpt.reading.contained_open import ContainedDirectory
@@ -39,8 +39,7 @@ _TYPESTRS = {dtype_from_name(name): zarr_typestr(dtype_from_name(name)) for name
 def has_plain_chunks(array: StoredArray) -> bool:
     """Whether an array's chunks are uncompressed according to the manifest; its ``.zarray`` decides."""
     return (
-        array.driver == 'zarr'
-        and array.container == 'dir'
+        array.layout is ArrayLayout.ZARR
         and array.dtype in _TYPESTRS
         and array.metadata.get('compressor') is None
         and sys.byteorder == 'little'
@@ -78,7 +77,7 @@ class PlainChunks:
 
 
 def chunk_of_file(array: StoredArray) -> PlainChunks:
-    """The only chunk of an array that is a range of bytes of one file (container ``'file'``)."""
+    """The only chunk of an array that is a range of bytes of one file."""
     grid = ChunkGrid(array.shape, tuple(max(1, size) for size in array.shape))
     metadata = array.metadata
     return PlainChunks(grid, array.dtype.itemsize, array.location, metadata['file_bytes'], metadata['offset'])

@@ -70,7 +70,7 @@ from t5ckpt.save.arguments import check_no_directory, check_policies, warn_of_gd
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.schedule import Environment, SaveSchedule
-from t5ckpt.save.stage import check_staging
+from t5ckpt.save.stage import StagingMode
 from t5ckpt.save.stream_writer import StreamRequest
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.save_policies import SavePolicy
@@ -167,12 +167,12 @@ class Checkpointer:
     ):
         warn_of_gda(use_gda)
         check_no_directory(train_state=train_state, partitioner=partitioner)
+        self._staging = StagingMode.parse(staging)
         check_policies(keep, keep_policy, save_policy, metric_source)
         check_callables(preempted=preempted, progress=progress, clock=clock)
         check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, share_replicated=share_replicated)
         check_flags(follow_links=follow_links, strict_save=strict_save, read_only=read_only)
         check_flags(prune_other_layouts=prune_other_layouts)
-        check_staging(staging)
         self._storage = open_run_storage(checkpoints_dir, storage_options)
         self._storage_options = storage_options
         # Absolute, so that a later chdir does not change it.
@@ -198,7 +198,6 @@ class Checkpointer:
         self._keep = keep
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
-        self._staging = staging
         self._reuse = Reuse() if reuse_unchanged and self._storage.links else None
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)

@@ -79,12 +79,12 @@ class ChunkWrite:
 
     Attributes:
       box: in the array's coordinates; exactly one chunk of the grid.
-      shard: index into the leaf's addressable shards, or -1 when the leaf is a host array.
+      shard: index into the leaf's addressable shards, or None for a host array.
       box_in_shard: the same box in the shard's coordinates.
     """
 
     box: Box
-    shard: int
+    shard: int | None
     box_in_shard: Box
 
 
@@ -284,7 +284,7 @@ def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, assignment: W
     else:
         # Host arrays are written by process 0.
         chunk_shape = chunk_shape_for(shape, shape, on_disk.itemsize, options.chunk_bytes, 1)
-        shards = [HeldShard(-1, Box.whole(shape), (0,))]
+        shards = [HeldShard(None, Box.whole(shape), (0,))]
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
     array = StoredArray(directory, shape, on_disk, metadata=metadata)
     grid = array.grid

@@ -30,12 +30,12 @@ class HeldShard:
     """A shard that this process holds.
 
     Attributes:
-      index: into the array's addressable shards; -1 for a host array.
+      index: into the array's addressable shards; None for a host array.
       box: in the array's coordinates.
       holders: the processes that hold it, ascending.
     """
 
-    index: int
+    index: int | None
     box: Box
     holders: tuple[int, ...]
 

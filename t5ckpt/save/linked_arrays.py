@@ -140,7 +140,7 @@ def linkable_array(leaf: LinkedArray, write: ArrayWrite) -> StoredArray | None:
 def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
     """The writes of all chunks of a host array."""
     grid = array.grid
-    return tuple(ChunkWrite(box, -1, box) for box in map(grid.box, grid))
+    return tuple(ChunkWrite(box, None, box) for box in map(grid.box, grid))
 
 
 def link_or_copy_chunks(leaf: LinkedArray, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:

@@ -18,6 +18,7 @@ from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.arguments import SaveCall
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, find_previous
 from t5ckpt.save.notices import Notices
+from t5ckpt.save.stage import StagingMode
 from t5ckpt.storage import Storage
 
 __all__ = ['Reuse', 'SaveRequest']
@@ -40,7 +41,7 @@ class SaveRequest:
     call: SaveCall
     options: SaveOptions
     retention: Retention
-    staging: str
+    staging: StagingMode
     in_background: bool
     reuse: Reuse | None
     dataset: DatasetState | None

@@ -1,21 +1,9 @@
 """Stages the arrays of a save: after staging, the caller may donate, overwrite or delete every array of the state.
 
-How a leaf is staged depends on its memory:
-
-- ``view``: arrays on the CPU backend are viewed as numpy without a copy. A buffer with an outside reference cannot be
-  donated in place, so XLA allocates anew for the step's output and the view stays as it was. Taking the view waits for
-  the array to be computed.
-- ``copy``: a copy on the device is dispatched without waiting; it is ordered before any later step that donates the
-  original. Takes the size of the state in device memory until the state is written.
-- ``pinned_host``: the same, with the copy in pinned host memory, from which GPU and TPU data is written without another
-  copy.
-
-``auto`` takes a view of an array on the CPU that is ready, a dispatched copy of one that is still being computed, and
-pinned host memory on other platforms.
-
-Copies take at most half of the save's byte budget; a larger state is staged in waves, and the other half is the writer's.
-The writer pulls the waves: each is staged when the previous one is written, and the caller waits until the last one is
-staged. A leaf larger than a wave is fetched chunk by chunk while the caller waits.
+How a leaf is staged (``_Method``) depends on its memory and on the caller's :class:`StagingMode`. Copies take at most half of
+the save's byte budget; a larger state is staged in waves, and the other half is the writer's. The writer pulls the waves: each
+is staged when the previous one is written, and the caller waits until the last one is staged. A leaf larger than a wave is
+fetched chunk by chunk while the caller waits.
 
 Host arrays, and jax.Arrays on the CPU whose memory may have another owner (``core/private_memory.py``), are copied before an
 asynchronous save returns, since their owner may write to them; a blocking save reads them in place. A LazyArray is read
@@ -24,9 +12,11 @@ when it is written, chunk by chunk if it can be sliced.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Collection, Generator, Sequence
-from typing import Any, TypeVar
+import enum
+from collections.abc import Collection, Generator, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,76 +24,94 @@ from t5ckpt.core.arguments import check_word
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.private_memory import is_private
-from t5ckpt.errors import UnsupportedLeafError
-from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.dtypes import to_stored
 from t5ckpt.lazy import LazyArray
-from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite, InlineWrite, SavePlan
+from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, SavePlan
+from t5ckpt.save.staged_leaf import ChunkwiseLeaf, DeviceLeaf, HostLeaf, StagedLeaf, ViewedLeaf, values_of
 from t5ckpt.tree.leaf_values import is_jax_array
 
-__all__ = ['Source', 'StagedWave', 'Staging', 'check_staging']
-
-_Write = TypeVar('_Write', ArrayWrite, InlineWrite)
-_MODES = ('auto', 'copy', 'pinned_host', 'view')
+__all__ = ['StagedWave', 'Staging', 'StagingMode']
 
 
-def check_staging(mode: Any) -> None:
-    """Raises ValueError if ``mode`` is not a way to stage arrays."""
-    check_word('staging', mode, _MODES)
-
-
-@dataclasses.dataclass
-class Source:
-    """Where the values of one stored leaf come from.
+class StagingMode(enum.StrEnum):
+    """How the caller wants jax.Arrays to be staged.
 
     Attributes:
-      name: the name of the leaf, for errors.
-      leaf: a staged copy, a host array, a LazyArray, or with ``chunkwise`` the caller's array.
-      views: host views of the addressable shards, if they were taken.
-      chunkwise: fetch the caller's array chunk by chunk, while the caller waits.
+      VIEW: arrays on the CPU backend are viewed as numpy without a copy. A buffer with an outside reference cannot be donated in
+        place, so XLA allocates anew for the step's output and the view stays as it was. Taking the view waits for the array to
+        be computed.
+      COPY: a copy on the device is dispatched without waiting; it is ordered before any later step that donates the original.
+        Takes the size of the state in device memory until the state is written.
+      PINNED_HOST: the same, with the copy in pinned host memory, from which GPU and TPU data is written without another copy.
+      AUTO: a view of an array on the CPU that is ready, a dispatched copy of one that is still being computed, and pinned host
+        memory on other platforms.
     """
 
-    name: str
-    leaf: Any
-    views: dict[int, np.ndarray] = dataclasses.field(default_factory=dict[int, np.ndarray])
-    chunkwise: bool = False
+    AUTO = 'auto'
+    COPY = 'copy'
+    PINNED_HOST = 'pinned_host'
+    VIEW = 'view'
 
-    def values(self, chunk: ChunkWrite) -> np.ndarray:
-        """The values of one chunk; may wait for a transfer or a read."""
-        if self.chunkwise:
-            return np.asarray(self.leaf.addressable_shards[chunk.shard].data[chunk.box_in_shard.slices])
-        if isinstance(self.leaf, LazyArray) and self.leaf.is_sliceable:
-            return _got_slice(self.leaf, chunk.box_in_shard, self.name)
-        return self._shard(chunk.shard)[chunk.box_in_shard.slices]
+    @classmethod
+    def parse(cls, mode: Any) -> StagingMode:
+        """The mode of an argument.
 
-    def as_stored(self, chunk: ChunkWrite, write: ArrayWrite) -> np.ndarray:
-        """The values of one chunk as stored on disk: C order, little endian, in the stored dtype."""
-        values = self.values(chunk)
-        if values.dtype != write.dtype:
-            values = values.astype(write.dtype)
-        stored = to_stored(np.asarray(values))
-        # numpy makes an array of one dimension of a contiguous scalar.
-        return np.ascontiguousarray(stored) if stored.ndim else stored
+        Raises:
+          ValueError: there is no such mode.
+        """
+        check_word('staging', mode, [known.value for known in cls])
+        return cls(mode)
 
-    def release(self) -> None:
-        """Releases the values, after all their writes were started."""
-        self.leaf = None
-        self.views.clear()
 
-    def _shard(self, index: int) -> np.ndarray:
-        if index not in self.views:
-            if index >= 0:
-                self.views[index] = np.asarray(self.leaf.addressable_shards[index].data)
-            else:
-                self.views[index] = _got(self.leaf, self.name)
-        return self.views[index]
+class _Method(enum.Enum):
+    """How one leaf is staged."""
+
+    UNCOPIED = enum.auto()  # a LazyArray, a number, or host memory of a caller who waits
+    HOST_COPY = enum.auto()  # host memory of a caller who continues
+    VIEW = enum.auto()  # views of shards on the CPU
+    SHARD_COPIES = enum.auto()  # copies of shards on the CPU whose memory may have another owner
+    DEVICE_COPY = enum.auto()
+    PINNED_COPY = enum.auto()
+    CHUNKWISE = enum.auto()  # the caller's array, larger than a wave
+
+    @classmethod
+    def of(cls, leaf: Any, mode: StagingMode, private_host: bool) -> _Method:
+        if not is_jax_array(leaf):
+            return cls.HOST_COPY if private_host and isinstance(leaf, np.ndarray) else cls.UNCOPIED
+        if private_host and _is_on_cpu(leaf) and leaf.is_ready() and not is_private(leaf):
+            return cls.SHARD_COPIES
+        if mode is StagingMode.AUTO:
+            if not _is_on_cpu(leaf):
+                return cls.PINNED_COPY
+            return cls.VIEW if leaf.is_ready() else cls.DEVICE_COPY
+        return {
+            StagingMode.COPY: cls.DEVICE_COPY,
+            StagingMode.PINNED_HOST: cls.PINNED_COPY,
+            StagingMode.VIEW: cls.VIEW,
+        }[mode]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A stored leaf before it is staged; ``copied_bytes`` is what staging it copies on this process."""
+
+    write: ArrayWrite
+    method: _Method
+    copied_bytes: int
+
+    @classmethod
+    def of(cls, write: ArrayWrite, mode: StagingMode, private_host: bool, limit: int) -> _Leaf:
+        method = _Method.of(write.leaf, mode, private_host)
+        if method in (_Method.UNCOPIED, _Method.VIEW):
+            return cls(write, method, 0)
+        size = _bytes_here(write)
+        return cls(write, _Method.CHUNKWISE if size > limit and method is not _Method.HOST_COPY else method, size)
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedWave:
     """Staged leaves, in the order in which they are written."""
 
-    writes: tuple[tuple[ArrayWrite, Source], ...]
+    writes: tuple[tuple[ArrayWrite, StagedLeaf], ...]
 
 
 class Staging:
@@ -123,7 +131,7 @@ class Staging:
     def __init__(
         self,
         plan: SavePlan,
-        mode: str,
+        mode: StagingMode,
         budget_bytes: int,
         *,
         private_host: bool = False,
@@ -131,7 +139,6 @@ class Staging:
     ):
         """Splits the plan into waves; nothing is copied yet."""
         linked = frozenset(unchanged)
-        writes = [write for write in plan.writes if write.path not in linked]
         self.unchanged = [write for write in plan.writes if write.path in linked]
         self.total_bytes = sum(write.chunk_bytes * len(write.chunks) for write in plan.writes)
         self.chunk_count = sum(len(write.chunks) for write in plan.writes)
@@ -139,21 +146,24 @@ class Staging:
         self.is_staged = InterruptSafeEvent()
         self.private_host = private_host
         self.limit = max(1, budget_bytes // 2)
-        self._inline_writes = plan.inline
-        self._modes = {write.path: _mode_of(write.leaf, mode, private_host) for write in (*writes, *plan.inline)}
-        self._waves = _split(writes, self._modes, self.limit)
+        self._mode = mode
+        writes = (write for write in plan.writes if write.path not in linked)
+        self._waves = _split((_Leaf.of(write, mode, private_host, self.limit) for write in writes), self.limit)
         self._next: StagedWave | None = None
         self._interrupted = False
-        self._inline: dict[Path, Any] = {}
+        self._inline_writes = plan.inline
+        self._inline: list[Any] = []
 
     def start(self) -> None:
         """Stages the inline leaves and the first wave."""
-        inline = self._inline_writes
-        moved = _copied(inline, self._modes)
-        self._inline = {
-            w.path: moved[w.path] if w.path in moved else _inline_source(w.leaf, self.private_host) for w in inline
-        }
-        self._inline_writes = tuple(_without_array(write) for write in inline)
+        leaves = [write.leaf for write in self._inline_writes]
+        methods = [_Method.of(leaf, self._mode, self.private_host) for leaf in leaves]
+        copies = _copies(list(zip(leaves, methods, strict=True)))
+        self._inline = [
+            _inline_source(leaf, self.private_host) if copy is None else copy
+            for leaf, copy in zip(leaves, copies, strict=True)
+        ]
+        self._inline_writes = tuple(_without_inline_array(write) for write in self._inline_writes)
         self._stage_next()
 
     def stop(self) -> None:
@@ -168,10 +178,9 @@ class Staging:
     def _stage_next(self) -> None:
         reads_caller = False
         if self._waves:
-            wave = self._waves.pop(0)
-            reads_caller = any(_is_chunkwise(write, self._modes, self.limit) for write in wave)
-            sources = _sources(wave, self._modes, self.limit)
-            self._next = StagedWave(tuple((_without_array(w), s) for w, s in zip(wave, sources, strict=True)))
+            wave = self._waves.popleft()
+            reads_caller = any(leaf.method is _Method.CHUNKWISE for leaf in wave)
+            self._next = _staged(wave)
         if not self._waves and not reads_caller:
             self.is_staged.set()
 
@@ -189,121 +198,113 @@ class Staging:
 
     def inline_values(self) -> dict[Path, Any]:
         """The inline leaves as numpy, after their cast; waits for their transfer."""
-        return {write.path: _as_inline(write, self._inline[write.path]) for write in self._inline_writes}
-
-
-def _got(leaf: Any, name: str) -> np.ndarray:
-    """The values of a host leaf. A LazyArray is read, and its values must have the declared shape."""
-    if not isinstance(leaf, LazyArray):
-        return np.asarray(leaf)
-    values = np.asarray(leaf.get())
-    if values.shape != leaf.shape:
-        raise UnsupportedLeafError(
-            f'{name}: a LazyArray of shape {leaf.shape} returned values of shape {values.shape}. Correct its shape.'
-        )
-    return values
-
-
-def _got_slice(leaf: LazyArray, box: Box, name: str) -> np.ndarray:
-    values = np.asarray(leaf[box.slices])
-    if values.shape != box.shape:
-        raise UnsupportedLeafError(f'{name}: a LazyArray returned values of shape {values.shape} for the slice {box}.')
-    return values
-
-
-def _without_array(write: _Write) -> _Write:
-    """A write that no longer keeps the caller's array alive."""
-    if not is_jax_array(write.leaf) and not isinstance(write.leaf, np.ndarray):
-        return write
-    if isinstance(write, InlineWrite):
-        return InlineWrite(write.path, None, write.dtype)
-    return dataclasses.replace(write, leaf=None)
-
-
-# --- modes -----------------------------------------------------------------------------------------------------------
-
-
-def _mode_of(leaf: Any, mode: str, private_host: bool) -> str:
-    """How one leaf is staged: a mode, 'host' or 'shards' for host memory to be copied now, or 'as_is'."""
-    if not is_jax_array(leaf):
-        return 'host' if private_host and isinstance(leaf, np.ndarray) else 'as_is'
-    if private_host and _is_on_cpu(leaf) and leaf.is_ready() and not is_private(leaf):
-        return 'shards'
-    if mode != 'auto':
-        return mode
-    if not _is_on_cpu(leaf):
-        return 'pinned_host'
-    return 'view' if leaf.is_ready() else 'copy'
+        return {
+            write.path: _as_inline(write, value) for write, value in zip(self._inline_writes, self._inline, strict=True)
+        }
 
 
 def _is_on_cpu(leaf: Any) -> bool:
     return next(iter(leaf.sharding.device_set)).platform == 'cpu'
 
 
-def _staged_bytes(write: ArrayWrite, modes: dict[Path, str]) -> int:
-    """Bytes that staging this leaf copies on this process."""
-    if modes[write.path] not in ('copy', 'host', 'pinned_host', 'shards'):
-        return 0
-    shards = {chunk.shard for chunk in write.chunks}
-    if -1 in shards or not shards:
+def _is_array(leaf: Any) -> bool:
+    return is_jax_array(leaf) or isinstance(leaf, np.ndarray)
+
+
+# --- stored leaves ---------------------------------------------------------------------------------------------------
+
+
+def _bytes_here(write: ArrayWrite) -> int:
+    """Bytes of the shards that this process writes."""
+    shards = {chunk.shard for chunk in write.chunks if chunk.shard is not None}
+    if not shards:
         return write.array.nbytes
     return sum(int(write.leaf.addressable_shards[index].data.nbytes) for index in shards)
 
 
-def _is_chunkwise(write: ArrayWrite, modes: dict[Path, str], limit: int) -> bool:
-    return modes[write.path] in ('copy', 'pinned_host', 'shards') and _staged_bytes(write, modes) > limit
-
-
-def _split(writes: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> list[list[ArrayWrite]]:
+def _split(leaves: Iterable[_Leaf], limit: int) -> collections.deque[list[_Leaf]]:
     """Groups leaves so that the copies of each group fit the limit; a larger leaf forms a group alone."""
-    waves: list[list[ArrayWrite]] = []
+    waves: collections.deque[list[_Leaf]] = collections.deque()
     room = 0
-    for write in writes:
-        size = _staged_bytes(write, modes)
-        if not waves or size > room:
+    for leaf in leaves:
+        if not waves or leaf.copied_bytes > room:
             waves.append([])
             room = limit
-        waves[-1].append(write)
-        room -= size
+        waves[-1].append(leaf)
+        room -= leaf.copied_bytes
     return waves
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------
+def _staged(wave: Sequence[_Leaf]) -> StagedWave:
+    copies = _copies([(leaf.write.leaf, leaf.method) for leaf in wave])
+    staged = [_staged_leaf(leaf, copy) for leaf, copy in zip(wave, copies, strict=True)]
+    writes = [
+        # The array of the caller is not kept alive.
+        dataclasses.replace(leaf.write, leaf=None) if _is_array(leaf.write.leaf) else leaf.write
+        for leaf in wave
+    ]
+    return StagedWave(tuple(zip(writes, staged, strict=True)))
 
 
-def _sources(wave: Sequence[ArrayWrite], modes: dict[Path, str], limit: int) -> list[Source]:
-    chunkwise = {write.path for write in wave if _is_chunkwise(write, modes, limit)}
-    moved = _copied([write for write in wave if write.path not in chunkwise], modes)
-    sources: list[Source] = []
-    for write in wave:
-        name = write.name
-        if write.path in chunkwise:
-            sources.append(Source(name, write.leaf, chunkwise=True))
-        elif write.path in moved:
-            sources.append(Source(name, moved[write.path]))
-        elif modes[write.path] in ('shards', 'view'):
-            views = _views(write)
-            if modes[write.path] == 'shards':
-                views = {index: np.array(view) for index, view in views.items()}
-            sources.append(Source(name, None, views))
-        else:
-            sources.append(Source(name, _host(write.leaf, modes[write.path] == 'host')))
-    return sources
+def _staged_leaf(leaf: _Leaf, copy: Any) -> StagedLeaf:
+    array = leaf.write.leaf
+    match leaf.method:
+        case _Method.DEVICE_COPY | _Method.PINNED_COPY:
+            return DeviceLeaf(copy)
+        case _Method.CHUNKWISE:
+            return ChunkwiseLeaf(array)
+        case _Method.VIEW:
+            return ViewedLeaf(_views(leaf.write))
+        case _Method.SHARD_COPIES:
+            return ViewedLeaf({index: np.array(view) for index, view in _views(leaf.write).items()})
+        case _Method.HOST_COPY:
+            return HostLeaf(leaf.write.name, np.array(array))
+        case _Method.UNCOPIED:
+            return HostLeaf(leaf.write.name, array)
 
 
 def _views(write: ArrayWrite) -> dict[int, np.ndarray]:
-    wanted = {chunk.shard for chunk in write.chunks}
     shards = write.leaf.addressable_shards
+    wanted = {chunk.shard for chunk in write.chunks if chunk.shard is not None}
     return {index: np.asarray(shards[index].data) for index in sorted(wanted)}
 
 
-def _host(leaf: Any, private: bool) -> Any:
-    return np.array(leaf) if private and not isinstance(leaf, LazyArray) else leaf
+def _copies(leaves: Sequence[tuple[Any, _Method]]) -> list[Any]:
+    """Dispatches the copies of leaves that are copied on devices; None for each other leaf."""
+    copies: list[Any] = [None] * len(leaves)
+    for method, copied in ((_Method.DEVICE_COPY, _device_copies), (_Method.PINNED_COPY, _pinned_copies)):
+        chosen = [index for index, (_, its) in enumerate(leaves) if its is method]
+        if chosen:
+            for index, copy in zip(chosen, copied([leaves[index][0] for index in chosen]), strict=True):
+                copies[index] = copy
+    return copies
+
+
+def _device_copies(arrays: list[Any]) -> list[Any]:
+    # One transfer for all arrays. One computation per array (jnp.copy) would wait for the running step, since the CPU
+    # client queues at most 32: 85 leaves took 0.9 s to dispatch behind a step, instead of 0.02 s.
+    import jax
+
+    return jax.device_put(arrays, [array.sharding for array in arrays], may_alias=False)
+
+
+def _pinned_copies(arrays: list[Any]) -> list[Any]:
+    import jax
+
+    return jax.device_put(arrays, [array.sharding.with_memory_kind('pinned_host') for array in arrays])
+
+
+# --- inline leaves ---------------------------------------------------------------------------------------------------
+
+
+def _without_inline_array(write: InlineWrite) -> InlineWrite:
+    """The write without the caller's array, which is not kept alive."""
+    return InlineWrite(write.path, None, write.dtype) if _is_array(write.leaf) else write
 
 
 def _inline_source(leaf: Any, private: bool) -> Any:
     if leaf is None or not is_jax_array(leaf):
-        return None if leaf is None else _host(leaf, private)
+        return np.array(leaf) if private and leaf is not None and not isinstance(leaf, LazyArray) else leaf
     return np.array(_whole(leaf)) if private else _whole(leaf)
 
 
@@ -326,37 +327,12 @@ def _whole(leaf: Any) -> np.ndarray:
     return values
 
 
-def _copied(writes: Sequence[ArrayWrite | InlineWrite], modes: dict[Path, str]) -> dict[Path, Any]:
-    """Dispatches the copies that the modes ask for; returns them by path."""
-    moved: dict[Path, Any] = {}
-    for mode, copy in (('copy', _device_copies), ('pinned_host', _pinned_copies)):
-        paths = [write.path for write in writes if modes[write.path] == mode]
-        if paths:
-            leaves = {write.path: write.leaf for write in writes}
-            moved |= dict(zip(paths, copy([leaves[path] for path in paths]), strict=True))
-    return moved
-
-
-def _device_copies(arrays: list[Any]) -> list[Any]:
-    # One transfer for all arrays. One computation per array (jnp.copy) would wait for the running step, since the CPU
-    # client queues at most 32: 85 leaves took 0.9 s to dispatch behind a step, instead of 0.02 s.
-    import jax
-
-    return jax.device_put(arrays, [array.sharding for array in arrays], may_alias=False)
-
-
-def _pinned_copies(arrays: list[Any]) -> list[Any]:
-    import jax
-
-    return jax.device_put(arrays, [array.sharding.with_memory_kind('pinned_host') for array in arrays])
-
-
 def _as_inline(write: InlineWrite, value: Any) -> Any:
     """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
     if value is None:
         return None
     if isinstance(value, LazyArray):
-        value = _got(value, write.name)
+        value = values_of(value, write.name)
     elif is_jax_array(value):
         value = _whole(value)
     array = np.asarray(value)

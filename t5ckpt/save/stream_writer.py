@@ -44,7 +44,7 @@ from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.planning.plan_fingerprint import plan_text
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
-from t5ckpt.save.stage import Staging
+from t5ckpt.save.stage import Staging, StagingMode
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
@@ -156,7 +156,7 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     storage, directory = request.storage, work.directory
     taken = _take(request, plan.writes, work)
     rest = tuple(write for write in plan.writes if write.path not in taken.writes)
-    staging = Staging(dataclasses.replace(plan, writes=rest), 'auto', request.budget_bytes)
+    staging = Staging(dataclasses.replace(plan, writes=rest), StagingMode.AUTO, request.budget_bytes)
     staging.start()
     job = WriteJob(storage, directory, progress=_progress_after(request.progress, taken.array_bytes))
     report = write_arrays(job, staging)

@@ -44,7 +44,8 @@ from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.codec_selection import choose_codec
-from t5ckpt.save.stage import Source, StagedWave, Staging
+from t5ckpt.save.stage import StagedWave, Staging
+from t5ckpt.save.staged_leaf import DeviceLeaf, StagedLeaf
 from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['WriteJob', 'WriteReport', 'write_arrays']
@@ -186,7 +187,7 @@ class _Writer:
                         errno.ENOENT,
                         f'{write.name}: {where} is gone, and the array was donated. Save again.',
                     )
-                self.write_array(write, Source(write.name, write.leaf))
+                self.write_array(write, DeviceLeaf(write.leaf))
                 return
         if self._job.is_leader:
             zarray = json.loads(self._storage.read(join(self._job.directory, write.zarray)))
@@ -217,7 +218,7 @@ class _Writer:
             self.values[key] = previous.values[key]
         return True
 
-    def write_array(self, write: ArrayWrite, source: Source) -> None:
+    def write_array(self, write: ArrayWrite, source: StagedLeaf) -> None:
         """Starts the writes of all chunks of a leaf."""
         store: Any = None
         files = write.files(with_metadata=False)

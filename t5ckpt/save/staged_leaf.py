@@ -1,0 +1,139 @@
+"""The values of one staged leaf, from which the writer (``save/write.py``) takes chunk after chunk.
+
+``save/stage.py`` chooses the class by the leaf's memory.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.format.dtypes import to_stored
+from t5ckpt.lazy import LazyArray
+from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
+
+__all__ = ['ChunkwiseLeaf', 'DeviceLeaf', 'HostLeaf', 'StagedLeaf', 'ViewedLeaf', 'values_of']
+
+
+class StagedLeaf(abc.ABC):
+    """The values of one stored leaf."""
+
+    @abc.abstractmethod
+    def values(self, chunk: ChunkWrite) -> np.ndarray:
+        """The values of one chunk; may wait for a transfer or a read."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Releases the values, after all their writes were started."""
+
+    def as_stored(self, chunk: ChunkWrite, write: ArrayWrite) -> np.ndarray:
+        """The values of one chunk as stored on disk: C order, little endian, in the stored dtype."""
+        values = self.values(chunk)
+        if values.dtype != write.dtype:
+            values = values.astype(write.dtype)
+        stored = to_stored(np.asarray(values))
+        # numpy makes an array of one dimension of a contiguous scalar.
+        return np.ascontiguousarray(stored) if stored.ndim else stored
+
+
+class ViewedLeaf(StagedLeaf):
+    """Shards in host memory: views of the caller's, or copies."""
+
+    def __init__(self, shards: Mapping[int, np.ndarray]):
+        """Takes the shards that this process writes, by their index."""
+        self._shards = shards
+
+    def values(self, chunk: ChunkWrite) -> np.ndarray:
+        """See ``StagedLeaf``."""
+        return self._shards[_shard_of(chunk)][chunk.box_in_shard.slices]
+
+    def release(self) -> None:
+        """See ``StagedLeaf``."""
+        self._shards = {}
+
+
+class DeviceLeaf(StagedLeaf):
+    """A jax.Array that nobody else changes, such as a staged copy. Each shard is fetched when its first chunk is written."""
+
+    def __init__(self, array: Any):
+        """Takes the array."""
+        self._array: Any = array
+        self._fetched: dict[int, np.ndarray] = {}
+
+    def values(self, chunk: ChunkWrite) -> np.ndarray:
+        """See ``StagedLeaf``."""
+        index = _shard_of(chunk)
+        if index not in self._fetched:
+            self._fetched[index] = np.asarray(self._array.addressable_shards[index].data)
+        return self._fetched[index][chunk.box_in_shard.slices]
+
+    def release(self) -> None:
+        """See ``StagedLeaf``."""
+        self._array = None
+        self._fetched.clear()
+
+
+class ChunkwiseLeaf(StagedLeaf):
+    """The caller's array, too large for a copy: each chunk is fetched alone, while the caller waits."""
+
+    def __init__(self, array: Any):
+        """Takes the array."""
+        self._array: Any = array
+
+    def values(self, chunk: ChunkWrite) -> np.ndarray:
+        """See ``StagedLeaf``."""
+        return np.asarray(self._array.addressable_shards[_shard_of(chunk)].data[chunk.box_in_shard.slices])
+
+    def release(self) -> None:
+        """See ``StagedLeaf``."""
+        self._array = None
+
+
+class HostLeaf(StagedLeaf):
+    """A numpy array, or a LazyArray, which is read when it is written: chunk by chunk if it can be sliced."""
+
+    def __init__(self, name: str, leaf: Any):
+        """Takes the leaf, and its name for errors."""
+        self._name = name
+        self._leaf = leaf
+        self._whole: np.ndarray | None = None
+
+    def values(self, chunk: ChunkWrite) -> np.ndarray:
+        """See ``StagedLeaf``."""
+        box = chunk.box_in_shard
+        if isinstance(self._leaf, LazyArray) and self._leaf.is_sliceable:
+            values = np.asarray(self._leaf[box.slices])
+            if values.shape != box.shape:
+                raise UnsupportedLeafError(
+                    f'{self._name}: a LazyArray returned values of shape {values.shape} for the slice {box}.'
+                )
+            return values
+        if self._whole is None:
+            self._whole = values_of(self._leaf, self._name)
+        return self._whole[box.slices]
+
+    def release(self) -> None:
+        """See ``StagedLeaf``."""
+        self._leaf = self._whole = None
+
+
+def values_of(leaf: Any, name: str) -> np.ndarray:
+    """The values of a host leaf. A LazyArray is read, and its values must have the declared shape."""
+    if not isinstance(leaf, LazyArray):
+        return np.asarray(leaf)
+    values = np.asarray(leaf.get())
+    if values.shape != leaf.shape:
+        raise UnsupportedLeafError(
+            f'{name}: a LazyArray of shape {leaf.shape} returned values of shape {values.shape}. Correct its shape.'
+        )
+    return values
+
+
+def _shard_of(chunk: ChunkWrite) -> int:
+    if chunk.shard is None:
+        raise TypeError('the chunk of a host array is in no shard')
+    return chunk.shard

@@ -36,8 +36,9 @@ from t5ckpt.reading.cached_chunks import CachedChunks
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.local.direct_reader import DirectReader, ReadRequest
+from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
+from t5ckpt.reading.local.regions import ReadRequest
 from t5ckpt.reading.local.uncompressed import chunk_of_file
 from t5ckpt.reading.size_limits import check_chunk, check_count, check_memory
 from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors

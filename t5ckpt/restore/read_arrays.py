@@ -32,7 +32,7 @@ from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.progress import Meter
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.array_reader import ArrayReader, start_read
-from t5ckpt.reading.local.direct_reader import ReadRequest
+from t5ckpt.reading.local.regions import ReadRequest
 from t5ckpt.reading.local.uncompressed import has_plain_chunks
 from t5ckpt.reading.size_limits import check_memory
 from t5ckpt.restore.make_leaf import make_leaf

@@ -11,10 +11,12 @@ import numpy as np
 
 from t5ckpt.catalog.locate import locate, with_links
 from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.core.transform_check import check_transforms
+from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.format.stored_leaf import StoredLeaf
@@ -54,7 +56,7 @@ def load_t5x_checkpoint(
       path: a run's directory, a step's directory, or the manifest file.
       step: which step, if ``path`` is a run's directory; None takes the latest.
       state_transformation_fns: called in order with (state, {}) before arrays are read; stored arrays are spec dicts.
-      remap: False skips the transformations, as in T5X.
+      remap: False skips the transformations, as in T5X, with a warning if there are any.
       restore_dtype: floating leaves of ``target`` and ``params`` are cast to it.
       lazy_parameters: returns LazyArrays, which are read by ``get``.
       mmap: maps the files of local, uncompressed arrays, which are then read on access; the arrays are writable, and writes
@@ -78,6 +80,9 @@ def load_t5x_checkpoint(
     """
     cast = Cast.of(restore_dtype, cast_leaves, 'restore_dtype')
     check_transforms(state_transformation_fns)
+    if state_transformation_fns and not remap:
+        text = 'state_transformation_fns has no effect with remap=False, as in T5X. Leave one of them out.'
+        warn_caller(NoEffectWarning(text))
     located = with_links(locate(path, step, storage_options, tensors=True), follow_links)
     reading = ReadOptions(mmap, verify)
     checksums = reading.verifies_checksums(located.storage, lazy=lazy_parameters)

@@ -154,7 +154,7 @@ def pin_checkpoint(
 
 
 def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Unpins a step; does nothing if it is not pinned.
+    """Unpins a step. If it is not pinned, nothing is done, which is logged.
 
     Args:
       ckpt_dir: the step's directory.

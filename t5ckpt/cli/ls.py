@@ -11,7 +11,7 @@ from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_table, run_at, say
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.verb import Verb
-from t5ckpt.core.text import human_age, human_bytes
+from t5ckpt.core.text import human_age, human_bytes, some_of
 from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.inspection.kept import with_reasons
 
@@ -40,13 +40,17 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
       t5ckpt ls run
     """
     storage = run_at(path)
-    found = [entry for entry in summaries(storage) if entry.complete or entry.reason or show_all]
+    entries = summaries(storage)
+    found = [entry for entry in entries if entry.complete or entry.reason or show_all]
     if not found:
         check_exists(storage)
     foreign = None if found else foreign_layout(storage)
     if foreign is not None:
         raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')
     found = with_reasons(storage, found)
+    broken = [str(entry.step) for entry in entries if entry.state == 'broken' and entry not in found]
+    if broken:
+        say(f'broken, and therefore not listed: {some_of(broken, 10)}. t5ckpt ls --all lists every entry.', err=True)
     if as_json:
         print_json([fields_of(entry) for entry in found])
         return

@@ -14,6 +14,7 @@ from support.damage import with_fields
 
 import t5ckpt
 from t5ckpt.cli import VERBS
+from t5ckpt.cli.app import run as run_verb
 
 
 @pytest.fixture(scope='module')
@@ -84,6 +85,15 @@ def test_ls_all_shows_what_is_not_complete(run_dir):
         300: 'unfinished',
         400: 'broken',
     }
+
+
+def test_ls_names_a_broken_step_that_it_does_not_list(run_dir, capsys):
+    # A step that is being written has a name of its own, and is nothing to look after.
+    told = 'broken, and therefore not listed: 400. t5ckpt ls --all lists every entry.\n'
+    for words, expected in (([], told), (['--json'], told), (['--all'], '')):
+        with pytest.raises(SystemExit):
+            run_verb(['ls', str(run_dir), *words])
+        assert capsys.readouterr().err == expected
 
 
 def test_ls_counts_the_bytes_that_are_there(run_dir):

@@ -43,6 +43,7 @@ def test_page_runs(page: Path, tmp_path: Path, nursery: Nursery):
     log = tmp_path / 'log'
     ended = nursery.run([str(program), str(work), str(log), path])
     assert ended == 0, log.read_text(encoding='utf-8')
+    assert 't5ckpt: warning' not in log.read_text(encoding='utf-8')
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)

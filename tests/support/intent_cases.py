@@ -7,6 +7,7 @@ text that the call returns. A case of the command line returns the words instead
 
 import dataclasses
 import errno
+import inspect
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.datasets import as_dataset_iterator
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
-from t5ckpt.training import MetricWriter, ProfilerWindow, Watchdog, write_hlo
+from t5ckpt.training import MetricWriter, ProfilerWindow, Watchdog, peak_flops, write_hlo
 
 from . import partitioner, t5
 
@@ -131,6 +132,12 @@ def broken(scene: Scene, victim: str = 'checkpoint_1/model.dense.kernel/0.0') ->
     return scene.out / 'checkpoint_1'
 
 
+def unsummed(scene: Scene) -> pathlib.Path:
+    """A copy of the step without the sidecars, as T5X writes one."""
+    shutil.copytree(scene.run, scene.out, ignore=shutil.ignore_patterns('t5ckpt.json', 'integrity.*'))
+    return scene.out / 'checkpoint_1'
+
+
 def noted(scene: Scene) -> pathlib.Path:
     """A run with a leaf of text."""
     state = STATE | {'note': 'text'}
@@ -183,26 +190,11 @@ MISSING = (errors.CheckpointNotFoundError, FileNotFoundError)
 COMMON: list[Case] = [
     (
         'COMMON',
-        'path',
-        MISSING,
-        'nowhere',
-        lambda s, name: t5ckpt.open_checkpoint(s.root / 'nowhere'),
-    ),
-    ('COMMON', 'ckpt_dir', MISSING, 'nowhere', lambda s, name: t5ckpt.pin_checkpoint(s.root / 'nowhere')),
-    ('COMMON', 'directory', MISSING, 'nowhere', lambda s, name: t5ckpt.import_hf(s.root / 'nowhere', s.out)),
-    ('COMMON', 'source', MISSING, 'nowhere', lambda s, name: t5ckpt.copy_checkpoint(s.root / 'nowhere', s.out)),
-    ('COMMON', 'sources', MISSING, 'nowhere', lambda s, name: t5ckpt.rewrite_checkpoint(s.root / 'nowhere', s.out)),
-    (
-        'COMMON',
         'target',
         errors.CheckpointExistsError,
         'already',
         lambda s, name: [t5ckpt.copy_checkpoint(s.run, s.out), t5ckpt.rewrite_checkpoint(s.run, s.out)],
     ),
-    ('COMMON', 'a', MISSING, 'nowhere', lambda s, name: t5ckpt.diff(s.root / 'nowhere', s.run)),
-    ('COMMON', 'b', MISSING, 'nowhere', lambda s, name: t5ckpt.diff(s.run, s.root / 'nowhere')),
-    ('COMMON', 'checkpoint', MISSING, 'nowhere', lambda s, name: t5ckpt.export_npz(s.root / 'nowhere', s.out)),
-    ('COMMON', 'file', MISSING, 'nowhere', lambda s, name: t5ckpt.import_npz(s.root / 'nowhere', s.out)),
     (
         'COMMON',
         'path_or_dir',
@@ -210,15 +202,7 @@ COMMON: list[Case] = [
         'nowhere',
         lambda s, name: s.reader(s.model).restore_from_tf_checkpoint(s.root / 'nowhere'),
     ),
-    ('COMMON', 'step', MISSING, '7', lambda s, name: t5ckpt.open_checkpoint(s.run, step=7)),
     ('COMMON', 'step', ValueError, 'step', lambda s, name: t5ckpt.open_checkpoint(s.run / 'checkpoint_1', step=7)),
-    (
-        'COMMON',
-        'storage_options',
-        ValueError,
-        'no option endpoint',
-        lambda s, name: t5ckpt.open_checkpoint(s.run, storage_options={'endpoint': 'x'}),
-    ),
     (
         'COMMON',
         'source_options target_options',
@@ -568,42 +552,50 @@ CHECKPOINTER: list[Case] = [
         "resize='emb' names no leaf",
         lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('model', 'ids')], resize='emb'),
     ),
-    (
-        'Checkpointer.save',
-        'state_transformation_fns',
-        errors.UnsupportedLeafError,
-        'must return the new state dict',
-        lambda s, _: s.checkpointer().save(STATE, [wrong]),
-    ),
-    (
-        'Checkpointer.save',
-        'step',
-        errors.StepMismatchWarning,
-        'saved as step 30, but holds step 1',
-        lambda s, _: s.checkpointer().save(STATE, step=30),
-    ),
-    (
-        'Checkpointer.save',
-        'metrics',
-        errors.MissingMetricWarning,
-        "no metric 'acc'.*it has: accuracy",
-        lambda s, _: saved(s, metrics={'accuracy': 1}, keep_policy=t5ckpt.KeepBest(1, 'acc')),
-    ),
-    (
-        'Checkpointer.save',
-        'overwrite',
-        errors.CheckpointExistsError,
-        'positions of data iterators is not replaced',
-        lambda s, _: Checkpointer(STATE, checkpoints_dir=s.memory, dataset_iterator=Position()).save(
-            STATE, overwrite=True
-        ),
-    ),
-    (
-        'Checkpointer.save',
-        'custom_metadata',
-        LOG,
-        'Skipping save checkpoint for step 1',
-        lambda s, _: Checkpointer(STATE, checkpoints_dir=s.run).save(STATE, custom_metadata={'a': 1}),
+    *(
+        (f'Checkpointer.{method}', *case)
+        for method, save in (
+            ('save', lambda c, *args, **more: c.save(*args, **more)),
+            ('save_async', lambda c, *args, **more: c.save_async(*args, **more).result()),
+        )
+        for case in (
+            (
+                'state_transformation_fns',
+                errors.UnsupportedLeafError,
+                'must return the new state dict',
+                lambda s, _, save=save: save(s.checkpointer(), STATE, [wrong]),
+            ),
+            (
+                'step',
+                errors.StepMismatchWarning,
+                'saved as step 30, but holds step 1',
+                lambda s, _, save=save: save(s.checkpointer(), STATE, step=30),
+            ),
+            (
+                'metrics',
+                errors.MissingMetricWarning,
+                "no metric 'acc'.*it has: accuracy",
+                lambda s, _, save=save: save(
+                    s.checkpointer(keep_policy=t5ckpt.KeepBest(1, 'acc')), STATE, metrics={'accuracy': 1}
+                ),
+            ),
+            (
+                'overwrite',
+                errors.CheckpointExistsError,
+                'positions of data iterators is not replaced',
+                lambda s, _, save=save: save(
+                    Checkpointer(STATE, checkpoints_dir=s.memory, dataset_iterator=Position()), STATE, overwrite=True
+                ),
+            ),
+            (
+                'custom_metadata',
+                LOG,
+                'Skipping save checkpoint for step 1',
+                lambda s, _, save=save: save(
+                    Checkpointer(STATE, checkpoints_dir=s.run), STATE, custom_metadata={'a': 1}
+                ),
+            ),
+        )
     ),
     (
         'Checkpointer.should_save',
@@ -613,6 +605,20 @@ CHECKPOINTER: list[Case] = [
         lambda s, _: s.checkpointer().should_save(1, metrics={'a': 1}),
     ),
 ]
+
+EXISTS = (errors.CheckpointExistsError, errors.OutputExistsError)
+# By function, a call whose output is there already.
+OUTPUTS: dict[str, Callable[[Scene, str], Any]] = {
+    'convert_checkpoint': lambda s, _: t5ckpt.convert_checkpoint(
+        'flax', s.root / 'x.flax', s.run, ConvertOptions(step=1)
+    ),
+    'convert.seqax.export_seqax': lambda s, _: [seqax.export_seqax(s.run, s.out) for _ in range(2)],
+    'convert.seqax.write_seqax': lambda s, _: [seqax.write_seqax(s.out, 1, STATE) for _ in range(2)],
+    'export_hf': lambda s, _: t5ckpt.export_hf(s.root / 't5', exported_t5(s)),
+    'export_npz': lambda s, _: t5ckpt.export_npz(s.run, s.root / 'x.npz'),
+    'export_safetensors': lambda s, _: t5ckpt.export_safetensors(s.run, s.root / 'x.npz'),
+    'rewrite_checkpoint': lambda s, _: t5ckpt.rewrite_checkpoint(s.run, s.run),
+}
 
 FUNCTIONS: list[Case] = [
     (
@@ -918,6 +924,30 @@ FUNCTIONS: list[Case] = [
         'a read-only mount.*hold_seconds',
         lambda s, _: without_rights(s),
     ),
+    *(
+        (
+            owner,
+            'file' if owner in ('export_npz', 'export_safetensors') else 'directory',
+            EXISTS,
+            'already|exist',
+            call,
+        )
+        for owner, call in OUTPUTS.items()
+    ),
+    (
+        'export_weights',
+        'directory',
+        LOG,
+        'Skipping save checkpoint for step 1',
+        lambda s, _: t5ckpt.export_weights(STATE, s.run, take='model/.*'),
+    ),
+    (
+        'unpin_checkpoint',
+        'ckpt_dir',
+        LOG,
+        'checkpoint_1 is not pinned',
+        lambda s, _: t5ckpt.unpin_checkpoint(s.run / 'checkpoint_1'),
+    ),
     ('convert_checkpoint', 'kind', ValueError, 'flux', lambda s, _: t5ckpt.convert_checkpoint('flux', s.run, s.out)),
     (
         'convert_checkpoint',
@@ -990,6 +1020,20 @@ FUNCTIONS: list[Case] = [
         )
     ),
     (
+        'load_t5x_checkpoint',
+        'state_transformation_fns remap',
+        NoEffectWarning,
+        '^state_transformation_fns has no effect with remap=False',
+        lambda s, _: t5ckpt.load_t5x_checkpoint(s.run, None, [wrong], remap=False),
+    ),
+    (
+        'verify',
+        'full',
+        SHOWN,
+        'every byte read, no checksums recorded',
+        lambda s, _: str(t5ckpt.verify(unsummed(s), full=True)),
+    ),
+    (
         'verify',
         'follow_links',
         NoEffectWarning,
@@ -998,6 +1042,13 @@ FUNCTIONS: list[Case] = [
     ),
     ('repair', 'output in_place', ValueError, 'say where', lambda s, _: t5ckpt.repair(s.run)),
     ('repair', 'output in_place', ValueError, 'say where', lambda s, _: t5ckpt.repair(s.run, s.out, in_place=True)),
+    (
+        'restore_or_init',
+        'initial_checkpoint',
+        ValueError,
+        'provides no leaf of the template',
+        lambda s, _: started(s, WarmStart(s.root / 't5', missing='init', strict='contains')),
+    ),
     ('restore_or_init', 'donate', NoEffectWarning, '^donate has no effect', with_donate),
     (
         'convert.seqax.export_seqax',
@@ -1069,6 +1120,32 @@ def best(scene: Scene, metrics: Any, **options: Any) -> None:
             checkpointer.save(STATE | {'step': np.int32(step)}, metrics=metrics)
 
 
+# The names that COMMON answers for wherever they are taken: test_intent_table.py passes them to every function.
+SOURCES = ('path', 'ckpt_dir', 'source', 'sources', 'a', 'b', 'checkpoint', 'file', 'directory')
+
+
+def arguments(scene: Scene, owner: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments with which a function of a module does something: all that it needs."""
+    source = {
+        'convert_checkpoint': scene.root / 'x.flax',
+        'import_hf': scene.root / 't5',
+        'import_npz': scene.root / 'x.npz',
+        'import_safetensors': scene.root / 'x.safetensors',
+    }.get(owner, scene.run)
+    values = dict.fromkeys((*SOURCES, 'checkpoint_path'), source) | {
+        'checkpoints_dir': scene.out,
+        'kind': 'flax',
+        'output': scene.out,
+        'target': scene.out,
+        'train_state': STATE,
+    }
+    wanted = inspect.signature(function).parameters
+    given = {name for name, each in wanted.items() if each.default is each.empty} | {'output'} & wanted.keys()
+    return {
+        name: scene.out if name in ('file', 'directory') and source == scene.run else values[name] for name in given
+    }
+
+
 # They leave nothing behind where they refuse something.
 WRITERS = {'Changes', 'ConvertOptions', 'ExportOptions', 'ImportOptions', 'convert_checkpoint', 'export_weights'}
 
@@ -1082,6 +1159,81 @@ ELSEWHERE = {
 }
 
 PYTHON = [*COMMON, *CHECKPOINTER, *FUNCTIONS]
+
+# What a row without a word says, shown: the call returns whether it is so, and warns of nothing.
+HINTS: list[tuple[str, str, Callable[[Scene], Any]]] = [
+    ('Checkpointer.restore', 'restore_iterator', lambda s: same(s.restored(restore_iterator=False), STATE)),
+    ('Checkpointer', 'staging', lambda s: saved(s, staging='copy') is None),
+    ('Checkpointer', 'restore_concurrent_gb', lambda s: same(s.restored({'restore_concurrent_gb': 100}), STATE)),
+    ('Checkpointer', 'chunk_bytes', lambda s: saved(s, chunk_bytes=2**40) is None),
+    ('Checkpointer', 'inline_bytes', lambda s: saved(s, inline_bytes=2**40) is None),
+    ('Checkpointer', 'checkpoints_dir', lambda s: s.checkpointer().all_steps() == []),
+    ('CheckpointDiff.top', 'count', lambda s: len(t5ckpt.diff(s.run, s.root / 't5').top(10**6)) >= 0),
+    ('CheckpointView.stats', 'bins', lambda s: not t5ckpt.open_checkpoint(noted(s)).select('note').stats(bins=9)),
+    (
+        'CopyOptions',
+        'workers',
+        lambda s: t5ckpt.copy_checkpoint(s.run, s.out, options=CopyOptions(workers=64)).step == 1,
+    ),
+    ('LazyArray.astype', 'dtype', lambda s: lazy(s).astype(np.float32).dtype == lazy(s).dtype),
+    ('PendingSave.add_done_callback', 'callback', lambda s: called_back(s) == ['called']),
+    ('PendingSave.result', 'timeout', lambda s: s.checkpointer().save_async(STATE).result(timeout=60).step == 1),
+    ('get_checkpoint_dir', 'step', lambda s: t5ckpt.get_checkpoint_dir('r', 7) == 'r/checkpoint_7'),
+    ('Run.series', 'since', lambda s: dict(t5ckpt.open_run(s.run).series('step', np.mean, since=9)) == {}),
+    (
+        'TensorBoardMetrics.by_step',
+        'metric steps',
+        lambda s: t5ckpt.TensorBoardMetrics(s.run).by_step('acc', [1]) == {},
+    ),
+    ('all_steps', 'checkpoints_dir', lambda s: t5ckpt.all_steps(s.out) == []),
+    ('apply_assignment_map', 'is_resuming', lambda s: resumed() == {'params': {'a': 1}}),
+    (
+        'checkpoints_iterator',
+        'after directory',
+        lambda s: not [*t5ckpt.checkpoints_iterator(s.run, after=9, timeout=0)],
+    ),
+    ('checkpoints_iterator', 'directory', lambda s: not [*t5ckpt.checkpoints_iterator(s.out, timeout=0)]),
+    ('convert.seqax.seqax_steps', 'directory', lambda s: seqax.seqax_steps(s.out) == []),
+    ('diff', 'values', lambda s: not t5ckpt.diff(s.run, s.run, values=False)),
+    (
+        'get_checkpoint_dir',
+        'step_format_fixed_length',
+        lambda s: t5ckpt.get_checkpoint_dir('r', 123, 3) == 'r/checkpoint_123',
+    ),
+    ('is_pinned_checkpoint', 'ckpt_dir', lambda s: t5ckpt.is_pinned_checkpoint(s.out) is False),
+    ('load_t5x_checkpoint', 'mmap', lambda s: same(t5ckpt.load_t5x_checkpoint(s.memory, mmap=True), STATE)),
+    (
+        'load_t5x_checkpoint',
+        'lazy_parameters',
+        lambda s: t5ckpt.load_t5x_checkpoint(noted(s), lazy_parameters=True)['note'] == 'text',
+    ),
+    ('open_checkpoint', 'mmap', lambda s: t5ckpt.open_checkpoint(s.memory, mmap=True)['step'][()] == 1),
+    ('training.peak_flops', 'device', lambda s: peak_flops(jax.devices()[0]) is None),
+    ('training.MetricWriter', 'resume_at', lambda s: MetricWriter(s.out, resume_at=5).close() is None),
+]
+
+
+def same(found: Any, wanted: Any) -> bool:
+    return bool(jax.tree.all(jax.tree.map(np.array_equal, found, wanted)))
+
+
+def lazy(scene: Scene) -> Any:
+    return t5ckpt.open_checkpoint(scene.run)['model/dense/kernel']
+
+
+def called_back(scene: Scene) -> list[str]:
+    told: list[str] = []
+    with scene.checkpointer() as checkpointer:
+        pending = checkpointer.save_async(STATE)
+        pending.result()
+        pending.add_done_callback(lambda _: told.append('called'))
+        return told
+
+
+def resumed() -> Any:
+    held = {'params': {'a': 1}}
+    return t5ckpt.apply_assignment_map(held, {'params': {'b': 1}}, [('params/b', 'params/a')], is_resuming=True)
+
 
 # What is typed, the exit code and what is said. {run}, {out}, {memory}, {root} and {hf} are of the scene.
 COMMANDS: list[tuple[str, str, int, str, str]] = [
@@ -1168,5 +1320,34 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('show', '--depth', 2, '--depth', 'show {run} --depth 1 --json'),
     ('show', '--grep', 1, 'kernl', 'show {run} --grep kernl'),
     ('stats', 'leaves', 1, 'nowhere', 'stats {run} nowhere'),
+    ('prune', '--keep', 0, '1 stays one of the latest 9', 'prune {run} --keep 9 --dry-run'),
+    ('prune', '--every', 0, '1 stays a multiple of 1', 'prune {run} --every 1 --dry-run'),
+    ('prune', '--every-hours', 0, '1 stays the first', 'prune {run} --every-hours 1 --dry-run'),
+    ('verify', '--full', 0, 'no checksums recorded', 'verify {unsummed} --full'),
     ('verify', '--follow-links', 0, 'warning: --follow-links', 'verify {memory} --follow-links'),
 ]
+
+# By verb, words with which it does something; test_intent_table.py spoils each of them in turn.
+WORDS = {
+    'best': 'best {run} loss --mode min',
+    'cat': 'cat {run} step',
+    'convert': 'convert flax {root}/x.flax {out} --as-step 1',
+    'cp': 'cp {run} {out}',
+    'diff': 'diff {run} {run}',
+    'export hf': 'export hf {root}/t5 {out}',
+    'export npz': 'export npz {run} {out}',
+    'export safetensors': 'export safetensors {run} {out}',
+    'import hf': 'import hf {hf} {out}',
+    'import npz': 'import npz {root}/x.npz {out}',
+    'import safetensors': 'import safetensors {root}/x.safetensors {out}',
+    'ls': 'ls {run}',
+    'pin': 'pin {run}',
+    'prune': 'prune {run} --keep 1 --yes',
+    'repair': 'repair {run} {out}',
+    'report': 'report {run} -o {out}',
+    'rm': 'rm {run}@1 --dry-run',
+    'show': 'show {run}',
+    'stats': 'stats {run}',
+    'unpin': 'unpin {run}',
+    'verify': 'verify {run}',
+}

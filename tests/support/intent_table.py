@@ -6,12 +6,28 @@ answer is not ``hint``, and test_intent_table.py provokes it. A name that is ans
     error    it is refused
     warning  a T5CkptWarning, once for its cause
     report   a log line, or a field of what is returned or printed
-    hint     no word is needed, for the reason given
+    hint     no word is needed, for the reason given. Where the reason says what happens, ``intent_cases.HINTS`` shows it.
 """
+
+from __future__ import annotations
+
+import collections.abc
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import click
+
+import t5ckpt
+from t5ckpt.cli import VERBS as VERB_MODULES
+from t5ckpt.cli.app import app
 
 # The same wherever they are taken, with one answer each. Everything else has a row of its own below.
 COMMON = """
-path ckpt_dir directory source sources target a b checkpoint file path_or_dir | error | nothing is there
+path ckpt_dir directory source sources a b checkpoint file path_or_dir | error | nothing is there
+target | error | it is there already
 checkpoints_dir | hint | a run that begins there: it has no steps yet
 step | error | there is no such step, or the path names one already
 storage_options source_options target_options | error | a key that the scheme lacks, or that another one switches off
@@ -109,7 +125,10 @@ overwrite | error | positions of data iterators on object stores; hint where the
 custom_metadata | report | the step is there already: skipped, which is logged
 """,
     'Checkpointer.save_async': """
-state_transformation_fns concurrent_gb step metrics overwrite custom_metadata | hint | as save, see there
+state_transformation_fns overwrite | error | as save
+step metrics | warning | as save
+custom_metadata | report | as save
+concurrent_gb | hint | a limit
 """,
     'Checkpointer.should_save': 'step metrics | error | there is no save policy',
     'ConvertOptions': """
@@ -137,7 +156,7 @@ keep_without_metric | hint | every step has it
     'KeepEvery': 'steps | error | below 1; a period that no step meets keeps the latest',
     'KeepEveryHours': 'hours | error | not above 0',
     'KeepLatest': 'count | error | below 1',
-    'KeepSteps': 'steps | hint | a step that may still come; the command line names it',
+    'KeepSteps': 'steps | hint | a step that may still come; of a run as it is, t5ckpt prune --keep-step refuses it',
     'LazyArray': 'shape dtype get_fn slice_fn | hint | used when it is read',
     'LazyAwaitableArray': 'shape dtype get_fn slice_fn | hint | used when it is read',
     'LazyThreadPoolArray': 'shape dtype get_fn slice_fn | hint | used when it is read',
@@ -161,7 +180,10 @@ output | error | it exists
 steps | error | more than two, or there is no such step
 sample_bytes | error | below 1; a larger one than the checkpoint reads all
 """,
-    'Run.series': 'name fn | error | no step has the leaf\nsince | hint | before the first step',
+    'Run.series': """
+name fn | error | no step has the leaf
+since | hint | before the first step; after the last, the series is empty, since a step may still come
+""",
     'SaveAll': 'policies | error | none, or something else',
     'SaveAny': 'policies | error | none, or something else',
     'SaveAt': 'steps | hint | steps that may still come; none, where a program computes them',
@@ -201,25 +223,34 @@ assignment_map require_all_rules_match | error | a rule matches nothing
 is_resuming | hint | True returns the state as it is, as in T5X
 """,
     'checkpoints_iterator': """
+directory | hint | a run that begins there: it waits
 after | hint | larger than all steps: it waits
 timeout poll_seconds | error | below 0
 every | hint | one step at a time comes anyway
 hold_seconds | error | not above 0, or no right to write
 """,
-    'convert_checkpoint': "kind | error | unknown\ntranslator | error | for another kind than 'tf'",
+    'convert_checkpoint': """
+directory | error | it has the step already
+kind | error | unknown
+translator | error | for another kind than 'tf'
+""",
     'detect_checkpoint_type': 'checkpoint_path | error | nothing is there\nexpected | report | another format: logged',
-    'get_checkpoint_dir': 'step_format_fixed_length | hint | a step that is as long already',
+    'get_checkpoint_dir': 'step | hint | any step has a name\nstep_format_fixed_length | hint | a step that is as long already',
     'diff': 'values | hint | there are no values to compare',
-    'export_hf': 'config | error | it does not fit the weights',
+    'export_hf': 'directory | error | it exists\nconfig | error | it does not fit the weights',
     'import_hf': 'config | error | it does not fit the weights',
+    'export_npz': 'file | error | it exists',
+    'export_safetensors': 'file | error | it exists',
     'export_weights': """
+step | hint | the step to write
+directory | report | it has the step already: skipped, which is logged
 dtype | error | nothing that is taken is floating
 take | error | it matches nothing
 partitioner | hint | as Checkpointer
 """,
     'intersect_state': 'intersect_state_dict | report | what a restore leaves out is logged',
     'load_t5x_checkpoint': """
-state_transformation_fns remap | hint | remap=False leaves them out, as in T5X
+state_transformation_fns remap | warning | remap=False leaves the transforms out, as in T5X
 restore_dtype cast_leaves | error | meant for no floating leaf; without a dtype
 lazy_parameters | hint | numbers and texts are in the manifest
 mmap | hint | the default; what cannot be mapped is read
@@ -231,17 +262,26 @@ mmap | hint | the default; what cannot be mapped is read
 verify | error | unknown word
 follow_links | warning | not on a local file system
 """,
+    'is_pinned_checkpoint': 'ckpt_dir | hint | False, as in T5X',
     'pin_checkpoint': 'txt | hint | replaces the reason that is there',
+    'rewrite_checkpoint': 'directory | error | it has the step already',
+    'unpin_checkpoint': 'ckpt_dir | report | it is not pinned: logged',
     'repair': 'output in_place | error | both or neither',
     'restore_or_init': """
 checkpointer init_fn | hint | called where something is new
 fallback | error | unknown word
-initial_checkpoint | hint | the run has a step of its own (documented); one that gives no leaf is an error
+initial_checkpoint | error | it gives no leaf
+initial_checkpoint | hint | the run has a step of its own (documented)
 strict | hint | the run has no step of its own
 donate | warning | the template holds no jax.Array
 """,
-    'verify': 'full | hint | no checksums: VerifyReport.notes says so\nfollow_links | warning | not on a local file system',
-    'convert.seqax.export_seqax': 'like | error | other leaves',
+    'verify': """
+full | report | no checksums: VerifyReport.has_checksums and its text say so
+follow_links | warning | not on a local file system
+""",
+    'convert.seqax.write_seqax': 'directory | error | it has the step already\nstep | hint | the step to write',
+    'convert.seqax.seqax_steps': 'directory | hint | a run that begins there: it has no steps yet',
+    'convert.seqax.export_seqax': 'directory | error | it has the step already\nlike | error | other leaves',
     'datasets.as_dataset_iterator': 'iterator | error | it cannot return its position',
     'plots.plot_heatmap': 'array title ax | hint | how it looks',
     'plots.plot_histogram': 'counts edges title ax | hint | how it looks',
@@ -264,11 +304,20 @@ profile | error | with anonymous=True
 """,
     'training.MetricWriter': 'directory | error | not a local file system\nresume_at | hint | nothing was written beyond it',
     'training.MetricWriter.write': 'metrics | error | a value that is not a number',
-    'training.ProfilerWindow': 'start count | report | none of the steps came\ncount | error | below 1',
+    'training.ProfilerWindow': """
+directory | hint | it is made
+start count | report | none of the steps came
+count | error | below 1
+""",
     'training.ProfilerWindow.before': 'step wait_for | hint | outside the window',
     'training.Watchdog': 'seconds first_seconds | error | not above 0\nfile kill | hint | no step is late',
     'training.peak_flops': 'device | hint | None where it is not known',
-    'training.write_hlo': 'name compiled | error | no such thing\nseconds | report | no picture: a warning of the log says why',
+    'training.write_state_summary': 'directory | hint | it is made',
+    'training.write_hlo': """
+directory | hint | it is made
+name compiled | error | no such thing
+seconds | report | no picture: a warning of the log says why
+""",
 }
 
 COMMON_OPTIONS = """
@@ -308,7 +357,7 @@ pattern | error | neither has such a leaf
     'ls': '--all | hint | there is nothing else',
     'pin': '--why | hint | replaces the reason that is there',
     'prune': """
---keep --every --every-hours | hint | all stay: the table says why
+--keep --every --every-hours | report | all stay: the table says why
 --best | error | no step has the metric
 --keep-best --mode | error | without --best
 --other-layouts | hint | no step in another layout
@@ -335,7 +384,7 @@ leaves | error | matches nothing
 --fail-on-nan | hint | there is none: exit 0
 --follow-links | warning | not on a local file system
 """,
-    'verify': '--full | hint | no checksums: the notes say so\n--follow-links | warning | not on a local file system',
+    'verify': '--full | report | no checksums: the report says so\n--follow-links | warning | not on a local file system',
 }
 
 # What the library makes and returns, or passes to a policy or a callback; nobody else calls these.
@@ -344,3 +393,56 @@ CheckpointDiff CheckpointStats CheckpointTypes CheckpointView CommittedCheckpoin
 Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave RepairReport RestoreStateTransformationFn
 Run SaveStateTransformationFn Series StepInfo VerifyReport
 """
+
+PUBLIC = ('', 'convert.seqax', 'datasets', 'plots', 'storage.options', 'training')
+ANSWERS = {'error', 'warning', 'report', 'hint'}
+# Public names of these modules that no user calls.
+INTERNAL = {
+    'storage.options': {'Retries', 'parse_options', 'retries_within', 'storage_defaults', 'value_of_text'},
+    'datasets': {'DatasetState', 'StateIterator', 'TfDataIterator', 'decode_state', 'encode_state', 'warn_of_unused'},
+}
+
+
+def rows(text: str) -> dict[str, set[str]]:
+    """The answers of each name in a table, checked; a name has a row for each answer."""
+    found: dict[str, set[str]] = {}
+    for line in text.strip().splitlines():
+        names, answer, reason = map(str.strip, line.split(' | '))
+        assert answer in ANSWERS, line
+        assert reason, line
+        for name in names.split():
+            assert answer not in found.setdefault(name, set()), line
+            found[name].add(answer)
+    return found
+
+
+def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Each public function, constructor and method by its name."""
+    returned = RETURNED.split()
+    for module in PUBLIC:
+        place = importlib.import_module(f't5ckpt.{module}'.rstrip('.'))
+        for name in set(place.__all__) - INTERNAL.get(module, set()):
+            value = getattr(place, name)
+            if not callable(value) or getattr(value, '__module__', '').split('.')[0] != 't5ckpt':
+                continue
+            if not inspect.isclass(value):
+                yield f'{module}.{name}'.lstrip('.'), value
+            elif not issubclass(value, BaseException):
+                if name not in returned:
+                    yield f'{module}.{name}'.lstrip('.'), value
+                for method in dir(value):
+                    held = inspect.getattr_static(value, method)
+                    is_ours = method in vars(value) or not any(
+                        hasattr(base, method) for base in value.__mro__[1:] if base.__name__ in t5ckpt.__all__
+                    )
+                    is_asked = not method.startswith('_') and method not in vars(collections.abc.Mapping)
+                    if is_ours and is_asked and isinstance(held, (FunctionType, classmethod, staticmethod)):
+                        yield f'{module}.{name}.{method}'.lstrip('.'), getattr(value, method)
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    """Every command by its words."""
+    for name in VERB_MODULES:
+        found = app.get_command(click.Context(app), name)
+        below = {'': found} if not isinstance(found, click.Group) else found.commands
+        yield from ((f'{name} {word}'.strip(), command) for word, command in below.items())

@@ -1,5 +1,6 @@
 """Every row of the table that claims a message is provoked: the parameter is given where it has no effect."""
 
+import inspect
 import pathlib
 import re
 import warnings
@@ -9,6 +10,7 @@ from support import intent_cases, intent_table
 from support.intent_cases import LOG, SHOWN, Scene
 
 import t5ckpt
+from t5ckpt import errors
 from t5ckpt.cli.app import run as run_verb
 
 CASES = [
@@ -16,6 +18,20 @@ CASES = [
     for owner, names, said, text, call in intent_cases.PYTHON
     for name in names.split()
 ]
+
+
+def words_of(verb):
+    """The options of a verb."""
+    return {
+        option
+        for name, command in intent_table.commands()
+        if name == verb
+        for param in command.params
+        if not getattr(param, 'hidden', False)
+        for option in param.opts
+    }
+
+
 WORDS = [
     pytest.param(code, text, words, id=f'{owner}: {name}: {words}')
     for owner, name, code, text, words in intent_cases.COMMANDS
@@ -56,6 +72,8 @@ def test_what_a_row_of_an_option_claims_is_said(code, text, words, root, tmp_pat
     places = {'run': scene.run, 'out': scene.out, 'root': root}
     if '{broken}' in words:
         places |= {'broken': intent_cases.broken(scene)}
+    if '{unsummed}' in words:
+        places |= {'unsummed': intent_cases.unsummed(scene)}
     if '{memory}' in words:
         places |= {'memory': scene.memory}
     if '{noted}' in words:
@@ -69,6 +87,92 @@ def test_what_a_row_of_an_option_claims_is_said(code, text, words, root, tmp_pat
     shown = capsys.readouterr()
     assert re.search(text, ' '.join((shown.out + shown.err).split()))
     assert ended.value.code == code
+
+
+# --- the names of COMMON, wherever they are taken ------------------------------------------------------------------------
+
+FUNCTIONS = {
+    name: function
+    for name, function in intent_table.public_callables()
+    if inspect.isfunction(function) and '.' not in name.replace('convert.seqax.', '')
+}
+
+
+# Names whose wrong values are of the function's own kind: a case for one function stands in PYTHON.
+BY_FUNCTION = {'changes', 'options', 'source_options', 'state', 'state_dict', 'target_options', 'train_state'}
+
+
+def common_cases():
+    common = intent_table.rows(intent_table.COMMON)
+    for owner, function in FUNCTIONS.items():
+        own = intent_table.rows(intent_table.PYTHON.get(owner, ''))
+        for name in inspect.signature(function).parameters.keys() - own.keys() - BY_FUNCTION:
+            if 'error' in common.get(name, ()):
+                yield owner, name
+
+
+@pytest.mark.parametrize(('owner', 'name'), sorted(common_cases()))
+def test_a_common_argument_without_effect_is_refused_by_each_function(owner, name, root, tmp_path):
+    scene = Scene(root, tmp_path / 'out')
+    spoilt = {
+        'step': (7, errors.T5CkptError, '7'),
+        'storage_options': ({'endpoint': 'x'}, ValueError, 'no option endpoint'),
+    }
+    value, said, text = spoilt.get(name, (tmp_path / 'nowhere', intent_cases.MISSING, 'nowhere'))
+    function = FUNCTIONS[owner]
+    if owner == 'copy_checkpoint' and name == 'target':
+        value, said, text = root / 'x.npz', errors.T5CkptError, 'x.npz'
+    with pytest.raises(said, match=text):
+        function(**intent_cases.arguments(scene, owner, function) | {name: value})
+    assert not scene.out.exists()
+
+
+def places_of(scene):
+    return {'run': scene.run, 'out': scene.out, 'root': scene.root, 'hf': intent_cases.exported_t5(scene)}
+
+
+SPOILT = [
+    pytest.param(words, spoil, code, text, id=f'{verb}: {spoil}')
+    for verb, words in intent_cases.WORDS.items()
+    for spoil, code, text in (
+        ('nowhere', 3, 'nowhere'),
+        ('--storage-option endpoint=x', 2, 'no option endpoint'),
+        ('--anonymous', 2, '--anonymous is for buckets'),
+        ('--timeout 3', 2, '--timeout is for buckets'),
+        *((('--step 7', 3, '7'),) if '--step' in words_of(verb) and verb not in ('rm', 'convert') else ()),
+    )
+]
+
+
+@pytest.mark.parametrize(('words', 'spoil', 'code', 'text'), SPOILT)
+def test_a_common_option_without_effect_is_refused_by_each_verb(words, spoil, code, text, root, tmp_path, capsys):
+    scene = Scene(root, tmp_path / 'out')
+    given = [word.format(**places_of(scene)) for word in words.split()]
+    if spoil == 'nowhere':
+        first = next(index for index, word in enumerate(given) if word.startswith(str(root)))
+        given[first] = str(tmp_path / 'nowhere') + given[first].partition('@')[1] + given[first].partition('@')[2]
+    else:
+        given += spoil.split()
+    with pytest.raises(SystemExit) as ended:
+        run_verb(given)
+    assert ended.value.code == code
+    assert text in ' '.join(capsys.readouterr().err.split())
+    assert not scene.out.exists()
+
+
+def test_every_verb_is_spoilt():
+    assert {name for name, _ in intent_table.commands()} == intent_cases.WORDS.keys()
+
+
+@pytest.mark.parametrize(('owner', 'names', 'call'), intent_cases.HINTS, ids=lambda value: str(value)[:40])
+def test_what_a_hint_says_is_so(owner, names, call, root, tmp_path):
+    table = {'COMMON': intent_table.COMMON} | intent_table.PYTHON
+    for name in names.split():
+        assert (
+            'hint' in (intent_table.rows(table.get(owner, '')) | intent_table.rows(intent_table.COMMON))[name]
+            or 'hint' in intent_table.rows(table[owner])[name]
+        )
+    assert call(Scene(root, tmp_path / 'out'))
 
 
 def claims(table, kinds):
@@ -88,7 +192,7 @@ OPTIONS = {'OPTIONS': intent_table.COMMON_OPTIONS} | intent_table.VERBS
 
 def test_every_claim_of_a_parameter_is_provoked():
     kinds = {LOG: 'report', SHOWN: 'report'}
-    provoked = {'error': set(), 'warning': set(), 'report': set()}
+    provoked = {'error': {('COMMON', name) for _, name in common_cases()}, 'warning': set(), 'report': set()}
     for owner, names, said, _, _ in intent_cases.PYTHON:
         is_warning = isinstance(said, type) and issubclass(said, Warning)
         kind = kinds[said] if isinstance(said, str) else 'warning' if is_warning else 'error'

@@ -240,6 +240,9 @@ class FileStorage(Storage):
                 sync_dir(os.path.dirname(directory))
             try:
                 os.mkdir(path)
+                if not key:
+                    # No rename into the directory makes its own name durable.
+                    sync_dir(os.path.dirname(path))
             except FileExistsError:
                 if exclusive:
                     return False

@@ -1,0 +1,28 @@
+"""A deterministic simulator: real programs on one run, under many schedules with faults. A failure is replayed by its seed.
+
+    python -m t5ckpt.testing.simulation prune-read --schedules 10000
+    python -m t5ckpt.testing.simulation --module my_scenarios --switches 2
+
+A *scenario* (``scenarios.py``) starts some processes on one run: trainers, evaluators, people who delete and pin. They run the
+code of t5ckpt unchanged, in threads. Their storage, clocks, threads and sleeps are simulated, and every operation on these is a
+point at which the schedule decides who goes on, and whether a process crashes, is paused, or an operation fails. After each
+change of the storage the *observer* (``world.py``) checks that
+
+- each step that is listed is whole, and stays so until a process that was meant to delete it does;
+- a step has one writer, and only a process whose checkpoint is listed is told that it saved;
+- a reader with a read lease finds its step, and all of its chunks;
+- a pinned step stays;
+- a save that has returned survives every crash;
+- the next save leaves no leftovers;
+- nobody waits for ever.
+
+A failure prints its seed and the shortest schedule that still fails.
+
+To test a storage of your own, write a module with ``SCENARIOS`` whose programs open it. Each of its operations calls
+``scheduler.active().point('what it does')`` before it takes effect.
+
+The modules: ``scheduler`` (who is next), ``choosers`` (random, PCT, exhaustive, replay), ``virtual`` (how the package is loaded),
+``primitives`` (threads and locks), ``posix`` and ``disk`` (a file system, with power cuts), ``bucket``, ``programs``, ``world``,
+``explore`` (many schedules, and the shortest) and ``campaign`` (many processes). Tests call
+:func:`~t5ckpt.testing.simulation.campaign.simulate`, which starts processes, since the simulated world needs one of its own.
+"""

@@ -1,0 +1,43 @@
+"""``python -m t5ckpt.testing.simulation [SCENARIO ...]``: explores schedules, and prints the shortest one that fails."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from t5ckpt.testing.simulation.campaign import OWN_SCENARIOS, simulate
+
+
+def main() -> int:
+    """Returns 1 if a schedule fails."""
+    parser = argparse.ArgumentParser(prog='python -m t5ckpt.testing.simulation', description=__doc__)
+    parser.add_argument('scenarios', nargs='*', help='all of the module by default')
+    parser.add_argument('--module', default=OWN_SCENARIOS, help='the module with SCENARIOS')
+    parser.add_argument('--schedules', type=int, default=1000, help='of each scenario')
+    parser.add_argument('--first', type=int, default=0, help='the first seed')
+    parser.add_argument('--switches', type=int, help='all schedules with at most so many decisions, instead of seeds')
+    parser.add_argument('--workers', type=int, default=2, help='processes')
+    given = parser.parse_args()
+    names = given.scenarios or [*importlib.import_module(given.module).SCENARIOS]
+    failures = 0
+    for name in names:
+        found = simulate(
+            [name],
+            range(given.first, given.first + given.schedules),
+            switches=given.switches,
+            module=given.module,
+            workers=given.workers,
+        )
+        faults = ', '.join(f'{count} {fault}' for fault, count in sorted(found.faults.items()) if fault != 'run')
+        print(
+            f'{name}: {found.schedules} schedules, {found.points} operations, {found.states} states; {faults or "no faults"}'
+        )
+        for failure in found.failures[:1]:
+            print(failure)
+        failures += len(found.failures)
+    return int(failures > 0)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""A bucket in memory. ``BucketStorage`` runs unchanged over it.
+
+Every request is applied at once, in one order for all processes. A request may fail, be applied without its reply, or be
+reported as failed and be applied later. What a process has asked for and not waited for when it dies is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import tensorstore as ts
+
+from t5ckpt.storage.bucket import BucketStorage
+from t5ckpt.storage.connection import Connection
+from t5ckpt.storage.process_locks import ProcessLock
+from t5ckpt.testing.simulation.scheduler import Decision, active, current_task, wait_until
+
+__all__ = ['Bucket', 'SimulatedBucket']
+
+_FAILED = 'UNAVAILABLE: injected: the server does not answer'
+
+
+class Bucket:
+    """The server: objects and their generations.
+
+    Attributes:
+      objects: bytes and generation by key.
+      changed: called with the keys after each change.
+      generations: the numbers of the next ones.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[bytes, bytes]] = {}
+        self.changed: Callable[[tuple[str, ...]], None] = lambda keys: None
+        self.generations = itertools.count(1)
+
+    def files(self) -> dict[str, bytes]:
+        """All objects by key."""
+        return {key: data for key, (data, _) in self.objects.items()}
+
+    def put(self, key: str, data: bytes | None, if_equal: bytes | None = None) -> bytes:
+        """Writes or, for None, deletes an object; returns its generation, or no bytes if it does not have the expected one.
+
+        As in TensorStore, a generation of one zero byte expects that there is no object.
+        """
+        before = self.objects.get(key)
+        if if_equal is not None and if_equal != (b'\0' if before is None else before[1]):
+            return b''
+        if data is None:
+            if before is not None:
+                del self.objects[key]
+                self.changed((key,))
+            return b'\0'
+        generation = b'\1%d' % next(self.generations)
+        self.objects[key] = (data, generation)
+        self.changed((key,))
+        return generation
+
+
+class _Request:
+    """A request that was sent; it is applied when its sender waits for it."""
+
+    def __init__(self, text: str, apply: Callable[[], Any], *, changes: bool):
+        self.text, self._apply, self._changes = text, apply, changes
+        self._result: Any = None
+        self._is_done = False
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def result(self, timeout: float | None = None) -> Any:
+        del timeout
+        if not self._is_done:
+            scheduler = active()
+            fault = None if scheduler is None else scheduler.point(self.text)
+            if fault is not None:
+                self._fail(fault)
+            self._result, self._is_done = self._apply(), True
+        return self._result
+
+    def _fail(self, fault: Decision) -> None:
+        if fault.action == 'lost' and self._changes:
+            self._apply()
+        elif fault.action == 'late' and self._changes:
+            self._arrive_later(float(fault.value))
+        raise ValueError(_FAILED)
+
+    def _arrive_later(self, seconds: float) -> None:
+        scheduler = active()
+        assert scheduler is not None
+
+        def arrive() -> None:
+            wait_until(lambda: False, seconds)
+            scheduler.point(f'late: {self.text}')
+            self._apply()
+
+        scheduler.start(scheduler.processes['network'], arrive, 'late request')
+
+
+class _Client:
+    """What TensorStore's ``KvStore`` does, for a prefix of the bucket."""
+
+    def __init__(self, bucket: Bucket, prefix: str = ''):
+        self._bucket, self._prefix = bucket, prefix
+
+    def read(
+        self, key: str, *, byte_range: slice | None = None, if_not_equal: bytes | None = None, **_: Any
+    ) -> _Request:
+        def apply() -> Any:
+            found = self._bucket.objects.get(self._prefix + key)
+            if found is None:
+                return _read('missing', b'', b'\0')
+            data, generation = found
+            if if_not_equal == generation:
+                return _read('unspecified', b'', generation)
+            return _read('value', data if byte_range is None else data[byte_range], generation)
+
+        return _Request(f'{"GET" if byte_range is None else "HEAD"} {self._prefix}{key}', apply, changes=False)
+
+    def write(self, key: str, value: Any, *, if_equal: bytes | None = None, **_: Any) -> _Request:
+        data = None if value is None else bytes(value)
+
+        def apply() -> Any:
+            return types.SimpleNamespace(generation=self._bucket.put(self._prefix + key, data, if_equal))
+
+        verb = 'DELETE' if data is None else 'PUT'
+        condition = '' if if_equal is None else ' if it is unchanged' if if_equal != b'\0' else ' if it does not exist'
+        return _Request(f'{verb} {self._prefix}{key}{condition}', apply, changes=True)
+
+    def list(self, keys: Any = None, **_: Any) -> _Request:
+        return _Request(f'LIST {_text(keys)}', lambda: self._within(keys), changes=False)
+
+    def delete_range(self, keys: Any) -> _Request:
+        def apply() -> None:
+            for key in self._within(keys):
+                self._bucket.put(key.decode(), None)
+
+        return _Request(f'DELETE ALL {_text(keys)}', apply, changes=True)
+
+    def _within(self, keys: Any) -> list[bytes]:
+        low, high = (b'', b'') if keys is None else (keys.inclusive_min, keys.exclusive_max)
+        return [
+            raw for key in sorted(self._bucket.objects) if (raw := key.encode()) >= low and (not high or raw < high)
+        ]
+
+
+def _read(state: str, value: bytes, generation: bytes) -> Any:
+    return types.SimpleNamespace(state=state, value=value, stamp=types.SimpleNamespace(generation=generation))
+
+
+def _text(keys: Any) -> str:
+    return '' if keys is None else keys.inclusive_min.decode()
+
+
+class _SimulatedConnection(Connection):
+    def __init__(self, client: _Client):
+        super().__init__({'driver': 'memory'}, lambda retries: ts.Context())
+        self._client = client
+
+    def kvstore(self) -> Any:
+        return self._client
+
+    def _result(self, future: Any) -> Any:
+        return future.result()
+
+
+class SimulatedBucket(BucketStorage):
+    """``BucketStorage`` over a :class:`Bucket`. Chunks are written one request each, and read as through a cache."""
+
+    driver = 'gcs'
+
+    def __init__(self, bucket: Bucket, prefix: str = 'run', *, seeks: bool = True):
+        """Takes the server and the run's prefix; ``seeks``: whether listings can begin at any key, as in GCS."""
+        self.seeks = seeks
+        self._server = bucket
+        super().__init__('bucket', prefix, _SimulatedConnection(_Client(bucket)))
+        self.caches = True
+
+    def url(self, key: str = '') -> str:
+        return f'{self._bucket}/{self._key(key)}'.rstrip('/')
+
+    def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
+        del is_good
+        return self.read(key)
+
+    def direct_bytes(self, *, in_background: bool) -> int | None:
+        del in_background
+        return 0
+
+    def write_direct(self, key: str, data: Any) -> None:
+        # One request without the second look of ``write``: so TensorStore writes chunks.
+        try:
+            self.wait(self._kvstore().write(self._key(key), data.tobytes()))
+        except ValueError as error:
+            raise OSError(5, str(error)) from error
+
+    def open_kvstore(self, key: str) -> Any:
+        return _Client(self._server, self._below(key))
+
+    def try_lock(self, key: str) -> Any:
+        # Other processes do not see it.
+        lock = ProcessLock.take(f'{self._url_in_process()}/{key}')
+        if lock is not None and active() is not None:
+            current_task().process.on_death.append(lock.close)
+        return lock
+
+    def _url_in_process(self) -> str:
+        return self.url() if active() is None else f'{current_task().process.name}:{self.url()}'

@@ -1,0 +1,132 @@
+"""Explores many schedules in processes of their own, which load t5ckpt in the simulated world."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ['OWN_SCENARIOS', 'Campaign', 'Failure', 'simulate']
+
+OWN_SCENARIOS = 't5ckpt.testing.simulation.scenarios'
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A schedule that violates an invariant.
+
+    Attributes:
+      scenario: its name.
+      seed: runs the schedule again, unless ``switches`` is set.
+      switches: the bound of the exhaustive search that found it; None for a seed.
+      schedules: how many schedules of the scenario it took.
+      violation: what is not true.
+      decisions: the shortest schedule that still fails.
+      trace: its operations, one a line.
+    """
+
+    scenario: str
+    seed: int
+    switches: int | None
+    schedules: int
+    violation: str
+    decisions: tuple[Mapping[str, Any], ...]
+    trace: tuple[str, ...]
+
+    def __str__(self) -> str:
+        again = f'--first {self.seed} --schedules 1' if self.switches is None else f'--switches {self.switches}'
+        head = f'{self.scenario}: {self.violation}\nafter {self.schedules} schedules; again: python -m t5ckpt.testing.simulation'
+        return '\n'.join([f'{head} {self.scenario} {again}', *self.trace])
+
+
+@dataclasses.dataclass
+class Campaign:
+    """What was explored.
+
+    Attributes:
+      schedules, points, states: how many there were; the states are the different sets of keys that a storage had.
+      faults: how many of each, and 'run' for switches.
+      failures: at most one for each scenario and worker.
+    """
+
+    schedules: int = 0
+    points: int = 0
+    states: int = 0
+    faults: Counter[str] = dataclasses.field(default_factory=Counter)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Adds one line of a worker."""
+        self.schedules += line['schedules']
+        self.points += line['points']
+        self.states += line['states']
+        self.faults.update(line['faults'])
+        if line['failure'] is not None:
+            found = dict(line['failure'])
+            found['decisions'], found['trace'] = tuple(found['decisions']), tuple(found['trace'])
+            self.failures.append(Failure(**found))
+
+
+def simulate(
+    scenarios: Sequence[str],
+    seeds: range,
+    *,
+    switches: int | None = None,
+    module: str = OWN_SCENARIOS,
+    workers: int = 2,
+    path: str | os.PathLike[str] | None = None,
+) -> Campaign:
+    """Explores schedules of some scenarios, each until one fails.
+
+    Args:
+      scenarios: their names in ``module.SCENARIOS``.
+      seeds: of the schedules of each.
+      switches: explores all schedules with at most so many decisions instead, at most ``len(seeds)`` of them.
+      module: the module of the scenarios.
+      workers: the number of processes; each takes a part of the seeds, or of the scenarios with ``switches``.
+      path: the directory of the package to test; that of this module by default.
+
+    Raises:
+      RuntimeError: a worker could not run.
+    """
+    found = Campaign()
+    running = [
+        subprocess.Popen(
+            [sys.executable, '-m', 't5ckpt.testing.simulation.worker', json.dumps(job)],
+            env=_environment(path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for job in _jobs(scenarios, seeds, switches, workers)
+        if job.update(module=module) is None and job['scenarios'] and job['count']
+    ]
+    for worker in running:
+        out, error = worker.communicate()
+        if worker.returncode != 0:
+            raise RuntimeError(f'a worker of the simulation ended with {worker.returncode}:\n{error[-4000:]}')
+        for line in out.splitlines():
+            found.add(json.loads(line))
+    return found
+
+
+def _jobs(scenarios: Sequence[str], seeds: range, switches: int | None, workers: int) -> list[dict[str, Any]]:
+    if switches is not None:
+        return [
+            {'scenarios': [*scenarios[index::workers]], 'first': 0, 'count': len(seeds), 'switches': switches}
+            for index in range(workers)
+        ]
+    parts = [seeds[len(seeds) * index // workers : len(seeds) * (index + 1) // workers] for index in range(workers)]
+    return [{'scenarios': [*scenarios], 'first': part.start, 'count': len(part), 'switches': None} for part in parts]
+
+
+def _environment(path: str | os.PathLike[str] | None) -> dict[str, str]:
+    root = str(path or Path(__file__).resolve().parents[3])
+    below = os.pathsep.join([root, *filter(None, [os.environ.get('PYTHONPATH')])])
+    return {**os.environ, 'PYTHONPATH': below, 'PYTHONHASHSEED': '0', 'JAX_PLATFORMS': 'cpu'}

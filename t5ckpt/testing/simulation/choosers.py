@@ -1,0 +1,113 @@
+"""Choosers: at random, by priorities (PCT), by a list of decisions, and all schedules with few decisions.
+
+PCT (Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", 2010) runs the ready task of the
+highest priority, and lowers the priority of the running task at d random points. A bug that depends on d + 1 operations is found
+with a probability of at least 1 / (n k^d), for n tasks and k points.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterable, Sequence
+
+from t5ckpt.testing.simulation.scheduler import Decision, Scheduler, Task
+
+__all__ = ['ByPriority', 'ByRandom', 'Replay', 'chooser_of']
+
+# How long a process or a request is stopped: for a moment, and beyond a rival's patience, a heartbeat, a write lease, and the
+# hour of garbage collection.
+_PAUSES = (2.0, 8.0, 90.0, 700.0, 4000.0)
+
+
+class _WithFaults:
+    """Injects some faults at random points."""
+
+    def __init__(self, choice: random.Random, faults: Sequence[str], length: int):
+        self._choice = choice
+        count = choice.choices((0, 1, 2, 3), (35, 40, 18, 7))[0] if faults else 0
+        self._faults = {choice.randrange(1, max(2, length + length // 4)): choice.choice(faults) for _ in range(count)}
+
+    def fault(self, scheduler: Scheduler, task: Task) -> Decision | None:
+        action = self._faults.pop(scheduler.points, None) if task.is_wanted is None else None
+        if action is None or (task.process.is_daemon and action != 'power'):
+            return None
+        value: str | float = ''
+        if action in ('pause', 'delay', 'late'):
+            value = self._choice.choice(_PAUSES)
+        elif action == 'power':
+            value = float(self._choice.randrange(10**6))
+        return Decision(task.name, task.points, action, value)
+
+
+class ByRandom(_WithFaults):
+    """Switches with one probability at each point."""
+
+    def __init__(self, seed: int, faults: Sequence[str], length: int):
+        choice = random.Random(seed)
+        super().__init__(choice, faults, length)
+        self._switching = choice.choice((0.03, 0.1, 0.2, 0.5))
+
+    def choose(self, scheduler: Scheduler, task: Task, ready: Sequence[Task]) -> Decision | None:
+        found = self.fault(scheduler, task)
+        if found is not None:
+            return found
+        if task in ready and self._choice.random() >= self._switching:
+            return None
+        chosen = self._choice.choice(ready) if ready else task
+        is_default = chosen is (task if task in ready else ready[0])
+        return None if is_default else Decision(task.name, task.points, 'run', chosen.name)
+
+
+class ByPriority(_WithFaults):
+    """PCT."""
+
+    def __init__(self, seed: int, faults: Sequence[str], length: int):
+        choice = random.Random(seed)
+        super().__init__(choice, faults, length)
+        self._seed = seed
+        self._lowered: dict[str, float] = {}
+        self._changes = {choice.randrange(1, max(2, length)) for _ in range(choice.choice((1, 2, 3)))}
+
+    def _priority(self, task: Task) -> float:
+        return self._lowered.get(task.name, zlib.crc32(f'{self._seed} {task.name}'.encode()))
+
+    def choose(self, scheduler: Scheduler, task: Task, ready: Sequence[Task]) -> Decision | None:
+        found = self.fault(scheduler, task)
+        if found is not None:
+            return found
+        if scheduler.points in self._changes:
+            self._changes.discard(scheduler.points)
+            self._lowered[task.name] = -float(scheduler.points)
+        if not ready:
+            return None
+        chosen = max(ready, key=self._priority)
+        is_default = chosen is (task if task in ready else ready[0])
+        return None if is_default else Decision(task.name, task.points, 'run', chosen.name)
+
+
+class Replay:
+    """Carries out a list of decisions.
+
+    Attributes:
+      alternatives: the other decisions that were possible after the last one of the list, as in an exhaustive search.
+    """
+
+    def __init__(self, decisions: Iterable[Decision]):
+        self._left = {(each.task, each.index): each for each in decisions}
+        self.alternatives: list[Decision] = []
+
+    def choose(self, scheduler: Scheduler, task: Task, ready: Sequence[Task]) -> Decision | None:
+        del scheduler
+        found = self._left.pop((task.name, task.points), None)
+        if found is None and not self._left:
+            default = task if task in ready else ready[0]
+            self.alternatives += [
+                Decision(task.name, task.points, 'run', each.name) for each in ready if each is not default
+            ]
+        return found
+
+
+def chooser_of(seed: int, faults: Sequence[str], length: int) -> ByRandom | ByPriority:
+    """The chooser of a seed: half of them at random, half by priorities."""
+    return (ByRandom, ByPriority)[seed % 2](seed, faults, length)

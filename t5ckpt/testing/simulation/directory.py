@@ -1,0 +1,70 @@
+"""A directory of a simulated disk. ``FileStorage`` runs unchanged over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.storage import Storage
+from t5ckpt.storage.file import FileStorage
+from t5ckpt.testing.simulation import posix
+
+__all__ = ['SimulatedDirectory']
+
+
+class _WithPaths:
+    """A storage as ``link_from`` needs it."""
+
+    def __init__(self, storage: Storage):
+        self.local_path = storage.url
+
+
+class SimulatedDirectory(FileStorage):
+    """``FileStorage`` below ``/simulated``. Chunks are written and read through it, since TensorStore does not see the disk."""
+
+    def __init__(self, name: str = 'run'):
+        """Takes the name of the directory, which is created with the first save."""
+        super().__init__(f'{posix.ROOT}/{name}')
+        self.caches = True
+
+    def local_path(self, key: str) -> str | None:
+        del key
+
+    def link_from(self, other: Storage, source: str, target: str) -> bool:
+        return super().link_from(_WithPaths(other), source, target)  # type: ignore[arg-type]
+
+    def direct_bytes(self, *, in_background: bool) -> int | None:
+        del in_background
+        return 0
+
+    def open_kvstore(self, key: str) -> Any:
+        return _Files(self, key)
+
+
+class _Files:
+    """What a save needs of TensorStore's ``KvStore``: small files, which TensorStore writes as ``write_direct`` does."""
+
+    def __init__(self, storage: SimulatedDirectory, directory: str):
+        self._storage, self._directory = storage, directory
+
+    def write(self, key: str, data: bytes) -> Any:
+        try:
+            self._storage.write_direct(f'{self._directory}/{key}', np.frombuffer(data, np.uint8))
+        except OSError as error:
+            return _Failed(error)
+        return _Done()
+
+
+class _Done:
+    def result(self, timeout: float | None = None) -> None:
+        del timeout
+
+
+class _Failed:
+    def __init__(self, error: OSError):
+        self._error = error
+
+    def result(self, timeout: float | None = None) -> None:
+        del timeout
+        raise ValueError(f"INTERNAL: injected [os_error_code='{self._error.errno}']") from self._error

@@ -1,0 +1,154 @@
+"""Runs schedules of a scenario, and reduces one that fails to the shortest that still fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from t5ckpt.errors import T5CkptError
+from t5ckpt.testing.simulation.choosers import Replay, chooser_of
+from t5ckpt.testing.simulation.scenarios import Scenario
+from t5ckpt.testing.simulation.scheduler import Chooser, Decision, Killed, Scheduler, Task
+from t5ckpt.testing.simulation.world import World
+
+__all__ = ['Explorer', 'Outcome', 'Report']
+
+_LEFTOVER_SECONDS = 7200.0
+# What may remain after a save that had no faults: the steps, and the index of a bucket.
+_OWN = re.compile(r'checkpoint_([0-9]+)/|\.t5ckpt/(steps/([0-9]+)$|complete\.)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One schedule.
+
+    Attributes:
+      failure: the violation; None if the schedule is good.
+      decisions: those that had an effect, for a replay.
+      points: how many operations there were.
+      trace: the lines of the trace, if it was kept.
+    """
+
+    failure: str | None
+    decisions: tuple[Decision, ...]
+    points: int
+    trace: tuple[str, ...] = ()
+    alternatives: tuple[Decision, ...] = ()
+
+
+@dataclasses.dataclass
+class Report:
+    """Counts of all schedules so far."""
+
+    schedules: int = 0
+    points: int = 0
+    states: set[int] = dataclasses.field(default_factory=set)
+    faults: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+class Explorer:
+    """Runs schedules of one scenario."""
+
+    def __init__(self, scenario: Scenario):
+        """Prepares the storage, from which each schedule begins."""
+        self.scenario = scenario
+        self.report = Report()
+        scheduler = Scheduler(Replay(()))
+        self._before = World(scenario.kind, scheduler)
+        first = scenario.prepare(self._before)
+        if first:
+            scheduler.run(first, quietly=True)
+        if scheduler.failure or any(task.error for task in first):
+            raise AssertionError(scheduler.failure or first[0].error)
+        self.length = self.run(Replay(()), 0).points
+
+    def run(self, chooser: Chooser, seed: int, *, keeps_trace: bool = False) -> Outcome:
+        """Runs one schedule."""
+        scheduler = Scheduler(chooser, seed, keeps_trace=keeps_trace)
+        world = World(self.scenario.kind, scheduler, self._before)
+        tasks = self.scenario.start(world)
+        scheduler.run(tasks)
+        failure = scheduler.failure or self._error(scheduler, tasks)
+        points = scheduler.points
+        if failure is None:
+            failure = self._finish(world) or self.scenario.check(world)
+        self._count(scheduler, world)
+        alternatives = tuple(chooser.alternatives) if isinstance(chooser, Replay) else ()
+        return Outcome(failure, tuple(scheduler.taken), points, tuple(scheduler.trace or ()), alternatives)
+
+    def _count(self, scheduler: Scheduler, world: World) -> None:
+        self.report.schedules += 1
+        self.report.points += scheduler.points
+        self.report.states |= world.observer.states
+        self.report.faults.update(each.action for each in scheduler.taken)
+
+    @staticmethod
+    def _error(scheduler: Scheduler, tasks: Sequence[Task]) -> str | None:
+        """An error that a program may not have: any without a fault, and with faults one that is not of ``t5ckpt.errors``."""
+        has_fault = any(each.action != 'run' for each in scheduler.taken)
+        for task in tasks:
+            error = task.error
+            if error is None or isinstance(error, Killed) or (has_fault and isinstance(error, T5CkptError)):
+                continue
+            return f'{task.process.name} raised {type(error).__name__}: {error}'
+        return None
+
+    def _finish(self, world: World) -> str | None:
+        scheduler = world.scheduler
+        for step, value in world.observer.saved.items():
+            if world.observer.visible.get(step) != value:
+                return f'step {step} was saved as {value:g}, and is {world.observer.visible.get(step)}'
+        scheduler.now += _LEFTOVER_SECONDS
+        task = world.start('finish', self.scenario.finish(world), machine='later')
+        scheduler.run([task], quietly=True)
+        if scheduler.failure is not None:
+            return scheduler.failure
+        if task.error is not None:
+            return f'the next save raised {type(task.error).__name__}: {task.error}'
+        for key in sorted(world.keys()):
+            found = _OWN.match(key)
+            step = None if found is None else found.group(1) or found.group(3)
+            if found is None or (step is not None and int(step) not in world.observer.visible):
+                return f'{key} is left over after the next save'
+        return None
+
+    def seeds(self, first: int, count: int) -> Iterator[tuple[int, Outcome]]:
+        """Runs the schedules of some seeds; ends after the first that fails."""
+        for seed in range(first, first + count):
+            outcome = self.run(chooser_of(seed, self.scenario.faults, self.length), seed)
+            yield seed, outcome
+            if outcome.failure is not None:
+                return
+
+    def exhaustive(self, switches: int, seed: int = 0) -> Iterator[tuple[int, Outcome]]:
+        """Runs all schedules with at most some decisions, fewer first; ends after the first that fails."""
+        waiting: list[tuple[Decision, ...]] = [()]
+        number = 0
+        while waiting:
+            decisions = waiting.pop(0)
+            outcome = self.run(Replay(decisions), seed)
+            yield number, outcome
+            if outcome.failure is not None:
+                return
+            number += 1
+            if len(decisions) < switches:
+                waiting += [(*decisions, each) for each in outcome.alternatives]
+
+    def shortest(self, outcome: Outcome, seed: int, *, attempts: int = 400) -> Outcome:
+        """Removes decisions as long as the schedule fails; returns the shortest one, with its trace."""
+        best = list(outcome.decisions)
+        size = max(1, len(best) // 2)
+        while size and attempts > 0:
+            start = 0
+            while start < len(best) and attempts > 0:
+                shorter = best[:start] + best[start + size :]
+                attempts -= 1
+                again = self.run(Replay(shorter), seed)
+                if again.failure is not None:
+                    best = [each for each in again.decisions if each in shorter]
+                else:
+                    start += size
+            size = size // 2
+        return self.run(Replay(best), seed, keeps_trace=True)

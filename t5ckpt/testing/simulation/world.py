@@ -1,0 +1,254 @@
+"""The world of one schedule: a storage, processes that use it, and the observer that checks the invariants at each change."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from t5ckpt.format.names import MANIFEST, SIDECAR
+from t5ckpt.storage import Storage
+from t5ckpt.testing.simulation import posix
+from t5ckpt.testing.simulation.bucket import Bucket, SimulatedBucket
+from t5ckpt.testing.simulation.directory import SimulatedDirectory
+from t5ckpt.testing.simulation.disk import Disk
+from t5ckpt.testing.simulation.scheduler import Process, Scheduler, Task
+
+__all__ = ['Observer', 'World', 'state_of']
+
+_STEP = re.compile(r'checkpoint_(0|[1-9][0-9]*)')
+
+
+def state_of(value: float) -> dict[str, Any]:
+    """The state that a saver saves: every element is the same number, so a mixture of two savers' files shows."""
+    return {'n': np.int32(value), 'w': np.full(2, value, np.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contents:
+    """What a manifest names: the value, and the files with the bytes that they must have (None for any)."""
+
+    value: float
+    files: tuple[tuple[str, bytes | None], ...]
+
+
+_decoded: dict[bytes, _Contents] = {}
+
+
+def _contents(manifest: bytes) -> _Contents:
+    """Decodes a manifest with msgpack alone."""
+    if manifest not in _decoded:
+        tree = msgpack.unpackb(manifest, raw=False, strict_map_key=False, ext_hook=lambda code, data: data)
+        leaves = tree['optimizer']
+        _, dtype, data = msgpack.unpackb(leaves['n'], raw=False)
+        value = float(np.frombuffer(data, dtype)[0])
+        path = leaves['w']['kvstore']['path'].strip('/')
+        chunk = np.full(2, value, np.float32).tobytes()
+        _decoded[manifest] = _Contents(value, ((f'{path}/.zarray', None), (f'{path}/0', chunk)))
+    return _decoded[manifest]
+
+
+class Observer:
+    """Knows what must be true, and fails the schedule at the first change after which it is not.
+
+    Attributes:
+      visible: the value of each step that is listed.
+      saved: the value of each save that has returned, by step, unless a process was meant to delete or replace the step since.
+      states: hashes of the sets of keys that the storage had.
+    """
+
+    def __init__(self, read: Callable[[str], bytes | None], scheduler: Scheduler):
+        self._read = read
+        self._scheduler = scheduler
+        self.visible: dict[int, float] = {}
+        self.saved: dict[int, float] = {}
+        self.may_delete: dict[str, Callable[[int], bool]] = {}
+        self.leases: dict[tuple[str, int], float] = {}
+        self.pins: set[int] = set()
+        self.states: set[int] = set()
+        self._state = 0
+
+    def copied(self, read: Callable[[str], bytes | None], scheduler: Scheduler) -> Observer:
+        """The same knowledge for another schedule."""
+        other = Observer(read, scheduler)
+        other.visible, other.saved, other.pins = dict(self.visible), dict(self.saved), set(self.pins)
+        return other
+
+    # --- what processes say -----------------------------------------------------------------------------------------------
+
+    def is_saved(self, step: int, value: float) -> None:
+        """A save of this process has returned a checkpoint."""
+        if self.visible.get(step) != value and not self._is_deletable(step):
+            self._scheduler.fail(f'save({step}) returned, and the step is {self.visible.get(step)}, not {value}')
+        if self.saved.get(step, value) != value and not self._is_deletable(step):
+            self._scheduler.fail(f'two processes were told that they saved step {step}')
+        self.saved[step] = value
+
+    def is_leased(self, process: str, step: int, until: float) -> None:
+        """A reader may read a step until some time."""
+        self.leases[process, step] = until
+        if step not in self.visible:
+            self._scheduler.fail(f'{process} has a read lease of step {step}, which is not there')
+
+    def is_returned(self, process: str, step: int) -> None:
+        """The reader has ended its lease."""
+        self.leases.pop((process, step), None)
+
+    def _is_deletable(self, step: int) -> bool:
+        return any(may(step) for may in self.may_delete.values())
+
+    # --- what the storage shows -------------------------------------------------------------------------------------------
+
+    def changed(self, keys: Collection[str]) -> None:
+        """Checks the steps of some keys, relative to the run."""
+        for key in keys:
+            self._state ^= hash((key, self._read(key) is None))
+        self.states.add(self._state)
+        for name in {key.partition('/')[0] for key in keys}:
+            match = _STEP.fullmatch(name)
+            if match is not None:
+                self._check(int(match.group(1)))
+
+    def check_all(self, steps: Collection[int]) -> None:
+        """Checks some steps after a power cut: what has not been promised may be gone."""
+        for step in sorted({*steps, *self.visible, *self.saved}):
+            if self._read(f'checkpoint_{step}/{MANIFEST}') is not None:
+                self._check(step)
+            elif step in self.saved and not self._is_deletable(step):
+                self._scheduler.fail(f'step {step} was saved, and the power cut has removed it')
+            else:
+                self.visible.pop(step, None)
+                self.saved.pop(step, None)
+
+    def _check(self, step: int) -> None:
+        directory = f'checkpoint_{step}'
+        manifest = self._read(f'{directory}/{MANIFEST}')
+        before = self.visible.get(step)
+        if manifest is None:
+            if before is not None:
+                self._check_hidden(step)
+                del self.visible[step]
+            return
+        found = _contents(manifest)
+        for name, data in found.files:
+            there = self._read(f'{directory}/{name}')
+            if there is None:
+                self._scheduler.fail(f'step {step} is listed, and {directory}/{name} is missing')
+            if data is not None and there != data:
+                self._scheduler.fail(f'step {step} is that of {found.value:g}, and {directory}/{name} is not')
+        if self._read(f'{directory}/{SIDECAR}') is None and before is None:
+            self._scheduler.fail(f'step {step} is listed without {SIDECAR}')
+        if before is not None and before != found.value and not self._may(step):
+            self._scheduler.fail(f'step {step} was that of {before:g}, and is that of {found.value:g}')
+        self.visible[step] = found.value
+
+    def _check_hidden(self, step: int) -> None:
+        if not self._may(step):
+            self._scheduler.fail(f'step {step} is gone, and this process was not meant to delete it')
+        now = self._scheduler.now
+        for (process, leased), until in self.leases.items():
+            if leased == step and until > now and not self._scheduler.processes[process].is_dead:
+                self._scheduler.fail(f'step {step} is gone while {process} has a read lease of it')
+        if step in self.pins:
+            self._scheduler.fail(f'step {step} is gone, and it is pinned')
+        self.saved.pop(step, None)
+
+    def _may(self, step: int) -> bool:
+        task = self._scheduler.current
+        if task is None:
+            return True
+        may = self.may_delete.get(task.process.name)
+        return self._is_deletable(step) if task.process.is_daemon else may is not None and may(step)
+
+
+class World:
+    """A run on a simulated storage, and the processes that use it.
+
+    Attributes:
+      kind: 'bucket' or 'disk'.
+      scheduler: runs the processes.
+      observer: checks the invariants.
+    """
+
+    def __init__(self, kind: str, scheduler: Scheduler, before: World | None = None):
+        """Makes an empty world, or one with what is on the storage of another."""
+        self.kind, self.scheduler = kind, scheduler
+        network = scheduler.process('network')
+        network.is_daemon = True
+        self.server: Bucket | Disk
+        if kind == 'bucket':
+            self.server = Bucket()
+            if isinstance(before, World) and isinstance(before.server, Bucket):
+                self.server.objects.update(before.server.objects)
+                self.server.generations = copy.copy(before.server.generations)
+        else:
+            self.server = Disk(lambda: scheduler.now)
+            if before is not None and isinstance(before.server, Disk):
+                self.server.root = copy.deepcopy(before.server.root)
+                self.server.numbers = before.server.numbers
+            posix.mount(self.server)
+        self.observer = (
+            Observer(self.read, scheduler) if before is None else before.observer.copied(self.read, scheduler)
+        )
+        self.server.changed = self._changed
+        scheduler.cut_power = self.cut_power
+
+    def _changed(self, keys: tuple[str, ...]) -> None:
+        beginning = 'run/' if self.kind == 'bucket' else '/run/'
+        self.observer.changed([key.removeprefix(beginning) for key in keys if key.startswith(beginning)])
+
+    def read(self, key: str) -> bytes | None:
+        """The bytes of a key of the run, without a point."""
+        if isinstance(self.server, Bucket):
+            found = self.server.objects.get(f'run/{key}')
+            return None if found is None else found[0]
+        try:
+            return getattr(self.server.find(f'/run/{key}'), 'data', None)
+        except OSError:
+            return None
+
+    def keys(self) -> set[str]:
+        """The keys of all files of the run."""
+        beginning = 'run/' if self.kind == 'bucket' else '/run/'
+        return {key.removeprefix(beginning) for key in self.server.files()}
+
+    def storage(self) -> Storage:
+        """The run, as one process opens it."""
+        return SimulatedBucket(self.server) if isinstance(self.server, Bucket) else SimulatedDirectory()
+
+    def start(
+        self,
+        name: str,
+        program: Callable[[], object],
+        *,
+        machine: str = 'machine',
+        ahead: float = 0.0,
+        may_delete: Callable[[int], bool] | None = None,
+    ) -> Task:
+        """Starts a process.
+
+        Args:
+          name: of the process.
+          program: runs in its first thread.
+          machine: processes on one machine see whether others have ended.
+          ahead: seconds by which the clock of the machine is ahead.
+          may_delete: the complete steps that it is meant to delete or replace; None for none.
+        """
+        process: Process = self.scheduler.process(name, machine=machine, ahead=ahead)
+        if may_delete is not None:
+            self.observer.may_delete[name] = may_delete
+        return self.scheduler.start(process, program)
+
+    def cut_power(self, seed: int) -> None:
+        """Ends all processes, and leaves on the disk what a power cut leaves."""
+        for process in self.scheduler.processes.values():
+            self.scheduler.kill(process)
+        if isinstance(self.server, Disk):
+            self.server.cut_power(seed)
+            steps = [int(match.group(1)) for key in self.keys() if (match := _STEP.match(key.partition('/')[0]))]
+            self.observer.check_all(steps)

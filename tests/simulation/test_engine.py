@@ -1,0 +1,183 @@
+"""The simulator itself: the same seed is the same schedule, and what must be found is found."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from t5ckpt.testing.simulation.campaign import simulate
+from t5ckpt.testing.simulation.choosers import Replay, chooser_of
+from t5ckpt.testing.simulation.disk import Disk
+from t5ckpt.testing.simulation.primitives import Event, Lock, SimpleQueue, Thread
+from t5ckpt.testing.simulation.scheduler import Decision, Scheduler, active
+
+_TRACE = """
+import sys
+from t5ckpt.testing.simulation import virtual
+virtual.enter()
+import logging
+logging.disable(logging.CRITICAL)
+from t5ckpt.testing.simulation.choosers import Replay, chooser_of
+from t5ckpt.testing.simulation.explore import Explorer
+from t5ckpt.testing.simulation.scenarios import SCENARIOS
+for name in sys.argv[1:]:
+    explorer = Explorer(SCENARIOS[name])
+    for seed in (1, 2, 3, 10):
+        outcome = explorer.run(chooser_of(seed, explorer.scenario.faults, explorer.length), seed, keeps_trace=True)
+        again = explorer.run(Replay(outcome.decisions), seed, keeps_trace=True)
+        assert again.trace == outcome.trace
+        print(name, seed, *outcome.trace, sep='\\n')
+"""
+
+
+@pytest.mark.slow
+def test_the_same_seed_is_the_same_trace():
+    """In two processes, byte for byte; and its decisions, replayed, are the same trace in one process."""
+    command = [sys.executable, '-c', _TRACE, 'prune-read-faults', 'disk-two-savers-faults']
+    environment = {**os.environ, 'PYTHONHASHSEED': '0', 'JAX_PLATFORMS': 'cpu'}
+    runs = [subprocess.run(command, env=environment, capture_output=True, check=False) for _ in range(2)]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr.decode()
+    assert runs[0].stdout == runs[1].stdout
+    assert runs[0].stdout.count(b'\n') > 500
+
+
+def test_a_campaign_counts_what_it_ran():
+    found = simulate(['remove-pin-read'], range(40), workers=1)
+    assert found.schedules == 40
+    assert found.points > 40 * 20
+    assert found.failures == []
+    json.dumps(found.faults)
+
+
+def run(program, chooser=None, processes=('one', 'two'), keeps_trace=False):
+    """Runs a program in each process; returns the scheduler."""
+    scheduler = Scheduler(chooser or Replay(()), keeps_trace=keeps_trace)
+    scheduler.run([scheduler.start(scheduler.process(name), program) for name in processes])
+    return scheduler
+
+
+def test_a_deadlock_is_found():
+    """Each process takes two locks, in the order of its name."""
+    locks = {'one': Lock(), 'two': Lock()}
+    failures = set()
+
+    def program():
+        name = active().current.process.name
+        first, second = (locks[each] for each in ([name, *locks.keys() - {name}]))
+        with first:
+            active().point('has the first')
+            with second:
+                active().point('has both')
+
+    for seed in range(30):
+        for lock in locks.values():
+            lock.release()
+        failures.add(run(program, chooser_of(seed, (), 4)).failure)
+    assert failures == {None, 'nobody can go on: one.0 (main), two.0 (main)'}
+
+
+def test_a_lost_update_is_found_by_one_decision():
+    """The exhaustive search of all schedules with one switch finds it."""
+    failures = []
+    for decisions in ((), (Decision('one.0', 2, 'run', 'two.0'),)):
+        value = [0]
+
+        def program(value=value):
+            active().point('reads')
+            read = value[0]
+            active().point('writes')
+            value[0] = read + 1
+
+        run(program, Replay(decisions))
+        failures.append(value[0])
+    assert failures == [2, 1]
+
+
+def test_threads_and_waits_follow_simulated_time():
+    seen = []
+
+    def program():
+        event, queue = Event(), SimpleQueue()
+        thread = Thread(target=lambda: (queue.put(event.wait(30.0)), queue.put('done')), daemon=True)
+        thread.start()
+        seen.append((queue.get(), queue.get(), thread.is_alive()))
+        thread.join()
+
+    scheduler = run(program, processes=('one',))
+    assert scheduler.failure is None
+    assert seen == [(False, 'done', False)]
+    assert 30 <= scheduler.now - 1_700_000_000 < 31
+
+
+def test_a_crash_ends_all_threads_of_a_process():
+    after = []
+
+    def program():
+        def other():
+            for _ in range(10):
+                active().point('works')
+                after.append(active().points)
+
+        Thread(target=other).start()
+        active().point('begins')
+        active().point('ends')
+
+    scheduler = run(program, Replay([Decision('one.0', 2, 'crash')]), processes=('one',))
+    assert scheduler.failure is None
+    assert after == []
+
+
+def disk():
+    found = Disk(lambda: 0.0)
+    found.mkdir('/a')
+    found.sync(found.find('/'))
+    return found
+
+
+def test_a_power_cut_keeps_what_was_synchronized():
+    outcomes = set()
+    for seed in range(64):
+        found = disk()
+        file = found.create('/a/file')
+        found.write(file, b'bytes', 0)
+        found.sync(file)
+        found.sync(found.find('/a'))
+        found.write(file, b'later', 0)
+        found.create('/a/other')
+        found.rename('/a/file', '/a/renamed')
+        found.cut_power(seed)
+        outcomes.add(frozenset(found.files().items()))
+    names = {frozenset(name for name, _ in each) for each in outcomes}
+    assert names == {
+        frozenset({'/a/file'}),
+        frozenset({'/a/renamed'}),
+        frozenset({'/a/file', '/a/other'}),
+        frozenset({'/a/renamed', '/a/other'}),
+    }
+    contents = {data for each in outcomes for name, data in each if name != '/a/other'}
+    assert {b'bytes', b'later'} <= contents
+    assert contents <= {b'bytes', *(b'later'[:count] for count in range(6))}
+
+
+def test_the_disk_refuses_what_posix_refuses():
+    found = disk()
+    found.mkdir('/a/b')
+    found.create('/a/b/file')
+    found.mkdir('/c')
+    for call, code in (
+        (lambda: found.rename('/c', '/a/b'), errno.ENOTEMPTY),
+        (lambda: found.rmdir('/a/b'), errno.ENOTEMPTY),
+        (lambda: found.mkdir('/a/b'), errno.EEXIST),
+        (lambda: found.unlink('/a'), errno.EISDIR),
+        (lambda: found.find('/a/b/file/x'), errno.ENOTDIR),
+        (lambda: found.find('/none'), errno.ENOENT),
+        (lambda: found.link('/a/b', '/d'), errno.EPERM),
+    ):
+        with pytest.raises(OSError) as raised:  # noqa: PT011 - the code is compared
+            call()
+        assert raised.value.errno == code
+    found.exchange('/a', '/c')
+    assert set(found.files()) == {'/c/b/file'}

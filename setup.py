@@ -74,6 +74,7 @@ setup(
         'jax>=0.7.2',
         'ml_dtypes>=0.5',
         'msgpack>=1.0.5',
+        'numcodecs>=0.15',
         'numpy>=1.26',
         'tensorstore>=0.1.85',
         'xxhash>=3.4',

@@ -67,6 +67,7 @@ from t5ckpt.save import (
     monitored_metrics,
 )
 from t5ckpt.save.arguments import check_no_directory, check_policies, warn_of_gda, warn_of_idle
+from t5ckpt.save.codec_selection import CodecSelection
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.schedule import Environment, SaveSchedule
@@ -104,7 +105,7 @@ class Checkpointer:
       metric_source: provides metrics that were not passed to ``save`` to keep policies, such as TensorBoardMetrics.
       save_policy: when ``maybe_save`` saves, see ``save_policies.py``.
       preempted: returns whether this process is preempted, such as a PreemptionNotice; called by ``maybe_save``.
-      compression: None, 'zstd', 'gzip', 'blosc', or 'auto' to compress the leaves that become much smaller.
+      compression: None, 'lz4', 'zstd', 'gzip', 'blosc', or 'auto' for the codec of each leaf that saves most time.
       chunk_bytes: the desired largest size of a chunk file; 64 MiB by default.
       inline_bytes: leaves up to this many bytes (16 KiB) are stored in the manifest instead of an array directory.
       staging: how ``save_async`` stages the state: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
@@ -170,9 +171,8 @@ class Checkpointer:
         self._staging = StagingMode.parse(staging)
         check_policies(keep, keep_policy, save_policy, metric_source)
         check_callables(preempted=preempted, progress=progress, clock=clock)
-        check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, share_replicated=share_replicated)
-        check_flags(follow_links=follow_links, strict_save=strict_save, read_only=read_only)
-        check_flags(prune_other_layouts=prune_other_layouts)
+        check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, follow_links=follow_links, read_only=read_only)
+        check_flags(prune_other_layouts=prune_other_layouts, share_replicated=share_replicated, strict_save=strict_save)
         self._storage = open_run_storage(checkpoints_dir, storage_options)
         self._storage_options = storage_options
         # Absolute, so that a later chdir does not change it.
@@ -199,6 +199,7 @@ class Checkpointer:
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
         self._reuse = Reuse() if reuse_unchanged and self._storage.links else None
+        self._selection = CodecSelection(self._storage)
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._progress = progress
@@ -404,6 +405,7 @@ class Checkpointer:
                 staging=self._staging,
                 in_background=in_background,
                 reuse=self._reuse,
+                selection=self._selection,
                 dataset=self._dataset,
                 progress=self._progress,
                 clock=self._clock,

@@ -1,22 +1,133 @@
-"""Codecs of chunks by their names."""
+"""The codecs of chunks: their names, and those that numcodecs encodes and decodes in the calling thread.
+
+numcodecs decodes into a buffer of the caller, and releases the GIL. TensorStore reads and writes the same bytes, but allocates
+a file's bytes and a chunk's values for each chunk, which costs more than the codec (docs/decisions.md).
+"""
 
 from __future__ import annotations
 
+import importlib
+import struct
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ['AUTO', 'CODECS']
+import numpy as np
+
+__all__ = ['AUTO', 'BIT_LZ4', 'BIT_ZSTD', 'CODECS', 'ZSTD', 'codec_text', 'decode', 'encode', 'is_native']
 
 
 AUTO: dict[str, Any] = {'id': 'auto'}
 """Placeholder for a codec that is chosen during the save; never written."""
 
+# Levels by measurement (docs/decisions.md): lz4 is as fast at every level, and zstd 3 of shuffled bits is faster than zstd 1.
+BIT_LZ4: dict[str, Any] = {'id': 'blosc', 'cname': 'lz4', 'clevel': 3, 'shuffle': 2, 'blocksize': 0}
+"""lz4 after a shuffle of bits: the bits of all exponents lie together, which are nearly the same in weights."""
+BIT_ZSTD: dict[str, Any] = {**BIT_LZ4, 'cname': 'zstd'}
+ZSTD: dict[str, Any] = {'id': 'zstd', 'level': 1}
 
 CODECS: Mapping[str | None, dict[str, Any] | None] = {
     None: None,
     'auto': AUTO,
-    'zstd': {'id': 'zstd', 'level': 1},
+    'lz4': BIT_LZ4,
+    'zstd': ZSTD,
     'gzip': {'id': 'gzip', 'level': 1},
     'blosc': {'id': 'blosc', 'cname': 'lz4', 'clevel': 5, 'shuffle': -1, 'blocksize': 0},
 }
-"""zarr v2 compressors, by the name a user gives; levels are T5X's."""
+"""zarr v2 compressors, by the name a user gives; the levels of zstd, gzip and blosc are T5X's."""
+
+_SHUFFLES = {0: 'no shuffle', 1: 'byte shuffle', 2: 'bit shuffle'}
+# The header of a blosc chunk (README_CHUNK_FORMAT.rst of c-blosc): four bytes, the sizes of the values, a block and the chunk.
+_BLOSC_HEADER = struct.Struct('<4B3I')
+_ZSTD_MAGIC = b'\x28\xb5\x2f\xfd'
+_WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
+
+
+def codec_text(compressor: Any) -> str:
+    """A zarr compressor for people, such as ``'lz4, bit shuffle'``; ``'none'`` without one."""
+    if not isinstance(compressor, Mapping):
+        return 'none'
+    name = str(compressor.get('id', '?'))
+    shuffle = compressor.get('shuffle')
+    if name != 'blosc' or 'cname' not in compressor:
+        return name
+    return (
+        f'blosc {compressor["cname"]}, {_SHUFFLES[shuffle]}' if shuffle in _SHUFFLES else f'blosc {compressor["cname"]}'
+    )
+
+
+def is_native(compressor: Any) -> bool:
+    """Whether :func:`encode` and :func:`decode` know a codec."""
+    return (
+        isinstance(compressor, Mapping) and compressor.get('id') in ('blosc', 'zstd') and _library('blosc') is not None
+    )
+
+
+def encode(values: np.ndarray, compressor: Mapping[str, Any]) -> bytes:
+    """Encodes an array in C order, of a native codec (:func:`is_native`)."""
+    flat = values.reshape(-1)
+    # The codec shuffles by the size of an element, which it takes from the buffer; those of extension dtypes have none.
+    flat = flat.view(_WORDS.get(flat.dtype.itemsize, flat.dtype))
+    if compressor['id'] == 'zstd':
+        return _library('zstd').compress(flat, compressor.get('level', 1))
+    name = compressor.get('cname', 'lz4').encode()
+    return _library('blosc').compress(
+        flat, name, compressor.get('clevel', 5), compressor.get('shuffle', 1), compressor.get('blocksize', 0)
+    )
+
+
+def decode(data: memoryview, compressor: Mapping[str, Any], out: memoryview) -> bool:
+    """Decodes a chunk into a buffer of its exact size; no other memory is used, whatever the chunk claims.
+
+    Args:
+      data: the chunk's file.
+      compressor: a native codec.
+      out: bytes of the chunk.
+
+    Returns:
+      Whether it was decoded; False for zstd data that does not record its size.
+
+    Raises:
+      ValueError: the data is damaged, or its values have another size.
+    """
+    size = _zstd_size(data) if compressor['id'] == 'zstd' else _blosc_size(data)
+    if size is None:
+        return False
+    if size != len(out):
+        raise ValueError(f'the chunk has {size:,} bytes of values, its metadata {len(out):,}')
+    if not out:
+        return True
+    try:
+        _library(compressor['id']).decompress(data, out)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    return True
+
+
+def _blosc_size(data: memoryview) -> int:
+    if len(data) < _BLOSC_HEADER.size:
+        raise ValueError(f'{len(data)} bytes are too few for a blosc chunk')
+    *_, size, _, total = _BLOSC_HEADER.unpack_from(data)
+    if total != len(data):
+        raise ValueError(f'the blosc chunk has {total:,} bytes, its file {len(data):,}')
+    return size
+
+
+def _zstd_size(data: memoryview) -> int | None:
+    """The size that the header of a zstd frame records (RFC 8878, 3.1.1.1); None without one, or for other data."""
+    if len(data) < 14 or bytes(data[:4]) != _ZSTD_MAGIC:
+        return None
+    flag, single, dictionary = data[4] >> 6, data[4] >> 5 & 1, data[4] & 3
+    length = (single, 2, 4, 8)[flag]
+    if length == 0:
+        return None
+    start = 5 + (not single) + (0, 1, 2, 4)[dictionary]
+    return int.from_bytes(data[start : start + length], 'little') + (256 if length == 2 else 0)
+
+
+def _library(name: str) -> Any:
+    """A module of numcodecs; None where it is not installed, so that TensorStore does its work."""
+    try:
+        module: Any = importlib.import_module(f'numcodecs.{name}')
+    except ImportError:
+        return None
+    return module

@@ -1,13 +1,14 @@
 """Hard-links the chunk files of unchanged arrays from the previous checkpoint instead of writing them.
 
-A chunk is linked in one of three cases:
+A chunk is linked in one of four cases:
 
 - The leaf is the same jax.Array object as in the previous save, and its memory is XLA's own. Such an array is immutable,
   so it is neither staged nor hashed.
 - The chunk has no codec, and its xxh3-64 and size equal those of the file of the same name in the previous checkpoint.
   This also finds frozen weights that passed through a donating step, and works after a restart.
 - The chunk has a codec, and the xxh3-64 of its values equals that of the values that this process encoded for the
-  previous checkpoint.
+  previous checkpoint, which used the same codec. Then it is not encoded.
+- The chunk has a codec, and its encoded bytes equal those in the previous checkpoint, as after a restart.
 
 Every checkpoint stays complete and can be deleted independently: a file is removed with its last link. TensorStore writes
 by rename and never into an existing file, so no save changes the chunks of another checkpoint. Where a link cannot be
@@ -22,6 +23,7 @@ fails later damages all of them. Each checkpoint records the checksum, so each d
 from __future__ import annotations
 
 import dataclasses
+import json
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -50,6 +52,7 @@ class PreviousCheckpoint:
       sidecar_checksum: of its sidecar; differs once another checkpoint has replaced this one.
       file_versions: by file, from when its checksum was last verified; see ``Storage.stamp``.
       values: for chunks with a codec, file to the xxh3-64 of the values before encoding.
+      codecs: array directory to the codec, if this process wrote the checkpoint.
       leaves: array directory to a weak reference to the leaf that was saved there, and its layout.
     """
 
@@ -63,6 +66,16 @@ class PreviousCheckpoint:
         default_factory=dict[str, 'tuple[weakref.ref[Any], str]']
     )
     values: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    codecs: Mapping[str, Any] | None = None
+
+    def codec(self, storage: Storage, location: str) -> Any:
+        """The codec of an array; None without one, or if the array is not there."""
+        if self.codecs is not None:
+            return self.codecs.get(location)
+        try:
+            return json.loads(storage.read(join(self.directory, location, '.zarray')))['compressor']
+        except (T5CkptError, ValueError, LookupError, TypeError):
+            return None
 
     def is_same(self, write: ArrayWrite, *, with_metadata: bool) -> bool:
         """Whether this process saved the same leaf object there, with the same layout."""

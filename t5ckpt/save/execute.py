@@ -31,7 +31,6 @@ from t5ckpt.planning.plan_fingerprint import difference
 from t5ckpt.policies import fields_of
 from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
-from t5ckpt.save.codec_selection import choose_codec
 from t5ckpt.save.prepare import PreparedSave, is_free, is_replaced
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
@@ -112,7 +111,10 @@ class _Leader:
             return {'skip': True}
         reuse = job.previous is not None and (is_single or job.previous.is_there(request.storage))
         codecs = {
-            location: choose_codec(to_stored(np.asarray(sample).astype(dtype)))
+            location: request.selection.choose(
+                to_stored(np.asarray(sample).astype(dtype)),
+                job.previous.codec(request.storage, location) if reuse and job.previous is not None else None,
+            )
             for location, (sample, dtype) in job.samples.items()
         }
         try:
@@ -159,7 +161,10 @@ def _previous(job: PreparedSave, report: WriteReport, sidecar_checksum: str) -> 
     """This checkpoint, for the next save to link chunks from."""
     storage, directory = job.request.storage, step_dir(job.request.step)
     versions = {key: storage.stamp(join(directory, key), version) for key, version in report.file_versions.items()}
-    return PreviousCheckpoint(directory, dict(report.digests), sidecar_checksum, versions, job.leaves, report.values)
+    codecs = {array.location: array.metadata['compressor'] for array in report.arrays.values()}
+    return PreviousCheckpoint(
+        directory, dict(report.digests), sidecar_checksum, versions, job.leaves, report.values, codecs
+    )
 
 
 def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
@@ -187,6 +192,7 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         request.progress,
         request.round.is_leader,
         None if request.round.is_single_process else started['codecs'],
+        request.selection,
     )
     report = write_arrays(write_job, job.staging)
     for name, data in job.dataset.items():

@@ -71,9 +71,9 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         leaves = leaves_to_save(given.leaves, is_storable)
         plan = plan_save(leaves, given.infos, request.options, assignment, given.rule)
     previous = _previous(request)
-    unchanged = (
-        [] if previous is None else [w.path for w in plan.writes if previous.is_same(w, with_metadata=is_leader)]
-    )
+    # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data.
+    skips = None if not is_single and request.options.codec == 'auto' else previous
+    unchanged = [] if skips is None else [w.path for w in plan.writes if skips.is_same(w, with_metadata=is_leader)]
     own = plan if is_leader else dataclasses.replace(plan, inline=())
     staging = Staging(
         own, request.staging, request.call.budget_bytes, private_host=request.in_background, unchanged=unchanged
@@ -118,13 +118,12 @@ def _previous(request: SaveRequest) -> PreviousCheckpoint | None:
     """The checkpoint to take chunks from.
 
     With several processes it is the last one that this job committed, which all of them know without reading storage.
-    It is None if the codec is chosen from the data, because all processes must write the chunks of an array with one codec.
     """
     if request.reuse is None:
         return None
     if request.round.is_single_process:
         return request.reuse.start(request.storage)
-    return None if request.options.codec == 'auto' else request.reuse.previous
+    return request.reuse.previous
 
 
 def _header(request: SaveRequest) -> list[str]:

@@ -17,6 +17,7 @@ from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.arguments import SaveCall
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, find_previous
+from t5ckpt.save.codec_selection import CodecSelection
 from t5ckpt.save.notices import Notices
 from t5ckpt.save.stage import StagingMode
 from t5ckpt.storage import Storage
@@ -44,6 +45,7 @@ class SaveRequest:
     staging: StagingMode
     in_background: bool
     reuse: Reuse | None
+    selection: CodecSelection
     dataset: DatasetState | None
     progress: Progress | None
     clock: Clock

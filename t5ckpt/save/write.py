@@ -5,11 +5,11 @@ source buffer without a copy (``can_reference_source_data_indefinitely``). t5ckp
 arrays with ``assume_metadata``, so opening costs no I/O and two processes never race for one metadata file. Chunks equal to
 the fill value are written, too: a missing chunk is an error when it is read, never zeros.
 
-Every chunk file gets an xxh3-64 digest. Without a codec it is computed from memory, at 28 GB/s on one core. With a codec,
-the file is read back once after the write, from the page cache.
+Every chunk file gets an xxh3-64 digest, which is computed from memory, at 28 GB/s on one core. Chunks with a codec, or at the
+end of an axis, are encoded in one thread per core (``save/chunk_encoding.py``) and written from there.
 
 A save in the background writes large chunks with O_DIRECT if the storage has a page cache, which slows the training much
-less (``storage/direct_io.py``). TensorStore writes encoded chunks, chunks at the edge of an array, and small ones.
+less (``storage/direct_io.py``). TensorStore writes small ones.
 
 Chunks that the previous checkpoint holds already are linked (``save/chunk_reuse.py``).
 
@@ -22,8 +22,10 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import functools
 import json
+import math
+import os
+import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -42,8 +44,9 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.planning.save_plan import ArrayWrite
+from t5ckpt.save.chunk_encoding import encode_chunk, plain_entry
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
-from t5ckpt.save.codec_selection import choose_codec
+from t5ckpt.save.codec_selection import CodecSelection
 from t5ckpt.save.stage import StagedWave, Staging
 from t5ckpt.save.staged_leaf import DeviceLeaf, StagedLeaf
 from t5ckpt.storage import Storage, foreign_errors
@@ -53,9 +56,7 @@ __all__ = ['WriteJob', 'WriteReport', 'write_arrays']
 # Chunks that are not contiguous in their shard are copied before they are written. A few of 64 MiB keep a disk busy; 32, as
 # many as TensorStore writes at once, would take 2 GB.
 _COPIED_BYTES = 256 * 2**20
-# Two keep a disk busy.
-_DIRECT_WRITERS = 4
-_SUB_BYTE = {'float4_e2m1fn', 'int2', 'int4'}
+_DIRECT_WRITERS = 4  # Two keep a disk busy.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ class WriteJob:
       progress: called with (bytes done, bytes in all).
       is_leader: whether this is process 0, which writes the metadata of every array, also of those that others write.
       codecs: by array directory, the codecs that process 0 chose from the data and broadcast.
+      selection: chooses the codecs if there is one process, and learns the rate of the storage.
     """
 
     storage: Storage
@@ -103,6 +105,7 @@ class WriteJob:
     progress: Progress | None = None
     is_leader: bool = True
     codecs: Mapping[str, Any] | None = None
+    selection: CodecSelection | None = None
 
 
 def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
@@ -117,8 +120,8 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
                 # The next wave is staged into the memory of this one, so no reference to it may remain.
                 del wave
         writer.drain()
-        writer.read_back()
         writer.check_interrupt()
+        writer.measure()
     except BaseException:
         writer.abandon()
         raise
@@ -126,9 +129,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
         writer.close()
     expected = staging.chunk_count + (staging.array_count if job.is_leader else 0)
     if len(writer.digests) != expected:
-        raise SaveFailedError(
-            f'{len(writer.digests)} files were written where {expected} were planned; nothing is committed.'
-        )
+        raise SaveFailedError(f'{len(writer.digests)} files were written, {expected} planned; nothing is committed.')
     return WriteReport(
         writer.arrays, writer.digests, writer.total, writer.linked, writer.file_versions(), writer.values
     )
@@ -140,6 +141,7 @@ class _InFlight:
     future: Any
     size: int
     copied: int = 0
+    is_encoded: bool = False
 
 
 class _Writer:
@@ -148,14 +150,17 @@ class _Writer:
         self._staging = staging
         self._storage = job.storage
         self._kvstore = job.storage.open_kvstore(job.directory)
-        self._direct_bytes = job.storage.direct_bytes(in_background=staging.private_host)
+        direct_bytes = job.storage.direct_bytes(in_background=staging.private_host)
+        self._direct_bytes = math.inf if direct_bytes is None else direct_bytes
         self._direct_writers = Pool(_DIRECT_WRITERS, 't5ckpt-write')
+        self._encoders = Pool(os.cpu_count() or 1, 't5ckpt-encode')
+        self._selection = CodecSelection(job.storage) if job.selection is None else job.selection
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        # Bounds the bytes in flight; a larger chunk is written alone.
-        self._budget = ByteBudget(staging.limit)
+        self._budget = ByteBudget(staging.limit)  # Of bytes in flight; a larger chunk is written alone.
         self._copies = ByteBudget(_COPIED_BYTES)
-        self._unread: list[str] = []
         self._done = 0
+        self._linked_bytes = 0
+        self._started = time.monotonic()
         self.total = staging.total_bytes
         self.linked = 0
         self.arrays: dict[Path, StoredArray] = {}
@@ -214,6 +219,7 @@ class _Writer:
         if not self._storage.link(source, target):
             return False
         self.digests[key] = entry
+        self._linked_bytes += entry[0]
         if key in previous.values:
             self.values[key] = previous.values[key]
         return True
@@ -229,13 +235,15 @@ class _Writer:
                 data = source.as_stored(chunk, write)
                 if number == 0:
                     self._begin_array(write, data)
-                entry = self._digest_of(self.arrays[write.path], data)
+                entry = plain_entry(self.arrays[write.path], data)
                 if self._linked_instead(key, entry) if entry is not None else self._linked_encoded(write, key, data):
                     self._budget.release(write.chunk_bytes)
                     self._count(write.chunk_bytes, linked=True)
                     continue
                 copied = self._admit_copy(data)
-                if entry is not None and self._direct_bytes is not None and data.nbytes >= self._direct_bytes:
+                if entry is None:
+                    future = self._encoders.submit(self._encode, self.arrays[write.path], key, data)
+                elif data.nbytes >= self._direct_bytes:
                     future = self._write_direct(key, data)
                 else:
                     if store is None:
@@ -244,25 +252,35 @@ class _Writer:
             except BaseException:
                 self._budget.release(write.chunk_bytes)
                 raise
-            self._in_flight.append(_InFlight(write.name, future, write.chunk_bytes, copied))
-            if entry is None:
-                self._unread.append(key)
-            else:
+            self._in_flight.append(_InFlight(write.name, future, write.chunk_bytes, copied, entry is None))
+            if entry is not None:
                 self.digests[key] = entry
         if not write.chunks:
             # All of its chunks are written by other processes.
             self._begin_array(write, np.empty(0, write.array.dtype))
 
+    def _encode(self, array: StoredArray, key: str, data: np.ndarray) -> Any:
+        """Encodes a chunk and starts to write it, in a thread; returns the future of the write, None if it was linked."""
+        encoded = encode_chunk(array, data)
+        entry = entry_of(encoded)
+        if self._linked_instead(key, entry):
+            return None
+        self.digests[key] = entry
+        if len(encoded) >= self._direct_bytes:
+            return self._write_direct(key, np.frombuffer(encoded, np.uint8))
+        return self._kvstore.write(key, encoded)
+
     def _write_direct(self, key: str, data: np.ndarray) -> Future[None]:
-        key, words = join(self._job.directory, key), data.reshape(-1).view(np.uint8)
-        return self._direct_writers.submit(functools.partial(self._storage.write_direct, key, words))
+        words = data.reshape(-1).view(np.uint8)
+        return self._direct_writers.submit(self._storage.write_direct, join(self._job.directory, key), words)
 
     def _begin_array(self, write: ArrayWrite, sample: np.ndarray) -> None:
         """Chooses the codec, if the plan leaves the choice to the data, and writes the metadata."""
         array = write.array
         if array.metadata['compressor'] == AUTO:
-            codecs = self._job.codecs
-            codec = choose_codec(sample) if codecs is None else codecs.get(array.location)
+            codecs, previous = self._job.codecs, self._job.previous
+            last = None if previous is None else previous.codec(self._storage, array.location)
+            codec = self._selection.choose(sample, last) if codecs is None else codecs.get(array.location)
             array = dataclasses.replace(array, metadata={**array.metadata, 'compressor': codec})
         if self._job.is_leader:
             self._write_metadata(array, write.name)
@@ -277,11 +295,12 @@ class _Writer:
         if not self._storage.links:
             return False
         self.values[key] = digest(data)
-        previous, zarray = self._job.previous, write.zarray
+        previous = self._job.previous
         entry = None if previous is None else previous.digests.get(key)
         if previous is None or entry is None or previous.values.get(key) != self.values[key]:
             return False
-        return previous.digests.get(zarray) == self.digests.get(zarray, ()) and self._link(previous, key, entry)
+        codec = self.arrays[write.path].metadata['compressor']
+        return previous.codec(self._storage, write.array.location) == codec and self._link(previous, key, entry)
 
     def _write_metadata(self, array: StoredArray, leaf: str) -> None:
         data = zarray_bytes(array)
@@ -299,15 +318,6 @@ class _Writer:
         with foreign_errors(leaf, writing=True):
             opening = ts.open(spec, open=True, create=True, assume_metadata=True, context=self._storage.context())
             return self._storage.wait(opening)
-
-    @staticmethod
-    def _digest_of(array: StoredArray, data: np.ndarray) -> tuple[int, str] | None:
-        """The size and digest of the chunk's file if it holds the plain values; None with a codec."""
-        # A chunk at the end of the array is padded on disk.
-        is_whole = data.shape == tuple(array.metadata['chunks'])
-        if array.metadata['compressor'] is not None or array.dtype.name in _SUB_BYTE or not is_whole:
-            return None
-        return data.nbytes, digest(data)
 
     def _admit(self, size: int) -> None:
         while not self._budget.try_acquire(size):
@@ -333,7 +343,9 @@ class _Writer:
         item = self._in_flight[0]
         try:
             with foreign_errors(f'{item.leaf} in {self._storage.url(self._job.directory)}', writing=True):
-                self._storage.wait(item.future)
+                future = item.future.result() if item.is_encoded else item.future
+                if future is not None:
+                    self._storage.wait(future)
         except Exception:
             self._release(self._in_flight.popleft())
             raise
@@ -361,10 +373,10 @@ class _Writer:
         while self._in_flight:
             self._finish_next()
 
-    def read_back(self) -> None:
-        """Computes the digests of encoded chunks from their files."""
-        for key in self._unread:
-            self.digests[key] = entry_of(self._storage.read(join(self._job.directory, key)))
+    def measure(self) -> None:
+        """Tells the selection of codecs how fast the storage was."""
+        written = sum(size for size, _ in self.digests.values()) - self._linked_bytes
+        self._selection.measured(written, time.monotonic() - self._started)
 
     def file_versions(self) -> dict[str, tuple[int, ...] | None]:
         """The versions of all files. Detects a file whose rename was lost without an error."""
@@ -377,6 +389,7 @@ class _Writer:
 
     def abandon(self) -> None:
         """Waits for all started writes, so that none ends after the caller has removed the files."""
+        self._encoders.shutdown(cancel_futures=True)
         self._direct_writers.shutdown(wait=False, cancel_futures=True)
         while self._in_flight:
             with contextlib.suppress(T5CkptError, CancelledError):
@@ -384,4 +397,5 @@ class _Writer:
 
     def close(self) -> None:
         """Ends the threads."""
+        self._encoders.shutdown(wait=False)
         self._direct_writers.shutdown(wait=False)

@@ -1,5 +1,6 @@
 """Unchanged arrays are linked, chosen codecs pay, and every checkpoint stands by itself."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 import t5ckpt
-from t5ckpt.save.codec_selection import choose_codec
+from t5ckpt.format.codecs import BIT_LZ4, BIT_ZSTD
+from t5ckpt.save.codec_selection import CodecSelection
+from t5ckpt.storage.open import open_storage
 
 
 def state_of(head):
@@ -91,33 +94,86 @@ def test_another_layout_is_not_linked(tmp_path):
         assert np.array_equal(t5ckpt.load_t5x_checkpoint(tmp_path, step)['frozen']['w'], np.arange(100_000))
 
 
-def test_auto_compresses_only_what_pays(tmp_path):
+def test_auto_compresses_what_pays():
+    """Weights and optimizer states become smaller than the codecs of other checkpointers make them; noise stays plain."""
     rng = np.random.default_rng(0)
+    weights = 0.02 * rng.standard_normal(300_000, dtype=np.float32)
     state = {
-        'noise': rng.standard_normal(200_000, dtype=np.float32),
-        'zeros': np.zeros(200_000, np.float32),
-        'bf16': rng.standard_normal(200_000).astype(jnp.bfloat16),
-        'half': np.concatenate([np.zeros(300_000, np.float32), rng.standard_normal(100_000, dtype=np.float32)]),
+        'noise': rng.integers(0, 256, 1_200_000, np.uint8),
+        'float32': weights,
+        'bfloat16': weights.astype(jnp.bfloat16),
+        'master': weights.astype(jnp.bfloat16).astype(np.float32),
+        'moment': np.square(weights) * rng.random(300_000, dtype=np.float32),
+        'zeros': np.zeros(300_000, np.float32),
         'tiny': np.zeros(3),
         'four': np.zeros(100_000, jnp.int4),
     }
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, compression='auto')
-    ck.save(state, step=0)
-    used = {}
-    for name in state:
-        zarray = tmp_path / 'checkpoint_0' / name / '.zarray'
-        used[name] = zarray.exists() and '"zstd"' in zarray.read_text()
-    assert used == {'noise': False, 'zeros': True, 'bf16': False, 'half': True, 'tiny': False, 'four': True}
-    loaded = t5ckpt.load_t5x_checkpoint(tmp_path)
+    url = 'memory://auto'
+    with t5ckpt.Checkpointer(state, checkpoints_dir=url, compression='auto') as ck:
+        ck.save(state, step=0)
+    storage, sizes = open_storage(url), {}
+    for name in state.keys() - {'tiny'}:
+        codec = json.loads(storage.read(f'checkpoint_0/{name}/.zarray'))['compressor']
+        assert (codec is None) == (name == 'noise')
+        sizes[name] = storage.size(f'checkpoint_0/{name}/0') / state[name].nbytes
+    limits = {'float32': 0.9, 'bfloat16': 0.8, 'master': 0.42, 'moment': 0.9, 'zeros': 0.01, 'four': 0.01, 'noise': 1}
+    assert all(size <= limits[name] for name, size in sizes.items()), sizes
+    loaded = t5ckpt.load_t5x_checkpoint(url)
     assert all(np.array_equal(loaded[name], state[name]) for name in state)
 
 
-def test_the_sample_looks_past_the_beginning():
-    late = np.concatenate(
-        [np.zeros(70_000, np.float32), np.random.default_rng(0).standard_normal(10**6, dtype=np.float32)]
-    )
-    assert choose_codec(late) is None
-    assert choose_codec(np.zeros((3, 0), np.float32)) is None
+def selection(tmp_path, rate):
+    return CodecSelection(open_storage(tmp_path), rate)
+
+
+def test_the_sample_looks_past_the_beginning(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, 10**6, np.uint8)
+    assert selection(tmp_path, 1e8).choose(noise) is None
+    assert selection(tmp_path, 1e8).choose(np.concatenate([noise, np.zeros(10**6, np.uint8)])) is not None
+    assert selection(tmp_path, 1e8).choose(np.zeros((3, 0), np.float32)) is None
+
+
+def test_the_storage_decides_what_pays(tmp_path):
+    """Storage that takes bytes faster than a codec makes them gets plain ones; for slow storage the smallest are chosen."""
+    weights = np.random.default_rng(0).standard_normal(100_000, dtype=np.float32)
+    assert selection(tmp_path, 1e12).choose(weights) is None
+    assert selection(tmp_path, 1e7).choose(weights) == BIT_LZ4
+    assert selection(tmp_path, 1e7).choose(1.1 * weights.astype(np.float64)) == BIT_ZSTD
+
+
+def test_a_codec_is_kept_until_another_is_far_better(tmp_path):
+    doubles = 1.1 * np.random.default_rng(0).standard_normal(100_000, dtype=np.float32).astype(np.float64)
+    assert selection(tmp_path, 1e7).choose(doubles, BIT_LZ4) == BIT_LZ4
+    assert selection(tmp_path, 1e12).choose(doubles, BIT_LZ4) is None
+    half = np.where(np.arange(100_000) % 1000 < 500, 0, doubles)
+    assert selection(tmp_path, 1e7).choose(half, {'id': 'gzip', 'level': 1}) == selection(tmp_path, 1e7).choose(half)
+
+
+def test_the_rate_is_that_of_the_last_saves(tmp_path):
+    """Small saves measure requests, not bytes."""
+    found = CodecSelection(open_storage(tmp_path))
+    typical = found.rate
+    found.measured(1000, 10)
+    assert found.rate == typical
+    for _ in range(20):
+        found.measured(10**9, 10)
+    assert found.rate == pytest.approx(1e8)
+    found.measured(10**9, 1)
+    found.measured(10**9, 1)
+    assert 1.5e8 < found.rate < 1e9
+    assert CodecSelection(open_storage('memory://rates')).rate < typical
+
+
+@pytest.mark.parametrize('compression', ['zstd', 'gzip', 'lz4', 'auto'])
+def test_encoded_chunks_are_linked_after_a_restart(tmp_path, compression):
+    """The codec is that of the previous checkpoint, so equal values give equal files."""
+    values = np.random.default_rng(0).standard_normal((512, 256)).astype(jnp.bfloat16)
+    state = {'w': values.astype(np.float32), 'zeros': np.zeros(100_000, np.float32)}
+    for step in range(3):
+        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, compression=compression) as ck:
+            ck.save(state, step=step)
+    for name in ('w/0.0', 'zeros/0'):
+        assert len({inode(tmp_path, step, name) for step in range(3)}) == 1, name
 
 
 def test_untouched_files_are_not_read_again(tmp_path):

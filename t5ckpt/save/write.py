@@ -9,9 +9,7 @@ Every chunk file gets an xxh3-64 digest, which is computed from memory, at 28 GB
 end of an axis, are encoded in one thread per core (``save/chunk_encoding.py``) and written from there.
 
 A save in the background writes large chunks with O_DIRECT if the storage has a page cache, which slows the training much
-less (``storage/direct_io.py``). TensorStore writes small ones.
-
-Chunks that the previous checkpoint holds already are linked (``save/chunk_reuse.py``).
+less (``storage/direct_io.py``). Chunks that the previous checkpoint holds already are linked (``save/chunk_reuse.py``).
 
 Notes: blocks until everything is durable; raises the first error after all started writes have ended.
 """

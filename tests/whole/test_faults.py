@@ -54,9 +54,7 @@ def operations(kind, tmp_path, options):
     save(place, 1, FakeClock(), **options)
     faulty = open_faulty(place, kind)
     save(faulty, 2, FakeClock(), **options)
-    assert any(name == 'write_direct' for name, _ in faulty.operations) == (
-        kind == 'direct' and 'compression' not in options
-    )
+    assert any(name == 'write_direct' for name, _ in faulty.operations) == (kind == 'direct')
     return len(faulty.operations)
 
 

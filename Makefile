@@ -67,6 +67,7 @@ bench: $(VENV)/installed-test
 # Strict: a link that leads nowhere, or a docstring that does not parse, is an error. The page of errors is made by real ones.
 docs: $(VENV)/installed-test
 	$(BIN)/python docs/make_errors.py
+	$(BIN)/python docs/make_signatures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 soak: $(VENV)/installed-test

@@ -4,12 +4,14 @@
     python docs/make_errors.py --print    prints it
 
 Each function below is one mistake. Its docstring is the heading, its body what the page shows, and it has to raise. They
-run in order, each in a directory of its own, in which `run` holds step 3 of STATE.
+run in order, each in a directory of its own, in which `run` holds step 3 of STATE. A server on the loopback takes the place of
+S3: it has no bucket, and forbids the access to `private`. pandas cannot be imported.
 """
 
 from __future__ import annotations
 
 import functools
+import http.server
 import inspect
 import logging
 import os
@@ -18,6 +20,7 @@ import re
 import sys
 import tempfile
 import textwrap
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +33,10 @@ MISTAKES = []
 HEAD = """\
 # Errors
 
-Common mistakes, and the error message of each. An error of t5ckpt is a `t5ckpt.errors.T5CkptError`, and also the builtin that
-callers of T5X catch ([the tree](api.md#errors)). Invalid arguments raise Python's own `ValueError` and `KeyError`.
-[Changed models](changed-models.md) describes what to do if checkpoint and template differ, and [many hosts](many-hosts.md) has
-the errors of jobs of several processes. `docs/make_errors.py` makes these mistakes and writes this page.
+Find the message that you got, with the mistake that causes it and a link to its cure. Each error of t5ckpt is a
+`t5ckpt.errors.T5CkptError` and a builtin exception: the [list of classes](api.md#errors) has both. Invalid arguments raise
+`ValueError` or `KeyError`. [Many hosts](many-hosts.md#errors) has the errors of jobs of several processes, and
+[the command line](looking.md#on-the-command-line) its exit codes. `docs/make_errors.py` makes the mistakes and writes this page.
 
 All examples use this run in `/data`:
 
@@ -52,9 +55,14 @@ def setup():
         checkpointer.save(state())
 
 
-def mistake(function):
-    MISTAKES.append(function)
-    return function
+def mistake(cure):
+    """Lists a mistake, with links to the pages on its cure."""
+
+    def listed(function):
+        MISTAKES.append((function, cure))
+        return function
+
+    return listed
 
 
 def restore(model, **options):
@@ -64,81 +72,83 @@ def restore(model, **options):
 # --- nothing there --------------------------------------------------------------------------------------------------------
 
 
-@mistake
+@mistake('[Which steps a run has](concepts.md#which-steps-a-run-has)')
 def no_run():
-    """Restore where nothing has been saved"""
+    """A run without checkpoints"""
     t5ckpt.Checkpointer(state(), checkpoints_dir='runs').restore()
 
 
-@mistake
+@mistake('[Find, pin and list steps](api.md#find-pin-and-list-steps)')
 def no_step():
-    """A step that is not there"""
+    """A step that does not exist"""
     restore(state(), step=30)
 
 
-@mistake
+@mistake(
+    '[Migration](migration.md), [other trainers](other-trainers.md), [safetensors](changed-models.md#weights-from-safetensors)'
+)
 def another_tool():
-    """A directory of something else"""
+    """Another program's directory"""
     pathlib.Path('llama').mkdir()
     pathlib.Path('llama/pytorch_model.bin').touch()
     t5ckpt.open_checkpoint('llama')
 
 
-@mistake
+@mistake('[Names and patterns](looking.md#names-and-patterns)')
 def no_leaf():
-    """A leaf's name is misspelt"""
+    """A misspelt name of a leaf"""
     t5ckpt.open_checkpoint('run')['params/dense/kernels']
 
 
-@mistake
+@mistake('[Copy to another storage](storage.md#copy-to-another-storage)')
 def unserved():
-    """A storage that is not served"""
+    """A scheme that is not supported"""
     t5ckpt.open_checkpoint('ftp://host/run')
 
 
 # --- another model --------------------------------------------------------------------------------------------------------
 
 
-@mistake
+@mistake('[A leaf of another shape](changed-models.md#a-leaf-of-another-shape)')
 def wider():
-    """The model is wider than the one that was saved"""
+    """A leaf of another shape"""
     restore({'params': {'dense': {'kernel': jnp.ones((256, 512)), 'bias': jnp.zeros(512)}}, 'step': 0})
 
 
-@mistake
+@mistake('[A renamed layer](changed-models.md#a-renamed-layer)')
 def renamed():
-    """A layer was renamed"""
+    """A renamed layer"""
     restore({'params': {'proj': state()['params']['dense']}, 'step': 0})
 
 
-@mistake
+@mistake('[A new layer](changed-models.md#a-new-layer)')
 def new_leaf():
-    """The model has a leaf that the checkpoint lacks"""
+    """A leaf that the checkpoint does not have"""
     restore({**state(), 'ema_decay': 0.999})
 
 
-@mistake
+@mistake('[Only the weights](changed-models.md#only-the-weights-partial-restore)')
 def weights_only():
-    """Only the weights are wanted"""
+    """A restore of the weights alone"""
     restore({'params': state()['params']})
 
 
-@mistake
+@mistake('[A leaf of another kind of dtype](changed-models.md#a-leaf-of-another-kind-of-dtype)')
 def another_kind():
-    """A leaf has another kind of dtype"""
+    """A leaf of another kind of dtype"""
     restore({**state(), 'step': 0.0})
 
 
-@mistake
+@mistake('[A renamed layer](changed-models.md#a-renamed-layer), [names and patterns](looking.md#names-and-patterns)')
 def no_rule():
-    """A rule of the assignment map matches nothing"""
+    """A rule that matches no leaf"""
     rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('params/proj/(.*)', r'params/dense/\1')])
     restore(state(), state_transformation_fns=[rename])
 
 
-@mistake
+@mistake('[A renamed layer](changed-models.md#a-renamed-layer)')
 def wrong_rule():
-    """A rule leads to a leaf that the checkpoint lacks"""
+    """A rule that leads to a leaf that the checkpoint does not have"""
     rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('params/dense/(.*)', r'dense/\1')])
     restore(state(), state_transformation_fns=[rename])
 
@@ -146,38 +156,38 @@ def wrong_rule():
 # --- what is saved --------------------------------------------------------------------------------------------------------
 
 
-@mistake
+@mistake('[Train](start.md#train)')
 def stepless():
-    """The state names no step"""
+    """A state without a step"""
     params = state()['params']
     t5ckpt.Checkpointer(params, checkpoints_dir='run').save(params)
 
 
-@mistake
+@mistake('[Equinox](frameworks.md#equinox), whose modules have functions as leaves')
 def function_leaf():
-    """Something in the state is no array"""
+    """A leaf that is not an array"""
     bad = {**state(), 'apply_fn': jnp.tanh}
     t5ckpt.Checkpointer(bad, checkpoints_dir='run').save(bad, step=4)
 
 
-@mistake
+@mistake('[What JAX does not protect](concepts.md#what-jax-does-not-protect)')
 def donated():
-    """The state was donated before it was saved"""
+    """A state that was donated before the save"""
     old = jax.tree.map(jnp.asarray, state())
     new = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)(old)
     t5ckpt.Checkpointer(new, checkpoints_dir='run').save(old, step=4)
 
 
-@mistake
+@mistake('[The manifest](format.md#the-manifest)')
 def two_names():
-    """Two keys that are the same as text"""
+    """Two keys with the same text"""
     bad = {'layers': {1: jnp.ones(2), '1': jnp.ones(2)}}
     t5ckpt.Checkpointer(bad, checkpoints_dir='run').save(bad, step=4)
 
 
-@mistake
+@mistake('[The loop](cookbook.md#the-loop)')
 def closed():
-    """A save after the end of the with block"""
+    """A save after the `with` block"""
     with t5ckpt.Checkpointer(state(), checkpoints_dir='run') as checkpointer:
         pass
     checkpointer.save_async(state(), step=4)
@@ -186,19 +196,19 @@ def closed():
 # --- options --------------------------------------------------------------------------------------------------------------
 
 
-@mistake
+@mistake('[From T5X](migration.md#from-t5x), whose constructor has a partitioner')
 def positional_directory():
-    """The directory is given in the place of the partitioner"""
+    """The directory in the place of the partitioner"""
     t5ckpt.Checkpointer(state(), 'run')
 
 
-@mistake
+@mistake('[What to keep](cookbook.md#what-to-keep)')
 def keep_none():
     """`keep=0`"""
     t5ckpt.Checkpointer(state(), checkpoints_dir='run', keep=0)
 
 
-@mistake
+@mistake('[Weights in bfloat16](changed-models.md#weights-in-bfloat16)')
 def integer_weights():
     """A cast to integers"""
     t5ckpt.Checkpointer(state(), checkpoints_dir='run', restore_dtype=jnp.int8)
@@ -207,39 +217,72 @@ def integer_weights():
 # --- storage --------------------------------------------------------------------------------------------------------------
 
 
-@mistake
+@mistake('[NFS, Lustre and other file systems](storage.md#nfs-lustre-and-other-file-systems)')
 def not_writable():
-    """A place where nothing can be written"""
+    """A directory that cannot be created"""
     t5ckpt.Checkpointer(state(), checkpoints_dir='/proc/run').save(state())
 
 
-@mistake
+@mistake('[The loop](cookbook.md#the-loop)')
 def unseen():
-    """A save in the background failed, and nobody asked"""
+    """A failed save in the background"""
     pathlib.Path('file').touch()
     with t5ckpt.Checkpointer(state(), checkpoints_dir='file/run') as checkpointer:
         checkpointer.save_async(state())
 
 
-@mistake
+@mistake('[Damaged checkpoints](reliability.md)')
 def truncated():
-    """The manifest was cut off when it was copied"""
+    """A truncated manifest"""
     os.truncate('run/checkpoint_3/checkpoint', 100)
     restore(state())
 
 
-@mistake
+@mistake('[Damaged checkpoints](reliability.md)')
 def chunk_gone():
-    """A chunk file is missing"""
+    """A missing chunk"""
     os.remove('run/checkpoint_3/params.dense.kernel/0.0')
     restore(state())
 
 
-@mistake
+@mistake('[Damaged checkpoints](reliability.md)')
 def chunk_short():
-    """A chunk file was cut off"""
+    """A truncated chunk"""
     os.truncate('run/checkpoint_3/params.dense.kernel/0.0', 1000)
     restore(state())
+
+
+@mistake('[S3 and compatible services](storage.md#s3-and-compatible-services)')
+def no_bucket():
+    """A bucket that does not exist"""
+    t5ckpt.open_checkpoint('s3://wieghts/run')
+
+
+@mistake('[S3 and compatible services](storage.md#s3-and-compatible-services)')
+def forbidden():
+    """A bucket without permission"""
+    t5ckpt.open_checkpoint('s3://private/run')
+
+
+@mistake('[When a server fails](storage.md#when-a-server-fails)')
+def no_server():
+    """A server that cannot be reached"""
+    t5ckpt.latest_step('s3://weights/run', storage_options={'endpoint': 'http://127.0.0.1:9', 'retry_seconds': 2})
+
+
+@mistake('[S3 and compatible services](storage.md#s3-and-compatible-services)')
+def misspelt_option():
+    """A misspelt option of a storage"""
+    t5ckpt.open_checkpoint('s3://weights/run', storage_options={'regoin': 'eu-central-1'})
+
+
+# --- packages -------------------------------------------------------------------------------------------------------------
+
+
+@mistake('[Start in five minutes](start.md), [Look into checkpoints](looking.md)')
+def no_pandas():
+    """A package that is not installed"""
+    t5ckpt.open_checkpoint('run').to_pandas()
 
 
 # --- the page -------------------------------------------------------------------------------------------------------------
@@ -253,6 +296,24 @@ def shown(function) -> str:
     return re.sub(r'(?<![.\w])restore\((.*)\)$', _spelt_out, text, flags=re.MULTILINE)
 
 
+class _Server(http.server.BaseHTTPRequestHandler):
+    """Answers as S3 does for a bucket that does not exist, and for one without permission."""
+
+    def do_GET(self):
+        status, code = (403, 'AccessDenied') if self.path.startswith('/private') else (404, 'NoSuchBucket')
+        body = f'<Error><Code>{code}</Code><Message>{code}</Message></Error>'.encode()
+        self.send_response(status)
+        self.send_header('Content-Length', str(len(body)))
+        self.end_headers()
+        if self.command != 'HEAD':
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815 - the server calls it by this name
+
+    def log_message(self, *_):
+        """Is silent."""
+
+
 def _spelt_out(call: re.Match) -> str:
     model, _, options = call[1].rpartition(', ') if re.search(r', \w+=', call[1]) else (call[1], '', '')
     return f"t5ckpt.Checkpointer({model}, checkpoints_dir='run').restore({options})"
@@ -264,6 +325,7 @@ def said(function, work: pathlib.Path) -> str:
         function()
     except Exception as error:  # noqa: BLE001 - whatever it is
         text = error.args[0] if isinstance(error, KeyError) else str(error)
+        text = re.sub(r'after \d+ ms', 'after 0 ms', text)
         return f'{type(error).__name__}: {text}'.replace(str(work), '/data')
     raise AssertionError(f'{function.__name__} is no mistake any more')
 
@@ -273,7 +335,12 @@ def page() -> str:
     setup_code = inspect.getsource(state) + '\n' + shown(setup) + '\n'
     parts = [HEAD.format(setup=setup_code)]
     home = pathlib.Path.cwd()
-    for number, function in enumerate(MISTAKES, 1):
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), _Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.environ['AWS_ENDPOINT_URL_S3'] = f'http://127.0.0.1:{server.server_port}'
+    os.environ |= {'AWS_ACCESS_KEY_ID': 'key', 'AWS_SECRET_ACCESS_KEY': 'secret'}
+    sys.modules['pandas'] = None
+    for number, (function, cure) in enumerate(MISTAKES, 1):
         with tempfile.TemporaryDirectory() as directory:
             work = pathlib.Path(directory).resolve()
             os.chdir(work)
@@ -282,7 +349,9 @@ def page() -> str:
                 text = said(function, work)
             finally:
                 os.chdir(home)
-        parts.append(f'## {number}. {function.__doc__}\n\n```py\n{shown(function)}\n```\n\n```text\n{text}\n```\n')
+        parts.append(
+            f'## {number}. {function.__doc__}\n\n```py\n{shown(function)}\n```\n\n```text\n{text}\n```\n\nSee {cure}.\n'
+        )
     return '\n'.join(parts)
 
 

@@ -57,7 +57,7 @@ def view_picture(name: str, html: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         page = Path(scratch) / 'page.html'
         page.write_text(f'<!doctype html><meta charset="utf-8"><body>{html}</body>')
-        browser_picture(name, page, '1000,420')
+        browser_picture(name, page, '1000,285')
 
 
 def report_picture(name: str, run: Path) -> None:
@@ -86,7 +86,7 @@ def main() -> None:
     steps = [f'{run.name}/checkpoint_{step}' for step in (first, last)]
     terminal_picture('ls', ['t5ckpt', 'ls', run.name], run.parent)
     terminal_picture('show', ['t5ckpt', 'show', run.name, '--depth', '3'], run.parent)
-    terminal_picture('diff', ['t5ckpt', 'diff', *steps, '--top', '8'], run.parent)
+    terminal_picture('diff', ['t5ckpt', 'diff', *steps, 'params', '--top', '8'], run.parent)
     os.chdir(run.parent)
     view = t5ckpt.open_checkpoint(run.name)
     tree = view['params']._repr_html_().replace(f'{run.parent}{os.sep}', '')

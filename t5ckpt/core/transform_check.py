@@ -28,7 +28,8 @@ def check_transforms(transforms: Any) -> None:
 def _check_takes_two(fn: Any) -> None:
     """Raises ValueError for a function that cannot be called with two positional arguments."""
     try:
-        signature = inspect.signature(fn)
+        # What a wrapper binds, such as that of gin, is not in the signature of what it wraps.
+        signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):
         # A function written in C may have no signature.
         return

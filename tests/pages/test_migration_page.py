@@ -4,7 +4,9 @@ import inspect
 import pathlib
 import re
 import runpy
+import sys
 
+import gin
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,7 +61,7 @@ def test_t5x(here):
 
 
 def test_blocks_that_are_not_run_name_what_is_there():
-    """T5X and gin are not installed here: of their blocks at least our names and options exist."""
+    """T5X is not installed here: of its blocks at least our names and options exist."""
     section = re.search(r'^## From T5X\n(.*?)^## ', PAGE, re.DOTALL | re.MULTILINE).group(1)
     blocks = ''.join(re.findall(r'^```(?:sh|py|gin)\n(.*?)^```', section, re.DOTALL | re.MULTILINE))
     assert {getattr(t5ckpt, name).__name__ for name in re.findall(r't5ckpt\.(\w+)', section)} >= {
@@ -69,12 +71,6 @@ def test_blocks_that_are_not_run_name_what_is_there():
     options = re.findall(r'^t5ckpt\.Checkpointer\.(\w+) =', blocks, re.MULTILINE)
     assert options
     assert set(options) <= set(inspect.signature(t5ckpt.Checkpointer).parameters)
-    # With dynamic registration, as in T5X's own files, gin knows what the file itself imports.
-    (gin,) = re.findall(r'^```gin\n(.*?)^```', section, re.DOTALL | re.MULTILINE)
-    head, *lines = [line for line in gin.splitlines() if line and line[0] not in '# ']
-    assert head == 'from __gin__ import dynamic_registration'
-    imported = {line.split()[-1] for line in lines if 'import ' in line}
-    assert imported == {re.match(r'\w+', line)[0] for line in lines if 'import ' not in line}
 
 
 class Positions:
@@ -149,3 +145,102 @@ def test_dcp(here):
     space = run(programs('From torch.distributed.checkpoint')[1], space)
     assert_state(space['state'])
     assert t5ckpt.all_steps('run') == [100, 200]
+
+
+# ---- T5X's configuration ----
+
+T5X = {
+    'utils': """
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass
+class SaveCheckpointConfig:
+    checkpointer_cls: Any = None
+    period: int = 1
+    keep: Any = None
+
+
+@dataclasses.dataclass
+class RestoreCheckpointConfig:
+    path: str = ''
+    mode: str = 'latest'
+    checkpointer_cls: Any = None
+    fallback_to_scratch: bool = False
+    state_transformation_fns: Any = ()
+""",
+    'train': 'def train(use_orbax=True):\n    return use_orbax\n',
+}
+
+
+@pytest.fixture(scope='module')
+def modules(tmp_path_factory):
+    """T5X's modules, with the fields and arguments that T5X's have (t5x/utils.py, t5x/train.py)."""
+    directory = tmp_path_factory.mktemp('modules')
+    (directory / 't5x').mkdir()
+    for name, code in T5X.items():
+        (directory / 't5x' / f'{name}.py').write_text(code, encoding='utf-8')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        yield
+    for name in ('t5x', 't5x.utils', 't5x.train'):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def configured(modules, here):
+    """Parses a file of the page, by its number; the call that makes an object, and T5X's modules."""
+    files = re.findall(r'^```gin\n(.*?)^```', PAGE, re.DOTALL | re.MULTILINE)
+    # In T5X, the program is train.py.
+    files = [text.replace('import __main__ as train_script', 'from t5x import train as train_script') for text in files]
+
+    def parse(number: int):
+        gin.clear_config()
+        gin.parse_config(files[number])
+        from t5x import train, utils
+
+        return gin.get_configurable, utils, train
+
+    yield parse
+    gin.clear_config()
+
+
+def test_gin_takes_the_class(configured, here):
+    get, utils, train = configured(0)
+    save = get(utils.SaveCheckpointConfig)
+    assert get(train.train)() is False
+    with save().checkpointer_cls({'w': np.ones(2)}, None, here / 'run', keep=save().keep) as checkpointer:
+        assert isinstance(checkpointer, t5ckpt.Checkpointer)
+        assert checkpointer.keep == 3
+
+
+def test_gin_keeps_the_best(configured, here):
+    get, utils, _ = configured(1)
+    save = get(utils.SaveCheckpointConfig)
+    state = {'w': np.ones(2)}
+    with save().checkpointer_cls(state, None, here / 'run', keep=save().keep) as checkpointer:
+        for step, loss in enumerate([4.0, 1.0, 2.0, 3.0, 5.0, 6.0], 1):
+            checkpointer.save(state, step=step, metrics={'training_eval/mixture/loss': loss})
+    assert t5ckpt.all_steps(here / 'run') == [2, 3, 4, 6]
+
+
+def test_gin_restores_with_rules_and_new_leaves(configured, here):
+    """As TrainStateInitializer.from_checkpoints of T5X calls the restorer."""
+    get, utils, _ = configured(2)
+    saved = partitioner.T5XState({'target': {'decoder': {'mlp': {'wi': {'kernel': np.ones((2, 2))}}}}})
+    with t5ckpt.Checkpointer(saved, None, 'pretrained') as checkpointer:
+        checkpointer.save(saved, step=1_000_000)
+    config = get(utils.RestoreCheckpointConfig)()
+    assert config.fallback_to_scratch
+    model = {'mlp': {'up': {'kernel': np.zeros((2, 2))}}, 'head': {'kernel': np.full((2, 3), 7.0)}}
+    template = partitioner.T5XState({'target': {'decoder': model}})
+    with config.checkpointer_cls(template, None, '') as restorer:
+        restored = restorer.restore(
+            path=config.path,
+            state_transformation_fns=config.state_transformation_fns,
+            fallback_state=template.state_dict(),
+        )
+    decoder = restored.state_dict()['target']['decoder']
+    assert (np.asarray(decoder['mlp']['up']['kernel']) == 1).all()
+    assert (np.asarray(decoder['head']['kernel']) == 7).all()

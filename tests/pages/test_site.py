@@ -4,6 +4,7 @@ import inspect
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,14 @@ def test_the_api_reference_lists_every_public_name_once():
     assert {*names} - warned <= used, 'a name without an example'
 
 
+def test_the_api_reference_has_the_signatures():
+    """In docs/api.md as it stands; the site has them from the docstrings."""
+    make = runpy.run_path(str(ROOT / 'docs' / 'make_signatures.py'))['page']
+    page = (ROOT / 'docs' / 'api.md').read_text(encoding='utf-8')
+    assert make() == page, 'a signature has changed: run python docs/make_signatures.py'
+    assert '<' not in ''.join(re.findall(r'^```py\n(.*?)^```\n\n:::', page, re.DOTALL | re.MULTILINE))
+
+
 def test_every_public_name_is_described_once(site):
     text = (site / 'api.html').read_text(encoding='utf-8')
     ids = re.findall(r' id="([^"]+)"', text)
@@ -93,7 +102,7 @@ def test_it_asks_no_other_host_for_anything(site):
 def test_messages_are_wrapped(site):
     """docs/site.css wraps the blocks of this class."""
     text = (site / 'errors.html').read_text(encoding='utf-8')
-    assert text.count('<div class="language-text highlight">') == 25
+    assert text.count('<div class="language-text highlight">') == 30
     assert '.language-text code' in (site / 'site.css').read_text(encoding='utf-8')
 
 

@@ -40,6 +40,10 @@ def test_each_difference_is_asserted_by_its_own_code(heading, tmp_path, monkeypa
     runpy.run_path('section.py')
 
 
+def test_the_table_has_a_row_for_each_section():
+    assert re.findall(r'^\| \[(.*?)\]\(#', HEAD, re.MULTILINE) == list(BY_HEADING)
+
+
 # ---- signatures ----
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from t5ckpt.catalog.listing import reindex_steps
     from t5ckpt.checkpointer import Checkpointer
     from t5ckpt.commit.transaction import CommittedCheckpoint
-    from t5ckpt.convert import Conversion, ConvertOptions, convert_checkpoint
+    from t5ckpt.convert import Conversion, ConvertOptions, RunConversion, convert_checkpoint, convert_run
     from t5ckpt.convert.copy import CopyOptions, CopyReport, copy_checkpoint
     from t5ckpt.convert.export_options import ExportOptions, ExportReport, ImportOptions
     from t5ckpt.convert.huggingface import export_hf, import_hf
@@ -136,6 +136,7 @@ __all__ = [
     'RepairReport',
     'RestoreStateTransformationFn',
     'Run',
+    'RunConversion',
     'SaveAll',
     'SaveAny',
     'SaveAt',
@@ -166,6 +167,7 @@ __all__ = [
     'apply_assignment_map',
     'checkpoints_iterator',
     'convert_checkpoint',
+    'convert_run',
     'copy_checkpoint',
     'detect_checkpoint_type',
     'diff',
@@ -199,7 +201,7 @@ _NAMES = {
     'catalog.listing': 'reindex_steps',
     'checkpointer': 'Checkpointer',
     'commit.transaction': 'CommittedCheckpoint',
-    'convert': 'Conversion ConvertOptions convert_checkpoint',
+    'convert': 'Conversion ConvertOptions RunConversion convert_checkpoint convert_run',
     'convert.copy': 'CopyOptions CopyReport copy_checkpoint',
     'convert.export_options': 'ExportOptions ExportReport ImportOptions',
     'convert.huggingface': 'export_hf import_hf',

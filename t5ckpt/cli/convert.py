@@ -18,32 +18,30 @@ from t5ckpt.cli.output import (
     print_json,
     progress,
     say,
+    steps_option,
 )
-from t5ckpt.cli.paths import CHECKPOINT, RUN
+from t5ckpt.cli.paths import CHECKPOINT, RUN, step_path
 from t5ckpt.cli.reports import words as words_of
 from t5ckpt.cli.verb import Verb
-from t5ckpt.convert import CODEC_NAMES, FORMATS, convert_checkpoint
+from t5ckpt.convert import CODEC_NAMES, FORMATS, RUN_FORMATS, TO_ORBAX, RunConversion, convert_checkpoint, convert_run
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.to_orbax import convert_to_orbax
-from t5ckpt.core.text import counted, human_bytes, lines
+from t5ckpt.core.text import counted, human_bytes, lines, some_of
 from t5ckpt.translate import CheckpointTranslator
 
 __all__ = ['command', 'print_conversion']
 
 _SHOWN = 8
-_TO_ORBAX = 'to-orbax'
-# The error for the wrong option, by whether the format is to-orbax.
-_STEP_RULES = {
-    False: '--step names the step to read, and SRC names that here, such as run/12. To write as a step, pass --as-step.',
-    True: '--as-step: Orbax takes the step from the name of DST, such as run/12. To read a step of SRC, pass --step.',
-}
 
 
 @click.command('convert', cls=Verb, resumes=True)
-@click.argument('kind', type=click.Choice((*FORMATS, _TO_ORBAX)), metavar='FORMAT')
+@click.argument('kind', type=click.Choice((*FORMATS, TO_ORBAX)), metavar='FORMAT')
 @click.argument('source', metavar='SRC', type=CHECKPOINT)
 @click.argument('directory', metavar='DST', type=RUN)
-@click.option('--step', type=int, help='For to-orbax: which step, where SRC is a run; the latest without it.')
+@steps_option
+@click.option(
+    '--all', 'everything', is_flag=True, help='Every step of the run SRC; those that are in DST already are skipped.'
+)
 @as_step_option
 @dtype_option('save_dtype')
 @cast_leaves_option
@@ -61,18 +59,23 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
     one after another, so memory does not depend on the checkpoint's size. A conversion that was interrupted goes on where
     it was when it is started again.
 
-    to-orbax is the way back: SRC is a checkpoint of ours, of --step or the latest, DST the directory that Orbax makes.
+    to-orbax is the way back: SRC is a checkpoint of ours, DST the directory that Orbax makes.
+
+    Of a run, the latest step is converted. --step names another; --all, or --step several times, converts the run
+    step by step, with metrics, times and custom metadata. For to-orbax DST is then the directory of a run of Orbax's
+    CheckpointManager.
 
     \b
     Example:
       t5ckpt convert tf t5.1.1.base/model.ckpt-1000000 t5_1_1_base
-      t5ckpt convert orbax run/12 new_run --save-dtype bfloat16
+      t5ckpt convert orbax run@12 new_run --save-dtype bfloat16
+      t5ckpt convert orbax run new_run --all
       t5ckpt convert to-orbax new_run orbax_run/12
     """
-    if (words['step'] if kind != _TO_ORBAX else words['as_step']) is not None:
-        raise click.UsageError(_STEP_RULES[kind == _TO_ORBAX])
-    step, as_step = words.pop('step'), words.pop('as_step')
-    words['step'] = step if kind == _TO_ORBAX else as_step
+    steps, everything, as_step = words.pop('steps'), words.pop('everything'), words.pop('as_step')
+    of_run = everything or len(steps) > 1
+    _check_steps(kind, steps, everything=everything, as_step=as_step)
+    words['step'] = as_step
     words['optimizer'] = not words.pop('no_optimizer')
     words['overwrite'] = words.pop('force')
     translator = None if rules is None else _translator(rules)
@@ -80,7 +83,12 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
         raise click.UsageError(f'--rules are for tf, not for {kind}.')
     with progress(f'convert {source}') as shown, words_of():
         options = ConvertOptions(**words, progress=shown)
-        if kind == _TO_ORBAX:
+        if of_run:
+            run = convert_run(kind, source, directory, options, steps=None if everything else steps)
+            _print_run(run, as_json=as_json, dry_run=options.dry_run)
+            return
+        source = step_path(source, steps[0]) if steps else source
+        if kind == TO_ORBAX:
             done = convert_to_orbax(source, directory, options)
         else:
             done = convert_checkpoint(kind, source, directory, options, translator)
@@ -88,6 +96,39 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
         print_json({**fields_of(done), 'written': not options.dry_run})
     else:
         print_conversion(done, options.dry_run)
+
+
+def _check_steps(kind: str, steps: Sequence[int], *, everything: bool, as_step: int | None) -> None:
+    """Raises click.UsageError for options of steps that contradict each other or the format."""
+    if (steps or everything) and kind not in RUN_FORMATS:
+        raise click.UsageError(
+            '--step names the step to read, and SRC names that here, such as run/12. To write as a step, pass --as-step.'
+        )
+    if as_step is not None and kind == TO_ORBAX:
+        raise click.UsageError(
+            '--as-step: Orbax takes the step from the name of DST, such as run/12. To read a step of SRC, pass --step.'
+        )
+    if steps and everything:
+        raise click.UsageError('--all converts every step, and --step names some. Leave one of them out.')
+    if as_step is not None and (everything or len(steps) > 1):
+        raise click.UsageError('--as-step is for one step. The steps of a run keep their numbers.')
+
+
+def _print_run(done: RunConversion, *, as_json: bool, dry_run: bool) -> None:
+    if as_json:
+        converted = [fields_of(each) for each in done.converted]
+        print_json({**fields_of(done), 'converted': converted, 'written': not dry_run})
+        return
+    if done.there:
+        say(f'already there: step {some_of(list(map(str, done.there)), _SHOWN, ", ")}')
+    for each in done.converted:
+        how = 'would be written' if dry_run else f'written: {human_bytes(each.nbytes)} in {each.seconds:.1f} s'
+        say(f'{each.path} {how}')
+    if done.gone:
+        say(f'deleted from the source meanwhile: {", ".join(map(str, done.gone))}')
+    dropped = sorted({name for each in done.converted for name in each.dropped})
+    if dropped:
+        _say_some(f'dropped {counted(len(dropped), "name")}', dropped)
 
 
 def _translator(path: str) -> CheckpointTranslator:

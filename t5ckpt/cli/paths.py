@@ -14,7 +14,17 @@ from t5ckpt.catalog.locate import locate, open_run_storage
 from t5ckpt.errors import T5CkptError
 from t5ckpt.storage import open_storage
 
-__all__ = ['CHECKPOINT', 'PLACE', 'RUN', 'checkpoints_of', 'named_paths', 'paths_of', 'remote_paths', 'step_named']
+__all__ = [
+    'CHECKPOINT',
+    'PLACE',
+    'RUN',
+    'checkpoints_of',
+    'named_paths',
+    'paths_of',
+    'remote_paths',
+    'step_named',
+    'step_path',
+]
 
 _NAMED = re.compile(r'(?P<run>.+)@(?P<step>\d+|latest|best(:(?P<metric>.+?)(:(?P<mode>min|max))?)?)', re.DOTALL)
 
@@ -105,7 +115,12 @@ def _resolved(path: str, given: Mapping[str, Any], is_run: bool, param: click.Pa
         raise click.UsageError(f'{path} names a step, and this is about a run. {cure}: {run}')
     if given.get('step') is not None or given.get('steps'):
         raise click.UsageError(f'{path} names a step, so --step cannot name another. Leave one of them out.')
-    located = locate(run, _step_in(named))
+    return step_path(run, _step_in(named))
+
+
+def step_path(run: str, step: int | None) -> str:
+    """The path of a step: its directory, or its file in Flax's layout."""
+    located = locate(run, step)
     return located.storage.url(located.directory) if located.directory or not located.manifest else located.url
 
 

@@ -11,11 +11,22 @@ import os
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.tf import convert_tf
 from t5ckpt.convert.trees import TREE_FORMATS, convert_tree
+from t5ckpt.convert.whole_run import RUN_FORMATS, TO_ORBAX, RunConversion, convert_run
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.storage import Storage
 from t5ckpt.translate import CheckpointTranslator
 
-__all__ = ['CODEC_NAMES', 'FORMATS', 'Conversion', 'ConvertOptions', 'convert_checkpoint']
+__all__ = [
+    'CODEC_NAMES',
+    'FORMATS',
+    'RUN_FORMATS',
+    'TO_ORBAX',
+    'Conversion',
+    'ConvertOptions',
+    'RunConversion',
+    'convert_checkpoint',
+    'convert_run',
+]
 
 FORMATS = ('tf', *TREE_FORMATS)
 """The formats that :func:`convert_checkpoint` reads."""

@@ -1,8 +1,8 @@
 """Writes a checkpoint in Orbax's layout with Orbax itself (extra ``orbax``), one array after another.
 
-The result is that of ``orbax.checkpoint.PyTreeCheckpointer``, which can restore it. Orbax takes all arrays at once. A handler for
-LazyArrays reads each array and waits until it is written, so that one is in memory at a time. Orbax makes the directory visible
-in one step.
+The result is that of ``orbax.checkpoint.PyTreeCheckpointer`` or, as a step of a run, of ``CheckpointManager``; both restore it.
+Orbax takes all arrays at once. A handler for LazyArrays reads each array and waits until it is written, so that one is in memory
+at a time. Orbax makes the directory visible in one step.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.catalog.locate import locate
+from t5ckpt.catalog.locate import Located, locate
 from t5ckpt.commit.output_files import check_output, local_output, output
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.trees import optimizer_leaves
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
 from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
+from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.progress import Meter
 from t5ckpt.reading.contents import read_contents
@@ -28,8 +29,10 @@ from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import open_storage
 from t5ckpt.tree.leaf_table import Empty, unflatten
 
-__all__ = ['convert_to_orbax']
+__all__ = ['convert_to_orbax', 'convert_to_orbax_run']
 
+# The item of the tree in a step of CheckpointManager.
+_ITEM = 'default'
 _ORBAX = {
     '_CHECKPOINT_METADATA',
     '_METADATA',
@@ -38,6 +41,8 @@ _ORBAX = {
     'array_metadatas',
     'commit_success.txt',
     'd',
+    _ITEM,
+    'metrics',
 }
 
 
@@ -62,10 +67,28 @@ def convert_to_orbax(
       UnsupportedLeafError: leaves that Orbax cannot hold.
     """
     options = ConvertOptions() if options is None else options
+    return _convert(locate(source, options.step), local_output(directory), options, is_step=False)
+
+
+def convert_to_orbax_run(
+    source: str | os.PathLike[str], directory: str | os.PathLike[str], step: int, options: ConvertOptions
+) -> Conversion:
+    """Writes a checkpoint as a step of a run of Orbax's ``CheckpointManager``, with its metrics and custom metadata.
+
+    Args:
+      source: the step's directory.
+      directory: the run's, on a local file system.
+      step: the number, which names the step's directory.
+      options: as for :func:`convert_to_orbax`.
+    """
+    target = local_output(os.path.join(directory, str(step)))
+    return _convert(locate(source), target, options, is_step=True)
+
+
+def _convert(located: Located, target: str, options: ConvertOptions, *, is_step: bool) -> Conversion:
     if options.compression is not None or options.concurrent_gb != ConvertOptions.concurrent_gb:
         raise ValueError('compression and concurrent_gb have no effect on what Orbax writes. Leave them out.')
-    contents = read_contents(locate(source, options.step))
-    target = local_output(directory)
+    contents = read_contents(located)
     check_output(target, options.overwrite, _is_ours)
     table = linked_leaves(contents)
     dropped = set[Path]() if options.optimizer else optimizer_leaves(table)
@@ -81,7 +104,8 @@ def convert_to_orbax(
     if not options.dry_run:
         with contents.identity.reading(), output(target, options.overwrite, _is_ours) as temporary:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
-            _save(unflatten(leaves), temporary, Meter(options.progress, total))
+            known = contents.sidecar if is_step else None
+            _save(unflatten(leaves), temporary, Meter(options.progress, total), known)
         nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))
     return Conversion(step, target, nbytes, time.monotonic() - started, *found)
 
@@ -106,7 +130,8 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
     return LazyThreadPoolArray(values.shape, dtype, lambda: values)
 
 
-def _save(tree: Mapping[str, Any], target: str, meter: Meter) -> None:
+def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | None) -> None:
+    """Writes a tree or, with the sidecar of a step, an item with the tree beside its metrics."""
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
@@ -131,9 +156,18 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter) -> None:
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
-            # The empty directory exists, and Orbax replaces it by a rename.
-            checkpointer.save(target, tree, force=True)
+        # The empty directory exists, and Orbax replaces it by a rename.
+        if step is None:
+            with ocp.Checkpointer(handler) as checkpointer:
+                checkpointer.save(target, tree, force=True)
+        else:
+            items = {_ITEM: ocp.args.PyTreeSave(tree)}
+            if step.metrics:
+                items['metrics'] = ocp.args.JsonSave(dict(step.metrics))
+            handlers_of = {_ITEM: handler, 'metrics': ocp.JsonCheckpointHandler(filename='metrics')}
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers_of)) as checkpointer:
+                custom = dict(step.custom_metadata) or None
+                checkpointer.save(target, args=ocp.args.Composite(**items), force=True, custom_metadata=custom)
     except T5CkptError:
         # The source is damaged, or was deleted.
         raise

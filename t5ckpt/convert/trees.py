@@ -27,7 +27,8 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.sidecar import NO_SIDECAR
+from t5ckpt.format.orbax_metadata import STEP_METADATA
+from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.lazy import LazyArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
@@ -96,13 +97,19 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
     table = {
         path: large.get(leaf, leaf) if isinstance(leaf, str) else leaf for path, leaf in linked_leaves(contents).items()
     }
-    return _found(table, located.step, identity, optimizer)
+    found = _found(table, located.step, identity, optimizer)
+    sidecar = contents.sidecar
+    known = Sidecar(created_unix=sidecar.created_unix, metrics=sidecar.metrics, custom_metadata=sidecar.custom_metadata)
+    return dataclasses.replace(found, sidecar=known)
 
 
 def stamp_of(located: Located) -> list[int] | None:
     """The storage's stamp of a checkpoint's manifest, in types of JSON; None if the storage has none."""
-    stamp = located.storage.stamp(join(located.directory, located.manifest or '_METADATA'))
-    return None if stamp is None else list(stamp)
+    for name in [located.manifest] if located.manifest else ['_METADATA', STEP_METADATA]:
+        stamp = located.storage.stamp(join(located.directory, name))
+        if stamp is not None:
+            return list(stamp)
+    return None
 
 
 def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], optimizer: bool) -> Found:

@@ -949,6 +949,14 @@ FUNCTIONS: list[Case] = [
         lambda s, _: t5ckpt.unpin_checkpoint(s.run / 'checkpoint_1'),
     ),
     ('convert_checkpoint', 'kind', ValueError, 'flux', lambda s, _: t5ckpt.convert_checkpoint('flux', s.run, s.out)),
+    ('convert_run', 'kind', ValueError, 'flux', lambda s, _: t5ckpt.convert_run('flux', s.run, s.out)),
+    (
+        'convert_run',
+        'steps',
+        t5ckpt.errors.CheckpointNotFoundError,
+        '77',
+        lambda s, _: t5ckpt.convert_run('to-orbax', s.run, s.out, steps=[77]),
+    ),
     (
         'convert_checkpoint',
         'translator',
@@ -1286,6 +1294,7 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('cat', '--npy', 2, 'not an array', 'cat {noted} note --npy'),
     ('convert', 'kind', 2, 'flux', 'convert flux {run} {out}'),
     ('convert', '--rules', 2, '--rules', 'convert flax {root}/x.flax {out} --rules rules.py'),
+    ('convert', '--all', 2, '--as-step', 'convert tf {root}/tf {out} --all'),
     ('cp', '--workers', 2, '--workers', 'cp {run} {out} --drop step --workers 2'),
     ('cp', '--follow-links', 2, '--follow-links', 'cp {run} {out} --drop step --follow-links'),
     ('cp', '--follow-links', 0, 'warning: --follow-links', 'cp {memory} {out} --follow-links'),

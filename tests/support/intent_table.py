@@ -234,6 +234,7 @@ directory | error | it has the step already
 kind | error | unknown
 translator | error | for another kind than 'tf'
 """,
+    'convert_run': 'kind | error | unknown, or of one checkpoint\nsteps | error | the run lacks one',
     'detect_checkpoint_type': 'checkpoint_path | error | nothing is there\nexpected | report | another format: logged',
     'get_checkpoint_dir': 'step | hint | any step has a name\nstep_format_fixed_length | hint | a step that is as long already',
     'diff': 'values | hint | there are no values to compare',
@@ -338,7 +339,7 @@ leaf | error | no such leaf
 --npy | error | with --json, or no array
 --follow-links | warning | not on a local file system
 """,
-    'convert': 'kind | error | unknown\n--rules | error | not for tf',
+    'convert': 'kind | error | unknown\n--rules | error | not for tf\n--all | error | not for runs',
     'cp': """
 --workers --follow-links | error | with changes
 --follow-links | warning | not on a local file system

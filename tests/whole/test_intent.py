@@ -299,7 +299,7 @@ def test_cast_leaves_is_a_regular_expression(pattern):
 STEP_RULES = {
     'best': ('', False),
     'cat': ('one', False),
-    'convert': ('one', True),
+    'convert': ('several', True),
     'cp': ('one', True),
     'diff': ('', False),
     'export hf': ('one', False),
@@ -346,7 +346,7 @@ def test_one_rule_says_in_every_verb_which_step_is_meant():
         (['prune', 'run', '--step', '1'], '--keep-step keeps a step. To delete one, t5ckpt rm PATH --step STEP'),
         (['import', 'npz', 'x', 'run', '--step', '1'], '--as-step'),
         (['import', 'hf', 'x', 'run', '--step=1'], '--as-step'),
-        (['convert', 'orbax', 'x', 'run', '--step', '1'], '--as-step'),
+        (['convert', 'tf', 'x', 'run', '--step', '1'], '--as-step'),
         (['convert', 'to-orbax', 'run', 'x', '--as-step', '1'], '--step'),
         (['rm', 'run'], '--step'),
         (['rm', 'run/checkpoint_1', '2'], 'Give the run'),

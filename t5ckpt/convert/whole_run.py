@@ -1,0 +1,156 @@
+"""Converts the steps of a run, each on its own: from Orbax or Flax to T5X's format, or back to a run of Orbax.
+
+A step that an earlier call has converted is skipped, so a conversion that was interrupted is resumed by the same call: the
+step under way continues as in a conversion of one step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from t5ckpt.catalog.foreign_layouts import not_a_run
+from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ListedStep
+from t5ckpt.catalog.listing import inspect_step, listing
+from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.commit.step_facts import known_sidecar
+from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
+from t5ckpt.convert.to_orbax import convert_to_orbax_run
+from t5ckpt.convert.trees import open_tree
+from t5ckpt.core.arguments import check_word, given_steps
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import some_of
+from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError
+from t5ckpt.format.names import step_dir
+from t5ckpt.storage import Storage
+
+__all__ = ['RUN_FORMATS', 'TO_ORBAX', 'RunConversion', 'convert_run']
+
+TO_ORBAX = 'to-orbax'
+_LAYOUTS = {'orbax': (ORBAX,), 'flax': (FLAX,), TO_ORBAX: (T5X, PADDED)}
+RUN_FORMATS = tuple(_LAYOUTS)
+"""The formats that :func:`convert_run` takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConversion:
+    """The result of a conversion of a run or, with ``dry_run``, its description.
+
+    Attributes:
+      path: the new run's directory.
+      converted: what was written, ascending by step.
+      there: the steps that were skipped because an earlier call has converted them.
+      gone: the steps that were deleted from the source during the call.
+    """
+
+    path: str
+    converted: tuple[Conversion, ...]
+    there: tuple[int, ...]
+    gone: tuple[int, ...] = ()
+
+
+def convert_run(
+    kind: str,
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    options: ConvertOptions | None = None,
+    *,
+    steps: Collection[int] | None = None,
+) -> RunConversion:
+    """Converts the steps of a run, with their metrics, times and custom metadata; skips those that are there already.
+
+    Args:
+      kind: 'orbax' or 'flax' write T5X's format; 'to-orbax' reads it and writes a run of Orbax's ``CheckpointManager``, whose
+        steps have an item ``default`` and their metrics. Orbax records no other time than that of the conversion.
+      source: the run's directory. Its steps in other layouts are left out.
+      directory: the new run's.
+      options: see :class:`ConvertOptions`; without ``step``. ``overwrite`` converts every step anew.
+      steps: which steps; None takes all.
+
+    Raises:
+      CheckpointNotFoundError: the run has no such step, or none in the layout.
+      CheckpointExistsError: the new run has a step that was not converted from this one; nothing was written.
+      T5CkptError: a step cannot be read or written. The steps before it are converted, and the same call resumes.
+    """
+    check_word('the format of a run', kind, RUN_FORMATS)
+    options = ConvertOptions() if options is None else options
+    if options.step is not None:
+        raise ValueError('ConvertOptions(step=...) is for one checkpoint. Pass steps=[...] to convert_run.')
+    run, target = open_run_storage(source), open_run_storage(directory)
+    wanted = _wanted(run, kind, None if steps is None else given_steps(steps))
+    there = [] if options.overwrite else _there(run, target, wanted, kind)
+    rest = [each for each in wanted if each.step not in there]
+    done: list[Conversion] = []
+    gone: list[int] = []
+    for each in rest:
+        part = dataclasses.replace(options, progress=_part(options.progress, len(done) + len(gone), len(rest)))
+        try:
+            done.append(_convert(kind, run, each, target, part))
+        except CheckpointNotFoundError:
+            if inspect_step(run, each.step) is not None:
+                raise
+            gone.append(each.step)
+    return RunConversion(target.url(), tuple(done), tuple(there), tuple(gone))
+
+
+def _wanted(run: Storage, kind: str, steps: Collection[int] | None) -> list[ListedStep]:
+    if run.root_kind() != 'dir':
+        raise not_a_run(run)
+    listed = listing(run)
+    # A step that cannot be inspected is an error and not left out.
+    numbers = listed.numbers
+    found = [each for each in listed.steps if each.layout in _LAYOUTS[kind]]
+    missing = sorted(set(steps or ()) - {each.step for each in found})
+    if missing or not found:
+        asked = f'has no step {", ".join(map(str, missing))}' if missing else 'has no step'
+        others = sorted({each.layout for each in listed.steps} - {*_LAYOUTS[kind]})
+        of_others = f' {len(numbers) - len(found)} steps are in the layout of {", ".join(others)}.' if others else ''
+        there = some_of([str(each.step) for each in found], 10) if found else 'none'
+        raise CheckpointNotFoundError(
+            f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {there}.{of_others}'
+        )
+    return [each for each in found if steps is None or each.step in steps]
+
+
+def _there(run: Storage, target: Storage, wanted: Sequence[ListedStep], kind: str) -> list[int]:
+    """The steps that an earlier call has converted.
+
+    Raises:
+      CheckpointExistsError: a step was not converted from the one in the source.
+    """
+    layout = ORBAX if kind == TO_ORBAX else T5X
+    existing = {each.step: each for each in listing(target).steps} if target.root_kind() == 'dir' else {}
+    there: list[int] = []
+    for each in wanted:
+        found = existing.get(each.step)
+        if found is None:
+            continue
+        # Orbax records no source.
+        if found.layout != layout or (kind != TO_ORBAX and not _is_from(run, each, target, kind)):
+            raise CheckpointExistsError(
+                f'{target.url(found.name)} exists and was not converted from {run.url(each.name)} as it is now. Convert to '
+                'another directory, or replace such steps (overwrite=True).'
+            )
+        there.append(each.step)
+    return there
+
+
+def _is_from(run: Storage, each: ListedStep, target: Storage, kind: str) -> bool:
+    recorded: Mapping[str, Any] = known_sidecar(target, step_dir(each.step)).source
+    return bool(recorded) and recorded == open_tree(kind, run.url(each.name)).source
+
+
+def _convert(kind: str, run: Storage, each: ListedStep, target: Storage, options: ConvertOptions) -> Conversion:
+    if kind == TO_ORBAX:
+        return convert_to_orbax_run(run.url(each.name), target.url(), each.step, options)
+    found = open_tree(kind, run.url(each.name), options.optimizer)
+    return finish(dataclasses.replace(found, step=each.step), target, options)
+
+
+def _part(progress: Progress | None, before: int, parts: int) -> Progress | None:
+    """The progress of one step of several, as if all had the size of this one."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(before * total + done, parts * total)

@@ -1,0 +1,195 @@
+"""Conversions of all steps of a run: from Orbax and Flax, back to Orbax, resumed, and what stands in the way."""
+
+import json
+
+import flax.serialization
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from support.bits import assert_same
+from support.cli import t5ckpt_cli
+
+import t5ckpt
+from t5ckpt import ConvertOptions, convert_run, errors
+from t5ckpt.convert.to_orbax import convert_to_orbax
+
+LOSSES = {10: 0.5, 20: 0.25, 30: 0.3}
+
+
+def tree(step):
+    return {
+        'params': {'w': np.full((400, 500), step, np.float32)},
+        'opt_state': {'mu': np.ones(3)},
+        'step': np.array(step),
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of Orbax's CheckpointManager with metrics and metadata."""
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics['loss'])
+    with ocp.CheckpointManager(tmp_path / 'run', options=options, metadata={'project': 'x'}) as manager:
+        for step, loss in LOSSES.items():
+            save = {'args': ocp.args.StandardSave(tree(step)), 'custom_metadata': {'at': step}}
+            manager.save(step, metrics={'loss': loss}, **save)
+    return tmp_path / 'run'
+
+
+def check(path, step):
+    view = t5ckpt.open_checkpoint(path, step)
+    assert_same(view['params/w'][:], tree(step)['params']['w'])
+    assert int(view['step'][()]) == step
+    return view
+
+
+def test_every_step_with_metrics_times_and_metadata(run, tmp_path):
+    done = convert_run('orbax', run, tmp_path / 'new')
+    assert done.path == str(tmp_path / 'new')
+    assert [each.step for each in done.converted] == [10, 20, 30]
+    assert (done.there, done.gone) == ((), ())
+    assert t5ckpt.all_steps(tmp_path / 'new') == [10, 20, 30]
+    for step, loss in LOSSES.items():
+        view = check(tmp_path / 'new', step)
+        assert view.metrics == {'loss': loss}
+        assert view.custom_metadata == {'project': 'x', 'at': step}
+    created = [each.created for each in t5ckpt.open_run(run).summaries()]
+    assert [each.created for each in t5ckpt.open_run(tmp_path / 'new').summaries()] == created
+    assert t5ckpt.open_run(tmp_path / 'new').best_step('loss', 'min') == 20
+    assert t5ckpt.verify(tmp_path / 'new', 20, full=True).ok
+
+
+def test_a_second_call_skips_what_is_there(run, tmp_path):
+    assert [each.step for each in convert_run('orbax', run, tmp_path / 'new', steps=[20]).converted] == [20]
+    seen = []
+    options = ConvertOptions(progress=lambda done, total: seen.append((done, total)))
+    done = convert_run('orbax', run, tmp_path / 'new', options)
+    assert (done.there, [each.step for each in done.converted]) == ((20,), [10, 30])
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] == 2 * tree(0)['params']['w'].nbytes
+    assert convert_run('orbax', run, tmp_path / 'new').converted == ()
+    anew = convert_run(
+        'orbax', run, tmp_path / 'new', ConvertOptions(overwrite=True, save_dtype='bfloat16'), steps=[10]
+    )
+    assert [each.step for each in anew.converted] == [10]
+    assert str(t5ckpt.open_checkpoint(tmp_path / 'new', 10)['params/w'].dtype) == 'bfloat16'
+
+
+def test_a_step_of_another_origin_is_not_taken_for_converted(run, tmp_path):
+    with t5ckpt.Checkpointer(tree(20), checkpoints_dir=tmp_path / 'new') as ck:
+        ck.save(tree(20), step=20)
+    with pytest.raises(errors.CheckpointExistsError, match=r'checkpoint_20 exists and was not converted from .*run/20'):
+        convert_run('orbax', run, tmp_path / 'new')
+    assert t5ckpt.all_steps(tmp_path / 'new') == [20]
+    # In its own directory, where the steps of Orbax have the same numbers.
+    with pytest.raises(errors.CheckpointExistsError, match='exists and was not converted'):
+        convert_run('orbax', run, run)
+
+
+def test_a_step_that_orbax_saved_again_is_converted_again_on_request(run, tmp_path):
+    convert_run('orbax', run, tmp_path / 'new')
+    with ocp.CheckpointManager(run) as manager:
+        manager.delete(30)
+        manager.save(30, args=ocp.args.StandardSave(tree(31)))
+    with pytest.raises(errors.CheckpointExistsError, match='as it is now'):
+        convert_run('orbax', run, tmp_path / 'new')
+    convert_run('orbax', run, tmp_path / 'new', ConvertOptions(overwrite=True))
+    assert t5ckpt.open_checkpoint(tmp_path / 'new', 30)['params/w'][0, 0] == 31
+
+
+def test_a_damaged_step_ends_it_and_the_steps_before_stay(run, tmp_path):
+    (metadata,) = run.glob('20/default/_METADATA')
+    text = metadata.read_text()
+    metadata.write_text('{')
+    with pytest.raises(errors.CorruptCheckpointError, match='run/20/default/_METADATA'):
+        convert_run('orbax', run, tmp_path / 'new')
+    assert t5ckpt.all_steps(tmp_path / 'new') == [10]
+    metadata.write_text(text)
+    assert convert_run('orbax', run, tmp_path / 'new').there == (10,)
+    assert t5ckpt.all_steps(tmp_path / 'new') == [10, 20, 30]
+
+
+def test_steps_that_a_trainer_deletes_meanwhile_are_named(run, tmp_path):
+    def delete(done, total):
+        if (run / '20').exists():
+            (run / '20').rename(tmp_path / 'gone')
+
+    done = convert_run('orbax', run, tmp_path / 'new', ConvertOptions(progress=delete))
+    assert (done.gone, [each.step for each in done.converted]) == ((20,), [10, 30])
+
+
+def test_wrong_arguments(run, tmp_path):
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=r'has no step 7 in the layout of orbax; there are: 10.*30'
+    ):
+        convert_run('orbax', run, tmp_path / 'new', steps=[7, 10])
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=r'flax; there are: none\. 3 steps are in the layout of orbax'
+    ):
+        convert_run('flax', run, tmp_path / 'new')
+    with pytest.raises(errors.CheckpointNotFoundError):
+        convert_run('orbax', tmp_path / 'nothing', tmp_path / 'new')
+    with pytest.raises(errors.CheckpointNotFoundError, match='not a run'):
+        convert_run('orbax', run / '10', tmp_path / 'new')
+    with pytest.raises(ValueError, match='format of a run'):
+        convert_run('tf', run, tmp_path / 'new')
+    with pytest.raises(ValueError, match='steps='):
+        convert_run('orbax', run, tmp_path / 'new', ConvertOptions(step=3))
+    assert not (tmp_path / 'new').exists()
+
+
+def test_files_of_flax(tmp_path):
+    (tmp_path / 'run').mkdir()
+    for step in (1, 2):
+        (tmp_path / f'run/checkpoint_{step}').write_bytes(flax.serialization.to_bytes(tree(step)))
+    done = convert_run('flax', tmp_path / 'run', tmp_path / 'new', ConvertOptions(optimizer=False))
+    assert [each.dropped for each in done.converted] == [('opt_state/mu',)] * 2
+    for step in (1, 2):
+        check(tmp_path / 'new', step)
+
+
+def test_back_to_a_run_that_orbax_manages(run, tmp_path):
+    convert_run('orbax', run, tmp_path / 'new')
+    done = convert_run('to-orbax', tmp_path / 'new', tmp_path / 'back')
+    assert [each.path for each in done.converted] == [str(tmp_path / f'back/{step}') for step in LOSSES]
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics['loss'], best_mode='min')
+    with ocp.CheckpointManager(tmp_path / 'back', options=options) as manager:
+        assert manager.all_steps() == [10, 20, 30]
+        assert manager.best_step() == 20
+        assert manager.metrics(30) == {'loss': 0.3}
+        assert manager.metadata(30).custom_metadata == {'project': 'x', 'at': 30}
+        restored = manager.restore(30, args=ocp.args.StandardRestore(tree(0)))
+        assert_same(restored['params']['w'], tree(30)['params']['w'])
+    again = convert_run('to-orbax', tmp_path / 'new', tmp_path / 'back')
+    assert (again.there, again.converted) == ((10, 20, 30), ())
+    assert t5ckpt.open_run(tmp_path / 'back').best_step('loss', 'min') == 20
+    convert_run('to-orbax', tmp_path / 'new', tmp_path / 'back', ConvertOptions(overwrite=True), steps=[10])
+    convert_to_orbax(tmp_path / 'new', tmp_path / 'one')
+    assert set(t5ckpt.open_checkpoint(tmp_path / 'one')) == {'params/w', 'opt_state/mu', 'step'}
+
+
+def test_the_verb(run, tmp_path):
+    new = tmp_path / 'new'
+    would = json.loads(t5ckpt_cli('convert', 'orbax', run, new, '--all', '--dry-run', '--json'))
+    assert [each['step'] for each in would['converted']] == [10, 20, 30]
+    assert (would['written'], would['there'], new.exists()) == (False, [], False)
+    assert 'checkpoint_20 written' in t5ckpt_cli('convert', 'orbax', run, new, '--step', '10', '--step', '20')
+    said = t5ckpt_cli('convert', 'orbax', run, new, '--all')
+    assert 'already there: step 10, 20' in said
+    assert 'checkpoint_30 written' in said
+    t5ckpt_cli('convert', 'orbax', f'{run}@best:loss:min', tmp_path / 'best')
+    assert t5ckpt.all_steps(tmp_path / 'best') == [20]
+    t5ckpt_cli('convert', 'orbax', run, tmp_path / 'one', '--step', '10', '--as-step', '7')
+    assert t5ckpt.open_checkpoint(tmp_path / 'one', 7).metrics == {'loss': 0.5}
+    t5ckpt_cli('convert', 'to-orbax', new, tmp_path / 'back', '--all')
+    t5ckpt_cli('convert', 'to-orbax', new, tmp_path / 'single', '--step', '10')
+    assert int(t5ckpt.open_checkpoint(tmp_path / 'single')['step'][()]) == 10
+    for words in (
+        ('tf', run, new, '--all'),
+        ('orbax', run, new, '--all', '--step', '10'),
+        ('orbax', run, new, '--all', '--as-step', '10'),
+        ('orbax', f'{run}@10', new, '--all', '--step', '10'),
+    ):
+        t5ckpt_cli('convert', *words, code=2)
+    with t5ckpt.Checkpointer(tree(0), checkpoints_dir=tmp_path / 'mine') as ck:
+        ck.save(tree(10))
+    assert '--force' in t5ckpt_cli('convert', 'orbax', run, tmp_path / 'mine', '--all', code=1)

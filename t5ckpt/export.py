@@ -7,13 +7,14 @@ from typing import Any
 
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.leaf_path import leaf_name
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Partitioner, leaf_pattern
 from t5ckpt.format.dtypes import Cast, check_cast
 from t5ckpt.resume import MODEL
 from t5ckpt.save.arguments import check_no_directory
 from t5ckpt.storage import Storage
-from t5ckpt.tree.leaf_table import flatten_nested, unflatten
+from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
+from t5ckpt.tree.leaf_values import is_key
 
 __all__ = ['export_weights']
 
@@ -37,7 +38,8 @@ def export_weights(
       directory: the destination.
       dtype: floating leaves are cast to it; None casts nothing.
       step: the step of the checkpoint; None takes the state's.
-      take: a pattern for the whole names of the leaves to write.
+      take: a pattern for the whole names of the leaves to write. By default also an RNG stream of Flax NNX under any name is left
+        out: a typed PRNG key ``key`` and the ``count`` next to it.
       partitioner: T5X's.
 
     Returns:
@@ -51,7 +53,12 @@ def export_weights(
 
     def weights(state_dict: Any, parameter_infos: Any) -> tuple[Any, Any]:
         leaves = flatten_nested(state_dict, lambda _: False)
-        kept = {path: leaf for path, leaf in leaves.items() if leaf_pattern(take).fullmatch(leaf_name(path))}
+        left = _rng_streams(leaves) if take == MODEL else ()
+        kept = {
+            path: leaf
+            for path, leaf in leaves.items()
+            if path not in left and leaf_pattern(take).fullmatch(leaf_name(path))
+        }
         if not kept:
             names = ', '.join(leaf_name(path) for path in list(leaves)[:5])
             raise ValueError(f'export_weights: no leaf matches {take!r}; the state has {names}. Pass take=.')
@@ -65,3 +72,14 @@ def export_weights(
     casting: dict[str, Any] = {} if dtype is None else {'save_dtype': dtype, 'cast_leaves': take}
     with Checkpointer(train_state, partitioner, directory, reuse_unchanged=False, **casting) as checkpointer:
         return checkpointer.save(train_state, (weights,), step=step)
+
+
+def _rng_streams(leaves: LeafTable) -> set[Path]:
+    """The leaves of NNX's ``RngStream``: typed keys called ``key``, and the counters next to them."""
+    found: set[Path] = set()
+    for path, leaf in leaves.items():
+        # A variable of NNX has its array below it, as 'value'.
+        at = len(path) - 2 if path[-1] == 'value' else len(path) - 1
+        if at > 0 and path[at] == 'key' and is_key(getattr(leaf, 'dtype', None)):
+            found |= {path, (*path[:at], 'count', *path[at + 1 :])}
+    return found

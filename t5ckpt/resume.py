@@ -52,8 +52,11 @@ __all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
 
 _log = logging.getLogger('t5ckpt')
 
-MODEL = r'(target|params)/.*'
-"""The weights, in T5X's and in Flax's train state; a pattern for ``WarmStart.take``."""
+MODEL = r'(?!(.*/)?rngs/(.*/)?(key|count)(/value)?$)(target|params)/.*'
+"""The weights, in T5X's and in Flax's train state; a pattern for ``WarmStart.take``.
+
+Of Flax NNX these are all variables of the model but the keys and counters of RNG streams in attributes called ``rngs``.
+"""
 OPTIMIZER = r'(state/param_states|opt_state)/.*'
 """The optimizer's state in them; a pattern for ``WarmStart.leave``."""
 

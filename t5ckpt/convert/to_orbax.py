@@ -161,10 +161,10 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | No
             with ocp.Checkpointer(handler) as checkpointer:
                 checkpointer.save(target, tree, force=True)
         else:
-            items = {_ITEM: ocp.args.PyTreeSave(tree)}
+            items: dict[str, Any] = {_ITEM: ocp.args.PyTreeSave(tree)}
             if step.metrics:
                 items['metrics'] = ocp.args.JsonSave(dict(step.metrics))
-            handlers_of = {_ITEM: handler, 'metrics': ocp.JsonCheckpointHandler(filename='metrics')}
+            handlers_of: dict[str, Any] = {_ITEM: handler, 'metrics': ocp.JsonCheckpointHandler(filename='metrics')}
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers_of)) as checkpointer:
                 custom = dict(step.custom_metadata) or None
                 checkpointer.save(target, args=ocp.args.Composite(**items), force=True, custom_metadata=custom)

@@ -106,7 +106,7 @@ def _wanted(run: Storage, kind: str, steps: Collection[int] | None) -> list[List
     if missing or not found:
         asked = f'has no step {", ".join(map(str, missing))}' if missing else 'has no step'
         others = sorted({each.layout for each in listed.steps} - {*_LAYOUTS[kind]})
-        of_others = f' {len(numbers) - len(found)} steps are in the layout of {", ".join(others)}.' if others else ''
+        of_others = f' Of {", ".join(others)} there are {len(numbers) - len(found)}.' if others else ''
         there = some_of([str(each.step) for each in found], 10) if found else 'none'
         raise CheckpointNotFoundError(
             f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {there}.{of_others}'

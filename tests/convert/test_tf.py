@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from support import golden as cases, partitioner
 from support.bits import assert_same
+from support.cli import t5ckpt_cli
 from support.golden import flatten, nest
 
 import t5ckpt
@@ -366,6 +367,17 @@ def test_convert_for_a_model(tf_golden, tmp_path, caplog):
     assert 'Skipping' in caplog.text
     restored = flatten(ck.restore().tree)
     assert set(restored) == set(inference)
+
+
+def test_the_dtype_of_a_conversion_is_that_of_the_verb(tf_golden, tmp_path):
+    ck = checkpointer(model_of(expected_of(tf_golden, NAMES[1])), tmp_path / 'run', save_dtype='bfloat16')
+    ck.convert_from_tf_checkpoint(tf_golden / NAMES[1])
+    t5ckpt_cli('convert', 'tf', tf_golden / NAMES[1], tmp_path / 'verb', '--save-dtype', 'bfloat16')
+    found, wanted = (flatten(t5ckpt.load_t5x_checkpoint(tmp_path / name)) for name in ('run', 'verb'))
+    assert set(found) == set(wanted)
+    for name, leaf in wanted.items():
+        assert_same(found[name], leaf, name)
+    assert str(found['target/token_embedder/embedding'].dtype) == 'bfloat16'
 
 
 def test_convert_for_a_model_with_transforms(tf_golden, tmp_path):

@@ -612,6 +612,7 @@ OUTPUTS: dict[str, Callable[[Scene, str], Any]] = {
     'convert_checkpoint': lambda s, _: t5ckpt.convert_checkpoint(
         'flax', s.root / 'x.flax', s.run, ConvertOptions(step=1)
     ),
+    'convert_run': lambda s, _: t5ckpt.convert_run('to-orbax', s.run, s.run),
     'convert.seqax.export_seqax': lambda s, _: [seqax.export_seqax(s.run, s.out) for _ in range(2)],
     'convert.seqax.write_seqax': lambda s, _: [seqax.write_seqax(s.out, 1, STATE) for _ in range(2)],
     'export_hf': lambda s, _: t5ckpt.export_hf(s.root / 't5', exported_t5(s)),

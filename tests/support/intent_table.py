@@ -234,7 +234,11 @@ directory | error | it has the step already
 kind | error | unknown
 translator | error | for another kind than 'tf'
 """,
-    'convert_run': 'kind | error | unknown, or of one checkpoint\nsteps | error | the run lacks one',
+    'convert_run': """
+kind | error | unknown, or of one checkpoint
+steps | error | the run lacks one
+directory | error | it has a step of another origin
+""",
     'detect_checkpoint_type': 'checkpoint_path | error | nothing is there\nexpected | report | another format: logged',
     'get_checkpoint_dir': 'step | hint | any step has a name\nstep_format_fixed_length | hint | a step that is as long already',
     'diff': 'values | hint | there are no values to compare',
@@ -392,7 +396,7 @@ leaves | error | matches nothing
 RETURNED = """
 CheckpointDiff CheckpointStats CheckpointTypes CheckpointView CommittedCheckpoint Conversion CopyReport Damage
 Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave RepairReport RestoreStateTransformationFn
-Run SaveStateTransformationFn Series StepInfo VerifyReport
+Run RunConversion SaveStateTransformationFn Series StepInfo VerifyReport
 """
 
 PUBLIC = ('', 'convert.seqax', 'datasets', 'plots', 'storage.options', 'training')

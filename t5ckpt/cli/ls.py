@@ -7,12 +7,13 @@ import time
 import click
 
 from t5ckpt.catalog.foreign_layouts import foreign_layout
+from t5ckpt.catalog.layouts import is_orbax
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_table, run_at, say
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.text import human_age, human_bytes, some_of
-from t5ckpt.errors import UnsupportedFormatError
+from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.inspection.kept import with_reasons
 
 __all__ = ['command']
@@ -47,6 +48,10 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
     foreign = None if found else foreign_layout(storage)
     if foreign is not None:
         raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')
+    if not found and is_orbax(storage, ''):
+        raise CheckpointNotFoundError(
+            f'{path} is one checkpoint of Orbax, not a run. t5ckpt show {path} lists its leaves.'
+        )
     found = with_reasons(storage, found)
     broken = [str(entry.step) for entry in entries if entry.state == 'broken' and entry not in found]
     if broken:

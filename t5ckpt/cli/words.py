@@ -50,6 +50,10 @@ _RULES = tuple(
             't5ckpt show, stats, cat and diff read it',
         ),
         (r', which T5X converts with convert_from_tf_checkpoint', ', which t5ckpt convert tf converts'),
+        (
+            r"\(t5ckpt\.convert\.convert_checkpoint\('(\w+)', path, directory\)\)",
+            r'(t5ckpt convert \1 SRC DST)',
+        ),
         (r'import_seqax of t5ckpt\.convert\.seqax converts them', 't5ckpt convert seqax converts them'),
         (
             r'\(open_checkpoint\(path\)\[name\]\[:100\]\), map it \(mmap=True\), or restore it sharded',

@@ -99,7 +99,13 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
     }
     found = _found(table, located.step, identity, optimizer)
     sidecar = contents.sidecar
-    known = Sidecar(created_unix=sidecar.created_unix, metrics=sidecar.metrics, custom_metadata=sidecar.custom_metadata)
+    # Orbax and Flax store typed PRNG keys as integers. A restore makes them keys again where the template has keys.
+    known = Sidecar(
+        facts='unknown',
+        created_unix=sidecar.created_unix,
+        metrics=sidecar.metrics,
+        custom_metadata=sidecar.custom_metadata,
+    )
     return dataclasses.replace(found, sidecar=known)
 
 

@@ -8,8 +8,8 @@ by the orbax of 2023):
   (``manifest.ocdbt``) or in a directory each. Strings are in ``_strings.json``.
 - ``checkpoint`` is Flax msgpack, in which each array is the string ``PLACEHOLDER://<name>``.
 
-A step directory contains the tree itself or directories of items, of which ``state`` (T5X), ``default`` or ``pytree``
-(Orbax) is read. A warning names the other items that are trees.
+A step directory contains the tree itself or directories of items. Its only tree is read; of several, ``state`` (T5X), ``default``
+or ``pytree`` (Orbax), and a warning names the others.
 """
 
 from __future__ import annotations
@@ -56,12 +56,18 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
             if item:
                 _tell_of_others(storage, directory, item)
             return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), item)
-    names = [entry.name for entry in storage.entries(directory)]
-    trees = [name for name in names if storage.is_file(join(directory, name, '_METADATA'))]
-    cure = f"restore(path='{storage.url(join(directory, trees[0]))}') restores" if trees else 'Give the path of'
+    items = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir)
+    trees = [name for name in items if storage.is_file(join(directory, name, '_METADATA'))]
+    if len(trees) == 1:
+        _tell_of_others(storage, directory, trees[0])
+        return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), trees[0])
+    where = storage.url(directory)
+    if not trees:
+        raise UnsupportedFormatError(f'{where} is an Orbax checkpoint without a tree; it has {some_of(items, 8)}.')
+    paths = some_of([storage.url(join(directory, name)) for name in trees], 8)
     raise UnsupportedFormatError(
-        f'{storage.url(directory)} looks like an Orbax checkpoint of several items ({", ".join(names[:8])}), none of '
-        f'which is a tree called "state", "default" or "pytree". {cure} one item.'
+        f'{where} is an Orbax checkpoint of several trees, none of which is called "state", "default" or "pytree". '
+        f'Pass the path of one: {paths}'
     )
 
 

@@ -3,11 +3,13 @@
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import errors
@@ -75,6 +77,39 @@ def test_items_that_are_not_read_are_named(tmp_path, caplog):
     assert set(t5ckpt.open_checkpoint(tmp_path / 'run/10/opt')) == {'mu'}
 
 
+def test_the_only_tree_is_read_whatever_its_name(tmp_path, caplog):
+    items = {'model': ocp.args.StandardSave({'w': np.ones(3)}), 'extra': ocp.args.JsonSave({'a': 1})}
+    with ocp.CheckpointManager(tmp_path / 'run') as manager:
+        manager.save(10, args=ocp.args.Composite(**items))
+    caplog.clear()
+    assert set(t5ckpt.open_checkpoint(tmp_path / 'run')) == {'w'}
+    assert not [record for record in caplog.records if record.name == 't5ckpt' and record.levelname == 'WARNING']
+    done = t5ckpt.convert_run('orbax', tmp_path / 'run', tmp_path / 'new')
+    assert [each.step for each in done.converted] == [10]
+    shutil.rmtree(tmp_path / 'run/10/model')
+    with pytest.raises(errors.UnsupportedFormatError, match='without a tree; it has extra'):
+        t5ckpt.open_checkpoint(tmp_path / 'run')
+
+
+def test_typed_keys_come_back_as_keys_after_a_conversion(tmp_path):
+    state = {'w': np.ones(3, np.float32), 'rng': jax.random.key(3)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / 'orbax', state)
+    t5ckpt.convert_checkpoint('orbax', tmp_path / 'orbax', tmp_path / 'run', t5ckpt.ConvertOptions(step=1))
+    for path in (tmp_path / 'orbax', tmp_path / 'run'):
+        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'other') as ck:
+            restored = ck.restore(path=path)
+        assert restored['rng'].dtype == state['rng'].dtype
+        assert np.array_equal(jax.random.key_data(restored['rng']), jax.random.key_data(state['rng']))
+
+
+def test_a_checkpoint_without_a_run_is_told_from_a_run(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / 'weights', TREE['params'])
+    assert 'one checkpoint of Orbax, not a run. t5ckpt show' in t5ckpt_cli('ls', tmp_path / 'weights', code=3)
+    t5ckpt_cli('show', tmp_path / 'weights')
+
+
 def test_one_tree_beside_metrics_is_read_without_a_warning(tmp_path, caplog):
     with ocp.CheckpointManager(tmp_path / 'run') as manager:
         manager.save(10, args=ocp.args.StandardSave({'w': np.ones(3)}), metrics={'loss': 1.0})
@@ -113,11 +148,13 @@ def test_an_array_that_is_gone(tmp_path):
 
 def test_items_of_which_none_is_a_tree(tmp_path):
     write(tmp_path / '1')
-    (tmp_path / '2').mkdir()
+    (tmp_path / '2' / 'weights').mkdir(parents=True)
     (tmp_path / '2' / '_CHECKPOINT_METADATA').write_text('{}')
-    shutil.move(tmp_path / '1', tmp_path / '2' / 'weights')
     with pytest.raises(errors.UnsupportedFormatError, match=r'Orbax.*weights'):
         t5ckpt.load_t5x_checkpoint(tmp_path / '2')
+    (tmp_path / '2' / 'weights').rmdir()
+    shutil.move(tmp_path / '1', tmp_path / '2' / 'weights')
+    check(t5ckpt.load_t5x_checkpoint(tmp_path / '2'))
     check(t5ckpt.load_t5x_checkpoint(tmp_path / '2' / 'weights'))
 
 

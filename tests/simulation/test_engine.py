@@ -36,7 +36,7 @@ for name in sys.argv[1:]:
 @pytest.mark.slow
 def test_the_same_seed_is_the_same_trace():
     """In two processes, byte for byte; and its decisions, replayed, are the same trace in one process."""
-    command = [sys.executable, '-c', _TRACE, 'prune-read-faults', 'disk-two-savers-faults']
+    command = [sys.executable, '-c', _TRACE, 'prune-faults', 'disk-save-faults']
     environment = {**os.environ, 'PYTHONHASHSEED': '0', 'JAX_PLATFORMS': 'cpu'}
     runs = [subprocess.run(command, env=environment, capture_output=True, check=False) for _ in range(2)]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr.decode()
@@ -45,7 +45,7 @@ def test_the_same_seed_is_the_same_trace():
 
 
 def test_a_campaign_counts_what_it_ran():
-    found = simulate(['remove-pin-read'], range(40), workers=1)
+    found = simulate(['remove'], range(40), workers=1)
     assert found.schedules == 40
     assert found.points > 40 * 20
     assert found.failures == []

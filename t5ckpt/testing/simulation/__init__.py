@@ -1,6 +1,6 @@
 """A deterministic simulator: real programs on one run, under many schedules with faults. A failure is replayed by its seed.
 
-    python -m t5ckpt.testing.simulation prune-read --schedules 10000
+    python -m t5ckpt.testing.simulation prune-faults --schedules 10000
     python -m t5ckpt.testing.simulation --module my_scenarios --switches 2
 
 A *scenario* (``scenarios.py``) starts some processes on one run: trainers, evaluators, people who delete and pin. They run the

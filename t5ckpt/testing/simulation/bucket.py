@@ -84,7 +84,7 @@ class _Request:
     def _fail(self, fault: Decision) -> None:
         if fault.action == 'lost' and self._changes:
             self._apply()
-        elif fault.action == 'late' and self._changes:
+        elif fault.action == 'late' and self.text.startswith('PUT'):
             self._arrive_later(float(fault.value))
         raise ValueError(_FAILED)
 

@@ -98,7 +98,7 @@ def simulate(
     found = Campaign()
     running = [
         subprocess.Popen(
-            [sys.executable, '-m', 't5ckpt.testing.simulation.worker', json.dumps(job)],
+            [sys.executable, '-P', '-m', 't5ckpt.testing.simulation.worker', json.dumps(job)],
             env=_environment(path),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

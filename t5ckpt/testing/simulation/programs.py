@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from t5ckpt.catalog.listing import steps_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import delete_step
@@ -24,30 +27,34 @@ from t5ckpt.testing.simulation.scheduler import current_task
 from t5ckpt.testing.simulation.virtual import clock
 from t5ckpt.testing.simulation.world import World, state_of
 
-__all__ = ['pinner', 'reader', 'remover', 'saver']
+__all__ = ['finisher', 'in_turn', 'lister', 'pinner', 'reader', 'remover', 'saver']
 
 
-def saver(
-    world: World,
-    value: float,
-    steps: Sequence[int],
-    *,
-    keep: int | None = None,
-    is_async: bool = False,
-    overwrite: bool = False,
-) -> Callable[[], None]:
-    """A trainer that saves some steps."""
+def saver(world: World, value: float, steps: Sequence[int], *, how: str = 'save', **options: Any) -> Callable[[], None]:
+    """A trainer that saves some steps.
+
+    Args:
+      world: the run.
+      value: of the state.
+      steps: the steps.
+      how: 'save', 'async', or 'overwrite'.
+      options: of ``Checkpointer``.
+    """
+
+    def save(ck: Checkpointer, step: int) -> None:
+        state, overwrite = state_of(value), how == 'overwrite'
+        begun = ck.save_async(state, step=step, overwrite=overwrite) if how == 'async' else None
+        done = ck.save(state, step=step, overwrite=overwrite) if begun is None else begun.result()
+        if done is not None:
+            world.observer.is_saved(step, value)
 
     def run() -> None:
-        state = state_of(value)
-        with Checkpointer(
-            state, checkpoints_dir=world.storage(), keep=keep, inline_bytes=4, reuse_unchanged=False
-        ) as ck:
+        given: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False, **options}
+        with Checkpointer(state_of(value), checkpoints_dir=world.storage(), **given) as ck:
             for step in steps:
-                begun = ck.save_async(state, step=step, overwrite=overwrite) if is_async else None
-                done = ck.save(state, step=step, overwrite=overwrite) if begun is None else begun.result()
-                if done is not None:
-                    world.observer.is_saved(step, value)
+                # A step that somebody reads or has pinned is not replaced.
+                with contextlib.suppress(StepKeptError):
+                    save(ck, step)
 
     return run
 
@@ -56,15 +63,14 @@ def reader(world: World, step: int, seconds: float = 600.0, *, leased: bool = Tr
     """An evaluator that reads a step, under a read lease or without one."""
 
     def run() -> None:
-        storage, process = world.storage(), current_task().process.name
+        storage, process, began = world.storage(), current_task().process.name, world.scheduler.now
         if not leased:
             _read(world, step)
             return
         with read_lease(storage, step, seconds, clock) as is_there:
             if not is_there:
                 return
-            # The lease lasts from its write, of which the observer knows only the end.
-            until = world.scheduler.now + seconds - 60
+            until = began + seconds
             world.observer.is_leased(process, step, until)
             try:
                 _read(world, step)
@@ -98,6 +104,45 @@ def remover(world: World, step: int) -> Callable[[], None]:
             delete_step(world.storage(), step, clock)
         except (CheckpointNotFoundError, StepKeptError):
             return
+
+    return run
+
+
+def lister(world: World, times: int = 2) -> Callable[[], None]:
+    """A program that lists the steps, as each of the others does."""
+
+    def run() -> None:
+        for _ in range(times):
+            observer = world.observer
+            before, observer.appeared = set(observer.visible), set[int]()
+            observer.disappeared.clear()
+            listed = set(steps_in(world.storage()))
+            unfinished = listed - before - observer.appeared
+            if unfinished:
+                world.scheduler.fail(f'steps {sorted(unfinished)} are listed, and were never whole')
+            missing = before - listed - observer.disappeared
+            if missing:
+                world.scheduler.fail(f'steps {sorted(missing)} are whole, and are not listed')
+
+    return run
+
+
+def finisher(world: World, step: int = 99) -> Callable[[], None]:
+    """A save after everything else, and a listing."""
+
+    def run() -> None:
+        saver(world, step, [step])()
+        lister(world, 1)()
+
+    return run
+
+
+def in_turn(*programs: Callable[[], None]) -> Callable[[], None]:
+    """Runs one program after another in one process."""
+
+    def run() -> None:
+        for program in programs:
+            program()
 
     return run
 

@@ -2,138 +2,156 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
-from t5ckpt.testing.simulation.programs import pinner, reader, remover, saver
+from t5ckpt.testing.simulation.programs import finisher, in_turn, lister, pinner, reader, remover, saver
 from t5ckpt.testing.simulation.scheduler import Task
 from t5ckpt.testing.simulation.world import World
 
 __all__ = ['SCENARIOS', 'Scenario']
 
+_BUCKET_FAULTS = ('crash', 'crash', 'pause', 'delay', 'error', 'lost', 'late')
+_DISK_FAULTS = ('crash', 'pause', 'delay', 'error', 'lost', 'power')
 
-class Scenario(ABC):
-    """Some processes on one run. Each schedule begins with what :meth:`prepare` has left.
+
+def _nothing(world: World) -> Sequence[Task]:
+    del world
+    return ()
+
+
+def _no_check(world: World) -> str | None:
+    del world
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """Some processes on one run.
 
     Attributes:
-      name: for the command line.
+      start: starts the processes whose schedule is explored.
+      prepare: starts the processes that run before, without faults; each schedule begins with what they have left.
+      finish: the program that runs last, without faults, two hours later: a save of a new step. After it, nothing is left over.
+      check: what else must be true at the end, in a schedule without faults; returns a violation.
       kind: 'bucket' or 'disk'.
       faults: the actions of ``Decision`` that may happen, except for 'run'.
     """
 
-    name: ClassVar[str]
-    kind: ClassVar[str] = 'bucket'
-    faults: ClassVar[Sequence[str]] = ()
-
-    def prepare(self, world: World) -> Sequence[Task]:
-        """Starts the processes that run first, without faults, one after another."""
-        del world
-        return ()
-
-    @abstractmethod
-    def start(self, world: World) -> Sequence[Task]:
-        """Starts the processes whose schedule is explored."""
-
-    def finish(self, world: World) -> Callable[[], object]:
-        """The program that runs last, without faults: a save of a new step, after which no leftover may be there."""
-        return saver(world, 99, [99])
-
-    def check(self, world: World) -> str | None:
-        """What else must be true at the end; returns a violation."""
-        del world
-        return None
+    start: Callable[[World], Sequence[Task]]
+    prepare: Callable[[World], Sequence[Task]] = _nothing
+    finish: Callable[[World], Callable[[], object]] = finisher
+    check: Callable[[World], str | None] = _no_check
+    kind: str = 'bucket'
+    faults: Sequence[str] = ()
 
 
-class TwoSavers(Scenario):
-    name = 'two-savers'
-
-    def start(self, world: World) -> Sequence[Task]:
-        return [
-            world.start('one', saver(world, 1, [1]), machine='a'),
-            world.start('two', saver(world, 2, [1]), machine='b'),
-        ]
+def _one_step(world: World) -> Sequence[Task]:
+    return [world.start('before', saver(world, 5, [1]))]
 
 
-class TwoSaversWithFaults(TwoSavers):
-    name = 'two-savers-faults'
-    faults = ('crash', 'crash', 'pause', 'delay', 'error', 'lost', 'late')
+def _two_steps(world: World) -> Sequence[Task]:
+    return [world.start('before', saver(world, 5, [1, 2]))]
 
 
-class Prune(Scenario):
+def _is_one(step: int) -> bool:
+    return step == 1
+
+
+def _two_savers(world: World) -> Sequence[Task]:
+    """Two processes save one step; the clocks of their machines differ."""
+    return [
+        world.start('one', saver(world, 1, [7]), machine='a', ahead=250.0),
+        world.start('two', saver(world, 2, [7]), machine='b', ahead=-250.0),
+    ]
+
+
+def _is_saved(world: World) -> str | None:
+    return None if 7 in world.observer.saved else 'neither of two savers has saved the step'
+
+
+def _prune(world: World) -> Sequence[Task]:
     """A trainer with retention, and an evaluator with a read lease of the step that goes."""
-
-    name = 'prune-read'
-
-    def prepare(self, world: World) -> Sequence[Task]:
-        return [world.start('before', saver(world, 5, [1, 2]))]
-
-    def start(self, world: World) -> Sequence[Task]:
-        return [
-            world.start('trainer', saver(world, 1, [3], keep=1), machine='a', may_delete=lambda step: step < 3),
-            world.start('reader', reader(world, 2), machine='b'),
-        ]
+    return [
+        world.start(
+            'trainer', saver(world, 1, [3], keep=1), machine='a', ahead=250.0, may_delete=lambda step: step < 3
+        ),
+        world.start('reader', reader(world, 2), machine='b', ahead=-250.0),
+    ]
 
 
-class PruneWithFaults(Prune):
-    name = 'prune-read-faults'
-    faults = TwoSaversWithFaults.faults
+def _remove(world: World) -> Sequence[Task]:
+    """Somebody deletes a step, another pins it, a third reads it."""
+    return [
+        world.start('rm', remover(world, 1), machine='a', may_delete=_is_one),
+        world.start('pin', pinner(world, 1), machine='b'),
+        world.start('reader', reader(world, 1), machine='c'),
+    ]
 
 
-class Remove(Scenario):
-    """Two people delete a step, one pins it, one reads it."""
-
-    name = 'remove-pin-read'
-
-    def prepare(self, world: World) -> Sequence[Task]:
-        return [world.start('before', saver(world, 5, [1]))]
-
-    def start(self, world: World) -> Sequence[Task]:
-        return [
-            world.start('rm', remover(world, 1), machine='a', may_delete=lambda step: step == 1),
-            world.start('pin', pinner(world, 1), machine='b'),
-            world.start('reader', reader(world, 1), machine='c'),
-        ]
+def _remove_twice(world: World) -> Sequence[Task]:
+    """Two people delete a step, and a trainer saves it again."""
+    return [
+        world.start('rm', remover(world, 1), machine='a', may_delete=_is_one),
+        world.start('rm2', remover(world, 1), machine='b', may_delete=_is_one),
+        world.start('trainer', saver(world, 1, [1]), machine='c'),
+    ]
 
 
-class OnDisk:
-    kind = 'disk'
+def _overwrite(world: World) -> Sequence[Task]:
+    """Two trainers overwrite a step while an evaluator reads it."""
+    return [
+        world.start('one', saver(world, 1, [1], how='overwrite'), machine='a', may_delete=_is_one),
+        world.start('two', saver(world, 2, [1], how='overwrite'), machine='b', may_delete=_is_one),
+        world.start('reader', reader(world, 1), machine='c'),
+    ]
 
 
-class TwoSaversOnDisk(OnDisk, TwoSavers):
-    name = 'disk-two-savers'
+def _list(world: World) -> Sequence[Task]:
+    """A trainer saves two steps in the background, one of them as another trainer, and a third program lists them."""
+    return [
+        world.start('one', saver(world, 1, [3, 4], how='async'), machine='a'),
+        world.start('two', saver(world, 2, [4]), machine='a'),
+        world.start('list', lister(world), machine='b'),
+    ]
 
 
-class TwoSaversOnDiskWithFaults(OnDisk, TwoSavers):
-    name = 'disk-two-savers-faults'
-    faults = ('crash', 'pause', 'delay', 'error', 'lost', 'power')
+def _keep(world: World) -> Sequence[Task]:
+    """A trainer that keeps two steps, while another saves a later one."""
+    world.observer.least = 2
+    return [
+        world.start('trainer', saver(world, 1, [3], keep=2), machine='a', may_delete=lambda step: step < 3),
+        world.start('other', saver(world, 2, [4]), machine='b'),
+    ]
 
 
-class PruneOnDisk(OnDisk, Prune):
-    name = 'disk-prune-read'
+def _link(world: World) -> Sequence[Task]:
+    """A trainer links unchanged chunks from the step that somebody deletes; both follow a restart on the same machine."""
+    return [
+        world.start('trainer', saver(world, 1, [3, 4], reuse_unchanged=True)),
+        world.start('rm', in_turn(remover(world, 1), remover(world, 3)), may_delete=lambda step: step in (1, 3)),
+    ]
 
 
-class PruneOnDiskWithFaults(OnDisk, Prune):
-    name = 'disk-prune-read-faults'
-    faults = TwoSaversOnDiskWithFaults.faults
+def _of(name: str, scenario: Scenario) -> dict[str, Scenario]:
+    """A scenario on both storages, without and with faults."""
+    on_disk = dataclasses.replace(scenario, kind='disk')
+    return {
+        name: scenario,
+        f'{name}-faults': dataclasses.replace(scenario, faults=_BUCKET_FAULTS),
+        f'disk-{name}': on_disk,
+        f'disk-{name}-faults': dataclasses.replace(on_disk, faults=_DISK_FAULTS),
+    }
 
 
-class RemoveOnDisk(OnDisk, Remove):
-    name = 'disk-remove-pin-read'
-
-
-SCENARIOS: dict[str, Scenario] = {
-    each.name: each()
-    for each in (
-        TwoSavers,
-        TwoSaversWithFaults,
-        Prune,
-        PruneWithFaults,
-        Remove,
-        TwoSaversOnDisk,
-        TwoSaversOnDiskWithFaults,
-        PruneOnDisk,
-        PruneOnDiskWithFaults,
-        RemoveOnDisk,
-    )
+SCENARIOS = {
+    **_of('first-save', Scenario(_two_savers, check=_is_saved)),
+    **_of('save', Scenario(_two_savers, _one_step, check=_is_saved)),
+    **_of('prune', Scenario(_prune, _two_steps)),
+    **_of('remove', Scenario(_remove, _one_step)),
+    **_of('remove-twice', Scenario(_remove_twice, _one_step)),
+    **_of('overwrite', Scenario(_overwrite, _one_step)),
+    **_of('list', Scenario(_list, _two_steps)),
+    **_of('keep', Scenario(_keep, _two_steps)),
+    **_of('link', Scenario(_link, _one_step)),
 }

@@ -58,7 +58,10 @@ class Observer:
 
     Attributes:
       visible: the value of each step that is listed.
+      appeared, disappeared: the steps that did, since a listing began.
       saved: the value of each save that has returned, by step, unless a process was meant to delete or replace the step since.
+      pins: the steps that are pinned.
+      least: how many complete steps a keep policy keeps.
       states: hashes of the sets of keys that the storage had.
     """
 
@@ -70,8 +73,12 @@ class Observer:
         self.may_delete: dict[str, Callable[[int], bool]] = {}
         self.leases: dict[tuple[str, int], float] = {}
         self.pins: set[int] = set()
+        self.least = 0
         self.states: set[int] = set()
+        self.appeared: set[int] = set()
+        self.disappeared: set[int] = set()
         self._state = 0
+        self._writers: dict[int, str] = {}
 
     def copied(self, read: Callable[[str], bytes | None], scheduler: Scheduler) -> Observer:
         """The same knowledge for another schedule."""
@@ -87,7 +94,8 @@ class Observer:
             self._scheduler.fail(f'save({step}) returned, and the step is {self.visible.get(step)}, not {value}')
         if self.saved.get(step, value) != value and not self._is_deletable(step):
             self._scheduler.fail(f'two processes were told that they saved step {step}')
-        self.saved[step] = value
+        if self.visible.get(step) == value:
+            self.saved[step] = value
 
     def is_leased(self, process: str, step: int, until: float) -> None:
         """A reader may read a step until some time."""
@@ -131,10 +139,15 @@ class Observer:
         before = self.visible.get(step)
         if manifest is None:
             if before is not None:
+                self.disappeared.add(step)
                 self._check_hidden(step)
                 del self.visible[step]
             return
-        found = _contents(manifest)
+        try:
+            found = _contents(manifest)
+        except Exception as error:
+            self._scheduler.fail(f'step {step} is listed, and its manifest is damaged: {error!r}')
+            raise
         for name, data in found.files:
             there = self._read(f'{directory}/{name}')
             if there is None:
@@ -145,15 +158,24 @@ class Observer:
             self._scheduler.fail(f'step {step} is listed without {SIDECAR}')
         if before is not None and before != found.value and not self._may(step):
             self._scheduler.fail(f'step {step} was that of {before:g}, and is that of {found.value:g}')
+        if before != found.value:
+            self.saved.pop(step, None)
+            task = self._scheduler.current
+            self._writers[step] = '' if task is None else task.process.name
         self.visible[step] = found.value
+        self.appeared.add(step)
 
     def _check_hidden(self, step: int) -> None:
-        if not self._may(step):
+        task = self._scheduler.current
+        takes_back = task is not None and step not in self.saved and self._writers.get(step) == task.process.name
+        if not (takes_back or self._may(step)):
             self._scheduler.fail(f'step {step} is gone, and this process was not meant to delete it')
         now = self._scheduler.now
         for (process, leased), until in self.leases.items():
             if leased == step and until > now and not self._scheduler.processes[process].is_dead:
                 self._scheduler.fail(f'step {step} is gone while {process} has a read lease of it')
+        if len(self.visible) <= self.least:
+            self._scheduler.fail(f'step {step} is gone, of the {self.least} that the policy keeps')
         if step in self.pins:
             self._scheduler.fail(f'step {step} is gone, and it is pinned')
         self.saved.pop(step, None)

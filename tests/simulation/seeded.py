@@ -1,0 +1,60 @@
+"""Plants a bug of bugs.toml into a copy of the package, and lets the simulator look for it.
+
+`python tests/simulation/seeded.py` prints the table of docs/reliability.md.
+"""
+
+import shutil
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+from t5ckpt.testing.simulation.campaign import simulate
+
+HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1] / 't5ckpt'
+BUGS = tomllib.loads((HERE / 'bugs.toml').read_text(encoding='utf-8'))['bug']
+SCHEDULES = 3000
+
+
+def plant(bug, root):
+    """Copies the package below `root`, with the bug."""
+    shutil.copytree(PACKAGE, root / 't5ckpt', ignore=shutil.ignore_patterns('__pycache__'))
+    file = root / 't5ckpt' / bug['file']
+    text = file.read_text(encoding='utf-8')
+    for number in ('', '2'):
+        if f'old{number}' not in bug:
+            continue
+        old, new = bug[f'old{number}'].strip('\n'), bug[f'new{number}'].strip('\n')
+        assert text.count(old) == 1, f'{bug["name"]}: {bug["file"]} has changed; change bugs.toml, too'
+        text = text.replace(old, new)
+    file.write_text(text, encoding='utf-8')
+
+
+def find(bug, root):
+    """The failure, or None, and how many schedules it took."""
+    plant(bug, root)
+    total = 0
+    for scenario in bug['scenarios']:
+        found = simulate([scenario], range(SCHEDULES), workers=1, path=root)
+        if found.failures:
+            return found.failures[0], total + found.failures[0].schedules
+        total += found.schedules
+    return None, total
+
+
+def main():
+    wanted = sys.argv[1:]
+    for bug in BUGS:
+        if wanted and not any(each in bug['name'] for each in wanted):
+            continue
+        with tempfile.TemporaryDirectory() as root:
+            failure, schedules = find(bug, Path(root))
+        violation = 'NOT FOUND' if failure is None else failure.violation
+        steps = '' if failure is None else f'{len(failure.decisions)}'
+        sys.stdout.write(f'| {bug["name"]} | {schedules} | {steps} | {violation} |\n')
+        sys.stdout.flush()
+
+
+if __name__ == '__main__':
+    main()

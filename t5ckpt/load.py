@@ -113,13 +113,11 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: 
     ]
     if reader.is_cached:
         # One after another, since many threads fetch each.
-        whole = {read.path: reader.read(read.leaf, read.name).astype(read.dtype, copy=False) for read in reads}
-        return {
-            path: whole[path] if path in whole else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()
-        }
-    # In another thread, because an event loop may be running in the caller's.
-    with Pool(1) as executor:
-        values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()
+        values = {read.path: reader.read(read.leaf, read.name).astype(read.dtype, copy=False) for read in reads}
+    else:
+        # In another thread, because an event loop may be running in the caller's.
+        with Pool(1) as executor:
+            values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()
     return {path: values[path] if path in values else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()}
 
 

@@ -11,16 +11,15 @@ import json
 import math
 from typing import Any
 
-from t5ckpt.catalog.locate import Located
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.report import Damage
-from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
 from t5ckpt.reading.size_limits import check_chunk
+from t5ckpt.reading.tensorstore_arrays import TensorStoreArrays
 from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['ArrayFiles', 'Implied', 'placed']
@@ -88,8 +87,8 @@ class Implied:
         """Takes the checkpoint's directory."""
         self._storage = storage
         self._directory = directory
-        self._reader = ArrayReader(Located(storage, directory, '', None, follow_links))
         self._files = CheckpointFiles(storage, directory, follow_links=follow_links)
+        self._arrays = TensorStoreArrays(self._files)
         self._budget = ByteBudget(_DECODED_BYTES)
 
     def files(self, leaf: str, stored: StoredLeaf) -> ArrayFiles:
@@ -147,7 +146,7 @@ class Implied:
             self._budget.release(array.chunk_bytes)
 
     def _open(self, leaf: str, stored: StoredLeaf) -> _Array:
-        store = self._reader.open(stored, leaf)
+        store = self._arrays.open(stored.array, leaf)
         metadata = store.spec().to_json()['metadata']
         file_bytes = None
         if has_plain_chunks(stored.array):
@@ -159,7 +158,7 @@ class Implied:
     def _present(self, array: _Array) -> dict[str, int | None]:
         """The array's files by key, with their sizes if the listing has them."""
         if array.stored.array.layout.is_in_database:
-            with foreign_errors(self._reader.url(array.stored.array)):
+            with foreign_errors(self._arrays.url(array.stored.array)):
                 return {key.decode(): 0 for key in array.store.kvstore.list().result()}
         base = join(self._directory, array.stored.array.location)
         return {key.removeprefix(f'{base}/'): size for key, size in self._storage.walk(base)}

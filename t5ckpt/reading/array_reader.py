@@ -1,35 +1,32 @@
 """Reads stored arrays by index: whole, or the chunks that a slice overlaps.
 
-Each array is read in the first of five ways that it supports: through a cache of chunks (``reading/cached_chunks.py``),
-memory-mapped (``reading/local/mmap_reader.py``, with ``mmap``), directly from its files into the buffers
-(``reading/local/direct_reader.py``, in a restore), as ranges of bytes of an object (``reading/byte_ranges.py``, for tensor files
-in a bucket), or through TensorStore, which reads every zarr array.
+``ArrayReader`` is the only place that chooses how an array is read. It takes the first way that the array supports:
 
-The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found.
-A missing chunk is an error (``fill_missing_data_reads`` is off). A missing ``.zarray`` is replaced by the manifest's metadata.
+1. through a cache of chunks (``reading/cached_chunks.py``), for reads by index;
+2. memory-mapped (``reading/local/mmap_reader.py``), with ``mmap``;
+3. directly from its local files into buffers (``reading/local/direct_reader.py``), in a restore;
+4. as ranges of bytes of an object (``reading/byte_ranges.py``), for tensor files in a bucket;
+5. through TensorStore (``reading/tensorstore_arrays.py``), which reads every zarr array.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from typing import Any, Self
 
 import numpy as np
-import tensorstore as ts
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.chunk_grid import Box, ChunkGrid
-from t5ckpt.format.dtypes import from_stored, zarr_typestr
+from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.dtypes import from_stored
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import DATASET_REMOVED
 from t5ckpt.format.stored_leaf import StoredLeaf
-from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
-from t5ckpt.planning.restore_plan import StoredRead
-from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.basic_index import basic_index, steps_of
 from t5ckpt.reading.byte_ranges import RangeReader
 from t5ckpt.reading.cached_chunks import CachedChunks
@@ -38,17 +35,11 @@ from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
-from t5ckpt.reading.local.regions import ReadRequest
-from t5ckpt.reading.local.uncompressed import chunk_of_file
-from t5ckpt.reading.size_limits import check_chunk, check_count, check_memory
-from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
+from t5ckpt.reading.local.uncompressed import chunk_of_file, has_plain_chunks
+from t5ckpt.reading.open_array import OpenArray, PlainArray, RangeArray, TensorStoreArray
+from t5ckpt.reading.tensorstore_arrays import TensorStoreArrays
 
-__all__ = ['ArrayReader', 'start_read']
-
-# Of a database's compressed index; far above any real one.
-_CHUNKS_PER_BYTE = 64
-# The size of a file if its storage does not report sizes; no check uses it.
-_UNKNOWN = 2**62
+__all__ = ['ArrayReader']
 
 
 class ArrayReader:
@@ -81,11 +72,12 @@ class ArrayReader:
         follow_links = located.follow_links
         root = storage.local_path(directory)
         self._files = CheckpointFiles(storage, directory, follow_links=follow_links)
-        self.checks = (
+        self._checks = (
             None if checksums is None else ChecksumVerifier(checksums, self._files, only_whole_chunks=only_whole_chunks)
         )
         self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
-        self.direct = None if root is None else DirectReader(root, checks=self.checks, follow_links=follow_links)
+        self._direct = None if root is None else DirectReader(root, checks=self._checks, follow_links=follow_links)
+        self._arrays = TensorStoreArrays(self._files)
         self._ranges = RangeReader(storage, directory)
         self._cache = cache
 
@@ -94,88 +86,53 @@ class ArrayReader:
         """Whether chunks are fetched through a cache, by many threads for each array."""
         return self._cache is not None
 
-    def url(self, array: StoredArray) -> str:
-        """The location of an array, for messages."""
-        return self._storage.url(join(self._directory, array.location))
+    @property
+    def is_local(self) -> bool:
+        """Whether the checkpoint's files are on a local file system."""
+        return self._direct is not None
 
-    def range_tasks(self, array: StoredArray, buffers: dict[Box, np.ndarray]) -> list[Callable[[], None]]:
-        """The tasks that fill buffers with boxes of an array in a ``'file'`` of a storage without local files."""
-        return self._ranges.tasks(array, buffers)
+    def map_boxes(self, leaf: StoredLeaf, name: str, boxes: Sequence[Box]) -> dict[Box, np.ndarray] | None:
+        """Verified buffers on private maps, by box, in the leaf's dtype; None if the array is not mapped."""
+        views = None if self._mapper is None else self._mapper.map_boxes(leaf.array, name, boxes)
+        if views is None:
+            return None
+        for task in self._check_tasks(leaf.array, name, boxes):
+            task()
+        return {box: from_stored(view, leaf.dtype) for box, view in views.items()}
 
-    def wait(self, future: Any) -> Any:
-        """See ``Storage.wait``."""
-        return self._storage.wait(future)
+    def start_open(
+        self, leaf: StoredLeaf, name: str, boxes: Sequence[Box], pool: Executor | None = None
+    ) -> Callable[[], OpenArray]:
+        """Starts to open an array for reads of some boxes.
 
-    def start_open(self, array: StoredArray) -> Any:
-        """Starts to open an array; pass the future to :meth:`finish_open`.
+        Args:
+          leaf: the array.
+          name: of the leaf, for errors.
+          boxes: that will be read.
+          pool: its threads run the reads. Without it, they run in the caller's thread or in TensorStore's.
 
-        Raises:
-          FormatError: a file of the array is a link out of the checkpoint.
+        Returns:
+          A function that waits for the opened array, and raises as ``TensorStoreArrays.finish_open``.
         """
-        # TensorStore follows every link and waits for every FIFO.
-        self._files.check(array.root, self.url(array))
-        with foreign_errors(self.url(array)):
-            return ts.open(self._spec(array), open=True, context=self._storage.context())
+        array = leaf.array
+        at = self._storage, leaf, name, self._arrays.url(array)
+        if array.is_byte_range:
+            if self._direct is None:
+                return functools.partial(RangeArray, *at, self._ranges)
+            return functools.partial(PlainArray, *at, self._direct, chunk_of_file(array))
+        checks = functools.partial(self._check_tasks, array, name)
+        if self._direct is None or pool is None or not has_plain_chunks(array):
+            opening = self._arrays.start_open(array)
+            return lambda: TensorStoreArray(*at, self._arrays.finish_open(array, opening, name), checks)
+        direct, finding = self._direct, pool.submit(self._direct.plain_chunks, array, name)
 
-    def finish_open(self, array: StoredArray, future: Any, leaf: str) -> Any:
-        """The opened array.
+        def finish() -> OpenArray:
+            chunks = finding.result()
+            if chunks is None or not direct.can_read(chunks, boxes):
+                return TensorStoreArray(*at, self._arrays.open(array, name), checks)
+            return PlainArray(*at, direct, chunks)
 
-        Raises:
-          CorruptCheckpointError: the array is missing, or its metadata contradicts the manifest or the size of its files.
-          NotEnoughMemoryError: a chunk is larger than this machine's memory.
-        """
-        try:
-            store = self.wait(future)
-        except TENSORSTORE_ERRORS as error:
-            if 'NOT_FOUND' not in str(error) or not array.layout.has_chunk_files or 'chunks' not in array.metadata:
-                with foreign_errors(f'{leaf} ({self.url(array)})'):
-                    raise
-            store = self._open_without_metadata(array, leaf)
-        self._check_sizes(array, store, f'{leaf} ({self.url(array)})')
-        return store
-
-    def _check_sizes(self, array: StoredArray, store: Any, where: str) -> None:
-        """Checks sizes, before TensorStore allocates memory for a chunk or a list of all chunks."""
-        chunk = store.chunk_layout.read_chunk.shape or ()
-        # The chunks of an empty array are empty, too.
-        chunks = ChunkGrid(array.shape, tuple(size or 1 for size in chunk)).num_chunks
-        chunk_bytes = math.prod(chunk) * array.dtype.itemsize
-        if array.layout.is_in_database:
-            # A database keeps all values in a few files.
-            check_count(chunks, lambda: _CHUNKS_PER_BYTE * sum(self._sizes(array.root)), where)
-            check_chunk(chunk_bytes, lambda: sum(self._sizes(array.root)), where)
-        else:
-            check_count(chunks, lambda: len(self._sizes(array.location)), where)
-            check_chunk(chunk_bytes, lambda: max(self._sizes(array.location), default=0), where)
-
-    def _sizes(self, location: str) -> list[int]:
-        found = self._storage.walk(join(self._directory, location))
-        return [_UNKNOWN if size is None else size for _, size in found]
-
-    def open(self, leaf: StoredLeaf, name: str) -> Any:
-        """Opens an array and waits for it."""
-        return self.finish_open(leaf.array, self.start_open(leaf.array), name)
-
-    def _spec(self, array: StoredArray) -> dict[str, Any]:
-        kvstore = self._storage.array_kvstore(join(self._directory, array.root))
-        if array.layout.is_in_database:
-            kvstore = {'driver': 'ocdbt', 'base': kvstore, 'path': array.key_prefix}
-        return {
-            'driver': array.layout.driver,
-            'kvstore': kvstore,
-            'schema': {'dtype': array.dtype.name, 'domain': {'shape': list(array.shape)}},
-            'fill_missing_data_reads': False,
-            'recheck_cached_data': False,
-            'recheck_cached_metadata': False,
-        }
-
-    def _open_without_metadata(self, array: StoredArray, leaf: str) -> Any:
-        metadata = {key: value for key, value in array.metadata.items() if value is not None or key == 'compressor'}
-        metadata |= {'shape': list(array.shape), 'zarr_format': 2}
-        metadata.setdefault('dtype', zarr_typestr(array.dtype))
-        spec = self._spec(array) | {'metadata': metadata}
-        with foreign_errors(f'{leaf} ({self.url(array)}, without .zarray)'):
-            return self.wait(ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()))
+        return finish
 
     def read(self, leaf: StoredLeaf, name: str, index: Any = ...) -> np.ndarray:
         """Reads a numpy basic index of an array; only the chunks that it overlaps are read.
@@ -203,7 +160,7 @@ class ArrayReader:
     def _compares_all(self) -> bool:
         if self._cache is not None:
             return self._cache.has_checksums
-        return self.checks is not None and not self.checks.only_whole_chunks
+        return self._checks is not None and not self._checks.only_whole_chunks
 
     def in_one(self) -> Self:
         """This reader for many reads, after which the caller checks the checkpoint's identity once."""
@@ -219,37 +176,17 @@ class ArrayReader:
         cached = None if self._cache is None else self._cache.read(leaf, name, slices)
         if cached is not None:
             return from_stored(cached, leaf.dtype)[after]
-        for task in self.check_tasks(leaf.array, name, [Box.from_slices(slices, leaf.shape)]):
-            task()
-        if leaf.array.is_byte_range:
-            return self._read_range(leaf, name, slices)[after]
-        mapped = self._read_mapped(leaf, name, slices, index is Ellipsis)
-        if mapped is not None:
-            return from_stored(mapped, leaf.dtype)[after]
-        store = self.open(leaf, name)
-        view = store[slices] if slices else store
-        check_memory(math.prod(view.shape) * leaf.array.dtype.itemsize, f'{name} ({self.url(leaf.array)})')
-        out = aligned_empty(tuple(view.shape), leaf.array.dtype)
-        with foreign_errors(f'{name} ({self.url(leaf.array)})'):
-            self.wait(start_read(view, out))
-        return from_stored(out, leaf.dtype)[after]
-
-    def _read_range(self, leaf: StoredLeaf, name: str, slices: tuple[slice, ...]) -> np.ndarray:
         box = Box.from_slices(slices, leaf.shape)
-        check_memory(box.size * leaf.array.dtype.itemsize, f'{name} ({self.url(leaf.array)})')
-        out = aligned_empty(box.shape, leaf.array.dtype)
-        if self.direct is None:
-            tasks = self.range_tasks(leaf.array, {box: out})
-        else:
-            request = ReadRequest(leaf.array, name, leaf.dtype, {box: out})
-            tasks = self.direct.tasks(request, chunk_of_file(leaf.array)) or ()
-        for task in tasks:
+        for task in self._check_tasks(leaf.array, name, [box]):
             task()
-        return out[steps_of(slices)]
+        values = self._read_mapped(leaf.array, name, slices, whole=index is Ellipsis)
+        if values is None:
+            values = self.start_open(leaf, name, [box])().read(slices)
+        return from_stored(values, leaf.dtype)[after]
 
-    def check_tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
+    def _check_tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
         """The checks to run before boxes are read by a reader that does not verify checksums."""
-        return [] if self.checks is None else self.checks.tasks(array, name, boxes)
+        return [] if self._checks is None else self._checks.tasks(array, name, boxes)
 
     def check_beside(self, prefix: str) -> None:
         """Verifies the files with a prefix that are not arrays, before another library opens them.
@@ -261,36 +198,20 @@ class ArrayReader:
         for name in names:
             self._files.check(name, name)
         removed = not names and self._storage.kind(join(self._directory, DATASET_REMOVED)) == 'file'
-        if self.checks is not None and not removed:
-            for file in self.checks.listed(prefix):
-                self.checks.check(file, 'data iterator')
+        if self._checks is not None and not removed:
+            for file in self._checks.listed(prefix):
+                self._checks.check(file, 'data iterator')
 
-    def _read_mapped(self, leaf: StoredLeaf, name: str, slices: tuple[slice, ...], whole: bool) -> np.ndarray | None:
+    def _read_mapped(
+        self, array: StoredArray, name: str, slices: tuple[slice, ...], *, whole: bool
+    ) -> np.ndarray | None:
         if self._mapper is None:
             return None
-        box = Box.from_slices(slices, leaf.shape)
-        views = self._mapper.map_boxes(leaf.array, name, [box], strided=not whole)
+        box = Box.from_slices(slices, array.shape)
+        views = self._mapper.map_boxes(array, name, [box], strided=not whole)
         if views is None:
             return None
         if whole:
             return views[box]
         # A copy of the slice, since a view would keep the whole map alive.
         return views[box][steps_of(slices)].copy()
-
-    def map_leaf(self, read: StoredRead) -> dict[Box, np.ndarray] | None:
-        """The mapped buffers of a leaf, if they have the right dtype and can be used without a copy."""
-        array = read.leaf.array
-        if self._mapper is None or read.resizes or read.converts or not is_on_cpu(read.target):
-            return None
-        boxes = boxes_wanted(read.target, read.leaf.shape)
-        views = self._mapper.map_boxes(array, read.name, boxes)
-        for task in self.check_tasks(array, read.name, boxes) if views is not None else ():
-            task()
-        return None if views is None else {box: from_stored(view, read.dtype) for box, view in views.items()}
-
-
-def start_read(view: Any, out: np.ndarray) -> Any:
-    """Starts to read a TensorStore array into a numpy array of its shape and dtype."""
-    if view.rank:
-        view = view[ts.d[:].translate_to[0]]
-    return ts.array(out).write(view)

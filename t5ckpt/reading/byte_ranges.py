@@ -10,7 +10,7 @@ Notes: each thread holds one block of 16 MiB.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class RangeReader:
         self._storage = storage
         self._directory = directory
 
-    def tasks(self, array: StoredArray, buffers: dict[Box, np.ndarray]) -> list[Callable[[], None]]:
+    def tasks(self, array: StoredArray, buffers: Mapping[Box, np.ndarray]) -> list[Callable[[], None]]:
         """The tasks for threads that fill the buffers with their boxes of the array."""
         boxes = [box for box in buffers if not box.is_empty]
         if not boxes:
@@ -61,7 +61,7 @@ class RangeReader:
             for block in _blocks(array.shape, region, array.dtype.itemsize)
         ]
 
-    def _read(self, array: StoredArray, block: Box, buffers: dict[Box, np.ndarray]) -> None:
+    def _read(self, array: StoredArray, block: Box, buffers: Mapping[Box, np.ndarray]) -> None:
         steps = strides_of(array.shape, array.dtype.itemsize)
         first = sum(start * step for (start, _), step in zip(block, steps, strict=True))
         last = sum((stop - 1) * step for (_, stop), step in zip(block, steps, strict=True)) + array.dtype.itemsize

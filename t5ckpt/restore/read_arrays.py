@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import T5CkptError
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import from_stored
 from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
@@ -31,12 +29,10 @@ from t5ckpt.planning.resizing import clipped
 from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.progress import Meter
 from t5ckpt.reading.aligned_memory import aligned_empty
-from t5ckpt.reading.array_reader import ArrayReader, start_read
-from t5ckpt.reading.local.regions import ReadRequest
-from t5ckpt.reading.local.uncompressed import has_plain_chunks
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.open_array import Filling, OpenArray
 from t5ckpt.reading.size_limits import check_memory
 from t5ckpt.restore.make_leaf import make_leaf
-from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
 
 __all__ = ['read_arrays']
 
@@ -62,7 +58,7 @@ def read_arrays(
     values: dict[Path, Any] = {}
     rest: list[StoredRead] = []
     for read in reads:
-        hosts = reader.map_leaf(read)
+        hosts = _mapped(reader, read)
         if hosts is None:
             rest.append(read)
         else:
@@ -83,17 +79,24 @@ def read_arrays(
     return values
 
 
+def _mapped(reader: ArrayReader, read: StoredRead) -> dict[Box, np.ndarray] | None:
+    """The mapped buffers of a leaf, if they have the right dtype and can be used without a copy."""
+    if read.resizes or read.converts or not is_on_cpu(read.target):
+        return None
+    return reader.map_boxes(read.leaf, read.name, boxes_wanted(read.target, read.leaf.shape))
+
+
 def _threads() -> int:
     return max(_MIN_THREADS, _THREADS_PER_CORE * (os.cpu_count() or 1))
 
 
 @dataclasses.dataclass
 class _LeafInFlight:
-    """A leaf that is being read; its buffers are filled when all futures are done."""
+    """A leaf that is being read into its buffers."""
 
     read: StoredRead
     buffers: dict[Box, np.ndarray]
-    futures: Sequence[Any]
+    filling: Filling
     size: int
 
 
@@ -112,17 +115,16 @@ class _RestoreScheduler:
     def run(self, reads: Sequence[StoredRead]) -> dict[Path, Any]:
         """Reads all leaves and puts them on devices."""
         # On an object store all arrays are opened at once; on a disk the first are read while others are opened.
-        ahead = len(reads) if self._reader.direct is None else _threads()
+        ahead = len(reads) if not self._reader.is_local else _threads()
         opening = collections.deque(self._open(read) for read in reads[:ahead])
         try:
             for number, read in enumerate(reads, ahead):
                 opened = opening.popleft()
                 opening.extend(self._open(other) for other in reads[number : number + 1])
-                boxes = _source_boxes(read)
-                size = _bytes_in_flight(read, boxes)
+                size = _bytes_in_flight(read)
                 self._admit(size)
                 try:
-                    self._reading.append(self._start(read, opened, boxes, size))
+                    self._reading.append(self._start(read, opened(), size))
                 except BaseException:
                     self._budget.release(size)
                     raise
@@ -132,26 +134,14 @@ class _RestoreScheduler:
                 self._release_next()
         finally:
             for item in self._reading:
-                for future in item.futures:
-                    if isinstance(future, concurrent.futures.Future):
-                        future.cancel()
-                    else:
-                        # Its buffer must outlive it.
-                        with contextlib.suppress(*TENSORSTORE_ERRORS, T5CkptError):
-                            self._reader.wait(future)
+                item.filling.abandon()
                 self._budget.release(item.size)
             for _, size in self._moving:
                 self._budget.release(size)
         return self._values
 
-    def _open(self, read: StoredRead) -> Any:
-        """Starts to open an array: a future of its plain chunks or of a TensorStore; None for a byte range of an object."""
-        direct = self._reader.direct
-        if direct is None and read.leaf.array.is_byte_range:
-            return None
-        if direct is None or not (has_plain_chunks(read.leaf.array) or read.leaf.array.is_byte_range):
-            return self._reader.start_open(read.leaf.array)
-        return self._pool.submit(direct.plain_chunks, read.leaf.array, read.name)
+    def _open(self, read: StoredRead) -> Callable[[], OpenArray]:
+        return self._reader.start_open(read.leaf, read.name, _source_boxes(read), self._pool)
 
     def _admit(self, size: int) -> None:
         while not self._budget.try_acquire(size):
@@ -163,37 +153,14 @@ class _RestoreScheduler:
                 self._budget.acquire(size)
                 return
 
-    def _start(self, read: StoredRead, opened: Any, boxes: Sequence[Box], size: int) -> _LeafInFlight:
-        array, name = read.leaf.array, read.name
-        if opened is None:
-            buffers = {box: _buffer(box, array.dtype) for box in boxes}
-            return _LeafInFlight(
-                read, buffers, [self._pool.submit(task) for task in self._reader.range_tasks(array, buffers)], size
-            )
-        if isinstance(opened, concurrent.futures.Future):
-            chunks = opened.result()
-            if chunks is not None and self._reader.direct is not None:
-                # A cast reads blocks into a scratch buffer, which would read more of an object than the requested ranges.
-                converts = read.converts and not array.is_byte_range
-                buffers = {box: _buffer(box, read.dtype if converts else array.dtype) for box in boxes}
-                tasks = self._reader.direct.tasks(ReadRequest(array, name, read.leaf.dtype, buffers), chunks)
-                if tasks is not None:
-                    return _LeafInFlight(read, buffers, [self._pool.submit(task) for task in tasks], size)
-            opened = self._reader.start_open(array)
-        store = self._reader.finish_open(array, opened, name)
-        buffers = {box: _buffer(box, array.dtype) for box in boxes}
-        parts = {box: store[box.slices] for box in boxes}
-        checks = [self._pool.submit(task) for task in self._reader.check_tasks(array, name, boxes)]
-        return _LeafInFlight(read, buffers, [*checks, *(start_read(parts[box], buffers[box]) for box in boxes)], size)
+    def _start(self, read: StoredRead, opened: OpenArray, size: int) -> _LeafInFlight:
+        dtype = read.dtype if read.converts and opened.converts else read.leaf.array.dtype
+        buffers = {box: _buffer(box, dtype) for box in _source_boxes(read)}
+        return _LeafInFlight(read, buffers, opened.fill(buffers, self._pool), size)
 
     def _place_next(self) -> None:
         item = self._reading[0]
-        with foreign_errors(f'{item.read.name} ({self._reader.url(item.read.leaf.array)})'):
-            for future in item.futures:
-                if isinstance(future, concurrent.futures.Future):
-                    future.result()
-                else:
-                    self._reader.wait(future)
+        item.filling.wait()
         read = item.read
         hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
         if read.resizes:
@@ -225,8 +192,8 @@ def _source_boxes(read: StoredRead) -> list[Box]:
     return [part for box in boxes if (part := clipped(box, read.leaf.shape)) is not None]
 
 
-def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
-    size = sum(box.size for box in boxes) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
+def _bytes_in_flight(read: StoredRead) -> int:
+    size = sum(box.size for box in _source_boxes(read)) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
     return size + _bytes_wanted(read) if read.resizes else size
 
 

@@ -17,11 +17,12 @@ import collections
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.local.blocks import Limits
@@ -85,10 +86,12 @@ class DirectReader:
             self._checks.compare(f'{array.location}/.zarray', leaf, entry_of(text))
         return plain_chunks_of(text, array)
 
-    def tasks(self, request: ReadRequest, chunks: PlainChunks) -> list[Task] | None:
-        """The tasks for threads that fill the buffers of a request; None if there are too many chunks."""
-        if sum(chunks.grid.count(box) for box in request.buffers) > _MAX_CHUNKS:
-            return None
+    def can_read(self, chunks: PlainChunks, boxes: Iterable[Box]) -> bool:
+        """Whether the boxes overlap few enough chunks for this reader."""
+        return sum(chunks.grid.count(box) for box in boxes) <= _MAX_CHUNKS
+
+    def tasks(self, request: ReadRequest, chunks: PlainChunks) -> list[Task]:
+        """The tasks for threads that fill the buffers of a request."""
         regions = regions_by_chunk(request, chunks)
         reader = chunk_reader(request, chunks, regions, self._checks, self._limits, self._scratch)
         tasks: list[Task] = []

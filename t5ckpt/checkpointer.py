@@ -38,7 +38,7 @@ from t5ckpt.core.unknown_arguments import OF_CONSTRUCTOR, OF_RESTORE, OF_SAVE, e
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
-from t5ckpt.distributed.rounds import CoordinationRound
+from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import (
     ClosedError,
     DisagreementError,
@@ -53,7 +53,7 @@ from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.reading.open_reader import ReadOptions
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.fit import fit_leaves
-from t5ckpt.restore.request import RestoreRequest, check_source
+from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source
 from t5ckpt.save import (
     Notices,
     Reuse,
@@ -66,7 +66,7 @@ from t5ckpt.save import (
     monitored,
     monitored_metrics,
 )
-from t5ckpt.save.arguments import check_no_directory, check_policies, warn_of_gda, warn_of_idle
+from t5ckpt.save.arguments import check_no_directory, check_policies, warn_of_gda, warn_of_idle, warn_of_missing_metrics
 from t5ckpt.save.codec_selection import CodecSelection
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
@@ -78,7 +78,7 @@ from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.train_state import flatten_state, step_of
+from t5ckpt.tree.train_state import flatten_state, step_to_save
 
 __all__ = ['Checkpointer']
 
@@ -398,7 +398,7 @@ class Checkpointer:
             table = flatten_state(state).table
             request = SaveRequest(
                 storage=self._storage,
-                step=step_of(state, table, call.step),
+                step=step_to_save(state, table, call.step),
                 call=call,
                 options=self._options,
                 retention=self._retention,
@@ -414,14 +414,15 @@ class Checkpointer:
                 site=CallSite.here(),
             )
             if save_round.is_leader:
-                self._notices.missing_metrics(self._retention.missing_metrics(request.step, call.metrics))
+                missing = self._retention.missing_metrics(request.step, call.metrics)
+                warn_of_missing_metrics(self._notices, missing)
             if not call.transforms:
                 self._template_check.look(state, table, request.step, tells=save_round.is_leader)
             if self._partitioner is None and save_round.is_leader:
                 self._template_check.look_at_shardings(table, request.step)
             prepared = prepare_save(request, table, self._axes)
         except BaseException as error:
-            save_round.fail('plan', error)
+            save_round.fail(Phase.PLAN, error)
             raise
         self._pending = pending = PendingSave(request.step, prepared)  # known before it is started
         return pending
@@ -439,7 +440,7 @@ class Checkpointer:
 
         Votes and answer are of JSON's types. In a single process, this calls ``decide``.
         """
-        return self._round(action).reduce_on_leader('agree', note, decide)
+        return self._round(action).reduce_on_leader(Phase.AGREE, note, decide)
 
     def _round(self, action: str) -> CoordinationRound:
         if self._coordinator.processes_of_job().count > 1:
@@ -515,7 +516,7 @@ class Checkpointer:
         """
         check_source(step, path)
         check_transforms(state_transformation_fns)
-        return self._restored(
+        call = RestoreCall(
             step=step,
             # T5X's programs pass the empty path instead of None.
             path=None if path == '' else path,
@@ -527,10 +528,11 @@ class Checkpointer:
             donate=donate,
             leaves_iterator=not restore_iterator,
         )
+        return self._restored(call)
 
-    def _restored(self, **asked: Any) -> Any:
-        """Restores; ``asked`` are the fields of ``RestoreRequest`` that the call determines."""
+    def _restored(self, call: RestoreCall) -> Any:
         request = RestoreRequest(
+            call=call,
             storage=self._storage,
             storage_options=self._storage_options,
             round=self._round('a restore'),
@@ -538,7 +540,6 @@ class Checkpointer:
             progress=self._progress,
             reading=self._reading,
             notices=self._notices,
-            **asked,
         )
         return run_restore(request, self._train_state, self._partitioner, self._dataset)
 
@@ -568,7 +569,7 @@ class Checkpointer:
           strict: as in :meth:`restore`.
           resize: as in :meth:`restore`.
         """
-        return self._restored(
+        call = RestoreCall(
             path=path,
             transforms=state_transformation_fns,
             resize=Resize(resize),
@@ -576,6 +577,7 @@ class Checkpointer:
             leaves_iterator=True,
             only=frozenset(leaves),
         )
+        return self._restored(call)
 
     def restore_from_tf_checkpoint(
         self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: CheckpointTranslator | None = None
@@ -585,7 +587,7 @@ class Checkpointer:
         Args:
           path_or_dir: a directory, or the prefix of a checkpoint's files.
           strict: False ignores leaves that the template lacks. The checkpoint must have every leaf of the template either way.
-          translator: rules for TensorFlow's names; None takes those of T5 (``convert/tf_rules.py``).
+          translator: rules for TensorFlow's names; None takes those of T5 (``convert/tf/rules.py``).
 
         Raises:
           TreeMismatchError: checkpoint and template differ, or a name has no rule; the error lists every difference.
@@ -598,9 +600,9 @@ class Checkpointer:
             found = tf_leaves(open_tf(path_or_dir), translator)
             restored = restore_tf(found, self._restore_cast(), self._train_state, self._partitioner, strict=strict)
         except BaseException as error:
-            restore_round.fail('restore', error)
+            restore_round.fail(Phase.RESTORE, error)
             raise
-        restore_round.reduce_on_leader('restore', None, lambda _: None)
+        restore_round.reduce_on_leader(Phase.RESTORE, None, lambda _: None)
         return restored
 
     def convert_from_tf_checkpoint(
@@ -637,7 +639,7 @@ class Checkpointer:
             found = tf_leaves(open_tf(path_or_dir), translator)
             committed = convert_tf_to_model(found, request, self._axes, state_transformation_fns)
 
-        self._round('a conversion').reduce_on_leader('convert', None, convert)
+        self._round('a conversion').reduce_on_leader(Phase.CONVERT, None, convert)
         return committed
 
     def open_elsewhere(self, path: str | os.PathLike[str], step: int | None = None) -> CheckpointView:
@@ -725,7 +727,7 @@ class Checkpointer:
             delete_step(self._storage, at, self._clock)
             return self.latest_step()
 
-        self._schedule.forget(at, self._round(f'the deletion of step {at}').reduce_on_leader('delete', at, decide))
+        self._schedule.forget(at, self._round(f'the deletion of step {at}').reduce_on_leader(Phase.DELETE, at, decide))
 
     def _refuse_if_read_only(self, action: str) -> None:
         require_directory(self._storage)

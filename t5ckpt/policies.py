@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.core.arguments import check_policies, check_word, given_steps, integer, number, set_fields
+from t5ckpt.core.arguments import check_joined_policies, check_word, given_steps, integer, number, set_fields
 from t5ckpt.core.text import shown
 
 __all__ = [
@@ -271,7 +271,7 @@ class KeepAny(KeepPolicy):
     policies: tuple[KeepPolicy, ...]
 
     def __post_init__(self) -> None:
-        check_policies(self.policies, KeepPolicy, 'KeepAny')
+        check_joined_policies(self.policies, KeepPolicy, 'KeepAny')
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 
-from t5ckpt.core.arguments import check_policies, check_word, given_steps, integer, number, set_fields
+from t5ckpt.core.arguments import check_joined_policies, check_word, given_steps, integer, number, set_fields
 from t5ckpt.policies import MODES, check_metric_name
 
 __all__ = [
@@ -277,7 +277,7 @@ class _Joined(SavePolicy):
     policies: tuple[SavePolicy, ...]
 
     def __post_init__(self) -> None:
-        check_policies(self.policies, SavePolicy, type(self).__name__)
+        check_joined_policies(self.policies, SavePolicy, type(self).__name__)
 
     @property
     def metric_names(self) -> tuple[str, ...]:

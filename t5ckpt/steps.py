@@ -20,7 +20,7 @@ from t5ckpt.catalog.layouts import (
 )
 from t5ckpt.catalog.listing import dataset_steps_in, newest, steps_in
 from t5ckpt.catalog.locate import locate
-from t5ckpt.catalog.pins import is_pinned_at, unpin_at
+from t5ckpt.catalog.pin_file import is_pinned_at, unpin_at
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.core.arguments import integer
 from t5ckpt.format.names import step_dir

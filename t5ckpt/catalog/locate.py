@@ -1,4 +1,4 @@
-"""Resolves a path to a checkpoint, and lists the steps of a run."""
+"""Finds the checkpoint that a path, or a step of a run, names: ``Located``. ``catalog/listing.py`` lists the steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """The location of a checkpoint.
+    """A checkpoint in a storage; nothing of it has been read but its directory's name.
 
     Attributes:
       storage: its root is the parent of the checkpoint's directory.

@@ -56,9 +56,9 @@ from t5ckpt.storage import Entry, Storage
 __all__ = [
     'IndexCatalog',
     'ensured_index',
+    'indexed_steps',
     'mark_step',
     'read_index',
-    'steps_of',
 ]
 
 # The directory of a step in an Orbax CheckpointManager is its number.
@@ -90,7 +90,7 @@ def read_index(storage: Storage) -> Index:
     )
 
 
-def steps_of(storage: Storage, index: Index, assumed: Collection[int] = ()) -> list[ListedStep]:
+def indexed_steps(storage: Storage, index: Index, assumed: Collection[int] = ()) -> list[ListedStep]:
     """The complete steps, ascending. The manifests of ``assumed`` steps are not checked."""
     return _steps(storage, index, _unmarked(storage, index), assumed)
 
@@ -134,7 +134,7 @@ def ensured_index(storage: Storage, *, again: bool = False) -> Index:
     index = read_index(storage)
     if index.is_complete and not again:
         return index
-    found = steps_of(storage, dataclasses.replace(index, is_complete=False))
+    found = indexed_steps(storage, dataclasses.replace(index, is_complete=False))
     steps = {each.step for each in found if each.is_t5x}
     others = {each.name for each in found if not each.is_t5x}
     for step in sorted(steps - index.steps):
@@ -168,7 +168,7 @@ class IndexCatalog(RunCatalog):
         return read_index(self._storage)
 
     def listing(self) -> Listing:
-        return Listing(tuple(steps_of(self._storage, read_index(self._storage))))
+        return Listing(tuple(indexed_steps(self._storage, read_index(self._storage))))
 
     def newest(self) -> ListedStep | None:
         # Checks the manifests of smaller steps only if there may be other layouts.

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.run_catalog import Index
-from t5ckpt.catalog.step_index import read_index, steps_of
+from t5ckpt.catalog.step_index import indexed_steps, read_index
 from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known
@@ -117,7 +117,9 @@ class _InIndex(PrunableSteps):
     def _with_leased(self) -> tuple[list[int], set[int]]:
         # One listing has both.
         index = read_index(self._storage)
-        return self.prunable(steps_of(self._storage, index)), live_steps(self._storage, index.read_leases, self._clock)
+        return self.prunable(indexed_steps(self._storage, index)), live_steps(
+            self._storage, index.read_leases, self._clock
+        )
 
     def plan(
         self, policy: KeepPolicy, just_saved: int | None, others: Sequence[StepInfo]
@@ -132,7 +134,7 @@ class _InIndex(PrunableSteps):
         assumed = set(index.steps - index.busy)
         own = set[int]() if just_saved is None else {just_saved}
         index = dataclasses.replace(index, steps=index.steps | own)
-        steps = self.prunable(steps_of(self._storage, index, assumed | own))
+        steps = self.prunable(indexed_steps(self._storage, index, assumed | own))
         infos = self._facts.infos(
             steps, live_steps(self._storage, index.read_leases, self._clock), policy.metric_names, just_saved
         )

@@ -46,7 +46,7 @@ _ORBAX = {
 }
 
 
-def _is_ours(name: str) -> bool:
+def _is_orbax_file(name: str) -> bool:
     """Whether Orbax writes a file of this name."""
     return name in _ORBAX or name.startswith(('manifest.ocdbt', 'ocdbt.process_'))
 
@@ -89,7 +89,7 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
     if options.compression is not None or options.concurrent_gb != ConvertOptions.concurrent_gb:
         raise ValueError('compression and concurrent_gb have no effect on what Orbax writes. Leave them out.')
     contents = read_contents(located)
-    check_output(target, options.overwrite, _is_ours)
+    check_output(target, options.overwrite, _is_orbax_file)
     table = linked_leaves(contents)
     dropped = set[Path]() if options.optimizer else optimizer_leaves(table)
     kept = {path: leaf for path, leaf in table.items() if path not in dropped}
@@ -102,7 +102,7 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
     started = time.monotonic()
     nbytes = 0
     if not options.dry_run:
-        with contents.identity.reading(), output(target, options.overwrite, _is_ours) as temporary:
+        with contents.identity.reading(), output(target, options.overwrite, _is_orbax_file) as temporary:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
             known = contents.sidecar if is_step else None
             _save(unflatten(leaves), temporary, Meter(options.progress, total), known)

@@ -20,9 +20,9 @@ from t5ckpt.core.text import shown
 __all__ = [
     'check_callables',
     'check_flags',
+    'check_joined_policies',
     'check_kind',
     'check_patterns',
-    'check_policies',
     'check_word',
     'given_step',
     'given_steps',
@@ -156,7 +156,7 @@ def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:
         raise ValueError(f'{name} must be a {kind.__name__} such as {example}, got {shown(value)}.')
 
 
-def check_policies(policies: Any, kind: type[Any], owner: str) -> None:
+def check_joined_policies(policies: Any, kind: type[Any], owner: str) -> None:
     """Raises ValueError unless ``policies`` has at least one element and all are instances of ``kind``."""
     if not policies:
         raise ValueError(f'{owner} needs at least one policy, got none in policies={shown(policies)}.')

@@ -10,6 +10,7 @@ A save has two rounds, of which the second precedes the commit (``save/execute.p
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import json
 import time
@@ -20,7 +21,7 @@ from t5ckpt.core.text import lines_of_error
 from t5ckpt.distributed.processes import Processes, ServiceError, Status
 from t5ckpt.errors import CoordinationError, ProcessMissingError, RemoteError, T5CkptError
 
-__all__ = ['Channel', 'CoordinationRound', 'coordination_error']
+__all__ = ['Channel', 'CoordinationRound', 'Phase', 'coordination_error']
 
 
 # gRPC refuses messages above 4 MiB unless the limit was raised.
@@ -28,6 +29,18 @@ _MESSAGE_BYTES = 2**20
 
 
 Decide = Callable[[Sequence[Any]], Any]
+
+
+class Phase(enum.StrEnum):
+    """The part of an action after which all processes meet; each occurs once in a round, and errors name it."""
+
+    PLAN = 'plan'  # a save: all plans are equal, and process 0 has made the directory
+    WRITE = 'write'  # a save: all chunks are written, and process 0 commits
+    READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
+    RESTORE = 'restore'  # a restore: all processes have their state
+    AGREE = 'agree'  # Checkpointer.agree
+    CONVERT = 'convert'  # process 0 has converted a checkpoint of TensorFlow
+    DELETE = 'delete'  # process 0 has deleted a step
 
 
 @contextlib.contextmanager
@@ -132,11 +145,11 @@ class CoordinationRound:
         """Whether this is process 0."""
         return self.processes.index == 0
 
-    def reduce_on_leader(self, phase: str, vote: Any, decide: Decide) -> Any:
+    def reduce_on_leader(self, phase: Phase, vote: Any, decide: Decide) -> Any:
         """Gathers a vote of every process on the leader, and returns the leader's decision on all processes.
 
         Args:
-          phase: unique in the round; it is named in errors.
+          phase: of the round.
           vote: of this process, of JSON's types. ``{'error': text}`` fails the round on all processes.
           decide: called on the leader with the votes in order of the processes; returns a value of JSON's types.
 
@@ -155,7 +168,7 @@ class CoordinationRound:
         self._gather(prefix, phase, vote)
         if not self.is_leader:
             return self._receive_decision(prefix, phase)
-        with self._mapped(phase, (0,)):
+        with self._mapped(phase.value, (0,)):
             found = {int(name): text for name, text in self.processes.get_all(f'{prefix}/vote').items()}
         try:
             votes = [json.loads(found[index]) for index in range(self.processes.count)]
@@ -172,50 +185,50 @@ class CoordinationRound:
     def _mapped(self, phase: str, awaited: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
         return _mapped_errors(self._action, phase, awaited, self._timeout)
 
-    def _gather(self, prefix: str, phase: str, vote: Any) -> None:
+    def _gather(self, prefix: str, phase: Phase, vote: Any) -> None:
         try:
-            with self._mapped(phase, ()):
+            with self._mapped(phase.value, ()):
                 self.processes.put(f'{prefix}/vote/{self.processes.index:08d}', json.dumps(vote).encode())
                 self.processes.barrier(f'{prefix}/all', self._timeout)
         except ProcessMissingError as error:
             raise self._missing(prefix, phase) from error.__cause__
-        with self._mapped(phase, (0,)):
+        with self._mapped(phase.value, (0,)):
             if self.is_leader:
                 for old in self._old:
                     self.processes.remove(old)
                 self._old = ()
 
-    def _missing(self, prefix: str, phase: str) -> ProcessMissingError:
+    def _missing(self, prefix: str, phase: Phase) -> ProcessMissingError:
         """Names the processes whose vote has not arrived; process 0 where its service does not answer."""
-        with self._mapped(phase, (0,)):
+        with self._mapped(phase.value, (0,)):
             voted = {int(name) for name in self.processes.get_all(f'{prefix}/vote')}
         missing = tuple(sorted(set(range(self.processes.count)) - voted))
-        return ProcessMissingError(self._action, phase, missing, self._timeout)
+        return ProcessMissingError(self._action, phase.value, missing, self._timeout)
 
-    def _raise_failures(self, phase: str, votes: Sequence[Any]) -> None:
+    def _raise_failures(self, phase: Phase, votes: Sequence[Any]) -> None:
         failed = {
             index: vote['error'] for index, vote in enumerate(votes) if isinstance(vote, dict) and 'error' in vote
         }
         if failed:
             shown = '; '.join(f'process {index}: {text}' for index, text in list(failed.items())[:4])
             more = f' and {len(failed) - 4} more' if len(failed) > 4 else ''
-            raise RemoteError(f'{self._action} failed in {phase!r}: {shown}{more}', tuple(failed))
+            raise RemoteError(f'{self._action} failed in {phase.value!r}: {shown}{more}', tuple(failed))
 
-    def _send_decision(self, prefix: str, phase: str, decision: dict[str, Any]) -> None:
-        with self._mapped(phase, (0,)):
+    def _send_decision(self, prefix: str, phase: Phase, decision: dict[str, Any]) -> None:
+        with self._mapped(phase.value, (0,)):
             self.processes.put(f'{prefix}/decision', json.dumps(decision).encode())
 
-    def _receive_decision(self, prefix: str, phase: str) -> Any:
-        with self._mapped(phase, (0,)):
+    def _receive_decision(self, prefix: str, phase: Phase) -> Any:
+        with self._mapped(phase.value, (0,)):
             decision = json.loads(self.processes.get(f'{prefix}/decision', self._timeout))
         if 'error' in decision:
             kind, _, text = decision['error'].partition(': ')
             if kind == 'RemoteError':
                 raise RemoteError(text)
-            raise RemoteError(f'{self._action} failed in {phase!r}: process 0: {decision["error"]}', (0,))
+            raise RemoteError(f'{self._action} failed in {phase.value!r}: process 0: {decision["error"]}', (0,))
         return decision['value']
 
-    def fail(self, phase: str, error: BaseException) -> None:
+    def fail(self, phase: Phase, error: BaseException) -> None:
         """Tells the other processes that this one cannot go on; returns when they know, or after the time-out."""
         # After these errors the others cannot be reached, or have failed themselves.
         is_known = any(isinstance(each, (ProcessMissingError, CoordinationError)) for each in (error, error.__cause__))

@@ -20,6 +20,7 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import dtype_from_name, dtype_from_typestr, zarr_typestr
+from t5ckpt.tree.leaf_table import MAX_RANK
 
 __all__ = [
     'ArrayLayout',
@@ -57,7 +58,6 @@ _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
 _ALLOWED_KVSTORES = {'file', 'gcs', 'gfile', 'memory', 's3'}
 _KEPT_METADATA = ('chunks', 'compressor', 'dimension_separator', 'dtype', 'filters', 'order')
 _IDENTITY_KEYS = {'input_exclusive_max', 'input_inclusive_min', 'input_labels', 'input_rank', 'input_shape'}
-_MAX_RANK = 32
 
 
 class SpecDict(dict[str, Any]):
@@ -270,7 +270,7 @@ def shape_of(value: Any, leaf: str) -> tuple[int, ...]:
     Raises:
       CorruptCheckpointError: it is not a list of sizes.
     """
-    if not _is_list_of_sizes(value) or len(value) > _MAX_RANK:
+    if not _is_list_of_sizes(value) or len(value) > MAX_RANK:
         raise CorruptCheckpointError(f'{leaf}: metadata has shape {value!r:.120}, expected a list of sizes.')
     return tuple(value)
 

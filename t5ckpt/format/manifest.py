@@ -26,6 +26,7 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import SpecDict, is_spec
 from t5ckpt.format.dtypes import dtype_from_name, name_of
+from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK
 
 __all__ = [
     'VERSION',
@@ -45,10 +46,8 @@ VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
 _CHUNKED = '__msgpack_chunked_array__'
 _TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
-_MAX_RANK = 32
 # Up to this size, packing an array's header takes longer than copying its values.
 _SMALL_BYTES = 2**16
-_MAX_DEPTH = 250
 # The decoder allocates a list of the length in its header before it decodes the first item, at each level of nesting.
 _MAX_LIST = 2**14
 _DAMAGED = (
@@ -192,8 +191,8 @@ def manifest_of(contents: Any, where: str) -> Manifest:
 
 def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any]:
     """Copies a tree with string keys, specs as SpecDict and chunked arrays joined."""
-    if len(path) > _MAX_DEPTH:
-        raise CorruptCheckpointError(f'{where}: nested more than {_MAX_DEPTH} deep, deeper than any model.')
+    if len(path) > MAX_DEPTH:
+        raise CorruptCheckpointError(f'{where}: nested more than {MAX_DEPTH} deep, deeper than any model.')
     result: dict[str, Any] = {}
     for raw_key, value in tree.items():
         key = raw_key.decode('utf-8', 'replace') if isinstance(raw_key, bytes) else str(raw_key)
@@ -244,7 +243,7 @@ def _join_chunked(value: Mapping[Any, Any], where: str, path: Path) -> np.ndarra
     sizes = [int(size) for size in shape if isinstance(size, (int, np.integer)) and size >= 0]
     if not arrays or len(arrays) != len(parts) or len({array.dtype for array in arrays}) != 1:
         raise CorruptCheckpointError(f'{where}: leaf {name}: the chunks of its array are not arrays of one dtype.')
-    if len(sizes) != len(shape) or len(sizes) > _MAX_RANK or math.prod(sizes) != sum(array.size for array in arrays):
+    if len(sizes) != len(shape) or len(sizes) > MAX_RANK or math.prod(sizes) != sum(array.size for array in arrays):
         raise CorruptCheckpointError(f'{where}: leaf {name}: its chunks do not fill an array of shape {shape!r:.80}.')
     return np.concatenate([array.reshape(-1) for array in arrays]).reshape(sizes)
 
@@ -261,7 +260,7 @@ def decode_ext(code: int, data: bytes) -> Any:
 
 
 def _decode_array(data: bytes) -> np.ndarray:
-    shape, name, raw = msgpack.unpackb(data, raw=True, use_list=False, max_array_len=_MAX_RANK)
+    shape, name, raw = msgpack.unpackb(data, raw=True, use_list=False, max_array_len=MAX_RANK)
     try:
         dims, dtype = _known_header(shape, name, len(raw))
     except TypeError:

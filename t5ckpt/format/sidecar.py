@@ -27,6 +27,7 @@ from typing import Any
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.checksum import digest
+from t5ckpt.tree.leaf_table import MAX_DEPTH
 
 __all__ = [
     'FORMAT',
@@ -39,7 +40,6 @@ __all__ = [
 ]
 
 FORMAT = 1
-_MAX_DEPTH = 250
 _CONTAINERS = {'dict', 'list', 'tuple'}
 _NUMBERS = {'bool', 'complex', 'float', 'int'}
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
@@ -202,8 +202,8 @@ def newer_format(data: bytes) -> int | None:
 
 
 def _path(value: Any) -> Path:
-    if not isinstance(value, list) or not 0 < len(value) <= _MAX_DEPTH:
-        raise TypeError(f'expected a list of up to {_MAX_DEPTH} keys, got {value!r:.40}')
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_DEPTH:
+        raise TypeError(f'expected a list of up to {MAX_DEPTH} keys, got {value!r:.40}')
     return tuple(map(_text, value))
 
 

@@ -1,7 +1,7 @@
 """Plans a restore: matches the leaves of a checkpoint with those of a template, before anything is read.
 
-``checkpoint_leaves`` parses a manifest into typed leaves. ``plan_restore`` matches them with the template and either returns
-a plan or raises one error that lists all differences.
+``plan_restore`` matches the leaves that ``format/stored_leaf.py`` parsed with the template. It either returns a plan or raises
+one error that lists all differences.
 
 Rules that T5X leaves open, or that differ from T5X:
 
@@ -227,7 +227,7 @@ class _Matcher:
             self._keep(pair)
         elif found is None or isinstance(found, (Empty, str)):
             self._absent(pair)
-        elif (dtype := self._checked_dtype(pair)) is not None:
+        elif (dtype := self._dtype_if_it_fits(pair)) is not None:
             if isinstance(found, StoredLeaf):
                 self.stored.append(StoredRead(path, found, target, dtype))
             else:
@@ -260,7 +260,7 @@ class _Matcher:
         """Takes a leaf from ``fallback_state``, with the same checks as for a leaf of the checkpoint."""
         if pair.target.kind != 'key' or isinstance(getattr(value, 'dtype', None), np.dtype):
             value = value if hasattr(value, 'dtype') else np.asarray(value)
-            if self._checked_dtype(pair._replace(found=value, source='fallback_state ')) is None:
+            if self._dtype_if_it_fits(pair._replace(found=value, source='fallback_state ')) is None:
                 return
         self.taken.append(pair.path)
 
@@ -285,7 +285,7 @@ class _Matcher:
             near_names(name, (other for other in names if not _is_above(name, other) and not _is_above(other, name)))
         )
 
-    def _checked_dtype(self, pair: _Pair) -> np.dtype | None:
+    def _dtype_if_it_fits(self, pair: _Pair) -> np.dtype | None:
         """The dtype of the restored leaf, after the cast. None if the leaf does not fit, which is added to the problems."""
         target, shape, dtype = pair.target, tuple(pair.found.shape), np.dtype(pair.found.dtype)
         wanted = np.dtype(np.void) if target.dtype is None else target.dtype

@@ -27,7 +27,7 @@ from t5ckpt.format.dtypes import from_stored
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import DATASET_REMOVED
 from t5ckpt.format.stored_leaf import StoredLeaf
-from t5ckpt.reading.basic_index import basic_index, steps_of
+from t5ckpt.reading.basic_index import basic_index, relative_to_box
 from t5ckpt.reading.byte_ranges import RangeReader
 from t5ckpt.reading.cached_chunks import CachedChunks
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -214,4 +214,4 @@ class ArrayReader:
         if whole:
             return views[box]
         # A copy of the slice, since a view would keep the whole map alive.
-        return views[box][steps_of(slices)].copy()
+        return views[box][relative_to_box(slices)].copy()

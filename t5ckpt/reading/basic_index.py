@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ['basic_index', 'steps_of']
+__all__ = ['basic_index', 'relative_to_box']
 
 
 def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
@@ -43,7 +43,7 @@ def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tu
     return tuple(read), tuple(after)
 
 
-def steps_of(slices: Sequence[slice]) -> tuple[slice, ...]:
+def relative_to_box(slices: Sequence[slice]) -> tuple[slice, ...]:
     """The forward slices relative to the box that they span."""
     return tuple(slice(None, None, part.step) for part in slices)
 

@@ -16,7 +16,7 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.aligned_memory import aligned_empty
-from t5ckpt.reading.basic_index import steps_of
+from t5ckpt.reading.basic_index import relative_to_box
 from t5ckpt.reading.byte_ranges import RangeReader
 from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.regions import ReadRequest
@@ -101,7 +101,7 @@ class _TaskArray(OpenArray):
         box = Box.from_slices(slices, self._leaf.shape)
         out = self._new_buffer(box.shape)
         self.fill({box: out})
-        return out[steps_of(slices)]
+        return out[relative_to_box(slices)]
 
 
 class PlainArray(_TaskArray):

@@ -30,7 +30,7 @@ from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
-from t5ckpt.tree.leaf_table import flatten_nested, unflatten
+from t5ckpt.tree.leaf_table import MAX_DEPTH, flatten_nested, unflatten
 
 __all__ = ['array_leaves', 'has_placeholders', 'read_orbax', 'resolve_placeholders']
 
@@ -39,7 +39,6 @@ _log = logging.getLogger('t5ckpt')
 _PLACEHOLDER = 'PLACEHOLDER://'
 # Also the default of an early v1 of Orbax.
 _ITEMS = ('', 'state', 'default', 'pytree')
-_MAX_DEPTH = 250
 _STRINGS = ('str', 'string')
 _NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
 
@@ -108,7 +107,7 @@ def _read_tree(files: CheckpointFiles, item: str) -> Manifest:
 
 def _keys_of(entry: Mapping[str, Any]) -> Path:
     path = tuple(str(key['key']) for key in entry['key_metadata'])
-    if not 0 < len(path) <= _MAX_DEPTH:
+    if not 0 < len(path) <= MAX_DEPTH:
         raise ValueError(f'a leaf {len(path)} levels deep')
     return path
 

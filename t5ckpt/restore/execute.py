@@ -12,11 +12,14 @@ import numpy as np
 
 from t5ckpt.catalog.locate import Located, no_links_text
 from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Partitioner
 from t5ckpt.core.telemetry import READ_EVENT, record_duration
 from t5ckpt.core.text import some_of
 from t5ckpt.datasets import DatasetState, warn_of_unused
+from t5ckpt.distributed.rounds import Phase
+from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.dtypes import cast_dtype
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.leaves import restricted
@@ -28,10 +31,10 @@ from t5ckpt.reading.open_reader import lazy_leaf, reader_of
 from t5ckpt.restore.all_gather import completed, in_parts
 from t5ckpt.restore.fit import leaf_templates
 from t5ckpt.restore.make_leaf import make_inline_leaf
-from t5ckpt.restore.notices import warn_if_local, warn_if_narrowed, warn_if_unsharded, warn_of_idle
 from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.restore.resolve import find_checkpoint_to_restore
+from t5ckpt.restore.warnings import warn_if_local, warn_if_narrowed, warn_if_unsharded
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaf_values import is_jax_array
 from t5ckpt.tree.template import LeafTemplate
@@ -52,18 +55,18 @@ def run_restore(
         finish = _read(request, state, partitioner, dataset)
     except BaseException as error:
         # Otherwise the other processes would continue, and wait for this one in their first step.
-        request.round.fail('read' if request.reading.share_replicated else 'restore', error)
+        request.round.fail(Phase.READ if request.reading.share_replicated else Phase.RESTORE, error)
         raise
     if request.reading.share_replicated and not request.round.is_single_process:
         # A collective follows, which must not begin before all processes are known to have succeeded.
-        request.round.reduce_on_leader('read', None, lambda _: None)
+        request.round.reduce_on_leader(Phase.READ, None, lambda _: None)
     try:
         restored = finish()
     except BaseException as error:
-        request.round.fail('restore', error)
+        request.round.fail(Phase.RESTORE, error)
         raise
     if not request.round.is_single_process:
-        request.round.reduce_on_leader('restore', None, lambda _: None)
+        request.round.reduce_on_leader(Phase.RESTORE, None, lambda _: None)
     record_duration(READ_EVENT, time.monotonic() - started)
     return restored
 
@@ -72,7 +75,7 @@ def _read(
     request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
 ) -> Callable[[], Any]:
     """Reads all values; returns a function that builds the state from them."""
-    if request.lazy and getattr(partitioner, 'params_on_devices', False):
+    if request.call.lazy and getattr(partitioner, 'params_on_devices', False):
         raise ValueError(
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
             'Set it to False, or restore without lazy_parameters.'
@@ -81,41 +84,42 @@ def _read(
     view = flatten_state(state)
     contents = read_contents(located, raw)
     template = unflatten(view.table)
-    leaves, facts = leaves_of(contents, request.transforms, template)
-    fallback = {} if request.fallback is None else flatten_state(request.fallback).table
+    leaves, facts = leaves_of(contents, request.call.transforms, template)
+    fallback = {} if request.call.fallback is None else flatten_state(request.call.fallback).table
     # Without a record of the keys in the sidecar, any uint32 array may be keys.
     has_facts = contents.sidecar.format and contents.sidecar.facts != 'unknown'
     options = RestoreOptions(
         request.cast,
         fallback,
         facts.keys if has_facts else None,
-        lenient_keys=bool(request.transforms),
-        strict=request.strict,
-        places=not request.lazy,
-        resize=request.resize,
+        lenient_keys=bool(request.call.transforms),
+        strict=request.call.strict,
+        places=not request.call.lazy,
+        resize=request.call.resize,
     )
     targets = leaf_templates(view, state, partitioner)
-    if request.only is not None:
-        targets = restricted(targets, request.only)
+    if request.call.only is not None:
+        targets = restricted(targets, request.call.only)
     plan = plan_restore(leaves, targets, options, located.url)
     _log_plan(plan, request)
     if request.round.is_leader:
-        warn_of_idle(_idle(request, located, view.table, fallback))
+        for text in _unused_options(request, located, view.table, fallback):
+            warn_caller(NoEffectWarning(text))
     warn_if_narrowed(plan)
-    if request.round.is_single_process and not request.lazy:
+    if request.round.is_single_process and not request.call.lazy:
         warn_if_unsharded(plan, view.table, contents.sidecar.devices, request.notices)
-    elif not request.lazy:
+    elif not request.call.lazy:
         warn_if_local(plan)
     reader = reader_of(contents, request.reading)
     final_shardings: dict[Path, Any] = {}
-    if request.donate:
+    if request.call.donate:
         _free(view.table, [fallback[path] for path in plan.fallback])
     with contents.identity.reading():
-        values = _lazy_values(reader, plan) if request.lazy else _values(reader, plan, request, final_shardings)
+        values = _lazy_values(reader, plan) if request.call.lazy else _values(reader, plan, request, final_shardings)
     values |= {path: _fallback_value(request, path, fallback[path], targets[path]) for path in plan.fallback}
-    if not request.leaves_iterator:
+    if not request.call.leaves_iterator:
         _move_iterator(request, reader, located, dataset)
-    only = request.only
+    only = request.call.only
     gathered = functools.partial(completed, values, final_shardings)
     if only is not None:
         return lambda: {path: leaf for path, leaf in (values | gathered()).items() if path in only}
@@ -128,14 +132,14 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
         _log.warning('t5ckpt: restored as in the checkpoint (restore_dtype casts): %s', some_of(plan.notes, 5, '; '))
     if plan.resized:
         _log.warning('t5ckpt: padded with zeros or truncated: %s', some_of(plan.resized, 20, '; '))
-    elif request.resize:
-        _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.resize.patterns)
+    elif request.call.resize:
+        _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.call.resize.patterns)
     if plan.ignored:
         # A template for inference omits the optimizer state on purpose. Omitted parameters are worth a warning.
         named = sorted(plan.ignored, key=lambda path: path[0] not in _PARAMETERS)
         log = _log.warning if named[0][0] in _PARAMETERS else _log.info
         log('t5ckpt: %d leaves that the template does not have were left out: %s', len(named), _listed(named))
-    if plan.skipped and request.only is None:
+    if plan.skipped and request.call.only is None:
         _log.info('t5ckpt: left out, the template has ... there: %s', _listed(plan.skipped))
 
 
@@ -144,7 +148,7 @@ def _listed(paths: Sequence[Path]) -> str:
     return some_of([leaf_name(path) for path in paths], 20, ', ')
 
 
-def _idle(request: RestoreRequest, located: Located, template: LeafTable, fallback: LeafTable) -> list[str]:
+def _unused_options(request: RestoreRequest, located: Located, template: LeafTable, fallback: LeafTable) -> list[str]:
     """Describes the options that have no effect in this restore, for warnings."""
     texts: list[str] = []
     unknown = [path for path in fallback if path not in template]
@@ -154,7 +158,7 @@ def _idle(request: RestoreRequest, located: Located, template: LeafTable, fallba
             f'fallback_state holds leaves that the template lacks: {_listed(unknown)}. Correct their names; the template '
             f'begins with {roots}.'
         )
-    if request.donate and not any(is_jax_array(leaf) for leaf in template.values()):
+    if request.call.donate and not any(is_jax_array(leaf) for leaf in template.values()):
         texts.append('donate has no effect: the template holds no jax.Array. Leave it out.')
     if located.storage.local_path('') is None:
         where = located.storage.url()

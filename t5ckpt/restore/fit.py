@@ -8,10 +8,9 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Partitioner
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.restore.make_leaf import make_inline_leaf
-from t5ckpt.restore.notices import warn_if_narrowed
-from t5ckpt.save.transforms import axes_tree
+from t5ckpt.restore.warnings import warn_if_narrowed
 from t5ckpt.tree.leaf_table import LeafTable, lookup
-from t5ckpt.tree.template import LeafTemplate, leaf_template
+from t5ckpt.tree.template import LeafTemplate, axes_tree, leaf_template
 from t5ckpt.tree.train_state import StateView, flatten_state
 
 __all__ = ['fit_leaves', 'leaf_templates', 'place_leaves']

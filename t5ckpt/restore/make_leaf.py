@@ -28,14 +28,14 @@ from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.tree.leaf_values import as_instance, base_number
 from t5ckpt.tree.template import LeafTemplate, canonical_dtype
 
-__all__ = ['check_fit', 'make_inline_leaf', 'make_leaf']
+__all__ = ['make_inline_leaf', 'make_leaf']
 
 _NARROW_BYTES = 4
 # Up to this size, a copy by JAX is faster than making an aligned buffer that JAX uses in place.
 _SMALL_BYTES = 64 * 1024
 
 
-def check_fit(values: np.ndarray, name: str) -> None:
+def _check_narrowed(values: np.ndarray, name: str) -> None:
     """Checks that JAX keeps the values of integers when it narrows their dtype.
 
     Raises:
@@ -83,7 +83,7 @@ def make_leaf(
     import jax
 
     for values in hosts.values():
-        check_fit(values, name)
+        _check_narrowed(values, name)
     if target.sharding is None:
         array = jax.device_put(hosts[Box.whole(shape)], may_alias=True)
     elif not hosts:
@@ -112,7 +112,7 @@ def make_inline_leaf(read: InlineRead) -> Any:
         # Most leaves of a very large tree take this branch. JAX cuts the part of each device.
         import jax
 
-        check_fit(value, read.name)
+        _check_narrowed(value, read.name)
         whole = value.copy()
         return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[(..., *(index or ()))])
     wanted = boxes_wanted(target, value.shape)

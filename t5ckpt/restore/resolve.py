@@ -17,8 +17,8 @@ __all__ = []
 
 
 def _located(request: RestoreRequest) -> Located:
-    path = None if request.path is None else os.fspath(request.path)
-    found = locate_step(request.storage, request.step) if path is None else _elsewhere(request, path)
+    path = None if request.call.path is None else os.fspath(request.call.path)
+    found = locate_step(request.storage, request.call.step) if path is None else _elsewhere(request, path)
     return dataclasses.replace(found, follow_links=request.reading.follow_links)
 
 
@@ -28,13 +28,13 @@ def _elsewhere(request: RestoreRequest, url: str) -> Located:
 
 
 def _verifies_checksums(request: RestoreRequest, located: Located) -> bool:
-    return request.reading.verifies_checksums(located.storage, lazy=request.lazy)
+    return request.reading.verifies_checksums(located.storage, lazy=request.call.lazy)
 
 
 def _asked(request: RestoreRequest) -> str:
-    if request.path is not None:
-        return os.fspath(request.path)
-    return f'{"the latest step" if request.step is None else f"step {int(request.step)}"} of {request.storage.url()}'
+    if request.call.path is not None:
+        return os.fspath(request.call.path)
+    return f'{"the latest step" if request.call.step is None else f"step {int(request.call.step)}"} of {request.storage.url()}'
 
 
 def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFiles]:
@@ -68,7 +68,9 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
     shared: dict[str, bytes] = {}
     for name, size in head['held']:
         shared[name], data = data[:size], data[size:]
-    located = Located(request.storage, *head['place']) if request.path is None else _elsewhere(request, head['url'])
+    located = (
+        Located(request.storage, *head['place']) if request.call.path is None else _elsewhere(request, head['url'])
+    )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
     return located, dataclasses.replace(raw, checksum_lists=shared if _verifies_checksums(request, located) else None)

@@ -1,8 +1,8 @@
 """Saves: the request, its checks, and the stages that carry it out."""
 
+from t5ckpt.core.notices import Notices
 from t5ckpt.save.arguments import SaveCall, in_order, metric_numbers
 from t5ckpt.save.monitored import best_of, infos_with, monitored, monitored_metrics
-from t5ckpt.save.notices import Notices
 from t5ckpt.save.request import Reuse, SaveRequest
 from t5ckpt.save.template_check import TemplateCheck
 

@@ -19,6 +19,7 @@ from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
+from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning
 from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.checksum import digest
@@ -57,7 +58,7 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
         with contextlib.ExitStack() as stack:
             leader = _Leader(job, stack)
             vote = {'plan': digest(job.text.encode())}
-            started = request.round.reduce_on_leader('plan', vote, leader.begin)
+            started = request.round.reduce_on_leader(Phase.PLAN, vote, leader.begin)
             _check_agreement(job, started.get('different', ()))
             if started.get('skip'):
                 return None
@@ -66,7 +67,7 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
                 manifest = _manifest_bytes(job, report) if request.round.is_leader else b''
                 check_caller()
             except BaseException as error:
-                request.round.fail('write', error)
+                request.round.fail(Phase.WRITE, error)
                 raise
             parents = sorted({name.rpartition('/')[0] for name in job.dataset} - {''})
             vote = {
@@ -75,7 +76,9 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
                 'files': len(report.digests),
                 'directories': parents,
             }
-            done = request.round.reduce_on_leader('write', vote, lambda votes: leader.commit(votes, report, manifest))
+            done = request.round.reduce_on_leader(
+                Phase.WRITE, vote, lambda votes: leader.commit(votes, report, manifest)
+            )
     except BaseException:
         if request.reuse is not None and not request.round.is_single_process:
             # The next save must not fail for the same reason.

@@ -10,6 +10,7 @@ from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.keys import join
+from t5ckpt.core.notices import Notices
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
@@ -18,7 +19,6 @@ from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.arguments import SaveCall
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, find_previous
 from t5ckpt.save.codec_selection import CodecSelection
-from t5ckpt.save.notices import Notices
 from t5ckpt.save.stage import StagingMode
 from t5ckpt.storage import Storage
 

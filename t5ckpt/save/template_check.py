@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.notices import Notices
 from t5ckpt.core.text import counted, lines, some_of
 from t5ckpt.errors import (
     LeafProblem,
@@ -16,10 +17,9 @@ from t5ckpt.errors import (
     TemplateMismatchWarning,
     TreeMismatchError,
 )
-from t5ckpt.save.notices import Notices
 from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.leaf_values import is_abstract, leaf_devices
-from t5ckpt.tree.template import leaf_template
+from t5ckpt.tree.leaf_values import is_abstract, leaf_devices, most_devices
+from t5ckpt.tree.template import leaf_template, unsharded_warning
 from t5ckpt.tree.train_state import flatten_state
 
 __all__ = ['SavedLeaf', 'TemplateCheck']
@@ -77,20 +77,19 @@ class TemplateCheck:
         """Warns, at the first save, of leaves on several devices that have no sharding in an abstract template."""
         if self._has_looked_at_shardings:
             return
-        template = flatten_state(self._template).table
+        # Flattening the template takes as long as the plan of a save of many small leaves.
+        template = flatten_state(self._template).table if most_devices(table.values()) > 1 else {}
         names = [
             leaf_name(path)
-            for path, leaf in table.items()
-            if leaf_devices(leaf) > 1
-            and is_abstract(template.get(path))
-            and template[path].sharding is None
-            and template[path].shape
+            for path, leaf in template.items()
+            if is_abstract(leaf) and leaf.sharding is None and leaf.shape and leaf_devices(table.get(path)) > 1
         ]
         if names:
-            self._notices.unsharded(
+            warning = unsharded_warning(
                 f'{some_of(names, 5)}: step {step} is saved from several devices, but the template of this checkpointer '
                 'names no sharding, so each is restored to one device.'
             )
+            self._notices.warn('unsharded', warning)
         self._has_looked_at_shardings = True
 
     def _differences(self, table: LeafTable, seen: list[Any]) -> Sequence[LeafProblem]:

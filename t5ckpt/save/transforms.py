@@ -17,10 +17,10 @@ from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES, choose_chunks
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, lookup, unflatten
-from t5ckpt.tree.parts import BARE
+from t5ckpt.tree.template import axes_tree
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['LeafAxes', 'Transformed', 'axes_tree', 'transformed']
+__all__ = ['LeafAxes', 'Transformed', 'transformed']
 
 _UNKNOWN = object()
 
@@ -72,16 +72,6 @@ def _array_spec(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
     on_disk = stored_dtype(np.dtype(dtype)) if isinstance(dtype, np.dtype) else np.dtype(np.uint32)
     metadata = {'chunks': choose_chunks(shape, on_disk.itemsize, DEFAULT_CHUNK_BYTES), 'compressor': None}
     return ts.Spec(spec_of(StoredArray(name.replace('/', '.'), shape, on_disk, metadata=metadata), 'file'))
-
-
-def axes_tree(partitioner: Partitioner, state: Any) -> Any:
-    """The partitioner's PartitionSpecs, as nested dicts or a tree of the state's own types."""
-    from jax.sharding import PartitionSpec
-
-    axes = partitioner.get_mesh_axes(state)
-    if isinstance(axes, PartitionSpec):
-        return {BARE[0]: axes}
-    return axes.state_dict() if hasattr(axes, 'state_dict') else axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,22 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.tree.leaf_values import is_jax_array
 
-__all__ = ['Empty', 'LeafTable', 'flatten_nested', 'is_jax_array', 'lookup', 'unflatten']
+__all__ = [
+    'MAX_DEPTH',
+    'MAX_RANK',
+    'MAX_SAVED_DEPTH',
+    'Empty',
+    'LeafTable',
+    'flatten_nested',
+    'is_jax_array',
+    'lookup',
+    'unflatten',
+]
+
+# The levels of a tree that is read, those of one that is saved, and the dimensions of an array; a file with more is damaged.
+MAX_DEPTH = 250
+MAX_SAVED_DEPTH = 200
+MAX_RANK = 32
 
 LeafTable = dict[Path, Any]
 

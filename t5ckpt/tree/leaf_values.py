@@ -97,7 +97,9 @@ def leaf_devices(leaf: Any) -> int:
 
 def most_devices(leaves: Iterable[Any]) -> int:
     """The largest number of devices of any leaf."""
-    return max(map(leaf_devices, leaves), default=1)
+    # Many leaves share few shardings, and each call of leaf_devices makes a set.
+    distinct = {id(getattr(leaf, 'sharding', None)): leaf for leaf in leaves if is_jax_array(leaf)}
+    return max(map(leaf_devices, distinct.values()), default=1)
 
 
 def base_number(python: type) -> type:

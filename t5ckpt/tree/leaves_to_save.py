@@ -14,14 +14,12 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import lines
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
-from t5ckpt.tree.leaf_table import Empty, LeafTable
+from t5ckpt.tree.leaf_table import MAX_RANK, MAX_SAVED_DEPTH, Empty, LeafTable
 from t5ckpt.tree.leaf_values import base_number, check_has_values, check_is_array, is_abstract, is_jax_array
 from t5ckpt.tree.template import leaf_template
 
 __all__ = ['LeafToSave', 'leaves_to_save']
 
-_MAX_DEPTH = 200
-_MAX_RANK = 32
 _VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
 
 
@@ -159,10 +157,10 @@ def _is_ref(leaf: Any) -> bool:
 def _check_format(leaf: LeafToSave, is_storable: Callable[[np.dtype], bool]) -> None:
     """Rejects leaves that could be written and never read again."""
     path, name = leaf.path, leaf.name
-    if len(path) > _MAX_DEPTH or len(leaf.shape) > _MAX_RANK:
+    if len(path) > MAX_SAVED_DEPTH or len(leaf.shape) > MAX_RANK:
         raise UnsupportedLeafError(
             f'{name[:200]}: nested {len(path)} deep with {len(leaf.shape)} dimensions, the format holds '
-            f'{_MAX_DEPTH} and {_MAX_RANK}. Flatten the state.'
+            f'{MAX_SAVED_DEPTH} and {MAX_RANK}. Flatten the state.'
         )
     # Most names are ASCII, which is a fast check.
     if not name.isascii():

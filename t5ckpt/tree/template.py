@@ -9,11 +9,14 @@ import numpy as np
 
 from t5ckpt.core.arguments import native_dtype
 from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.protocols import Partitioner
+from t5ckpt.errors import UnshardedTemplateWarning
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty
 from t5ckpt.tree.leaf_values import base_number, check_is_array, is_jax_array, is_key
+from t5ckpt.tree.parts import BARE
 
-__all__ = ['LeafTemplate', 'canonical_dtype', 'leaf_template']
+__all__ = ['LeafTemplate', 'axes_tree', 'canonical_dtype', 'leaf_template', 'unsharded_warning']
 
 
 # From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
@@ -107,3 +110,23 @@ def canonical_dtype(dtype: np.dtype) -> np.dtype:
     import jax
 
     return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def axes_tree(partitioner: Partitioner, state: Any) -> Any:
+    """The partitioner's PartitionSpecs, as nested dicts or a tree of the state's own types."""
+    from jax.sharding import PartitionSpec
+
+    axes = partitioner.get_mesh_axes(state)
+    if isinstance(axes, PartitionSpec):
+        return {BARE[0]: axes}
+    return axes.state_dict() if hasattr(axes, 'state_dict') else axes
+
+
+def unsharded_warning(text: str) -> UnshardedTemplateWarning:
+    """The warning of a template without shardings, with the code that attaches them."""
+    cure = (
+        'Attach shardings to the template: jax.eval_shape(jax.jit(init, out_shardings=...)), or '
+        'jax.ShapeDtypeStruct(shape, dtype, sharding=...). If one device is meant: '
+        'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]).'
+    )
+    return UnshardedTemplateWarning(f'{text} {cure}')

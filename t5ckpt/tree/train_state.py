@@ -18,7 +18,7 @@ from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaf_values import check_has_values
 from t5ckpt.tree.parts import BARE, is_bare_array, with_parts
 
-__all__ = ['MAX_STEP', 'OWN_STEPS', 'StateView', 'flatten_state', 'step_of']
+__all__ = ['MAX_STEP', 'OWN_STEPS', 'StateView', 'flatten_state', 'step_to_save']
 
 
 MAX_STEP = 10**18
@@ -144,7 +144,7 @@ def _key_text(key: Any) -> str:
     return str(key).strip('.[]\'"')
 
 
-def step_of(state: Any, table: LeafTable, step: int | None) -> int:
+def step_to_save(state: Any, table: LeafTable, step: int | None) -> int:
     """The step of a save.
 
     Args:

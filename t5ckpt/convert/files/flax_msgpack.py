@@ -27,6 +27,7 @@ from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contained_open import open_source
 from t5ckpt.reading.contents import Contents
 from t5ckpt.storage import foreign_errors
+from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK
 
 __all__ = ['LARGE_BYTES', 'LargeFile', 'read_large']
 
@@ -34,10 +35,8 @@ LARGE_BYTES = 64 * 2**20
 """Smaller files are decoded at once."""
 
 _IN_PLACE_BYTES = 2**16
-_MAX_DEPTH = 250
 _HEADER_BYTES = 512
 _EXT_ARRAY = 1
-_MAX_RANK = 32
 _CHUNKED = '__msgpack_chunked_array__'
 # The struct format of the length after the first byte, by that byte.
 _STRINGS = {0xD9: '>B', 0xDA: '>H', 0xDB: '>I', 0xC4: '>B', 0xC5: '>H', 0xC6: '>I'}
@@ -98,8 +97,8 @@ class _Scan:
 
     def value(self, depth: int) -> Any:
         """Decodes the value at the position."""
-        if depth > _MAX_DEPTH:
-            raise CorruptCheckpointError(f'nested more than {_MAX_DEPTH} deep, deeper than any model')
+        if depth > MAX_DEPTH:
+            raise CorruptCheckpointError(f'nested more than {MAX_DEPTH} deep, deeper than any model')
         first = self._peek(1)[0]
         if 0x80 <= first <= 0x8F or first in _MAPS:
             return self._map(self._count(first, _MAPS), depth)
@@ -187,7 +186,7 @@ class _Scan:
         known = [part for part in parts if isinstance(part, (FlatArray, np.ndarray))]
         if len(known) < len(parts) or not any(isinstance(part, FlatArray) for part in known):
             return None
-        good = len(shape) <= _MAX_RANK and all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape)
+        good = len(shape) <= MAX_RANK and all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape)
         if not good or len({part.dtype for part in known}) != 1:
             raise CorruptCheckpointError('the chunks of an array are not arrays of one dtype')
         if math.prod(shape) != sum(math.prod(part.shape) for part in known):

@@ -125,7 +125,7 @@ def export_hf(
     started = time.monotonic()
     refuse_options(options, ('select', 'cast_leaves'), 'a Hugging Face model')
     target = local_output(directory)
-    check_output(target, options.force, _is_ours)
+    check_output(target, options.force, _is_exported_file)
     sources = open_sources(checkpoint, options.step)
     refuse_inside(target, sources.located.storage.local_path(sources.located.directory))
     plan = _plan(sources, read_config(config), options)
@@ -133,7 +133,7 @@ def export_hf(
     if not options.dry_run:
         with (
             sources.identity.reading(),
-            output(target, options.force, _is_ours) as temporary,
+            output(target, options.force, _is_exported_file) as temporary,
             _writers(temporary, plan) as writers,
         ):
             _write(sources, plan, writers, Meter(options.progress, total), options.piece_bytes)
@@ -146,7 +146,7 @@ def export_hf(
     return ExportReport(target, plan.config['model_type'], plan.files, total, mapped, dropped, seconds, options.dry_run)
 
 
-def _is_ours(name: str) -> bool:
+def _is_exported_file(name: str) -> bool:
     return name.endswith(_OURS) or name in (_CONFIG, _CONFIG_5)
 
 

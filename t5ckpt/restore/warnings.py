@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from t5ckpt.core.call_site import warn_caller
+from t5ckpt.core.notices import Notices
 from t5ckpt.core.text import some_of
-from t5ckpt.errors import NarrowedDtypeWarning, NoEffectWarning, UnshardedTemplateWarning
+from t5ckpt.errors import NarrowedDtypeWarning, UnshardedTemplateWarning
 from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
-from t5ckpt.save.notices import Notices
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaf_values import is_abstract
-from t5ckpt.tree.template import canonical_dtype
+from t5ckpt.tree.template import canonical_dtype, unsharded_warning
 
-__all__ = ['warn_if_local', 'warn_if_narrowed', 'warn_if_unsharded', 'warn_of_idle']
+__all__ = ['warn_if_local', 'warn_if_narrowed', 'warn_if_unsharded']
 
 _WIDE_BYTES = 8
 _SHOWN = 5
-
-
-def warn_of_idle(texts: Sequence[str]) -> None:
-    """Warns of options that have no effect in this restore."""
-    for text in texts:
-        warn_caller(NoEffectWarning(text))
 
 
 def warn_if_narrowed(plan: RestorePlan) -> None:
@@ -87,10 +79,11 @@ def warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: int | 
         and is_abstract(template[read.path])
     ]
     if names and _device_count() > 1:
-        notices.unsharded(
+        warning = unsharded_warning(
             f'{some_of(names, _SHOWN)}: the template names no sharding, so each is restored to one device; the checkpoint was '
             f'saved from {saved_over} devices.'
         )
+        notices.warn('unsharded', warning)
 
 
 def _device_count() -> int:

@@ -71,10 +71,12 @@ class ReadOptions:
     def __post_init__(self) -> None:
         check_word('verify', self.verify, VERIFY_LEVELS)
 
-    def verifies_checksums(self, storage: Storage, *, lazy: bool) -> bool:
+    def verifies_checksums(self, storage: Storage, *, lazy: bool, by_index: bool = True) -> bool:
         """Whether checksums are verified: always, never, or with 'auto' only for files that are read whole.
 
-        On storage without local files, verification would fetch each file twice, except through a cache.
+        On storage without local files, verification would fetch each file twice, except through a cache, which serves
+        reads ``by_index`` (``ArrayReader.read``).
         """
         reads_whole_chunks = storage.local_path('') is not None and not self.mmap and not lazy
-        return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or storage.caches))
+        is_cached = storage.caches and by_index
+        return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or is_cached))

@@ -28,7 +28,9 @@ def _elsewhere(request: RestoreRequest, url: str) -> Located:
 
 
 def _verifies_checksums(request: RestoreRequest, located: Located) -> bool:
-    return request.reading.verifies_checksums(located.storage, lazy=request.call.lazy)
+    # Only LazyArrays are read by index.
+    lazy = request.call.lazy
+    return request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
 
 
 def _asked(request: RestoreRequest) -> str:

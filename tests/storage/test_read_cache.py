@@ -88,6 +88,18 @@ def without_books(url):
     return storage
 
 
+@pytest.mark.parametrize(('lazy', 'lists'), [(False, 0), (True, 1)])
+def test_a_restore_fetches_only_lists_that_it_compares(bucket, tmp_path, lazy, lists):
+    """A restore reads no array through the cache, except as LazyArrays."""
+    url = save(bucket.url())
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, storage_options={'cache_dir': str(tmp_path)}) as ck:
+        bucket.proxy.clear()
+        restored = ck.restore(lazy_parameters=lazy)
+        assert sum('integrity.' in request.key for request in bucket.proxy.clear()) == lists
+        w = restored['w'].get() if lazy else restored['w']
+        np.testing.assert_array_equal(w, W)
+
+
 def test_without_checksums_the_store_is_asked_for_the_version(s3, tmp_path):
     """Which costs no bytes while that is the same; the server of the tests for Google's store ignores the condition."""
     url = save(s3.url())

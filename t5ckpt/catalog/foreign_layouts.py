@@ -15,6 +15,7 @@ from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.manifest import is_whole
 from t5ckpt.format.names import MANIFEST
+from t5ckpt.format.orbax_names import TREE_METADATA
 from t5ckpt.format.safetensors import WHOLE_NAMES
 from t5ckpt.storage import Storage, open_storage, split_path
 
@@ -183,7 +184,7 @@ def detect_checkpoint_type(
 
 
 def _type_of(storage: Storage, name: str) -> CheckpointTypes:
-    if storage.is_file('_METADATA'):
+    if storage.is_file(TREE_METADATA):
         return CheckpointTypes.ORBAX
     data = storage.read(name)
     if data.startswith(b'model_checkpoint_path'):

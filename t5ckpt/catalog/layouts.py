@@ -36,6 +36,7 @@ from t5ckpt.format.names import (
     parse_step_name,
     step_dir,
 )
+from t5ckpt.format.orbax_names import COMMITTED, OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
 from t5ckpt.storage import Storage
 
 __all__ = [
@@ -60,9 +61,7 @@ _WALKED_BYTES = 64 * 2**20
 _PLACEHOLDER = b'PLACEHOLDER://'
 # The usual names of the item that holds the tree.
 _ITEMS = ('state', 'default')
-# Orbax writes this file last on Google's storage, where it writes a step in place.
-_COMMITTED = 'commit_success.txt'
-_ORBAX_MARKERS = ('_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt')
+_ORBAX_MARKERS = (TREE_METADATA, STEP_METADATA, OCDBT_MANIFEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +155,7 @@ def other_layout(where: str, layout: str, refused: str, cure: str) -> Unsupporte
 
 def orbax_marks(directory: str) -> list[str]:
     """Files of which each Orbax directory has at least one: those of a tree, or of the item with the tree."""
-    marks = [*_ORBAX_MARKERS, *(f'{item}/_METADATA' for item in _ITEMS)]
+    marks = [*_ORBAX_MARKERS, *(f'{item}/{TREE_METADATA}' for item in _ITEMS)]
     return [join(directory, mark) for mark in marks]
 
 
@@ -217,7 +216,7 @@ def _is_committed(storage: Storage, directory: str) -> bool:
     """Whether Orbax has written a directory completely; on storages with rename, directories of Orbax are always complete."""
     if not storage.orbax_commits:
         return True
-    return any(storage.are_files([join(directory, item, _COMMITTED) for item in ('', *_ITEMS)]))
+    return any(storage.are_files([join(directory, item, COMMITTED) for item in ('', *_ITEMS)]))
 
 
 def _map_file(storage: Storage, key: str) -> bytes | None:

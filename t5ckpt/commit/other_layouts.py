@@ -27,8 +27,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.names import PINNED, pruned_dir
-from t5ckpt.format.orbax_metadata import STEP_METADATA
-from t5ckpt.format.orbax_names import is_orbax_key, orbax_array
+from t5ckpt.format.orbax_names import OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA, is_orbax_key, orbax_array
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.policies import StepInfo
 from t5ckpt.storage import Storage
@@ -37,7 +36,7 @@ __all__ = ['check_prunes', 'hide_other', 'infos_of_others', 'reason_to_stay']
 
 _log = logging.getLogger('t5ckpt')
 
-_TREE_MARKS = ('_METADATA', 'manifest.ocdbt')
+_TREE_MARKS = (TREE_METADATA, OCDBT_MANIFEST)
 _ARRAY_METADATA = ('.zarray', 'zarr.json')
 _OCDBT = re.compile(r'ocdbt\.process_.*')
 _HEAD_BYTES = 4096

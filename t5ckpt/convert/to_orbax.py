@@ -21,6 +21,7 @@ from t5ckpt.convert.trees import optimizer_leaves
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
 from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
+from t5ckpt.format.orbax_names import is_orbax_entry
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.progress import Meter
@@ -33,22 +34,6 @@ __all__ = ['convert_to_orbax', 'convert_to_orbax_run']
 
 # The item of the tree in a step of CheckpointManager.
 _ITEM = 'default'
-_ORBAX = {
-    '_CHECKPOINT_METADATA',
-    '_METADATA',
-    '_sharding',
-    '_strings.json',
-    'array_metadatas',
-    'commit_success.txt',
-    'd',
-    _ITEM,
-    'metrics',
-}
-
-
-def _is_orbax_file(name: str) -> bool:
-    """Whether Orbax writes a file of this name."""
-    return name in _ORBAX or name.startswith(('manifest.ocdbt', 'ocdbt.process_'))
 
 
 def convert_to_orbax(
@@ -89,7 +74,7 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
     if options.compression is not None or options.concurrent_gb != ConvertOptions.concurrent_gb:
         raise ValueError('compression and concurrent_gb have no effect on what Orbax writes. Leave them out.')
     contents = read_contents(located)
-    check_output(target, options.overwrite, _is_orbax_file)
+    check_output(target, options.overwrite, is_orbax_entry)
     table = linked_leaves(contents)
     dropped = set[Path]() if options.optimizer else optimizer_leaves(table)
     kept = {path: leaf for path, leaf in table.items() if path not in dropped}
@@ -102,7 +87,7 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
     started = time.monotonic()
     nbytes = 0
     if not options.dry_run:
-        with contents.identity.reading(), output(target, options.overwrite, _is_orbax_file) as temporary:
+        with contents.identity.reading(), output(target, options.overwrite, is_orbax_entry) as temporary:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
             known = contents.sidecar if is_step else None
             _save(unflatten(leaves), temporary, Meter(options.progress, total), known)

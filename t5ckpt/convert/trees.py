@@ -27,7 +27,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.orbax_metadata import STEP_METADATA
+from t5ckpt.format.orbax_names import STEP_METADATA, TREE_METADATA
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.lazy import LazyArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -111,7 +111,7 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
 
 def stamp_of(located: Located) -> list[int] | None:
     """The storage's stamp of a checkpoint's manifest, in types of JSON; None if the storage has none."""
-    for name in [located.manifest] if located.manifest else ['_METADATA', STEP_METADATA]:
+    for name in [located.manifest] if located.manifest else [TREE_METADATA, STEP_METADATA]:
         stamp = located.storage.stamp(join(located.directory, name))
         if stamp is not None:
             return list(stamp)

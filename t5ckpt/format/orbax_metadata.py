@@ -17,12 +17,8 @@ from typing import Any
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.sidecar import Sidecar
 
-__all__ = ['LEGACY_RUN_METADATA', 'METRICS', 'RUN_METADATA', 'STEP_METADATA', 'orbax_object', 'orbax_sidecar']
+__all__ = ['orbax_object', 'orbax_sidecar']
 
-METRICS = 'metrics/metrics'
-STEP_METADATA = '_CHECKPOINT_METADATA'
-RUN_METADATA = 'metadata/_ROOT_METADATA'
-LEGACY_RUN_METADATA = 'metadata/metadata'
 _MAX_DEPTH = 20
 _LATEST_UNIX = 10**11
 

@@ -7,7 +7,38 @@ from __future__ import annotations
 
 import re
 
-__all__ = ['is_orbax_key', 'may_be_orbax', 'orbax_array']
+__all__ = [
+    'COMMITTED',
+    'LEGACY_RUN_METADATA',
+    'METRICS',
+    'OCDBT_MANIFEST',
+    'OCDBT_OF_PROCESS',
+    'RUN_METADATA',
+    'STEP_METADATA',
+    'STRINGS',
+    'TREE_METADATA',
+    'is_orbax_entry',
+    'is_orbax_key',
+    'may_be_orbax',
+    'orbax_array',
+]
+
+# Of a step. The last is written at the end where a store cannot rename.
+STEP_METADATA = '_CHECKPOINT_METADATA'
+METRICS = 'metrics/metrics'
+COMMITTED = 'commit_success.txt'
+# Of a run.
+RUN_METADATA = 'metadata/_ROOT_METADATA'
+LEGACY_RUN_METADATA = 'metadata/metadata'
+# Of a tree: in the directory of an item, or in the step's.
+TREE_METADATA = '_METADATA'
+STRINGS = '_strings.json'
+OCDBT_MANIFEST = 'manifest.ocdbt'
+OCDBT_OF_PROCESS = 'ocdbt.process_'
+# The last two are items of a step.
+_ENTRIES = frozenset(
+    {STEP_METADATA, TREE_METADATA, '_sharding', STRINGS, 'array_metadatas', COMMITTED, 'd', 'default', 'metrics'}
+)
 
 _ORBAX_TREE = re.compile(
     r'_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|checkpoint|array_metadatas/process_[0-9]+'
@@ -17,6 +48,11 @@ _ORBAX_ITEM = re.compile(
     r'metadata|metrics|process_[0-9]+-of-[0-9]+\.json|(process_[0-9]+-of-[0-9]+/)?train_ds-[0-9]+-of-[0-9]+[^/]*'
 )
 _ORBAX_ARRAY = re.compile(r'([^/]+)/(?:\.zarray|zarr\.json|[0-9]+(?:\.[0-9]+)*|c(?:/[0-9]+)*)')
+
+
+def is_orbax_entry(name: str) -> bool:
+    """Whether Orbax makes a file or directory of this name at the top of a step or a tree."""
+    return name in _ENTRIES or name.startswith((OCDBT_MANIFEST, OCDBT_OF_PROCESS))
 
 
 def orbax_array(key: str) -> str | None:

@@ -41,6 +41,7 @@ from t5ckpt.format.names import (
     step_dir,
     superseded,
 )
+from t5ckpt.format.orbax_names import TREE_METADATA
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.findings import Findings
@@ -256,7 +257,7 @@ class _Check:
             contents = self._contents()
             table, _ = leaves_of(contents, (), {})
         except (CorruptCheckpointError, UnsafeSpecError, StorageError, CheckpointNotFoundError) as error:
-            self.findings.failed(self.located.manifest or '_METADATA', error)
+            self.findings.failed(self.located.manifest or TREE_METADATA, error)
             return
         leaves = self.findings.leaves
         for path, leaf in table.items():

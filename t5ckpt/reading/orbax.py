@@ -28,6 +28,7 @@ from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFo
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
+from t5ckpt.format.orbax_names import OCDBT_MANIFEST, STRINGS, TREE_METADATA
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, flatten_nested, unflatten
@@ -51,12 +52,12 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
     """
     for item in _ITEMS:
         base = join(directory, item)
-        if storage.is_file(join(base, '_METADATA')):
+        if storage.is_file(join(base, TREE_METADATA)):
             if item:
                 _tell_of_others(storage, directory, item)
             return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), item)
     items = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir)
-    trees = [name for name in items if storage.is_file(join(directory, name, '_METADATA'))]
+    trees = [name for name in items if storage.is_file(join(directory, name, TREE_METADATA))]
     if len(trees) == 1:
         _tell_of_others(storage, directory, trees[0])
         return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), trees[0])
@@ -73,7 +74,7 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
 def _tell_of_others(storage: Storage, directory: str, item: str) -> None:
     """Logs the items of a step that are not read: a warning if one of them is a tree of arrays."""
     names = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir and entry.name != item)
-    trees = [name for name in names if storage.is_file(join(directory, name, '_METADATA'))]
+    trees = [name for name in names if storage.is_file(join(directory, name, TREE_METADATA))]
     if trees:
         others = some_of([name for name in names if name not in trees], 8)
         more = f' Items that are not trees are never read: {others}.' if others else ''
@@ -90,14 +91,14 @@ def _tell_of_others(storage: Storage, directory: str, item: str) -> None:
 
 def _read_tree(files: CheckpointFiles, item: str) -> Manifest:
     storage, base = files.storage, join(files.directory, item)
-    where = storage.url(join(base, '_METADATA'))
+    where = storage.url(join(base, TREE_METADATA))
     try:
-        metadata = json.loads(files.read(join(item, '_METADATA')))
+        metadata = json.loads(files.read(join(item, TREE_METADATA)))
         tree = metadata['tree_metadata']
         leaves = [(_keys_of(entry), str(entry['value_metadata']['value_type'])) for entry in tree.values()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
-    strings = _strings(files, item, storage.is_file(join(base, '_strings.json')))
+    strings = _strings(files, item, storage.is_file(join(base, STRINGS)))
     table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
     names = {path: '.'.join(path) for path, _ in leaves if path not in table}
@@ -115,7 +116,7 @@ def _keys_of(entry: Mapping[str, Any]) -> Path:
 def _strings(files: CheckpointFiles, item: str, is_there: bool) -> Mapping[str, str]:
     if not is_there:
         return {}
-    key = join(item, '_strings.json')
+    key = join(item, STRINGS)
     try:
         return {str(name): str(text) for name, text in json.loads(files.read(key)).items()}
     except (ValueError, AttributeError, RecursionError) as error:
@@ -148,7 +149,7 @@ def resolve_placeholders(
 def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *, zarr3: bool) -> dict[Path, SpecDict]:
     """Opens the metadata of all arrays of an item concurrently; ``names`` are those of the arrays, by path."""
     storage, base = files.storage, join(files.directory, item)
-    ocdbt = storage.is_file(join(base, 'manifest.ocdbt'))
+    ocdbt = storage.is_file(join(base, OCDBT_MANIFEST))
     kvstore: dict[str, Any] = storage.array_kvstore(base)
     if ocdbt:
         kvstore = {'driver': 'ocdbt', 'base': kvstore}

@@ -19,6 +19,7 @@ import t5ckpt
 from t5ckpt import PreemptionNotice, SaveAt, SaveEvery, SaveEverySeconds, SaveOnImprovement, SaveOnPreemption
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import jax_processes
+from t5ckpt.distributed.rounds import Phase
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
 
@@ -363,7 +364,8 @@ def coordination_errors(directory):
         lambda: coordination.put_for_peer(name, b'2'),
         lambda: coordination.get_from_peer('nothing', 1),
         lambda: channel.broadcast(name, None, 'the test'),
-        lambda: coordination.reduce_on_leader(name, 5, lambda votes: votes),
+        # Each process waits in a phase of its own.
+        lambda: coordination.reduce_on_leader(list(Phase)[jax.process_index()], 5, lambda votes: votes),
     ]
     raised = []
     for call in calls:
@@ -371,7 +373,7 @@ def coordination_errors(directory):
             call()
         except t5ckpt.errors.T5CkptError as error:
             raised.append([type(error).__name__, str(error), getattr(error, 'code', None)])
-    votes = coordination.reduce_on_leader('all', jax.process_index(), lambda votes: votes)
+    votes = coordination.reduce_on_leader(Phase.AGREE, jax.process_index(), lambda votes: votes)
     return raised, votes
 
 

@@ -25,7 +25,9 @@ demo: $(VENV)/installed-docs
 
 # 5 is pytest's "no test chosen", as with ARGS that name a slow test alone.
 PYTEST := $(BIN)/python -m pytest
-ALONG := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One more than there are processors: tests wait for disks, servers and time-outs.
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 4)))
+ALONG := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 define fast_tests
 	$(PYTEST) $(ALONG) -m 'not slow' $(ARGS) || test $$? -eq 5

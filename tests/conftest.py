@@ -29,18 +29,13 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile('t5ckpt')
 
-# Files in which single tests take longest. They come first, so that several workers end at about the same time.
+# Files that take longest, slow tests included: a worker takes a whole file, so the last files that are begun must be short.
 _LONGEST = (
     *('test_newcomer', 'test_examples', 'test_benchmarks', 'test_readme', 'test_store_faults', 'test_hostile'),
-    *(
-        'test_dataset_libraries',
-        'test_notebooks',
-        'test_hf_logits',
-        'test_tf_peer',
-        'test_async',
-        'test_repair',
-        'test_flax_file',
-    ),
+    *('test_dataset_libraries', 'test_notebooks', 'test_hf_logits', 'test_tf_peer', 'test_async', 'test_repair'),
+    *('test_faults', 'test_leases', 'test_copy', 'test_hf', 'test_report', 'test_golden', 'test_roundtrip'),
+    *('test_layouts', 'test_recovery_records', 'test_t5x_rules', 'test_faults_by_operation', 'test_object_stores'),
+    *('test_map', 'test_maybe_save', 'test_rewrite', 'test_stream', 'test_cli', 'test_integrity', 'test_flax_file'),
 )
 
 

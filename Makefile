@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 # Set to run part of the tests: make test ARGS='tests/pages/test_readme.py -k notebook'
 ARGS ?=
 
+# A run of the tests starts hundreds of interpreters, and each would compile JAX anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-all test-slow lint format bench fuzz soak docs transformers constraints clean
 .DELETE_ON_ERROR:
 

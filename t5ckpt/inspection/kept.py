@@ -14,14 +14,17 @@ from t5ckpt.storage import Storage
 __all__ = ['GOES', 'with_reasons']
 
 GOES = 'goes with the next save: '
+# As in a run that was converted, or that T5X saved.
+_NO_POLICY = 'no keep policy is recorded'
 
 
 def with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary]:
-    """The summaries with the reasons of the keep policy under which the latest step was saved."""
+    """The summaries with the reasons of the keep policy under which the latest step was saved, or that none is recorded."""
     complete = [entry for entry in found if entry.complete and entry.layout == 't5x']
     policy = policy_of(complete[-1].policy) if complete else None
     if policy is None:
-        return found
+        none = {id(entry) for entry in complete if not entry.kept}
+        return [dataclasses.replace(entry, kept=_NO_POLICY) if id(entry) in none else entry for entry in found]
     steps = [entry.step for entry in complete]
     seen = TensorBoardMetrics(storage)
     given = {name: seen.by_step(name, steps) for name in policy.metric_names}

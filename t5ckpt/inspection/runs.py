@@ -21,11 +21,12 @@ from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.diff import compare
 from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.kept import with_reasons
-from t5ckpt.inspection.report.facts import change_facts, largest, step_facts
+from t5ckpt.inspection.report.facts import change_facts, curve_facts, largest, step_facts
 from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, shared, step_report, write_report
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
 from t5ckpt.metrics import TensorBoardMetrics
+from t5ckpt.metrics.curves import curves
 from t5ckpt.plots import plot_series
 from t5ckpt.policies import KeepAll
 from t5ckpt.save.monitored import best_of, infos_with, monitored, monitored_metrics
@@ -200,7 +201,8 @@ class Run(Mapping[int, CheckpointView]):
     ) -> str:
         """Writes one HTML page on the run, which needs no server and no network; see docs/report.md.
 
-        The page has all steps with their metrics, the leaves of one step with their statistics, and what changed since another.
+        The page has all steps with their metrics, the curves of TensorBoard's event files in the run, the leaves of one step with
+        their statistics, and what changed since another.
 
         Args:
           output: the file, on a local file system.
@@ -223,7 +225,7 @@ class Run(Mapping[int, CheckpointView]):
         before, step = _chosen(
             [steps] if isinstance(steps, int) else steps, [each.step for each in found if each.state == 'complete']
         )
-        facts: dict[str, Any] = {'steps': step_facts(found)}
+        facts: dict[str, Any] = {'steps': step_facts(found), 'curves': curve_facts(curves(self._storage))}
         with self[step].in_one() as view:
             leaves = largest(view.infos())
             nbytes = bytes_in(leaves, sample_bytes)

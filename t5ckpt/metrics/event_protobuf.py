@@ -1,6 +1,6 @@
 """Decodes scalars in TensorBoard's protocol buffers.
 
-    Event        step = 2, summary = 5                          tensorboard/compat/proto/event.proto
+    Event        wall_time = 1, step = 2, summary = 5                          tensorboard/compat/proto/event.proto
     Summary      value = 1 (repeated)                           tensorboard/compat/proto/summary.proto
     Value        tag = 1, simple_value = 2, tensor = 8
     TensorProto  dtype = 1, tensor_shape = 2, tensor_content = 4, *_val by dtype
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-__all__ = ['scalars']
+__all__ = ['Scalar', 'all_scalars', 'scalars']
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
@@ -39,27 +40,50 @@ _DTYPES = {
 _HALVES = 13
 
 
+class Scalar(NamedTuple):
+    """A scalar of an event; the time in unix seconds."""
+
+    step: int
+    time: float
+    tag: bytes
+    value: float
+
+
 def scalars(event: bytes, tag: bytes) -> Iterator[tuple[int, float]]:
     """Yields (step, value) for each scalar with this tag in an event.
 
     Raises:
       ValueError: the bytes are not an event.
     """
-    step, summaries = 0, list[bytes]()
+    return ((each.step, each.value) for each in all_scalars(event) if each.tag == tag)
+
+
+def all_scalars(event: bytes) -> Iterator[Scalar]:
+    """Yields each scalar in an event.
+
+    Raises:
+      ValueError: the bytes are not an event.
+    """
+    step, time, summaries = 0, 0.0, list[bytes]()
     for number, kind, value in _fields(event):
-        if (number, kind) == (2, _VARINT):
-            step = _signed(int(value))
-        elif (number, kind) == (5, _BYTES) and isinstance(value, bytes):
-            summaries.append(value)
+        match number, kind, value:
+            case 1, 1, bytes():
+                time = struct.unpack('<d', value)[0]
+            case 2, 0, int():
+                step = _signed(value)
+            case 5, 2, bytes():
+                summaries.append(value)
+            case _:
+                pass
     for summary in summaries:
         for number, kind, value in _fields(summary):
             if (number, kind) == (1, _BYTES) and isinstance(value, bytes):
-                scalar = _scalar(value, tag)
+                tag, scalar = _scalar(value)
                 if scalar is not None:
-                    yield step, scalar
+                    yield Scalar(step, time, tag, scalar)
 
 
-def _scalar(message: bytes, tag: bytes) -> float | None:
+def _scalar(message: bytes) -> tuple[bytes, float | None]:
     found: float | None = None
     name = b''
     for number, kind, value in _fields(message):
@@ -72,7 +96,7 @@ def _scalar(message: bytes, tag: bytes) -> float | None:
                 found = _one_number(value)
             case _:
                 pass
-    return found if name == tag else None
+    return name, found
 
 
 def _one_number(tensor: bytes) -> float | None:

@@ -51,9 +51,10 @@ class RecordScan:
       ended: whether the rest of the file cannot be read.
     """
 
-    def __init__(self, marker: bytes):
-        """Only records that contain ``marker`` are verified and returned."""
+    def __init__(self, marker: bytes, max_record: int = _MAX_RECORD):
+        """Only records of at most ``max_record`` bytes that contain ``marker`` are verified and returned."""
         self._marker = marker
+        self._max_record = max_record
         self.offset = 0
         self.broken = 0
         self.ended = False
@@ -81,7 +82,7 @@ class RecordScan:
             after = self.offset + _HEADER.size + length + _CRC_BYTES
             if after > size:
                 return
-            if length <= _MAX_RECORD:
+            if length <= self._max_record:
                 if after - start > len(block):
                     start, at = self.offset, 0
                     block = read(start, _BLOCK)

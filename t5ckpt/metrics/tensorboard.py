@@ -18,7 +18,7 @@ from t5ckpt.metrics.event_protobuf import scalars
 from t5ckpt.metrics.record_file import RecordScan
 from t5ckpt.storage import Storage, foreign_errors, open_storage
 
-__all__ = ['TensorBoardMetrics']
+__all__ = ['TensorBoardMetrics', 'is_event_file']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -49,7 +49,7 @@ class TensorBoardMetrics:
         # The shortest directory comes last, so that it takes precedence.
         for length in range(len(parts) - 1, 0, -1):
             run, tag = '/'.join(parts[:length]), '/'.join(parts[length:])
-            for name in sorted(entry.name for entry in self._storage.entries(run) if _is_event_file(entry.name)):
+            for name in sorted(entry.name for entry in self._storage.entries(run) if is_event_file(entry.name)):
                 key = join(run, name)
                 file = self._files.setdefault((key, tag), _EventFile(key, tag))
                 file.read_on(self._storage)
@@ -57,7 +57,8 @@ class TensorBoardMetrics:
         return found
 
 
-def _is_event_file(name: str) -> bool:
+def is_event_file(name: str) -> bool:
+    """Whether TensorBoard reads a file of this name."""
     return 'tfevents' in name and not name.endswith('.profile-empty')
 
 

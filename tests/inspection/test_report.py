@@ -2,17 +2,21 @@
 
 import json
 import math
+import pathlib
 import subprocess
 import sys
 
+import flax.serialization
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import tensorboardX
 from support.chromium import chromium, need_chromium
 
 import t5ckpt
 from t5ckpt.errors import CheckpointNotFoundError, OutputExistsError
+from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.inspection.block_iteration import blocks_in, bytes_in
 from t5ckpt.inspection.layers import layers_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
@@ -129,6 +133,74 @@ def test_the_run_its_steps_and_their_metrics(page):
     assert page.run('document.querySelector("#timeline").layout.xaxis.tickvals') == [100, 200, 300]
     page.run('document.querySelectorAll("input[name=axis]")[1].click()')
     assert page.run('document.querySelector("#timeline").layout.xaxis.type') == 'date'
+
+
+def test_curves_of_event_files_are_drawn_beside_saved_metrics(browser, tmp_path):
+    run = saved(tmp_path / 'run')
+    for directory, tag in (('eval', 'loss'), ('train', 'loss'), ('<b>bold<i>', 'loss')):
+        with tensorboardX.SummaryWriter(str(tmp_path / 'run' / directory)) as writer:
+            for step in range(10, 310, 10):
+                writer.add_scalar(tag, 100 / step, step, walltime=1.7e9 + step)
+    browser.open(pathlib.Path(run.report(tmp_path / 'run.html')), READY)
+    assert browser.run('document.documentElement.dataset.failed') is None
+    assert browser.run('window.hacked') is None
+    traces = json.loads(
+        browser.run(
+            'JSON.stringify(document.getElementById("timeline").data.filter((each) => each.type === "scatter")'
+            '.map((each) => [each.yaxis, each.mode, each.x.length]))'
+        )
+    )
+    # By default all three; eval/loss has both, on one axis.
+    assert traces[:2] == [['y', 'lines', 30], ['y', 'markers', 3]]
+    assert sorted(traces[2:]) == [['y2', 'lines', 30], ['y3', 'lines', 30]]
+    rows = browser.run('[...document.querySelectorAll("#events tbody tr")].map((row) => row.innerText).join("|")')
+    assert 'train/loss' in rows
+    assert '300' in rows
+    browser.run('document.querySelectorAll("input[name=axis]")[1].click()')
+    assert browser.run('document.getElementById("timeline").data.filter((each) => each.mode === "lines").length') == 3
+
+
+def test_a_step_without_a_policy_says_that_none_is_recorded(browser, tmp_path):
+    for step in (1, 2):
+        (tmp_path / 'flax').mkdir(exist_ok=True)
+        (tmp_path / f'flax/checkpoint_{step}').write_bytes(flax.serialization.to_bytes({'w': np.ones(3)}))
+    t5ckpt.convert_run('flax', tmp_path / 'flax', tmp_path / 'run')
+    browser.open(pathlib.Path(t5ckpt.open_run(tmp_path / 'run').report(tmp_path / 'run.html')), READY)
+    reasons = browser.run(
+        '[...document.querySelectorAll("#run td.why")].map((cell) => cell.innerText.trim()).join("|")'
+    )
+    assert reasons == 'latest described below|no keep policy is recorded compared'
+
+
+def test_100_gb_cost_what_is_sampled(tmp_path):
+    rows, columns, chunk = 16384, 65536, 256
+    step = tmp_path / 'run/checkpoint_100'
+    metadata = {'shape': [rows, columns], 'chunks': [chunk, columns], 'compressor': None}
+    zarr = {**metadata, 'dtype': '<f4', 'fill_value': None, 'filters': None, 'order': 'C', 'zarr_format': 2}
+    layers = {}
+    for at in range(25):
+        name = f'target.layers_{at}.kernel'
+        (step / name).mkdir(parents=True)
+        (step / name / '.zarray').write_text(json.dumps(zarr))
+        for number in range(rows // chunk):
+            # A hole, which takes no space.
+            with open(step / name / f'{number}.0', 'wb') as file:
+                file.truncate(chunk * columns * 4)
+        spec = {
+            'driver': 'zarr',
+            'dtype': 'float32',
+            'kvstore': {'driver': 'file', 'path': f'{name}/'},
+            'metadata': metadata,
+        }
+        layers[f'layers_{at}'] = {'kernel': spec}
+    (step / 'checkpoint').write_bytes(encode_manifest({'target': layers}))
+    read = []
+    view = t5ckpt.open_checkpoint(tmp_path / 'run')
+    assert view.nbytes == 25 * rows * columns * 4 > 100 * 10**9
+    view.report(tmp_path / 'run.html', sample_bytes=8_000_000, progress=lambda done, total: read.append((done, total)))
+    # Twice, for statistics and histograms.
+    assert read[-1][0] == read[-1][1] < 3 * 8_000_000
+    assert (tmp_path / 'run.html').stat().st_size < 3 * 10**6
 
 
 def test_the_tree_is_in_the_order_of_numbers(browser, tmp_path):

@@ -14,8 +14,9 @@ from t5ckpt.inspection.kept import GOES
 from t5ckpt.inspection.layers import layers_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.inspection.stats import LeafStats
+from t5ckpt.metrics.curves import Curve
 
-__all__ = ['BINS', 'Changed', 'change_facts', 'largest', 'leaf_facts', 'step_facts']
+__all__ = ['BINS', 'Changed', 'change_facts', 'curve_facts', 'largest', 'leaf_facts', 'step_facts']
 
 BINS = 40
 # Browsers show larger trees slowly.
@@ -72,6 +73,20 @@ def step_facts(steps: Iterable[StepSummary]) -> list[dict[str, Any]]:
             'layout': each.layout,
         }
         for each in steps
+    ]
+
+
+def curve_facts(curves: Iterable[Curve]) -> list[dict[str, Any]]:
+    """The curves of the run's event files."""
+    return [
+        {
+            'name': printable(each.name),
+            'count': each.count,
+            'steps': [step for step, _, _ in each.points],
+            'times': [_number(time) for _, time, _ in each.points],
+            'values': [_number(value) for _, _, value in each.points],
+        }
+        for each in curves
     ]
 
 

@@ -123,9 +123,16 @@ const GROUPS = [
   ['kept', '--c1', () => true],
 ];
 
+function extreme(curve, choose) {
+  const finite = curve.values.map((value) => number(value)).filter(Number.isFinite);
+  return finite.length ? choose(...finite) : null;
+}
+
 function runSection(facts) {
   const steps = facts.steps;
-  const metrics = [...new Set(steps.flatMap((step) => Object.keys(step.metrics)))].sort();
+  const saved = [...new Set(steps.flatMap((step) => Object.keys(step.metrics)))].sort();
+  const curves = new Map(facts.curves.map((curve) => [curve.name, curve]));
+  const metrics = [...saved, ...[...curves.keys()].filter((name) => !saved.includes(name))];
   const chosen = new Set(metrics.slice(0, 4));
   let time = false;
   const marks = facts.changes ? facts.changes.steps : [facts.checkpoint.step];
@@ -146,7 +153,12 @@ function runSection(facts) {
       const has = list.filter((step) => Number.isFinite(number(step.metrics[name] ?? null)));
       layout[`yaxis${row ? row + 1 : ''}`] = axis({ domain: [top - height, top], nticks: 4 });
       layout.annotations.push({ text: plain(short(name, 60)), x: 0.005, xref: 'paper', y: top, yref: 'paper', xanchor: 'left', yanchor: 'bottom', showarrow: false, font: { color: css('--text'), size: 12.5 } });
-      data.push({ type: 'scatter', mode: 'lines+markers', x: has.map(at), y: has.map((step) => step.metrics[name]), yaxis: `y${row ? row + 1 : ''}`, line: { color: css('--c0'), width: 2 }, marker: { size: 6 }, hoverinfo: 'text', hovertext: has.map((step) => `${plain(name)} ${digits(step.metrics[name])}<br>step ${whole(step.step)}`), showlegend: false });
+      const curve = curves.get(name);
+      if (curve) {
+        const finite = curve.steps.map((step, k) => k).filter((k) => Number.isFinite(number(curve.values[k])) && (!time || curve.times[k]));
+        data.push({ type: 'scatter', mode: 'lines', x: finite.map((k) => (time ? new Date(curve.times[k] * 1000).toISOString() : curve.steps[k])), y: finite.map((k) => curve.values[k]), yaxis: `y${row ? row + 1 : ''}`, line: { color: css('--c1'), width: 1.5 }, hoverinfo: 'text', hovertext: finite.map((k) => `${plain(name)} ${digits(curve.values[k])}<br>step ${whole(curve.steps[k])}, events`), showlegend: false });
+      }
+      if (has.length) data.push({ type: 'scatter', mode: curve ? 'markers' : 'lines+markers', x: has.map(at), y: has.map((step) => step.metrics[name]), yaxis: `y${row ? row + 1 : ''}`, line: { color: css('--c0'), width: 2 }, marker: { size: 6 }, hoverinfo: 'text', hovertext: has.map((step) => `${plain(name)} ${digits(step.metrics[name])}<br>step ${whole(step.step)}`), showlegend: false });
     });
     const sizes = `y${rows === 1 ? '' : rows}`;
     layout[`yaxis${rows === 1 ? '' : rows}`] = axis({ domain: [0, height], tickformat: '.3~s', ticksuffix: 'B', nticks: 4, rangemode: 'tozero' });
@@ -179,17 +191,27 @@ function runSection(facts) {
     { title: 'step', right: true, value: (row) => row.step, cell: (row) => whole(row.step) },
     { title: 'saved (UTC)', right: true, value: (row) => row.created, cell: (row) => moment(row.created) },
     { title: 'size', right: true, value: (row) => row.bytes, cell: (row) => bytes(row.bytes) },
-    ...metrics.map((name) => ({ title: short(name, 40), right: true, value: (row) => number(row.metrics[name] ?? null), cell: (row) => (name in row.metrics ? digits(row.metrics[name]) : '') })),
+    ...saved.map((name) => ({ title: short(name, 40), right: true, value: (row) => number(row.metrics[name] ?? null), cell: (row) => (name in row.metrics ? digits(row.metrics[name]) : '') })),
     ...(steps.some((step) => step.layout !== 't5x') ? [{ title: 'layout', value: (row) => row.layout, cell: (row) => row.layout }] : []),
     { title: 'kept because', class: 'why', value: (row) => row.kept, cell: (row) => [row.state === 'complete' ? null : make('span', { class: 'bad' }, row.state + ' '), row.kept, ' ', here(row.step)] },
   ];
   const list = table(columns, steps, { label: 'Steps of the run', sort: 0, descending: true, page: 50 });
+  const last = (row) => row.values[row.values.length - 1];
+  const events = table([
+    { title: 'curve', value: (row) => row.name, cell: (row) => broken(row.name) },
+    { title: 'points', right: true, value: (row) => row.count, cell: (row) => whole(row.count) },
+    { title: 'last step', right: true, value: (row) => row.steps[row.steps.length - 1], cell: (row) => whole(row.steps[row.steps.length - 1]) },
+    { title: 'last value', right: true, value: (row) => number(last(row)), cell: (row) => digits(last(row)) },
+    { title: 'smallest', right: true, value: (row) => number(extreme(row, Math.min)), cell: (row) => digits(extreme(row, Math.min)) },
+    { title: 'largest', right: true, value: (row) => number(extreme(row, Math.max)), cell: (row) => digits(extreme(row, Math.max)) },
+  ], facts.curves, { label: 'Curves of the event files', sort: 0, page: 50 });
   const caption = 'Dotted lines: the steps described and compared below. Drag to zoom, double-click to reset. The table has the same values.';
   return {
     node: make('section', { id: 'run', 'aria-labelledby': 'run-title' }, make('h2', { id: 'run-title' }, 'Run'),
       make('p', { class: 'dim' }, `${counted(steps.length, 'step')} in the directory. Steps that the keep policy deleted are gone, with their metrics.`),
       make('div', { class: 'panel' }, controls, figure('timeline', `Metrics and sizes of ${counted(steps.length, 'step')}; the table below has the values`, caption, 300)),
-      make('div', { class: 'panel' }, list.node)),
+      make('div', { class: 'panel' }, list.node),
+      facts.curves.length ? make('div', { class: 'panel', id: 'events' }, make('p', { class: 'dim' }, 'Curves of the event files of TensorBoard in the run. A curve has at most 1,000 points; the dots are the metrics that were saved with the steps.'), events.node) : []),
     start: () => draw('timeline', build),
   };
 }

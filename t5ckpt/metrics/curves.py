@@ -1,0 +1,113 @@
+"""Reads all scalars of the event files of TensorBoard below a run's directory, as curves for a report.
+
+Notes: reads at most 64 MB of events, the newest files first, and keeps at most 1,000 points of each of 200 curves. Records
+above 16 kB are skipped, since they hold images and histograms. Directories of steps are not searched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+
+from t5ckpt.errors import T5CkptError
+from t5ckpt.format.names import parse_leftover, parse_prefixed_step
+from t5ckpt.metrics.event_protobuf import Scalar, all_scalars
+from t5ckpt.metrics.record_file import RecordScan
+from t5ckpt.metrics.tensorboard import is_event_file
+from t5ckpt.storage import Storage, foreign_errors
+
+__all__ = ['Curve', 'curves']
+
+_log = logging.getLogger('t5ckpt')
+
+_MAX_BYTES = 64 * 2**20
+_MAX_RECORD = 2**14
+_MAX_CURVES = 200
+_MAX_POINTS = 1000
+_MAX_DEPTH = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """The values of a tag.
+
+    Attributes:
+      name: directory and tag, as in :class:`TensorBoardMetrics`; the tag alone for files in the run's directory.
+      points: (step, unix seconds, value), ascending by step; of a step the last value.
+      count: the number of steps with a value, of which ``points`` may be a selection.
+    """
+
+    name: str
+    points: tuple[tuple[int, float, float], ...]
+    count: int
+
+
+def curves(storage: Storage) -> list[Curve]:
+    """The curves of a run on a local file system, by name; none of a run elsewhere, whose directories are not listed."""
+    root = storage.local_path('')
+    if root is None:
+        return []
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for name in _chosen(root):
+        directory = os.path.dirname(name)
+        try:
+            for each in _scalars(os.path.join(root, name)):
+                tag = each.tag.decode('utf-8', 'replace')
+                found.setdefault(f'{directory}/{tag}' if directory else tag, {})[each.step] = each.time, each.value
+        except T5CkptError as error:
+            _log.warning('t5ckpt: events are not read: %s', error)
+    return [_curve(name, found[name]) for name in sorted(found)[:_MAX_CURVES]]
+
+
+def _chosen(root: str) -> list[str]:
+    """The newest files within the limit; the oldest first, so that the last attempt of a resumed run replaces the others."""
+    files = [(*_stat(os.path.join(root, name)), name) for name in _event_files(root, '', _MAX_DEPTH)]
+    left, chosen = _MAX_BYTES, list[str]()
+    for _, size, name in sorted(files, reverse=True):
+        if size <= left:
+            chosen.append(name)
+            left -= size
+    if len(chosen) < len(files):
+        _log.info('t5ckpt: of %d files of events, %d are read: the others are too large', len(files), len(chosen))
+    return chosen[::-1]
+
+
+def _curve(name: str, values: dict[int, tuple[float, float]]) -> Curve:
+    steps = sorted(values)
+    every = max(1, -(-len(steps) // _MAX_POINTS))
+    # From the end, so that the last point is always there.
+    kept = steps[::-1][::every][::-1]
+    return Curve(name, tuple((step, *values[step]) for step in kept), len(steps))
+
+
+def _event_files(root: str, directory: str, depth: int) -> Iterator[str]:
+    listed: list[tuple[str, bool]] = []
+    with contextlib.suppress(OSError), os.scandir(os.path.join(root, directory)) as entries:
+        listed = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
+    for name, is_dir in listed:
+        path = os.path.join(directory, name)
+        is_step = not directory and (parse_prefixed_step(name) is not None or parse_leftover(name) is not None)
+        if is_dir and depth and not is_step:
+            yield from _event_files(root, path, depth - 1)
+        elif not is_dir and is_event_file(name):
+            yield path
+
+
+def _stat(path: str) -> tuple[float, int]:
+    """The modification time and the size of a file."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_mtime, found.st_size
+    return 0.0, 0
+
+
+def _scalars(path: str) -> Iterator[Scalar]:
+    scan = RecordScan(b'', _MAX_RECORD)
+    with foreign_errors(path), open(path, 'rb', buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for record in scan.records(size, lambda start, count: os.pread(file.fileno(), count, start)):
+            with contextlib.suppress(ValueError):
+                yield from all_scalars(record)

@@ -13,6 +13,7 @@ The protocol is T5X's and CLU's: ``save(filename)`` writes files whose names beg
 from __future__ import annotations
 
 import inspect
+import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -54,12 +55,24 @@ class StateIterator:
                 'Restore with that kind, or without dataset_iterator to start the data afresh.'
             )
         state, name = decode_state(path.read_bytes(), str(path))
+        self._set(state, f'{path}: {self._name} rejected the state that {name} has written')
+
+    def load_of_orbax(self, data: bytes, where: str) -> None:
+        """Restores the state in a file that Grain wrote through Orbax: JSON, or the bytes of its DataLoader's state."""
+        rejected = f'{where}: {self._name} rejected the state that Grain has written'
+        try:
+            state: Any = data if isinstance(self._get_state(), bytes) else json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DatasetStateError(f'{rejected}: it does not decode ({error!s:.120}).') from error
+        self._set(state, rejected)
+
+    def _set(self, state: Any, rejected: str) -> None:
         try:
             self._set_state(state)
         except Exception as error:
             raise DatasetStateError(
-                f'{path}: {self._name} rejected the state that {name} has written: {type(error).__name__}: {error}. '
-                'Restore with the same pipeline, or without dataset_iterator to start the data afresh.'
+                f'{rejected}: {type(error).__name__}: {error}. Restore with the same pipeline, or without dataset_iterator to '
+                'start the data afresh.'
             ) from error
 
 

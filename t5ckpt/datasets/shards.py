@@ -6,12 +6,13 @@ import dataclasses
 import logging
 import os
 import pathlib
+import re
 import tempfile
 from typing import Any
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import DatasetIterator, Partitioner
-from t5ckpt.datasets.adapters import as_dataset_iterator
+from t5ckpt.datasets.adapters import StateIterator, as_dataset_iterator
 from t5ckpt.distributed.processes import Processes
 from t5ckpt.errors import DatasetStateError, T5CkptError
 from t5ckpt.format.names import TRAIN_DS_PREFIX, dataset_prefix
@@ -22,6 +23,8 @@ __all__ = ['DatasetState', 'warn_of_unused']
 _log = logging.getLogger('t5ckpt')
 # The item of a step that holds the iterator's state where T5X saves through Orbax.
 _ORBAX_ITEM = 'dataset'
+# The files of Grain's CheckpointHandler.
+_GRAIN = re.compile(r'process_[0-9]+-of-[0-9]+\.json')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,11 @@ class DatasetState:
         held = _held(storage, directory)
         if not held:
             held, directory = _held_by_orbax(storage, directory, processes)
+        if not held and isinstance(self.iterator, StateIterator):
+            key = _held_by_grain(storage, directory, processes)
+            if key is not None:
+                self.iterator.load_of_orbax(storage.read(key), storage.url(key))
+                return
         if not held:
             _log.warning(
                 't5ckpt: %s has no data-iterator state, so the position of this iterator does not change, and batches that were '
@@ -158,6 +166,30 @@ def _held_by_orbax(storage: Storage, directory: str, processes: Processes) -> tu
         if held:
             return held, join(directory, below)
     return [], directory
+
+
+def _held_by_grain(storage: Storage, directory: str, processes: Processes) -> str | None:
+    """The file of this process in the item of a step that Grain saved through Orbax; None without one.
+
+    Raises:
+      DatasetStateError: only other numbers of processes have files, or several items have them.
+    """
+    wanted = f'process_{processes.index}-of-{processes.count}.json'
+    items = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir)
+    files = [
+        join(directory, item, entry.name)
+        for item in items
+        for entry in storage.entries(join(directory, item))
+        if _GRAIN.fullmatch(entry.name)
+    ]
+    found = [key for key in files if key.rpartition('/')[2] == wanted]
+    if files and len(found) != 1:
+        raise DatasetStateError(
+            f'{storage.url(directory)} has {"several states" if found else "no state"} {wanted} of Grain, but '
+            f'{", ".join(key.removeprefix(f"{directory}/") for key in files[:4])}. Restore with the same number of processes, or '
+            'without dataset_iterator to start the data afresh.'
+        )
+    return found[0] if found else None
 
 
 def _fetch(storage: Storage, directory: str, name: str, copied: pathlib.Path) -> None:

@@ -8,8 +8,8 @@ by the orbax of 2023):
   (``manifest.ocdbt``) or in a directory each. Strings are in ``_strings.json``.
 - ``checkpoint`` is Flax msgpack, in which each array is the string ``PLACEHOLDER://<name>``.
 
-A step directory contains the tree itself or directories of items. Its only tree is read; of several, ``state`` (T5X), ``default``
-or ``pytree`` (Orbax), and a warning names the others.
+A step directory contains the tree itself or directories of items. Its only tree is read. Of several, ``state`` (T5X), ``default``
+or ``pytree`` (Orbax) is read, and a warning names the others; without one of these names, all are read as one dict by item.
 """
 
 from __future__ import annotations
@@ -61,14 +61,11 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
     if len(trees) == 1:
         _tell_of_others(storage, directory, trees[0])
         return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), trees[0])
-    where = storage.url(directory)
     if not trees:
+        where = storage.url(directory)
         raise UnsupportedFormatError(f'{where} is an Orbax checkpoint without a tree; it has {some_of(items, 8)}.')
-    paths = some_of([storage.url(join(directory, name)) for name in trees], 8)
-    raise UnsupportedFormatError(
-        f'{where} is an Orbax checkpoint of several trees, none of which is called "state", "default" or "pytree". '
-        f'Pass the path of one: {paths}'
-    )
+    files = CheckpointFiles(storage, directory, follow_links=follow_links)
+    return Manifest(3, {name: dict(_read_tree(files, name).state) for name in trees})
 
 
 def _tell_of_others(storage: Storage, directory: str, item: str) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 import grain
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import t5ckpt
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.errors import DatasetStateError, UnsupportedLeafError
 
 WORK = pathlib.Path(sys.argv[1])
 STATE = {'w': np.ones(3, np.float32)}
@@ -41,6 +42,7 @@ def main() -> None:
     for make in (dataset, packed, loader):
         run = WORK / make.__name__
         check(run, make)
+        check_orbax(WORK / f'{make.__name__}-orbax', make)
     with pytest.raises(UnsupportedLeafError, match=r'iter\(dataset\)'):
         t5ckpt.Checkpointer(STATE, checkpoints_dir=WORK / 'x', dataset_iterator=grain.MapDataset.source(range(3)))
 
@@ -62,6 +64,25 @@ def check(run: pathlib.Path, make: Callable[[], Iterator]) -> None:
         with t5ckpt.Checkpointer(STATE, checkpoints_dir=run, dataset_iterator=again) as ck:
             ck.restore(step=step)
         assert [json.dumps(np.asarray(next(again)).tolist()) for _ in range(60)] == batches, (run, step)
+
+
+def check_orbax(run: pathlib.Path, make: Callable[[], Iterator]) -> None:
+    """Orbax saves, t5ckpt restores."""
+    iterator = make()
+    with ocp.CheckpointManager(run) as manager:
+        for _ in range(5):
+            next(iterator)
+        items = {'state': ocp.args.StandardSave(STATE), 'data': grain.checkpoint.CheckpointSave(iterator)}
+        manager.save(5, args=ocp.args.Composite(**items))
+        batches = [json.dumps(np.asarray(next(iterator)).tolist()) for _ in range(20)]
+    again = make()
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=run, dataset_iterator=again) as ck:
+        ck.restore()
+        assert [json.dumps(np.asarray(next(again)).tolist()) for _ in range(20)] == batches, run
+        (state,) = run.glob('5/data/process_0-of-1.json')
+        state.rename(state.with_name('process_0-of-2.json'))
+        with pytest.raises(DatasetStateError, match=r'no state process_0-of-1\.json of Grain, but data/process_0-of-2'):
+            ck.restore()
 
 
 if __name__ == '__main__':

@@ -91,6 +91,24 @@ def test_the_only_tree_is_read_whatever_its_name(tmp_path, caplog):
         t5ckpt.open_checkpoint(tmp_path / 'run')
 
 
+def test_several_trees_are_read_as_one_dict(tmp_path):
+    state = {'model': {'w': np.ones((3, 4), np.float32)}, 'optimizer': {'mu': np.zeros(3), 'count': np.array(4)}}
+    with ocp.CheckpointManager(tmp_path / 'run') as manager:
+        for step in (10, 20):
+            items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
+            manager.save(step, args=ocp.args.Composite(**items, extra=ocp.args.JsonSave({'a': 1})))
+    assert set(t5ckpt.open_checkpoint(tmp_path / 'run')) == {'model/w', 'optimizer/mu', 'optimizer/count'}
+    assert set(t5ckpt.open_checkpoint(tmp_path / 'run/10/optimizer')) == {'mu', 'count'}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
+        restored = t5ckpt.restore_or_init(ck, lambda: None)
+        assert ck.restored_step == 20
+    assert np.array_equal(restored['model']['w'], state['model']['w'])
+    assert restored['optimizer']['count'] == 4
+    done = t5ckpt.convert_run('orbax', tmp_path / 'run', tmp_path / 'new')
+    assert [each.step for each in done.converted] == [10, 20]
+    assert not t5ckpt.diff(tmp_path / 'run', tmp_path / 'new').leaves
+
+
 def test_typed_keys_come_back_as_keys_after_a_conversion(tmp_path):
     state = {'w': np.ones(3, np.float32), 'rng': jax.random.key(3)}
     with ocp.StandardCheckpointer() as checkpointer:

@@ -1,4 +1,4 @@
-"""Write leases: the record of the process that writes or deletes a step, with its heartbeat.
+"""Write leases: the record of the process that writes or deletes a step, and the thread that renews it.
 
 On object stores, where a step is written in place, a lease of ``checkpoint_<step>`` is the object
 ``.t5ckpt/busy/<step>.<nonce>``. On file systems, the lease of a save is in its temporary directory, and a process that hides

@@ -1,7 +1,7 @@
 """Computes the parts of an array that this process's devices hold.
 
-A part is a ``Box``. ``restore/read_arrays.py`` reads it, and ``reading/local/direct_reader.py`` or TensorStore maps it to
-chunks and to bytes of their files.
+A part is a ``Box``. ``restore/read_arrays.py`` reads it, and ``reading/local/regions.py`` or TensorStore maps it to chunks and to
+bytes of their files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads stored arrays by index: whole, or the chunks that a slice overlaps.
+"""Reads stored arrays, by index or into the buffers of a restore.
 
 ``ArrayReader`` is the only place that chooses how an array is read. It takes the first way that the array supports:
 

@@ -1,6 +1,6 @@
 """Compares the checksums of chunk files with the recorded ones (``format/file_checksums.py``) while a checkpoint is read.
 
-Bytes that are read directly into buffers are hashed on the way (``reading/local/direct_reader.py``). A file that another reader
+Bytes that are read directly into buffers are hashed on the way (``reading/local/chunk_reader.py``). A file that another reader
 opens (TensorStore for an array with a codec, the kernel for a mapped one) is read and hashed once before it is used.
 """
 

@@ -1,4 +1,4 @@
-"""Reads many stored leaves directly into the buffers of device shards.
+"""Reads many stored leaves directly into the buffers of device shards, and casts those whose reads did not convert.
 
 Buffers begin at a multiple of 64 bytes, so the CPU backend uses them without a copy. Each distinct shard box is read once
 per process, however many devices hold it, and each chunk once, however many boxes overlap it. Leaves and chunks are in

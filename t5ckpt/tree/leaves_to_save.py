@@ -1,5 +1,7 @@
 """The leaves of a state to be saved: their values, and what the save needs to know of each.
 
+An IntEnum, or another subclass of a Python number, is saved as the number (``tree/leaf_values.base_number``).
+
 What a state may hold is decided and reported here, before anything is planned.
 """
 

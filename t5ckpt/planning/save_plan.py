@@ -148,15 +148,11 @@ class SavePlan:
 class _Leaf(NamedTuple):
     """A leaf and its place in the plan; ``dtype`` is the leaf's after the cast, None if it is not an array."""
 
+    path: Path
     given: LeafToSave
     dtype: np.dtype | None
     array_name: str
     nbytes: int
-
-    @property
-    def path(self) -> Path:
-        """The path of the leaf."""
-        return self.given.path
 
 
 def plan_save(
@@ -202,10 +198,10 @@ def plan_save(
 
 def _sized(leaf: LeafToSave, info: ParameterInfo | None, cast: Cast | None) -> _Leaf:
     if leaf.dtype is None:
-        return _Leaf(leaf, None, leaf.name, 0)
+        return _Leaf(leaf.path, leaf, None, leaf.name, 0)
     dtype = cast_dtype(leaf.path, leaf.dtype, cast)
     array_name = info.array_name if info is not None and info.name else leaf.name
-    return _Leaf(leaf, dtype, array_name, math.prod(leaf.shape) * dtype.itemsize)
+    return _Leaf(leaf.path, leaf, dtype, array_name, math.prod(leaf.shape) * dtype.itemsize)
 
 
 def _stored_paths(
@@ -218,11 +214,13 @@ def _stored_paths(
     """
     stored: set[Path] = set()
     total = 0
+    is_single = assignment.count == 1
     # Of equal size, the first of the table; in a job of several processes it is sorted by path.
     for leaf in sorted(leaves, key=operator.attrgetter('nbytes')):
         if leaf.dtype is None:
             continue
-        at_hand = not is_jax_array(leaf.given.value) or assignment.on_leader(leaf.given.value)
+        # A job of one process holds every value.
+        at_hand = is_single or not is_jax_array(leaf.given.value) or assignment.on_leader(leaf.given.value)
         is_global = leaf.given.is_global
         t5x_inlines = rule.get(leaf.path)
         must_inline = leaf.nbytes == 0 or (at_hand and (leaf.given.shape == () or (t5x_inlines is True and is_global)))

@@ -36,7 +36,7 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
 from t5ckpt.reading.local.uncompressed import chunk_of_file, has_plain_chunks
-from t5ckpt.reading.open_array import OpenArray, PlainArray, RangeArray, TensorStoreArray
+from t5ckpt.reading.open_array import FileArray, OpenArray, TensorStoreArray
 from t5ckpt.reading.tensorstore_arrays import TensorStoreArrays
 
 __all__ = ['ArrayReader']
@@ -115,11 +115,14 @@ class ArrayReader:
           A function that waits for the opened array, and raises as ``TensorStoreArrays.finish_open``.
         """
         array = leaf.array
-        at = self._storage, leaf, name, self._arrays.url(array)
-        if array.is_byte_range:
-            if self._direct is None:
-                return functools.partial(RangeArray, *at, self._ranges)
-            return functools.partial(PlainArray, *at, self._direct, chunk_of_file(array))
+        at = self._storage, leaf, f'{name} ({self._arrays.url(array)})'
+        if array.is_byte_range and self._direct is None:
+            tasks = functools.partial(self._ranges.tasks, array)
+            return lambda: FileArray(*at, tasks)
+        if array.is_byte_range and self._direct is not None:
+            # A cast reads blocks into a scratch, which would read more of a file of many tensors than the boxes.
+            tasks = functools.partial(self._direct.tasks, leaf, name, chunk_of_file(array))
+            return lambda: FileArray(*at, tasks)
         checks = functools.partial(self._check_tasks, array, name)
         if self._direct is None or pool is None or not has_plain_chunks(array):
             opening = self._arrays.start_open(array)
@@ -130,7 +133,7 @@ class ArrayReader:
             chunks = finding.result()
             if chunks is None or not direct.can_read(chunks, boxes):
                 return TensorStoreArray(*at, self._arrays.open(array, name), checks)
-            return PlainArray(*at, direct, chunks)
+            return FileArray(*at, functools.partial(direct.tasks, leaf, name, chunks), converts=True)
 
         return finish
 

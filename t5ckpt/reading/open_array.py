@@ -17,14 +17,10 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.basic_index import relative_to_box
-from t5ckpt.reading.byte_ranges import RangeReader
-from t5ckpt.reading.local.direct_reader import DirectReader
-from t5ckpt.reading.local.regions import ReadRequest
-from t5ckpt.reading.local.uncompressed import PlainChunks
 from t5ckpt.reading.size_limits import check_memory
 from t5ckpt.storage import TENSORSTORE_ERRORS, Storage, foreign_errors
 
-__all__ = ['Filling', 'OpenArray', 'PlainArray', 'RangeArray', 'TensorStoreArray']
+__all__ = ['FileArray', 'Filling', 'OpenArray', 'TensorStoreArray']
 
 Task = Callable[[], None]
 
@@ -64,13 +60,12 @@ class OpenArray(abc.ABC):
       converts: whether buffers may have the dtype to convert to instead of the dtype on disk.
     """
 
-    def __init__(self, storage: Storage, leaf: StoredLeaf, name: str, url: str):
-        """Takes the array, the name of the leaf, and the array's location for errors."""
+    def __init__(self, storage: Storage, leaf: StoredLeaf, where: str, *, converts: bool = False):
+        """Takes the array; ``where`` has the names of the leaf and of the array, for errors."""
+        self.converts = converts
         self._storage = storage
         self._leaf = leaf
-        self._name = name
-        self._where = f'{name} ({url})'
-        self.converts = False
+        self._where = where
 
     @abc.abstractmethod
     def fill(self, buffers: Mapping[Box, np.ndarray], pool: Executor | None = None) -> Filling:
@@ -85,12 +80,21 @@ class OpenArray(abc.ABC):
         return aligned_empty(shape, self._leaf.array.dtype)
 
 
-class _TaskArray(OpenArray):
-    """An array that is read by tasks for threads."""
+class FileArray(OpenArray):
+    """An array whose uncompressed bytes are read from files, or from ranges of an object, by tasks for threads."""
 
-    @abc.abstractmethod
-    def _tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
-        """The tasks that fill the buffers."""
+    def __init__(
+        self,
+        storage: Storage,
+        leaf: StoredLeaf,
+        where: str,
+        tasks: Callable[[Mapping[Box, np.ndarray]], list[Task]],
+        *,
+        converts: bool = False,
+    ):
+        """``tasks`` returns the tasks that fill buffers."""
+        super().__init__(storage, leaf, where, converts=converts)
+        self._tasks = tasks
 
     def fill(self, buffers: Mapping[Box, np.ndarray], pool: Executor | None = None) -> Filling:
         """See ``OpenArray``."""
@@ -104,35 +108,6 @@ class _TaskArray(OpenArray):
         return out[relative_to_box(slices)]
 
 
-class PlainArray(_TaskArray):
-    """An array whose chunks are uncompressed, in local files."""
-
-    def __init__(
-        self, storage: Storage, leaf: StoredLeaf, name: str, url: str, direct: DirectReader, chunks: PlainChunks
-    ):
-        """Takes the chunks, and the reader of their files."""
-        super().__init__(storage, leaf, name, url)
-        self._direct = direct
-        self._chunks = chunks
-        # A cast reads blocks into a scratch buffer, which would read more of a file of many tensors than the requested ranges.
-        self.converts = not leaf.array.is_byte_range
-
-    def _tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
-        return self._direct.tasks(ReadRequest(self._leaf.array, self._name, self._leaf.dtype, buffers), self._chunks)
-
-
-class RangeArray(_TaskArray):
-    """An array that is a range of bytes of an object."""
-
-    def __init__(self, storage: Storage, leaf: StoredLeaf, name: str, url: str, ranges: RangeReader):
-        """Takes the reader of the ranges."""
-        super().__init__(storage, leaf, name, url)
-        self._ranges = ranges
-
-    def _tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
-        return self._ranges.tasks(self._leaf.array, buffers)
-
-
 class TensorStoreArray(OpenArray):
     """An array that TensorStore reads, in threads of its own."""
 
@@ -140,13 +115,12 @@ class TensorStoreArray(OpenArray):
         self,
         storage: Storage,
         leaf: StoredLeaf,
-        name: str,
-        url: str,
+        where: str,
         store: Any,
         checks: Callable[[Iterable[Box]], list[Task]],
     ):
         """Takes the opened TensorStore, and the tasks that verify the files of boxes."""
-        super().__init__(storage, leaf, name, url)
+        super().__init__(storage, leaf, where)
         self._store = store
         self._checks = checks
 

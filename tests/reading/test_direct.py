@@ -24,11 +24,11 @@ from t5ckpt import errors, steps
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import zarr_typestr
+from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.blocks import Limits
 from t5ckpt.reading.local.chunk_file import ChunkFile
 from t5ckpt.reading.local.direct_reader import DirectReader
-from t5ckpt.reading.local.regions import ReadRequest
 from t5ckpt.reading.local.scatter_read import read_runs
 
 DTYPES = ('float32', 'uint8', 'complex128', 'bool', 'bfloat16', 'float8_e4m3fn', 'int64')
@@ -58,9 +58,7 @@ def read(root: pathlib.Path, array: StoredArray, boxes, dtype=None, limits=None)
     buffers = {box: np.empty(box.shape, wanted) for box in boxes}
     chunks = reader.plain_chunks(array, 'a')
     assert chunks is not None
-    tasks = reader.tasks(ReadRequest(array, 'a', array.dtype, buffers), chunks)
-    assert tasks is not None
-    for task in reversed(tasks):
+    for task in reversed(reader.tasks(StoredLeaf(array, array.dtype), 'a', chunks, buffers)):
         task()
     return buffers
 

@@ -17,13 +17,14 @@ import collections
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.file_checksums import entry_of
+from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.local.blocks import Limits
 from t5ckpt.reading.local.chunk_file import ChunkFile
@@ -90,8 +91,9 @@ class DirectReader:
         """Whether the boxes overlap few enough chunks for this reader."""
         return sum(chunks.grid.count(box) for box in boxes) <= _MAX_CHUNKS
 
-    def tasks(self, request: ReadRequest, chunks: PlainChunks) -> list[Task]:
-        """The tasks for threads that fill the buffers of a request."""
+    def tasks(self, leaf: StoredLeaf, name: str, chunks: PlainChunks, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
+        """The tasks for threads that fill buffers, in the dtype on disk or the one to convert to, with boxes of an array."""
+        request = ReadRequest(leaf.array, name, leaf.dtype, buffers)
         regions = regions_by_chunk(request, chunks)
         reader = chunk_reader(request, chunks, regions, self._checks, self._limits, self._scratch)
         tasks: list[Task] = []

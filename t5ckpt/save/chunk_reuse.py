@@ -84,6 +84,22 @@ class PreviousCheckpoint:
             return False
         return all(name in self.digests for name in write.files(with_metadata=with_metadata))
 
+    def link(self, storage: Storage, key: str, entry: tuple[int, str], target: str) -> bool:
+        """Links one file to ``target`` if it still matches its checksum, so that damage is not copied.
+
+        A file that is unchanged since this process wrote or read it is not read again.
+        """
+        source = join(self.directory, key)
+        try:
+            version = self.file_versions.get(key)
+            is_known = version is not None and version == storage.stamp(source)
+            if not is_known and (storage.size(source) != entry[0] or digest(storage.read(source)) != entry[1]):
+                return False
+        except T5CkptError:
+            # Deleted in the meantime, or unreadable: the chunk is written.
+            return False
+        return storage.link(source, target)
+
     def is_there(self, storage: Storage) -> bool:
         """Whether the directory still holds this checkpoint, and not a later save of the same step."""
         try:

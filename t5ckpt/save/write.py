@@ -199,22 +199,7 @@ class _Writer:
         self._count(write.chunk_bytes * len(write.chunks), linked=True)
 
     def _link(self, previous: PreviousCheckpoint, key: str, entry: tuple[int, str]) -> bool:
-        """Links one file if it still matches its checksum, so that damage is not copied.
-
-        A file that is unchanged since this process wrote or read it is not read again.
-        """
-        source, target = join(previous.directory, key), join(self._job.directory, key)
-        try:
-            version = previous.file_versions.get(key)
-            is_known = version is not None and version == self._storage.stamp(source)
-            if not is_known and (
-                self._storage.size(source) != entry[0] or digest(self._storage.read(source)) != entry[1]
-            ):
-                return False
-        except T5CkptError:
-            # Deleted in the meantime, or unreadable: the chunk is written.
-            return False
-        if not self._storage.link(source, target):
+        if not previous.link(self._storage, key, entry, join(self._job.directory, key)):
             return False
         self.digests[key] = entry
         self._linked_bytes += entry[0]

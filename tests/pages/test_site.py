@@ -116,7 +116,11 @@ def test_notebooks_are_pages(site):
 
 
 @pytest.mark.skipif(shutil.which('chromium') is None, reason='needs chromium')
-def test_the_search_works_from_a_disk(site, tmp_path):
+@pytest.mark.parametrize(
+    ('words', 'page'),
+    [('preemption', 'cookbook'), ('partial restore', 'changed-models')],
+)
+def test_the_search_works_from_a_disk_and_ranks_guides_first(site, tmp_path, words, page):
     options = [
         '--headless',
         '--no-sandbox',
@@ -124,10 +128,11 @@ def test_the_search_works_from_a_disk(site, tmp_path):
         f'--user-data-dir={tmp_path}',
         '--virtual-time-budget=20000',
     ]
-    url = f'{(site / "index.html").as_uri()}?q=preemption'
+    url = f'{(site / "index.html").as_uri()}?q={words.replace(" ", "%20")}'
     done = subprocess.run(['chromium', *options, '--dump-dom', url], capture_output=True, text=True, check=True)
     assert re.search(r'md-search-result__meta">[^<]*\d+ matching documents', done.stdout)
-    assert re.search(r'href="file:[^"]+/frameworks\.html\?h=', done.stdout)
+    found = re.findall(r'href="file:[^"]+/([\w-]+)\.html\?h=', done.stdout)
+    assert found[0] == page
 
 
 @pytest.mark.parametrize('name', [name for name in t5ckpt.__all__ if not name.startswith('__')])

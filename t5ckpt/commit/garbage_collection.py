@@ -19,14 +19,14 @@ from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.in_place import collect_in_place
 from t5ckpt.commit.lease_files import Leases, is_live, leased_directory, list_leases, warn_of_lease
 from t5ckpt.commit.lease_owner import UNKNOWN, dated, has_ended, parse_owner, read_owner
-from t5ckpt.commit.lease_time import lease_clock
+from t5ckpt.commit.lease_time import TIME_PREFIX, lease_clock
 from t5ckpt.commit.removal import check_removable, remove_checkpoint, renamed_for_deletion
 from t5ckpt.commit.replacement import is_still_kept, put_back
 from t5ckpt.commit.write_lease import has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
-from t5ckpt.format.names import SIDECAR, Leftover, parse_leftover
+from t5ckpt.format.names import READ_LEASE_PREFIX, SIDECAR, Leftover, parse_leftover
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.storage import Storage
 
@@ -89,7 +89,14 @@ def _remove_leases(storage: Storage, keys: Iterable[str]) -> None:
 
 
 def _is_torn(storage: Storage, name: str, now: Clock, stale_after: float) -> bool:
-    """Whether a partial write lease belongs to a dead process, or is empty: a live process writes it again (``WriteLease``)."""
+    """Whether a partial lease belongs to a dead process.
+
+    That of a writer has the owner; a live process writes an empty one again (``WriteLease``), and the time file, too. That of
+    a reader is always empty, so only its age counts.
+    """
+    if name.startswith(READ_LEASE_PREFIX) and not name.startswith(TIME_PREFIX):
+        written = storage.modified(name)
+        return written is not None and written < now() - stale_after
     owner = read_owner(storage, name)
     return owner is not None and (owner is UNKNOWN or owner.is_dead(now, stale_after))
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.commit.lease_time import CLOCK_SECONDS, TIME_PREFIX, lease_clock, warn_if_ahead
+from t5ckpt.commit.lease_time import CLOCK_SECONDS, lease_clock, warn_if_ahead
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.format.names import (
@@ -46,7 +46,7 @@ _LONGEST_SECONDS = 30 * 86400
 class Leases:
     """The leases in one listing, including expired ones.
 
-    ``partial`` has the names of write leases that a process is writing, or was writing when it was killed.
+    ``partial`` has the names of leases that a process is writing, or was writing when it was killed.
     """
 
     of_writers: tuple[WriteLeaseName, ...]
@@ -68,9 +68,7 @@ def list_leases(storage: Storage) -> Leases:
     return Leases(
         tuple(lease for name in names if (lease := parse_write_lease(name)) is not None),
         tuple(lease for name in names if (lease := parse_read_lease(name)) is not None),
-        tuple(
-            name for name in names if name.startswith((DELETING_PREFIX, TIME_PREFIX)) and name.endswith(PARTIAL_SUFFIX)
-        ),
+        tuple(name for name in names if name.endswith(PARTIAL_SUFFIX)),
     )
 
 

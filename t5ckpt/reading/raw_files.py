@@ -94,15 +94,16 @@ def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
 def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None) -> dict[str, bytes]:
     """The files with the file checksums: those in the directory and those that the sidecar records."""
     names = {entry.name for entry in located.storage.entries(located.directory) if is_file_checksums(entry.name)}
-    found = {name: files.read(name) for name in names}
+    recorded: Collection[str] = ()
     with contextlib.suppress(CorruptCheckpointError):
-        recorded = FileChecksums.recorded_by(
-            NO_SIDECAR if sidecar is None else decode_sidecar(sidecar, SIDECAR), SIDECAR
-        )
-        for name in recorded.lists:
-            with contextlib.suppress(CheckpointNotFoundError):
-                if name not in found:
-                    found[name] = files.read(name)
+        of_sidecar = NO_SIDECAR if sidecar is None else decode_sidecar(sidecar, SIDECAR)
+        recorded = FileChecksums.recorded_by(of_sidecar, SIDECAR).lists
+    found: dict[str, bytes] = {}
+    for name in [*sorted(names), *(name for name in recorded if name not in names)]:
+        # A list that the sidecar does not record may be one of the checkpoint that was replaced, and be removed meanwhile.
+        is_sure = name in names and (name in recorded or not recorded)
+        with contextlib.suppress(*(() if is_sure else (CheckpointNotFoundError,))):
+            found[name] = files.read(name)
     return found
 
 

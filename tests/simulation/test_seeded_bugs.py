@@ -13,5 +13,7 @@ def test_there_are_bugs_of_each_kind():
 @pytest.mark.slow
 @pytest.mark.parametrize('bug', seeded.BUGS, ids=lambda bug: bug['name'])
 def test_a_seeded_bug_is_found(bug, tmp_path):
+    if 'open' in bug:
+        pytest.skip(bug['open'])
     failure, schedules = seeded.find(bug, tmp_path)
     assert failure is not None, f'not found in {schedules} schedules'

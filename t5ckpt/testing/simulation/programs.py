@@ -21,13 +21,14 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.reading.contents import leaves_of, read_contents
+from t5ckpt.reading.identity import ChangedMeanwhileError
 from t5ckpt.reading.open_reader import ReadOptions, reader_of
 from t5ckpt.reading.raw_files import read_raw
-from t5ckpt.testing.simulation.scheduler import current_task
+from t5ckpt.testing.simulation.scheduler import current_task, wait_until
 from t5ckpt.testing.simulation.virtual import clock
 from t5ckpt.testing.simulation.world import World, state_of
 
-__all__ = ['finisher', 'in_turn', 'lister', 'pinner', 'reader', 'remover', 'saver']
+__all__ = ['after', 'finisher', 'in_turn', 'lister', 'pinner', 'reader', 'remover', 'saver']
 
 
 def saver(world: World, value: float, steps: Sequence[int], *, how: str = 'save', **options: Any) -> Callable[[], None]:
@@ -59,14 +60,16 @@ def saver(world: World, value: float, steps: Sequence[int], *, how: str = 'save'
     return run
 
 
-def reader(world: World, step: int, seconds: float = 600.0, *, leased: bool = True) -> Callable[[], None]:
-    """An evaluator that reads a step, under a read lease or without one."""
+def reader(world: World, step: int, seconds: float = 600.0, *, is_replaced: bool = False) -> Callable[[], None]:
+    """An evaluator that reads a step under a read lease.
+
+    With ``is_replaced``, another process overwrites the step. In a bucket, that one may find the read lease after it has written
+    the manifest, and write the old one back. The reader is told to open the step again then.
+    """
+    retried = (ChangedMeanwhileError,) if is_replaced and world.kind == 'bucket' else ()
 
     def run() -> None:
         storage, process, began = world.storage(), current_task().process.name, world.scheduler.now
-        if not leased:
-            _read(world, step)
-            return
         with read_lease(storage, step, seconds, clock) as is_there:
             if not is_there:
                 return
@@ -74,6 +77,8 @@ def reader(world: World, step: int, seconds: float = 600.0, *, leased: bool = Tr
             world.observer.is_leased(process, step, until)
             try:
                 _read(world, step)
+            except retried:
+                return
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
                 if world.scheduler.now < until:
                     world.scheduler.fail(f'a reader with a lease of step {step}: {type(error).__name__}: {error}')
@@ -133,6 +138,16 @@ def finisher(world: World, step: int = 99) -> Callable[[], None]:
     def run() -> None:
         saver(world, step, [step])()
         lister(world, 1)()
+
+    return run
+
+
+def after(seconds: float, program: Callable[[], None]) -> Callable[[], None]:
+    """Runs a program some simulated seconds later."""
+
+    def run() -> None:
+        wait_until(lambda: False, seconds)
+        program()
 
     return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from t5ckpt.testing.simulation.programs import finisher, in_turn, lister, pinner, reader, remover, saver
+from t5ckpt.testing.simulation.programs import after, finisher, in_turn, lister, pinner, reader, remover, saver
 from t5ckpt.testing.simulation.scheduler import Task
 from t5ckpt.testing.simulation.world import World
 
@@ -66,6 +66,15 @@ def _two_savers(world: World) -> Sequence[Task]:
     ]
 
 
+def _take_over(world: World) -> Sequence[Task]:
+    """The second saver of a step begins when the lease of the first has expired, if that one was stopped."""
+    return [
+        world.start('one', saver(world, 1, [7]), machine='a'),
+        world.start('two', after(650.0, saver(world, 2, [7])), machine='b'),
+        world.start('three', after(4400.0, saver(world, 3, [8])), machine='c'),
+    ]
+
+
 def _is_saved(world: World) -> str | None:
     return None if 7 in world.observer.saved else 'neither of two savers has saved the step'
 
@@ -103,7 +112,7 @@ def _overwrite(world: World) -> Sequence[Task]:
     return [
         world.start('one', saver(world, 1, [1], how='overwrite'), machine='a', may_delete=_is_one),
         world.start('two', saver(world, 2, [1], how='overwrite'), machine='b', may_delete=_is_one),
-        world.start('reader', reader(world, 1), machine='c'),
+        world.start('reader', reader(world, 1, is_replaced=True), machine='c'),
     ]
 
 
@@ -147,6 +156,7 @@ def _of(name: str, scenario: Scenario) -> dict[str, Scenario]:
 SCENARIOS = {
     **_of('first-save', Scenario(_two_savers, check=_is_saved)),
     **_of('save', Scenario(_two_savers, _one_step, check=_is_saved)),
+    **_of('take-over', Scenario(_take_over, _one_step, check=_is_saved)),
     **_of('prune', Scenario(_prune, _two_steps)),
     **_of('remove', Scenario(_remove, _one_step)),
     **_of('remove-twice', Scenario(_remove_twice, _one_step)),

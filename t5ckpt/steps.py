@@ -20,7 +20,7 @@ from t5ckpt.catalog.layouts import (
 )
 from t5ckpt.catalog.listing import dataset_steps_in, newest, steps_in
 from t5ckpt.catalog.locate import locate
-from t5ckpt.catalog.pin_file import is_pinned_at, unpin_at
+from t5ckpt.catalog.pin_file import NO_REASON, is_pinned_at, unpin_at
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.core.arguments import integer
 from t5ckpt.format.names import step_dir
@@ -126,13 +126,13 @@ def find_checkpoint(
 
 
 def pin_checkpoint(
-    ckpt_dir: str | os.PathLike[str], txt: str = '1', *, storage_options: Mapping[str, Any] | None = None
+    ckpt_dir: str | os.PathLike[str], txt: str = NO_REASON, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Pins a step with a file ``PINNED`` (T5X's name) in its directory, so that retention never deletes it.
 
     Args:
       ckpt_dir: the step's directory; it must exist.
-      txt: the file's contents, such as who pinned it and why.
+      txt: the file's contents, such as who pinned it and why; the default keeps those of an earlier pin.
       storage_options: see docs/storage.md.
 
     Raises:

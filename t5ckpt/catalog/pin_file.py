@@ -1,14 +1,19 @@
-"""Looks for and removes the file ``PINNED`` of a step; ``commit/pins.py`` writes it."""
+"""Looks for, reads and removes the file ``PINNED`` of a step; ``commit/pins.py`` writes it."""
 
 from __future__ import annotations
 
 import logging
 
+from t5ckpt.core.keys import join
+from t5ckpt.errors import T5CkptError
 from t5ckpt.format.names import PINNED
 from t5ckpt.storage import Storage
 
-__all__ = ['is_pinned_at', 'unpin_at']
+__all__ = ['NO_REASON', 'is_pinned_at', 'pin_reason', 'pin_text', 'unpin_at']
 
+NO_REASON = '1'
+"""The contents of the file of a pin without a reason (T5X's)."""
+_TEXT_BYTES = 1000
 _log = logging.getLogger('t5ckpt')
 
 
@@ -26,3 +31,17 @@ def is_pinned_at(storage: Storage) -> bool:
         return True
     storage.check_reachable(PINNED)
     return False
+
+
+def pin_text(storage: Storage, directory: str) -> str:
+    """The reason in the pin of a step's directory; '' if it has none, or cannot be read."""
+    try:
+        text = storage.read_range(join(directory, PINNED), 0, _TEXT_BYTES).decode(errors='replace').strip()
+    except T5CkptError:
+        return ''
+    return '' if text == NO_REASON else text
+
+
+def pin_reason(storage: Storage, directory: str) -> str:
+    """Why a pinned step is kept: 'pinned', or 'pinned: ' and the reason."""
+    return ': '.join(filter(None, ['pinned', pin_text(storage, directory)]))

@@ -12,6 +12,7 @@ from typing import Any
 from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
+from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
@@ -141,7 +142,8 @@ def _summary(
         created = manifest.mtime if manifest is not None and manifest.mtime else None
     # Keep policies apply only to T5X's layout.
     kept = [f'in the layout of {named.layout}'] if named.layout != T5X else []
-    kept += ['pinned'] * pinned + ['latest'] * (named.is_complete and named.step == latest)
+    kept += [pin_reason(storage, entry.name)] if pinned else []
+    kept += ['latest'] * (named.is_complete and named.step == latest)
     return StepSummary(
         step=named.step,
         path=storage.url(entry.name),

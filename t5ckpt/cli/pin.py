@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import click
 
+from t5ckpt.catalog.pin_file import NO_REASON, pin_text
 from t5ckpt.cli.output import json_option, print_json, say, steps_option
 from t5ckpt.cli.paths import CHECKPOINT, checkpoints_of
 from t5ckpt.cli.verb import Verb
 from t5ckpt.steps import pin_checkpoint
+from t5ckpt.storage import open_storage
 
 __all__ = ['command']
 
@@ -15,7 +17,13 @@ __all__ = ['command']
 @click.command('pin', cls=Verb)
 @click.argument('paths', metavar='PATH...', type=CHECKPOINT, nargs=-1, required=True)
 @steps_option
-@click.option('--why', default='1', metavar='TEXT', help='Kept in the mark.')
+@click.option(
+    '--why',
+    default=NO_REASON,
+    show_default=False,
+    metavar='TEXT',
+    help='Kept in the mark, and shown by ls. Without it, an earlier one stays.',
+)
 @json_option
 def command(paths: tuple[str, ...], steps: tuple[int, ...], why: str, as_json: bool) -> None:
     """Pins the checkpoints at PATH..., or steps of the run at PATH; without --step its latest.
@@ -34,4 +42,5 @@ def command(paths: tuple[str, ...], steps: tuple[int, ...], why: str, as_json: b
         print_json({'pinned': places})
     else:
         for place in places:
-            say(f'pinned {place}')
+            text = pin_text(open_storage(place), '')
+            say(f'pinned {place}: {text}' if text else f'pinned {place}')

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.output import (
     check_exists,
     confirm,
@@ -25,6 +26,7 @@ from t5ckpt.cli.verb import Exit, Verb
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.core.text import counted, some_of
+from t5ckpt.format.names import step_dir
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (
     Decision,
@@ -86,7 +88,11 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
         raise click.UsageError(str(error)) from error
     mode, told = _mode(retention, keep['metric'], keep['mode'])
     retention.policy = _policy({**keep, 'mode': mode})
-    plan = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
+    decided = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
+    plan = [
+        dataclasses.replace(each, reason=pin_reason(storage, step_dir(each.step))) if each.reason == 'pinned' else each
+        for each in decided
+    ]
     if not plan:
         check_exists(storage)
     _check_present(keep['steps'], [decision.step for decision in plan])

@@ -8,6 +8,7 @@ import logging
 
 from t5ckpt.catalog.layouts import inspect_name, other_layout
 from t5ckpt.catalog.listing import listing
+from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.in_place import Hidden, hide_in_place, remove_in_place
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import (
@@ -126,10 +127,8 @@ def decide_deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: b
             f'{storage.url(directory)}: step {step} does not exist, complete steps are: {shown}.'
         )
     check_known(storage, directory)
-    pin = join(directory, PINNED)
-    if not even_pinned and storage.is_file(pin):
-        text = storage.read(pin).decode(errors='replace').strip()
-        return Decision(step, True, 'pinned' if text in ('', '1') else f'pinned: {text}')
+    if not even_pinned and is_pinned(storage, directory):
+        return Decision(step, True, pin_reason(storage, directory))
     if step in leased_steps(storage, clock):
         return Decision(step, True, HELD)
     return Decision(step, False, 'asked for')

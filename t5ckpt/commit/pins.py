@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 
+from t5ckpt.catalog.pin_file import NO_REASON, pin_text
 from t5ckpt.commit.read_lease import outlives_deleters
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -30,7 +31,7 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
     Args:
       storage: the run.
       directory: of the checkpoint; a step's, or '' for the storage's root.
-      text: the contents of the file.
+      text: the reason, the contents of the file. ``NO_REASON`` keeps the reason that is there.
       clock: unix seconds.
 
     Raises:
@@ -44,6 +45,8 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
         raise CheckpointNotFoundError(
             f'{storage.url(directory).rstrip("/")} is not a checkpoint; pass the directory of a step.'
         )
+    if text == NO_REASON:
+        text = pin_text(storage, directory) or text
     while True:
         is_new = not storage.is_file(pin)
         try:

@@ -8,7 +8,7 @@ import time
 from t5ckpt.catalog.step_summaries import StepSummary
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import StepInfo, policy_of, retention_plan
+from t5ckpt.policies import Decision, StepInfo, policy_of, retention_plan
 from t5ckpt.storage import Storage
 
 __all__ = ['GOES', 'with_reasons']
@@ -40,7 +40,14 @@ def with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary
         for entry in complete
     ]
     plan = {decision.step: decision for decision in retention_plan(policy, infos)}
-    reasons = {
-        step: decision.reason if decision.keep else f'{GOES}{decision.reason}' for step, decision in plan.items()
-    }
-    return [dataclasses.replace(entry, kept=reasons[entry.step]) if entry in complete else entry for entry in found]
+    return [
+        dataclasses.replace(entry, kept=_reason(entry, plan[entry.step])) if entry in complete else entry
+        for entry in found
+    ]
+
+
+def _reason(entry: StepSummary, decision: Decision) -> str:
+    if entry.pinned:
+        # With the reason for the pin.
+        return entry.kept
+    return decision.reason if decision.keep else f'{GOES}{decision.reason}'

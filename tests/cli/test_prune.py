@@ -15,6 +15,7 @@ from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
+from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.app import app
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
@@ -25,7 +26,7 @@ from t5ckpt.commit.write_lease import acquire_lease
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import busy_key
 from t5ckpt.storage import open_storage
-from t5ckpt.testing import FakeClock
+from t5ckpt.testing import FakeClock, FaultyStorage
 
 
 def save(directory, steps, metrics=None):
@@ -73,6 +74,46 @@ def test_prune_says_what_it_would_do_and_does_that(tmp_path):
     assert json.loads(t5ckpt_cli(*words, '--yes', '--json'))['deleted'] == [2, 3]
     assert sorted(os.listdir(tmp_path)) == ['checkpoint_0', 'checkpoint_1', 'checkpoint_4']
     assert json.loads(t5ckpt_cli(*words, '--json'))['deleted'] == [], 'nothing to do is nothing to ask'
+
+
+def test_why_a_step_is_pinned_stays_and_is_shown(tmp_path):
+    def run(*words):
+        done = CliRunner().invoke(app, [*map(str, words)])
+        assert done.exit_code == 0, done.output
+        return ' '.join(done.output.split())
+
+    save(tmp_path, range(3))
+    step = tmp_path / 'checkpoint_1'
+    run('pin', tmp_path, '--step', 1, '--why', 'in the paper')
+    assert run('pin', tmp_path, '--step', 1).endswith('checkpoint_1: in the paper')
+    t5ckpt.pin_checkpoint(step)
+    assert (step / 'PINNED').read_text() == 'in the paper'
+    assert 'complete pinned: in the paper' in run('ls', tmp_path)
+    assert '1 stays pinned: in the paper' in run('prune', tmp_path, '--keep', 1, '--dry-run')
+    assert json.loads(run('ls', tmp_path, '--json'))[1]['kept'] == 'pinned: in the paper'
+    run('pin', step, '--why', 'the baseline')
+    assert 'pinned: the baseline' in run('ls', tmp_path)
+    run('pin', tmp_path, '--step', 2)
+    assert json.loads(run('ls', tmp_path, '--json'))[2]['kept'] == 'pinned, latest'
+    assert run('pin', tmp_path, '--step', 2).endswith('checkpoint_2')
+
+
+def test_a_pin_that_may_not_be_read_is_a_pin(tmp_path):
+    save(tmp_path, range(2))
+    t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_0', 'in the paper')
+    assert pin_reason(FaultyStorage(open_storage(tmp_path), 0), 'checkpoint_0') == 'pinned'
+    assert pin_reason(open_storage(tmp_path), 'checkpoint_0') == 'pinned: in the paper'
+
+
+def test_a_run_without_a_policy_says_so(tmp_path):
+    """Such as one of converted steps."""
+    save(tmp_path / 'a', range(2))
+    for step in (0, 1):
+        t5ckpt.rewrite_checkpoint(tmp_path / 'a' / f'checkpoint_{step}', tmp_path / 'b')
+    for step in (0, 1):
+        (tmp_path / 'b' / f'checkpoint_{step}' / 't5ckpt.json').unlink()
+    told = json.loads(CliRunner().invoke(app, ['ls', str(tmp_path / 'b'), '--json']).stdout)
+    assert [each['kept'] for each in told] == ['no keep policy is recorded', 'latest']
 
 
 def test_prune_must_be_told_what_to_keep(tmp_path):

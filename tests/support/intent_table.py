@@ -268,7 +268,7 @@ verify | error | unknown word
 follow_links | warning | not on a local file system
 """,
     'is_pinned_checkpoint': 'ckpt_dir | hint | False, as in T5X',
-    'pin_checkpoint': 'txt | hint | replaces the reason that is there',
+    'pin_checkpoint': 'txt | hint | the default keeps the reason that is there',
     'rewrite_checkpoint': 'directory | error | it has the step already',
     'unpin_checkpoint': 'ckpt_dir | report | it is not pinned: logged',
     'repair': 'output in_place | error | both or neither',
@@ -360,7 +360,7 @@ pattern | error | neither has such a leaf
     'export safetensors': '--select | error | matches nothing',
     'import hf': '--config | error | it does not fit\n--scanned --split-heads | hint | the layout to write',
     'ls': '--all | hint | there is nothing else',
-    'pin': '--why | hint | replaces the reason that is there',
+    'pin': '--why | hint | without it, the reason that is there stays',
     'prune': """
 --keep --every --every-hours | report | all stay: the table says why
 --best | error | no step has the metric

@@ -8,7 +8,7 @@ from typing import Any
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.protocols import Partitioner, leaf_pattern
+from t5ckpt.core.protocols import Partitioner, leaf_pattern, meant_pattern
 from t5ckpt.format.dtypes import Cast, check_cast
 from t5ckpt.resume import MODEL
 from t5ckpt.save.arguments import check_no_directory
@@ -61,7 +61,8 @@ def export_weights(
         }
         if not kept:
             names = ', '.join(leaf_name(path) for path in list(leaves)[:5])
-            raise ValueError(f'export_weights: no leaf matches {take!r}; the state has {names}. Pass take=.')
+            meant = meant_pattern(take, map(leaf_name, leaves))
+            raise ValueError(f'export_weights: no leaf matches {take!r}; the state has {names}. Pass take=.{meant}')
         # Checked here, because the checkpointer's error would name its own options.
         check_cast(cast, {path: getattr(leaf, 'dtype', None) for path, leaf in kept.items()})
         infos = flatten_nested(parameter_infos, lambda _: False)

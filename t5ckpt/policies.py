@@ -15,6 +15,7 @@ from typing import Any
 
 from t5ckpt.core.arguments import check_joined_policies, check_word, given_steps, integer, number, set_fields
 from t5ckpt.core.text import shown
+from t5ckpt.core.unknown_arguments import explains_fields
 
 __all__ = [
     'HELD',
@@ -119,6 +120,7 @@ class KeepLatest(KeepPolicy):
         ]
 
 
+@explains_fields
 @dataclasses.dataclass(frozen=True)
 class KeepBest(KeepPolicy):
     """Keeps the ``count`` best steps by a metric, and the latest (T5X's SaveBestCheckpointer).

@@ -24,8 +24,9 @@ from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.core.arguments import check_patterns, given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
+from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -80,6 +81,7 @@ _OWN_CURES = {
 }
 
 
+@explains_fields
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
     r"""The leaves to take from another run's checkpoint; the others come from ``init_fn``.
@@ -378,6 +380,7 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
     for field, pattern in (('take', warm.take), ('leave', leave)):
         if pattern is not None and not any(leaf_pattern(pattern).fullmatch(name) for name in names):
             near = next((name for name in names if leaf_pattern(pattern).match(name)), None)
+            meant = meant_pattern(pattern, names) or meant_pattern(f'{leaf_pattern(pattern).pattern}/.*', names)
             hint = (
                 f'; it matches only the beginning of {near}, so pass {field}={leaf_pattern(pattern).pattern + ".*"!r}'
                 if near is not None
@@ -385,7 +388,7 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
             )
             raise ValueError(
                 f'WarmStart: {field}={pattern!r} names no leaf of the template or of {warm.place}, such as '
-                f'{", ".join(names[:3])}. Patterns are matched with whole names{hint}.'
+                f'{", ".join(names[:3])}. Patterns are matched with whole names{hint}.{meant}'
             )
 
 

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 
 from t5ckpt.core.arguments import check_joined_policies, check_word, given_steps, integer, number, set_fields
+from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.policies import MODES, check_metric_name
 
 __all__ = [
@@ -198,6 +199,7 @@ class SaveOnPreemption(SavePolicy):
         return 'preempted' if moment.preempted else None
 
 
+@explains_fields
 @dataclasses.dataclass(frozen=True)
 class SaveOnImprovement(SavePolicy):
     """Saves when a metric is better than in every saved step; NaN is never better.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import lines, some_of
 from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
 
@@ -155,6 +155,7 @@ def assigned(
         raise TreeMismatchError(
             f'the patterns {unused} of {where} match no leaf of the template that earlier rules do not match; it has '
             f'{some_of(list(template), 3)}. A rule is (name in the template, name in the checkpoint): correct it or leave it out.'
+            f'{meant_pattern(unused[0], template)}'
         )
     moved = {old for new, old in source.items() if old is not None and old != new}
     kept = {name: name for name in held if name not in moved and name not in source}

@@ -16,7 +16,7 @@ from t5ckpt.cli.interrupts import Interrupts
 from t5ckpt.cli.streams import OutputError, ReaderGoneError, discard_output
 from t5ckpt.cli.verb import Exit, Interrupted, code_of
 from t5ckpt.cli.words import in_words
-from t5ckpt.core.text import lines, printable
+from t5ckpt.core.text import did_you_mean, lines, printable
 from t5ckpt.errors import T5CkptError
 
 __all__ = ['app', 'run']
@@ -28,6 +28,17 @@ class _Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
         return list(VERBS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            # click compares with the verbs that are loaded.
+            if not args[0].startswith('-'):
+                vars(error)['message'] += did_you_mean(args[0], VERBS)
+            raise
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx

@@ -19,7 +19,7 @@ from t5ckpt.cli.output import (
 )
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Verb
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.inspection.leaf_tree import Group, LeafInfo, build_tree
 from t5ckpt.inspection.view import open_checkpoint
@@ -62,7 +62,8 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
     view = open_checkpoint(path, step, follow_links=how['follow_links'])
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
     if pattern is not None and not infos:
-        say(f'--grep {pattern!r} matches no name in {view.path}', err=True)
+        meant = meant_pattern(pattern, [info.name for info in view.infos()], anywhere=True)
+        say(f'--grep {pattern!r} matches no name in {view.path}.{meant}', err=True)
     if how['sort'] != 'tree':
         infos.sort(key=lambda info: info.name if how['sort'] == 'name' else (-info.nbytes, info.name))
     unmatched = [f'--grep {pattern}'] if pattern is not None and not infos else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ from t5ckpt.cli.interrupts import INTERRUPTED, Interrupts
 from t5ckpt.cli.paths import named_paths, paths_of, remote_paths
 from t5ckpt.cli.waiting import Waiting
 from t5ckpt.cli.words import in_words
-from t5ckpt.core.text import lines
+from t5ckpt.core.text import did_you_mean, lines
 from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -110,6 +111,20 @@ class Verb(click.Command):
             ),
         ]
         self._resumes = resumes
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the words of a shell; the error for an unknown one names the nearest that is shown."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hidden = {option for param in self.params if getattr(param, 'hidden', False) for option in param.opts}
+            vars(error)['possibilities'] = [each for each in error.possibilities or () if each not in hidden]
+            raise
+        except click.BadParameter as error:
+            value = re.match("'(.*?)' is not one of", error.message)
+            if value is not None and isinstance(kind := getattr(error.param, 'type', None), click.Choice):
+                vars(error)['message'] += did_you_mean(value[1], map(str, kind.choices))
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the verb."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import MetricSource
+from t5ckpt.core.text import did_you_mean
 from t5ckpt.errors import FormatError, StorageError
 from t5ckpt.format.names import MANIFEST, PINNED, SIDECAR, step_dir
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar, newer_format
@@ -128,4 +129,4 @@ def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:
     known = sorted({name for info in infos for name in info.metrics})
     if not infos or metric in known:
         return None
-    return f'no step has the metric {metric!r}; there are: {", ".join(known) or "none"}.'
+    return f'no step has the metric {metric!r}; there are: {", ".join(known) or "none"}.{did_you_mean(metric, known)}'

@@ -30,6 +30,7 @@ from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.thread_pool import Pool
+from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
@@ -58,6 +59,7 @@ _UNKNOWN_BYTES = 16 * 2**20
 _ABSENT: Any = object()
 
 
+@explains_fields
 @dataclasses.dataclass(frozen=True)
 class CopyOptions:
     """The options of a copy.

@@ -21,8 +21,9 @@ from t5ckpt.convert.trees import optimizer_leaves, stamp_of
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of, root_names
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import lines
+from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.dtypes import kind
@@ -39,6 +40,7 @@ __all__ = ['Changes', 'rewrite_checkpoint']
 _PARAMETERS = ('target', 'params')
 
 
+@explains_fields
 @dataclasses.dataclass(frozen=True)
 class Changes:
     r"""The changes of a copy, in the order in which they are applied.
@@ -190,12 +192,13 @@ def _is_averaged(path: Path, leaf: Any, parameters: str | re.Pattern[str] | None
 
 
 def _no_parameters(table: LeafTable, parameters: str | re.Pattern[str] | None, what: str) -> str:
-    roots = ', '.join(root_names(path for path, leaf in table.items() if _is_floating(leaf))[:8])
+    floating = [path for path, leaf in table.items() if _is_floating(leaf)]
+    roots = ', '.join(root_names(floating)[:8])
     which = "is under 'target' or 'params'" if parameters is None else f'matches parameters={parameters!r}'
-    return (
-        f'{what}: no floating leaf {which}; they are under {roots or "nothing"}. Pass a pattern for the whole names of the '
-        'parameters: parameters=.'
-    )
+    cure = ' Pass a pattern for the whole names of the parameters: parameters=.'
+    if parameters is not None:
+        cure = meant_pattern(parameters, map(leaf_name, floating), option='parameters=') or cure
+    return f'{what}: no floating leaf {which}; they are under {roots or "nothing"}.{cure}'
 
 
 def _differences(
@@ -331,6 +334,7 @@ def _refuse_unused(patterns: Sequence[str], table: Iterable[Path]) -> None:
         shown = ', '.join(near_names(patterns[0], names) or names[:3])
         raise UnmatchedPattern(
             f'the patterns {list(patterns)} match no leaf; the leaves are {shown}, ... Correct or remove the patterns.'
+            f'{meant_pattern(patterns[0], names)}'
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from t5ckpt.catalog.locate import Located, locate
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
@@ -73,6 +73,7 @@ class Sources:
         if not chosen:
             raise UnmatchedPattern(
                 f'select={pattern!r} matches no array. The arrays are {some_of(list(self.arrays), 10) or "none"}.'
+                f'{meant_pattern(pattern, self.arrays, anywhere=True)}'
             )
         return chosen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import operator
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.protocols import leaf_pattern
-from t5ckpt.core.text import shown
+from t5ckpt.core.text import did_you_mean, shown
 
 __all__ = [
     'check_callables',
@@ -145,8 +144,7 @@ def check_word(name: str, value: Any, words: Sequence[str | None]) -> None:
     """Raises ValueError unless an option is one of some words."""
     # An array compares element by element, so it is not looked for among the words.
     if not isinstance(value, (str, NoneType)) or value not in words:
-        near = difflib.get_close_matches(value[:80], filter(None, words), 1) if isinstance(value, str) else []
-        hint = f' Did you mean {near[0]!r}?' if near else ''
+        hint = did_you_mean(value, filter(None, words)) if isinstance(value, str) else ''
         raise ValueError(f'{name} must be one of {", ".join(map(repr, words))}, got {shown(value)}.{hint}')
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from t5ckpt.core.text import corrected
 
 __all__ = [
     'Clock',
@@ -20,6 +22,7 @@ __all__ = [
     'SaveStateTransformationFn',
     'TrainState',
     'leaf_pattern',
+    'meant_pattern',
 ]
 
 Clock: TypeAlias = Callable[[], float]
@@ -32,6 +35,23 @@ def leaf_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     A key may contain line breaks, and a pattern such as ``params/.*`` has to match these names, too.
     """
     return re.compile(pattern, re.DOTALL) if isinstance(pattern, str) else re.compile(pattern)
+
+
+def meant_pattern(
+    pattern: str | re.Pattern[str], names: Iterable[str], *, option: str = '', anywhere: bool = False
+) -> str:
+    """' Did you mean ...?' for a pattern that matches no whole name, or no part of one (``anywhere``); or ''."""
+    text = leaf_pattern(pattern).pattern
+    meant = corrected(text, names, lambda found, name: _match(found, name, anywhere))
+    return f' Did you mean {option}{meant!r}?' if meant else ''
+
+
+def _match(pattern: str, name: str, anywhere: bool) -> bool:
+    try:
+        compiled = leaf_pattern(pattern)
+    except re.error:
+        return False
+    return (compiled.search(name) if anywhere else compiled.fullmatch(name)) is not None
 
 
 @runtime_checkable

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 __all__ = [
     'Lines',
     'aligned',
+    'corrected',
     'counted',
+    'did_you_mean',
     'human_age',
     'human_bytes',
     'lines',
@@ -21,6 +25,9 @@ __all__ = [
     'some_of',
 ]
 
+# Of a name or a pattern that is compared with others; the comparison is quadratic.
+_LONGEST = 300
+_WORD = re.compile(r'\w{2,}')
 # Elements of a collection that an error shows.
 _SHOWN_ELEMENTS = 4
 
@@ -139,3 +146,30 @@ def counted(count: int, one: str, several: str = '') -> str:
 def some_of(texts: Sequence[str], shown: int, between: str = ', ') -> str:
     """The first ``shown`` texts, and the number of those left out."""
     return between.join(texts[:shown]) + (f' and {len(texts) - shown} more' if len(texts) > shown else '')
+
+
+def corrected(pattern: str, names: Iterable[str], matches: Callable[[str, str], Any]) -> str:
+    """A pattern that matches no name, with its misspelt keys replaced by those of the names.
+
+    Args:
+      pattern: a name or a pattern, of any syntax in which a word stands for itself.
+      names: of leaves; 10,000 are looked at.
+      matches: whether a pattern matches a name.
+
+    Returns:
+      The corrected pattern, or '' if it matches no name either.
+    """
+    there = [*itertools.islice(names, 10_000)]
+    keys = {word for name in there for word in _WORD.findall(name)}
+
+    def nearest(found: re.Match[str]) -> str:
+        return found[0] if found[0] in keys else next(iter(difflib.get_close_matches(found[0], keys, 1, 0.7)), found[0])
+
+    meant = _WORD.sub(nearest, pattern[:_LONGEST])
+    return meant if meant != pattern and any(matches(meant, name) for name in there) else ''
+
+
+def did_you_mean(word: str, words: Iterable[str], before: str = ' ') -> str:
+    """' Did you mean ...?' with the nearest of some words, or ''."""
+    near = difflib.get_close_matches(word[:_LONGEST], words, 1)
+    return f'{before}Did you mean {near[0]!r}?' if near else ''

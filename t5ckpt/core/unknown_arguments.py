@@ -12,10 +12,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-__all__ = ['OF_CONSTRUCTOR', 'OF_RESTORE', 'OF_SAVE', 'explains_names']
+__all__ = ['OF_CONSTRUCTOR', 'OF_RESTORE', 'OF_SAVE', 'explains_fields', 'explains_names']
 
 _P = ParamSpec('_P')
 _R = TypeVar('_R')
+_C = TypeVar('_C', bound=type)
 
 _ONE_TREE = 'A checkpoint holds one tree: pass the state'
 _POLICY = 'Pass save_policy=SaveEvery(n)'
@@ -81,3 +82,9 @@ def explains_names(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Cal
         return told
 
     return decorate
+
+
+def explains_fields(kind: _C) -> _C:
+    """Decorates a dataclass so that its TypeError for an unknown field names the nearest one."""
+    kind.__init__ = explains_names({})(kind.__init__)
+    return kind

@@ -19,8 +19,8 @@ import numpy as np
 
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name, root_names
-from t5ckpt.core.protocols import leaf_pattern
-from t5ckpt.core.text import shown
+from t5ckpt.core.protocols import leaf_pattern, meant_pattern
+from t5ckpt.core.text import did_you_mean, shown
 from t5ckpt.errors import UnmatchedPattern
 
 __all__ = [
@@ -41,6 +41,8 @@ __all__ = [
     'zarr_typestr',
 ]
 
+# The dtypes that a misspelt cast may mean.
+_USUAL = ('bfloat16', 'float16', 'float32', 'float64')
 _EXTENDED = (
     'bfloat16',
     'float4_e2m1fn',
@@ -122,6 +124,7 @@ def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
     except TypeError as error:
         raise ValueError(
             f"{option}: {shown(dtype)} is not a dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
+            f'{did_you_mean(dtype, _USUAL) if isinstance(dtype, str) else ""}'
         ) from error
     if kind(wanted) != 'float':
         raise ValueError(
@@ -204,9 +207,11 @@ def check_cast(cast: Cast | None, dtypes: Mapping[Path, np.dtype | None]) -> Non
     shown = ', '.join(roots[:8]) + (', ...' if len(roots) > 8 else '')
     which = "under 'target' and 'params'" if cast.leaves is None else f'that match cast_leaves={cast.leaves!r}'
     example = re.escape(roots[0]).replace('\\-', '-') + '.*' if roots[0].endswith('/') else '.*'
+    cure = f' Pass a pattern for the whole names of the leaves to cast: cast_leaves={example!r}.'
+    if cast.leaves is not None:
+        cure = meant_pattern(cast.leaves, map(leaf_name, floating), option='cast_leaves=') or cure
     raise UnmatchedPattern(
-        f'{asked} would have no effect: it casts floating leaves {which}, but the floating leaves are {shown}. Pass a pattern '
-        f'for the whole names of the leaves to cast: cast_leaves={example!r}.'
+        f'{asked} would have no effect: it casts floating leaves {which}, but the floating leaves are {shown}.{cure}'
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from t5ckpt.catalog.locate import locate, with_links
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.text import aligned, counted, human_bytes, printable, shown
+from t5ckpt.core.text import aligned, corrected, counted, did_you_mean, human_bytes, printable, shown
 from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.html import tree_html
@@ -200,14 +200,16 @@ class CheckpointView(Mapping[str, LazyArray]):
         below = {each[depth:]: leaf for each, leaf in self._leaves.items() if each[:depth] == path}
         if below:
             return self._part(below, path)
-        if any(character in name for character in '*?'):
+        is_pattern = any(character in name for character in '*?')
+        if is_pattern:
             matches = glob_regex(name).fullmatch
             found = {path: self._leaves[path] for text, path in self._by_name.items() if matches(text)}
             if found:
                 return self._part(found, ())
-        near = near_names(name, self._by_name)
-        groups = self._children()[:8]
-        hint = f' Near: {", ".join(near)}.' if near else f' There are {", ".join(groups)}.' if groups else ''
+        near = [] if is_pattern else near_names(name, self._by_name)
+        meant = '' if near else corrected(name, self._by_name, _matches)
+        groups = f' There are {", ".join(self._children()[:8])}.' if self._leaves else ''
+        hint = f' Near: {", ".join(near)}.' if near else f' Did you mean {meant!r}?' if meant else groups
         where = f'{leaf_name(self._prefix)}/{name}' if self._prefix else name
         raise KeyError(f'{where if len(where) <= 200 else shown(where)}: no such leaf in {self.path}.{hint}')
 
@@ -237,10 +239,12 @@ class CheckpointView(Mapping[str, LazyArray]):
 
     def __getattr__(self, name: str) -> Any:
         # Notebooks and copy() access names with underscores before __init__ has run.
-        if not name.startswith('_') and name in self._children():
+        groups = [] if name.startswith('_') else self._children()
+        if name in groups:
             return self[leaf_name((name,))]
         raise AttributeError(
             f'{type(self).__name__} has no attribute and no group {name!r}. For a leaf use view[{name!r}].'
+            f'{did_you_mean(name, groups)}'
         )
 
     def __dir__(self) -> list[str]:
@@ -300,3 +304,8 @@ def _described(info: LeafInfo) -> str:
     if info.value:
         return f'= {info.value}'
     return f'{human_bytes(info.nbytes)} {info.kind}' if info.dtype else ''
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a name, a group or a pattern for ``CheckpointView`` names a leaf."""
+    return name == pattern or name.startswith(f'{pattern}/') or glob_regex(pattern).fullmatch(name) is not None

@@ -14,7 +14,7 @@ import numpy as np
 
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.format.chunk_grid import Box
 
 __all__ = ['Patterns', 'Resize', 'clipped', 'resized']
@@ -57,7 +57,7 @@ class Resize:
             if not any(leaf_pattern(pattern).fullmatch(name) for name in names):
                 raise ValueError(
                     f'resize={pattern!r} names no leaf of the template, which has {", ".join(names[:3])}, ... Patterns are '
-                    'matched with whole names.'
+                    f'matched with whole names.{meant_pattern(pattern, names)}'
                 )
 
 

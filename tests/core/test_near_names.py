@@ -1,0 +1,112 @@
+"""A name, a pattern or a word that matches nothing is answered with what is near it."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import t5ckpt
+from t5ckpt.cli.app import app, run as run_verb
+from t5ckpt.core.text import corrected
+
+KERNEL = np.ones((2, 3), np.float32)
+STATE = {
+    'params': {'hidden': {'kernel': KERNEL}, 'embed': KERNEL},
+    'opt_state': {'mu': {'hidden': {'kernel': KERNEL}}},
+    'step': np.int32(1),
+}
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    place = tmp_path_factory.mktemp('near') / 'run'
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=place) as checkpointer:
+        checkpointer.save(STATE, metrics={'eval/loss': 0.5})
+    t5ckpt.export_npz(place, place.parent / 'a.npz')
+    return place
+
+
+def started(run, **options):
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=run.parent / 'new') as checkpointer:
+        return t5ckpt.restore_or_init(checkpointer, lambda: STATE, initial_checkpoint=t5ckpt.WarmStart(run, **options))
+
+
+def restored(run, **options):
+    restores = {name: options.pop(name) for name in ('resize',) if name in options}
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **options).restore(**restores)
+
+
+@pytest.mark.parametrize(
+    ('call', 'meant'),
+    [
+        (lambda run: t5ckpt.open_checkpoint(run).select('parms/**'), "'params/**'"),
+        (lambda run: t5ckpt.open_checkpoint(run)['parms/hiden/*'], "'params/hidden/*'"),
+        (lambda run: started(run, leave='params/hiden'), "'params/hidden/.*'"),
+        (lambda run: started(run, take='parms/.*'), "'params/.*'"),
+        (lambda run: started(run, rename=[('parms/(.*)', r'params/\1')]), "'params/(.*)'"),
+        (lambda run: restored(run, resize='parms/.*'), "'params/.*'"),
+        (lambda run: restored(run, restore_dtype='bfloat16', cast_leaves='opt_stat/.*'), "cast_leaves='opt_state/.*'"),
+        (lambda run: t5ckpt.export_weights(STATE, run.parent / 'x', take='parms/.*'), "'params/.*'"),
+        (
+            lambda run: t5ckpt.rewrite_checkpoint(run, run.parent / 'x', t5ckpt.Changes(drop=('optstate/.*',))),
+            "'opt_state/.*'",
+        ),
+        (
+            lambda run: t5ckpt.rewrite_checkpoint([run, run], run.parent / 'x', t5ckpt.Changes(parameters='parms/.*')),
+            "parameters='params/.*'",
+        ),
+        (
+            lambda run: t5ckpt.export_npz(run, run.parent / 'x', t5ckpt.ExportOptions(select='parms/hiden')),
+            "'params/hidden'",
+        ),
+        (lambda run: t5ckpt.open_run(run).best_step('eval/los', 'min'), "'eval/loss'"),
+        (lambda run: t5ckpt.ExportOptions(dtpe='bfloat16'), 'dtype='),
+        (lambda run: t5ckpt.Changes(dorp=('a',)), 'drop='),
+        (lambda run: t5ckpt.KeepBest(1, 'a', mod='min'), 'mode='),
+        (lambda run: t5ckpt.open_checkpoint(run).parms, "'params'"),
+        (lambda run: t5ckpt.open_chekpoint, 'open_checkpoint'),
+    ],
+)
+def test_a_library_call_names_what_is_meant(run, call, meant):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - each of its own class
+        call(run)
+    text = caught.value.args[0]
+    assert text.count(f'Did you mean {meant}') == 1, text
+
+
+@pytest.mark.parametrize(
+    ('words', 'code', 'meant'),
+    [
+        ('stats {} parms/**', 1, "'params/**'"),
+        ('diff {} {} parms/**', 1, "'params/**'"),
+        ('stats {} opt_stat', 1, "'opt_state'"),
+        ('show {} --grep kernl$', 1, "'kernel$'"),
+        ('cp {} {}.new --drop parms/.*', 1, "'params/.*'"),
+        ('cp {} {}.new --save-dtype bfloat16 --cast-leaves parms/.*', 1, "--cast-leaves 'params/.*'"),
+        ('export npz {} {}.npz --select parms/embed', 1, "'params/embed'"),
+        ('best {} eval/los --mode min', 2, "'eval/loss'"),
+        ('prune {} --best eval/los --mode min', 2, "'eval/loss'"),
+        ('ls {} --jsn', 2, "'--json'"),
+        ('lss {}', 2, "'ls'"),
+        ('convert flx {} {}.new', 2, "'flax'"),
+        ('show {} --sort siz', 2, "'size'"),
+        ('cp {} {}.new --save-dtype bflot16', 2, "'bfloat16'"),
+    ],
+)
+def test_a_verb_names_what_is_meant(run, words, code, meant, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_verb([word.format(run) for word in words.split()])
+    shown = ' '.join(capsys.readouterr().err.split())
+    assert (ended.value.code, shown.count(f'Did you mean {meant}')) == (code, 1), shown
+
+
+def test_hidden_options_are_not_proposed(run):
+    assert '--step' not in CliRunner().invoke(app, ['prune', str(run), '--kep', '1']).output
+
+
+def test_a_correction_matches():
+    names = ['params/hidden/kernel', 'step']
+    matches = str.__eq__
+    assert corrected('parms/hiden/kernel', names, matches) == 'params/hidden/kernel'
+    assert corrected('params/hidden/kernel', names, matches) == ''
+    assert corrected('params/other/kernel', names, matches) == ''
+    assert corrected('', names, matches) == corrected('x', [], matches) == ''

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
     from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.errors import (
+        MetricModeWarning,
         MissingMetricWarning,
         NarrowedDtypeWarning,
         NoEffectWarning,
@@ -124,6 +125,7 @@ __all__ = [
     'LazyThreadPoolArray',
     'LeafDiff',
     'LeafStats',
+    'MetricModeWarning',
     'MissingMetricWarning',
     'Moment',
     'NarrowedDtypeWarning',
@@ -210,7 +212,7 @@ _NAMES = {
     'convert.rewrite': 'Changes rewrite_checkpoint',
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
     'errors': (
-        'MissingMetricWarning NarrowedDtypeWarning NoEffectWarning ObsoleteArgumentWarning '
+        'MetricModeWarning MissingMetricWarning NarrowedDtypeWarning NoEffectWarning ObsoleteArgumentWarning '
         'StepMismatchWarning T5CkptWarning TemplateMismatchWarning UnreadLayoutWarning '
         'UnshardedTemplateWarning'
     ),

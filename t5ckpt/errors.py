@@ -285,6 +285,10 @@ class MissingMetricWarning(T5CkptWarning):
     """The saved steps do not have the metric that the keep policy compares."""
 
 
+class MetricModeWarning(T5CkptWarning):
+    """The metric of a policy seems to be one whose low values are good, and the mode is the default, 'max'."""
+
+
 class StepMismatchWarning(T5CkptWarning):
     """The ``step`` of a save differs from the step in the state, from which a restored run would continue."""
 

@@ -13,13 +13,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.core.arguments import check_joined_policies, check_word, given_steps, integer, number, set_fields
+from t5ckpt.core.arguments import (
+    MAX,
+    MODES,
+    check_joined_policies,
+    check_word,
+    given_steps,
+    integer,
+    is_doubtful,
+    number,
+    set_fields,
+)
+from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.text import shown
 from t5ckpt.core.unknown_arguments import explains_fields
+from t5ckpt.errors import MetricModeWarning
 
 __all__ = [
     'HELD',
-    'MODES',
     'Decision',
     'KeepAll',
     'KeepAny',
@@ -30,9 +41,8 @@ __all__ = [
     'KeepPolicy',
     'KeepSteps',
     'StepInfo',
+    'best_mode',
     'check_metric_name',
-    'fields_of',
-    'policy_of',
     'retention_plan',
 ]
 
@@ -56,8 +66,6 @@ class StepInfo:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
-MODES = ('max', 'min')
-"""Which values of a metric are the best."""
 HELD = 'held by a reader'
 """The reason for a step with a read lease."""
 
@@ -130,7 +138,7 @@ class KeepBest(KeepPolicy):
     Attributes:
       count: the number of best steps.
       metric: its name, such as ``'eval/accuracy'``.
-      mode: ``'max'`` or ``'min'``.
+      mode: ``'max'`` or ``'min'``. The default warns about a metric such as a loss.
       keep_without_metric: True keeps steps without the metric in addition; False deletes them first. None is True if this policy
         decides alone, which is T5X's rule, and False if it is joined with others, which then decide on these steps.
       period: keeps multiples of it in addition.
@@ -138,7 +146,7 @@ class KeepBest(KeepPolicy):
 
     count: int
     metric: str
-    mode: str = 'max'
+    mode: str = MAX
     keep_without_metric: bool | None = None
     period: int | None = None
 
@@ -152,7 +160,7 @@ class KeepBest(KeepPolicy):
         if self.period is not None:
             set_fields(self, period=integer('period', self.period, 1))
         check_metric_name(self.metric)
-        check_word('mode', self.mode, MODES)
+        set_fields(self, mode=best_mode('mode', self.mode, self.metric))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -308,6 +316,22 @@ def check_metric_name(name: Any) -> None:
         raise ValueError(f"metric must be a name such as 'eval/accuracy', got {shown(name)}.")
 
 
+def best_mode(option: str, mode: str, metric: str) -> str:
+    """Checks which values of a metric are the best; warns if that is the default, and the metric seems to be a loss.
+
+    Raises:
+      ValueError: neither 'max' nor 'min'.
+    """
+    check_word(option, mode, MODES)
+    if is_doubtful(mode, metric):
+        text = (
+            f"{metric!r} seems to be a metric whose low values are good, but {option}='max', the default, takes the highest for "
+            f"the best. Pass {option}='min', or {option}='max' if that is meant."
+        )
+        warn_caller(MetricModeWarning(text))
+    return str(mode)
+
+
 def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: int | None = None) -> list[Decision]:
     """Applies a policy, and the rules that no policy can override; returns one decision per step.
 
@@ -336,57 +360,3 @@ def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: in
         overruled = is_ruled and (info.pinned or info.held)
         plan.append(Decision(info.step, True, str(rule), overruled) if is_ruled else decision)
     return plan
-
-
-# --- to and from a sidecar -------------------------------------------------------------------------------------------
-
-_KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (KeepAll, KeepLatest, KeepBest, KeepEvery, KeepEveryHours, KeepSteps)
-}
-
-
-def fields_of(policy: KeepPolicy) -> dict[str, Any] | None:
-    """A policy in types of JSON; None for one of another module, or joined with one of another module."""
-    if isinstance(policy, KeepAny):
-        parts = [fields_of(part) for part in policy.policies]
-        return None if None in parts else {'keep': 'KeepAny', 'policies': parts}
-    kind = _KINDS.get(type(policy).__name__)
-    if kind is not type(policy):
-        return None
-    fields = dict(vars(policy))
-    if isinstance(policy, KeepSteps):
-        fields['steps'] = sorted(policy.steps)
-    return {'keep': kind.__name__, **fields}
-
-
-def policy_of(fields: Any, depth: int = 4) -> KeepPolicy | None:
-    """The inverse of :func:`fields_of`; None for other values, and for policies that are nested deeper than ``depth``."""
-    if not isinstance(fields, Mapping) or depth == 0:
-        return None
-    rest = {str(name): value for name, value in fields.items() if name != 'keep'}
-    parts = rest.get('policies')
-    if fields.get('keep') == 'KeepAny':
-        policies = [policy_of(part, depth - 1) for part in parts] if isinstance(parts, list) else []
-        known = tuple(policy for policy in policies if policy is not None)
-        return KeepAny(known) if known and len(known) == len(policies) else None
-    kind = _KINDS.get(str(fields.get('keep')))
-    if kind is None or not all(_is_of_its_type(kind, name, value) for name, value in rest.items()):
-        return None
-    try:
-        return kind(**rest)
-    except (TypeError, ValueError):
-        return None
-
-
-def _is_of_its_type(kind: type[Any], name: str, value: Any) -> bool:
-    match name:
-        case 'metric' | 'mode':
-            return isinstance(value, str)
-        case 'steps' if kind is KeepSteps:
-            return isinstance(value, list) and all(type(step) is int for step in value)
-        case 'hours':
-            return type(value) in (int, float) and 0 < value < 10**9
-        case 'keep_without_metric':
-            return value is None or isinstance(value, bool)
-        case _:
-            return type(value) is int or (name == 'period' and value is None)

@@ -7,12 +7,12 @@ from typing import Any
 
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.checkpointer import Checkpointer
-from t5ckpt.core.arguments import check_word, integer
+from t5ckpt.core.arguments import MAX, integer
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.protocols import Partitioner
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import MODES, KeepAll, KeepBest, KeepPolicy, check_metric_name
+from t5ckpt.policies import KeepAll, KeepBest, KeepPolicy, best_mode, check_metric_name
 from t5ckpt.storage import Storage
 
 __all__ = ['SaveBestCheckpointer']
@@ -31,7 +31,8 @@ class SaveBestCheckpointer(Checkpointer):
       dataset_iterator: as for ``Checkpointer``.
       keep: the number of best checkpoints; None keeps all.
       metric_name_to_monitor: ``{run}/{tag}``; the event files are in ``{run}`` in the run's directory.
-      metric_mode: ``'max'`` or ``'min'``. NaN is never best; of equal values the newer one is better.
+      metric_mode: ``'max'`` or ``'min'``; the default warns about a metric such as a loss. NaN is never best. Of equal values
+        the newer one is better.
       keep_checkpoints_without_metrics: keeps steps without the metric; if False they are deleted first, the oldest before others.
       force_keep_period: keeps multiples of it in addition.
       **options: of ``Checkpointer``.
@@ -46,13 +47,13 @@ class SaveBestCheckpointer(Checkpointer):
         *,
         keep: int | None = None,
         metric_name_to_monitor: str = 'train/accuracy',
-        metric_mode: str = 'max',
+        metric_mode: str = MAX,
         keep_checkpoints_without_metrics: bool = True,
         force_keep_period: int | None = None,
         **options: Any,
     ):
         check_metric_name(metric_name_to_monitor)
-        check_word('metric_mode', metric_mode, MODES)
+        mode = best_mode('metric_mode', metric_mode, metric_name_to_monitor)
         # In T5X, 0 stands for no period.
         period = None if force_keep_period == 0 else force_keep_period
 
@@ -60,7 +61,7 @@ class SaveBestCheckpointer(Checkpointer):
             if count is None:
                 return KeepAll()
             best = integer('keep', count, 1, 'None keeps all.')
-            return KeepBest(best, metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics, period)
+            return KeepBest(best, metric_name_to_monitor, mode, keep_checkpoints_without_metrics, period)
 
         idle = [
             name
@@ -88,4 +89,4 @@ class SaveBestCheckpointer(Checkpointer):
         self._policy_of_keep = policy_of
         self._keep = keep
         # Also with keep=None, when the policy compares no metric.
-        self._monitored = ((metric_name_to_monitor, metric_mode),)
+        self._monitored = ((metric_name_to_monitor, mode),)

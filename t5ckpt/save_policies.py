@@ -16,9 +16,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 
-from t5ckpt.core.arguments import check_joined_policies, check_word, given_steps, integer, number, set_fields
+from t5ckpt.core.arguments import MAX, check_joined_policies, given_steps, integer, number, set_fields
 from t5ckpt.core.unknown_arguments import explains_fields
-from t5ckpt.policies import MODES, check_metric_name
+from t5ckpt.policies import best_mode, check_metric_name
 
 __all__ = [
     'Moment',
@@ -206,19 +206,19 @@ class SaveOnImprovement(SavePolicy):
 
     Attributes:
       metric: its name among the metrics passed to ``maybe_save``.
-      mode: ``'max'`` or ``'min'``.
+      mode: ``'max'`` or ``'min'``. The default warns about a metric such as a loss.
       least: the minimum improvement.
       min_step: steps below it are not saved.
     """
 
     metric: str
-    mode: str = 'max'
+    mode: str = MAX
     least: float = 0.0
     min_step: int = 0
 
     def __post_init__(self) -> None:
         check_metric_name(self.metric)
-        check_word('mode', self.mode, MODES)
+        set_fields(self, mode=best_mode('mode', self.mode, self.metric))
         set_fields(self, least=number('least', self.least, least=0), min_step=integer('min_step', self.min_step))
 
     @property

@@ -33,9 +33,10 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.format.names import parse_prefixed_step, step_dir
 from t5ckpt.format.sidecar import Sidecar
-from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, policy_of, retention_plan
+from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
 __all__ = ['Retention']

@@ -17,6 +17,8 @@ from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.core.text import did_you_mean, shown
 
 __all__ = [
+    'MAX',
+    'MODES',
     'check_callables',
     'check_flags',
     'check_joined_policies',
@@ -26,10 +28,47 @@ __all__ = [
     'given_step',
     'given_steps',
     'integer',
+    'is_doubtful',
     'native_dtype',
     'number',
     'set_fields',
 ]
+
+
+class _Unsaid(str):
+    """A default, which is told from the same value that a caller passes."""
+
+    __slots__ = ()
+
+
+MODES = ('max', 'min')
+"""Which values of a metric are the best."""
+MAX = _Unsaid('max')
+"""The default of a mode, T5X's."""
+_KEY_WORD = re.compile(r'[A-Z]?[a-z]+|[A-Z]+')
+_LOW_IS_GOOD = {
+    'cer',
+    'err',
+    'error',
+    'errors',
+    'loss',
+    'losses',
+    'mae',
+    'mse',
+    'nll',
+    'perplexity',
+    'ppl',
+    'rmse',
+    'wer',
+}
+# In the name of a metric, they turn the meaning of such a word around.
+_TURNS = {'inverse', 'neg', 'negative', 'reduction', 'scale'}
+
+
+def is_doubtful(mode: str, metric: str) -> bool:
+    """Whether a mode is the default, and the metric seems to be one whose low values are good, as those of a loss."""
+    words = {word.lower() for word in _KEY_WORD.findall(metric)}
+    return mode is MAX and bool(words & _LOW_IS_GOOD) and not words & _TURNS
 
 
 def native_dtype(dtype: Any) -> np.dtype:

@@ -32,7 +32,7 @@ class CallSite:
     def here(cls) -> CallSite:
         """The innermost line of this thread outside the package."""
         frame: FrameType = sys._getframe(1)  # noqa: SLF001 - the only way before Python 3.12
-        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        while _is_ours(frame) and frame.f_back is not None:
             frame = frame.f_back
         names = frame.f_globals
         registry = names.setdefault('__warningregistry__', {})
@@ -46,3 +46,11 @@ class CallSite:
 def warn_caller(warning: Warning) -> None:
     """Gives a warning at the line of this thread that called the package."""
     CallSite.here().warn(warning)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    # The constructor of a dataclass is made from a string.
+    return name.startswith(_PACKAGE) or (
+        name == '<string>' and str(frame.f_globals.get('__name__')).startswith('t5ckpt.')
+    )

@@ -113,7 +113,7 @@ class Sidecar:
       devices: the largest number of devices of a leaf, if above one; a restore compares it with its template, to detect lost
         shardings.
       custom_metadata: the argument of ``save``, a JSON object.
-      keep: the keep policy of the save, see ``policies.policy_of``; for display.
+      keep: the keep policy of the save, see ``keep_policy.policy_of``; for display.
       facts: ``'unknown'`` if a copy or a repair had no sidecar to take ``tree`` from: typed PRNG keys are then not recorded.
       source: what a conversion or a copy with changes was made from.
       repaired: when a repair wrote the checkpoint, and the files and leaves that it rebuilt and dropped.

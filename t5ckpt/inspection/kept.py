@@ -7,8 +7,9 @@ import time
 
 from t5ckpt.catalog.step_summaries import StepSummary
 from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import Decision, StepInfo, policy_of, retention_plan
+from t5ckpt.policies import Decision, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
 __all__ = ['GOES', 'with_reasons']

@@ -25,11 +25,11 @@ from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import to_stored
 from t5ckpt.format.file_checksums import entry_of
+from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.planning.plan_fingerprint import difference
-from t5ckpt.policies import fields_of
 from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.prepare import PreparedSave, is_free, is_replaced

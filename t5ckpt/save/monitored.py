@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_facts import missing_from_all
-from t5ckpt.core.arguments import check_kind, check_word
-from t5ckpt.policies import MODES, KeepAny, KeepBest, KeepPolicy, StepInfo
+from t5ckpt.core.arguments import MODES, check_kind, check_word
+from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
 
 __all__ = ['best_of', 'candidates', 'infos_with', 'monitored', 'monitored_metrics']

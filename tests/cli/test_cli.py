@@ -133,7 +133,7 @@ def test_wrong_words_are_exit_code_2(run_dir):
 
 def test_a_reader_that_stops_early_gets_no_traceback(run_dir):
     done = subprocess.run(
-        ['bash', '-c', f'{sys.executable} -m t5ckpt ls {run_dir} | true; exit ${{PIPESTATUS[0]}}'],
+        ['bash', '-c', f'{sys.executable} -m t5ckpt ls --all {run_dir} | true; exit ${{PIPESTATUS[0]}}'],
         capture_output=True,
         text=True,
         check=False,

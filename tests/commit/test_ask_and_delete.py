@@ -107,7 +107,9 @@ def test_best_step_and_metrics(tmp_path):
         assert ck.best_step('acc', 'min') == 0
         with pytest.raises(ValueError, match="no step has the metric 'lss'; there are: acc, loss"):
             ck.best_step('lss', 'min')
-        with pytest.raises(ValueError, match=r"no step has the metric 'accc'; there are: acc, loss\. Pass one"):
+        with pytest.raises(
+            ValueError, match=r"the metric 'accc'; there are: acc, loss\. Did you mean 'acc'\? Pass one"
+        ):
             ck.best_step('accc')
         with pytest.raises(ValueError, match=r"the metric comes first\. Pass best_step\('loss', 'min'\)"):
             ck.best_step('min', 'loss')

@@ -6,6 +6,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from t5ckpt.format.keep_policy import fields_of, policy_of
 from t5ckpt.policies import (
     Decision,
     KeepAll,
@@ -17,8 +18,6 @@ from t5ckpt.policies import (
     KeepPolicy,
     KeepSteps,
     StepInfo,
-    fields_of,
-    policy_of,
     retention_plan,
 )
 from t5ckpt.save_policies import (
@@ -297,7 +296,7 @@ POLICIES = [
     KeepEvery(5),
     KeepEveryHours(0.5),
     KeepSteps((3, 9)),
-    KeepLatest(1) | KeepBest(1, 'loss') | KeepSteps((2,)),
+    KeepLatest(1) | KeepBest(1, 'loss', 'min') | KeepSteps((2,)),
 ]
 
 

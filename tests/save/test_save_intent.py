@@ -99,7 +99,20 @@ def leave_the_policy_unused(tmp_path):
     ck.close()
 
 
+def keep_the_worst(tmp_path):
+    KeepBest(2, 'eval/loss')  # warns
+
+
+def keep_the_worst_as_t5x_does(tmp_path):
+    SaveBestCheckpointer(STATE, None, tmp_path, keep=2, metric_name_to_monitor='train/loss')  # warns
+
+
+def save_when_it_is_worse(tmp_path):
+    t5ckpt.SaveOnImprovement('perplexity')  # warns
+
+
 WARNED = {
+    'MetricModeWarning': [keep_the_worst, keep_the_worst_as_t5x_does, save_when_it_is_worse],
     'StepMismatchWarning': [save_with_a_gap],
     'TemplateMismatchWarning': [save_another_tree],
     'UnshardedTemplateWarning': [restore_unsharded],
@@ -123,6 +136,36 @@ def test_a_warning_points_at_the_line_that_called(tmp_path, caught, name, progra
 def test_every_class_of_warnings_is_among_them():
     classes = {each.__name__ for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, Warning)}
     assert classes - {'T5CkptWarning'} == WARNED.keys()
+
+
+LOW = (
+    'loss',
+    'val_loss',
+    'valLoss',
+    'eval/cross_ent_loss',
+    'perplexity',
+    'ppl',
+    'top1_error',
+    'WER',
+    'cer',
+    'mae',
+    'rmse',
+    'nll',
+)
+HIGH = ('accuracy', 'bleu', 'glossary', 'neg_loss', 'loss_scale', 'error_reduction', 'f1', 'term', 'reward', 'step')
+
+
+@pytest.mark.parametrize('metric', [*LOW, *HIGH])
+def test_a_metric_whose_low_values_are_good(tmp_path, caught, metric):
+    """The default stays T5X's."""
+    assert KeepBest(1, metric).mode == t5ckpt.SaveOnImprovement(metric).mode == 'max'
+    assert [warning.category.__name__ for warning in caught] == ['MetricModeWarning'] * 2 * (metric in LOW)
+    assert all("mode='min'" in str(warning.message) for warning in caught)
+    caught.clear()
+    KeepBest(1, metric, 'max') | KeepBest(1, metric, mode='min')
+    t5ckpt.SaveOnImprovement(metric, 'max')
+    SaveBestCheckpointer(STATE, None, tmp_path, keep=1, metric_name_to_monitor=metric, metric_mode='max').close()
+    assert caught == []
 
 
 # --- the order of arguments ------------------------------------------------------------------------------------------

@@ -724,6 +724,21 @@ FUNCTIONS: list[Case] = [
     ('KeepBest', 'count', ValueError, '0', lambda s, _: t5ckpt.KeepBest(0, 'acc')),
     ('KeepBest', 'metric', ValueError, 'metric', lambda s, _: t5ckpt.KeepBest(1, '')),
     ('KeepBest', 'mode', ValueError, 'least', lambda s, _: t5ckpt.KeepBest(1, 'acc', 'least')),
+    ('KeepBest', 'mode', errors.MetricModeWarning, "mode='min'", lambda s, _: t5ckpt.KeepBest(1, 'loss')),
+    (
+        'SaveOnImprovement',
+        'mode',
+        errors.MetricModeWarning,
+        "mode='min'",
+        lambda s, _: t5ckpt.SaveOnImprovement('loss'),
+    ),
+    (
+        'SaveBestCheckpointer',
+        'metric_mode',
+        errors.MetricModeWarning,
+        "metric_mode='min'",
+        lambda s, _: t5ckpt.SaveBestCheckpointer(STATE, None, s.out, metric_name_to_monitor='loss'),
+    ),
     ('KeepBest', 'period', ValueError, '0', lambda s, _: t5ckpt.KeepBest(1, 'acc', period=0)),
     (
         'KeepBest',

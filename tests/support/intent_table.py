@@ -151,6 +151,7 @@ scanned split_heads | error | with another format
     'KeepBest': """
 count metric mode period | error | out of range
 metric | warning | it does not come: MissingMetricWarning
+mode | warning | the default, with a metric such as a loss: MetricModeWarning
 keep_without_metric | hint | every step has it
 """,
     'KeepEvery': 'steps | error | below 1; a period that no step meets keeps the latest',
@@ -192,6 +193,7 @@ partitioner dataset_iterator options | hint | as Checkpointer, see there
 keep | hint | None keeps all
 metric_name_to_monitor | warning | a step comes without it: MissingMetricWarning; best_step takes it with keep=None
 metric_mode | hint | best_step takes it with keep=None
+metric_mode | warning | the default, with a metric such as a loss: MetricModeWarning
 keep_checkpoints_without_metrics force_keep_period | warning | keep is None
 """,
     'SaveEvery': 'steps min_step | error | out of range',
@@ -199,6 +201,7 @@ keep_checkpoints_without_metrics force_keep_period | warning | keep is None
     'SaveLast': 'step | error | below 0; a step that never comes is the end that never comes',
     'SaveOnImprovement': """
 metric | warning | it does not come: MissingMetricWarning
+mode | warning | the default, with a metric such as a loss: MetricModeWarning
 mode least min_step | error | out of range
 """,
     'SaveWhenIdle': 'min_step | error | out of range',

@@ -379,13 +379,10 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
     leave = None if warm.leave == OPTIMIZER else warm.leave
     for field, pattern in (('take', warm.take), ('leave', leave)):
         if pattern is not None and not any(leaf_pattern(pattern).fullmatch(name) for name in names):
+            text = leaf_pattern(pattern).pattern
             near = next((name for name in names if leaf_pattern(pattern).match(name)), None)
-            meant = meant_pattern(pattern, names) or meant_pattern(f'{leaf_pattern(pattern).pattern}/.*', names)
-            hint = (
-                f'; it matches only the beginning of {near}, so pass {field}={leaf_pattern(pattern).pattern + ".*"!r}'
-                if near is not None
-                else ''
-            )
+            hint = '' if near is None else f'; it matches only the beginning of {near}, so pass {field}={text + ".*"!r}'
+            meant = meant_pattern(text, names) or meant_pattern(f'{text}/.*', names)
             raise ValueError(
                 f'WarmStart: {field}={pattern!r} names no leaf of the template or of {warm.place}, such as '
                 f'{", ".join(names[:3])}. Patterns are matched with whole names{hint}.{meant}'

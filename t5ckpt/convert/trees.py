@@ -179,7 +179,7 @@ def _open_jax(source: str) -> Contents:
         # The structure is in a flatbuffer, which only JAX decodes.
         from jax.experimental.array_serialization import pytree_serialization
     except ImportError as error:
-        raise MissingDependencyError(f'{source}: reading it needs pip install flatbuffers') from error
+        raise MissingDependencyError(f'{source}: reading it needs flatbuffers: pip install flatbuffers') from error
     try:
         tree = pytree_serialization.load_pytreedef(storage.url())
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:

@@ -129,7 +129,9 @@ def _open_with_tensorflow(path: str) -> TfCheckpoint:
     try:
         import tensorflow as tf
     except ImportError as error:
-        raise MissingDependencyError(f"{path}: only TensorFlow reads it: pip install 't5ckpt[tf]'") from error
+        raise MissingDependencyError(
+            f"{path}: only TensorFlow reads it: pip install tensorflow, or pip install 't5ckpt[tf]'"
+        ) from error
     try:
         if tf.io.gfile.isdir(path):
             latest = tf.train.latest_checkpoint(path)

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from t5ckpt import steps
 from t5ckpt.catalog.locate import open_run_storage
@@ -34,7 +34,7 @@ from t5ckpt.core.protocols import (
     TrainState,
 )
 from t5ckpt.core.transform_check import check_transforms
-from t5ckpt.core.unknown_arguments import OF_CONSTRUCTOR, OF_RESTORE, OF_SAVE, explains_names
+from t5ckpt.core.unknown_arguments import OF_ATTRIBUTES, OF_CONSTRUCTOR, OF_RESTORE, OF_SAVE, explains_names
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
@@ -215,6 +215,13 @@ class Checkpointer:
         self._is_closed = False
         self.restored_step: int | None = None
         """The step of this run that ``restore_or_init`` restored."""
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f'. {OF_ATTRIBUTES[name]}' if name in OF_ATTRIBUTES else ''
+            text = f'{type(self).__name__!r} object has no attribute {name!r}{hint}'
+            raise AttributeError(text, name=name, obj=self)
 
     def __enter__(self) -> Self:
         return self

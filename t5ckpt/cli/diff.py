@@ -35,8 +35,9 @@ __all__ = ['command']
 @click.option(
     '--top',
     type=click.IntRange(1),
-    help='Only this many leaves: those whose values moved most first, then what else differs.',
+    help='Only this many leaves, or layers: those whose values moved most first, then what else differs.',
 )
+@click.option('--by-layer', is_flag=True, help='Print the sum over the leaves of each layer instead.')
 @click.option('--no-values', is_flag=True, help='Compare names, shapes and dtypes alone; reads no array.')
 @follow_links_option
 @json_option
@@ -44,7 +45,8 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
     """Compares the checkpoints A and B: leaves added and removed, shapes and dtypes changed, values moved.
 
     PATTERN is a name, a group, or a pattern such as 'target/**/kernel' (* within a key, ** across keys); all leaves
-    without it. "relative" is the norm of b - a over the norm of a. Any formats that t5ckpt reads can be compared.
+    without it. "relative" is the norm of b - a over the norm of a. --top ranks by it, at most 1, times the number of
+    values, so that counters and biases do not come first. Any formats that t5ckpt reads can be compared.
 
     \b
     Exit codes: 0 equal in every bit, shape and dtype; 1 they differ, or neither has a leaf of PATTERN.
@@ -55,19 +57,24 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
       t5ckpt diff run/checkpoint_1000 orbax_run/1000 --json
       t5ckpt diff run@latest weights target && echo 'the same weights'
     """
-    if top is not None and how['no_values']:
-        raise click.UsageError('--top sorts by values, which --no-values does not read.')
+    if (top is not None or how['by_layer']) and how['no_values']:
+        raise click.UsageError('--top and --by-layer look at values, which --no-values does not read.')
     with progress('comparing') as report:
         views = _selected([open_checkpoint(path, follow_links=how['follow_links']) for path in (a, b)], pattern)
         found = diff(*views, values=not how['no_values'], progress=report)
     leaves = found.leaves if top is None else _first(found, top)
+    layers = found.by_layer()
+    if top is not None:
+        layers = sorted(layers, key=lambda layer: -layer.weight)[:top]
     if as_json:
-        fields = [without_nan(dataclasses.asdict(leaf)) for leaf in leaves]
-        print_json({'a': found.a, 'b': found.b, 'same': found.same, 'different': len(found.leaves), 'leaves': fields})
+        fields, sums = ([without_nan(dataclasses.asdict(leaf)) for leaf in each] for each in (leaves, layers))
+        counts = {'same': found.same, 'different': len(found.leaves)}
+        print_json({'a': found.a, 'b': found.b, **counts, 'leaves': fields, 'layers': sums})
         return int(bool(found))
     say(found.title)
-    if leaves:
-        shown = dataclasses.replace(found, leaves=tuple(leaves))
+    rows = layers if how['by_layer'] else leaves
+    if rows:
+        shown = dataclasses.replace(found, leaves=tuple(rows))
         print_table([Column(name, right=name in ('relative', 'largest')) for name in found.columns], shown.rows())
     return int(bool(found))
 

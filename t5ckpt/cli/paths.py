@@ -12,7 +12,7 @@ import click
 
 from t5ckpt.catalog.locate import locate, open_run_storage
 from t5ckpt.errors import T5CkptError
-from t5ckpt.storage import open_storage
+from t5ckpt.storage import Storage, open_storage
 
 __all__ = [
     'CHECKPOINT',
@@ -115,6 +115,7 @@ def _resolved(path: str, given: Mapping[str, Any], is_run: bool, param: click.Pa
         raise click.UsageError(f'{path} names a step, and this is about a run. {cure}: {run}')
     if given.get('step') is not None or given.get('steps'):
         raise click.UsageError(f'{path} names a step, so --step cannot name another. Leave one of them out.')
+    _refuse_file(path, run)
     return step_path(run, _step_in(named))
 
 
@@ -133,6 +134,13 @@ def step_named(path: str) -> re.Match[str] | None:
     if storage.local_path('') is not None and storage.kind('') is not None:
         return None
     return named
+
+
+def _refuse_file(path: str, run: str) -> None:
+    """Raises click.UsageError for ``a.npz@3``: a file has no steps."""
+    storage = open_storage(run)
+    if storage.local_path('') is not None and storage.kind('') == 'file':
+        raise click.UsageError(f'{path} names a step, and {run} is a file, which has none. Give {run}.')
 
 
 def _refuse_misnamed(path: str) -> None:
@@ -158,7 +166,30 @@ def _step_in(named: re.Match[str]) -> int | None:
 
     storage = open_run_storage(named['run'])
     metric = named['metric']
-    best = chosen(storage, metric, named['mode'], f'Name them: {named["run"]}@best:{metric or "METRIC"}:min, or :max.')
+    cure = f'Name them: {named["run"]}@best:{metric or "METRIC"}:min, or :max.'
+    try:
+        best = chosen(storage, metric, named['mode'], cure)
+    except click.UsageError as error:
+        _refuse_mode(storage, named)
+        raise error from None
     if best.step is None:
         raise click.UsageError(f'{named["run"]}@{named["step"]}: no step has a value of {best.metric}.')
     return best.step
+
+
+def _refuse_mode(storage: Storage, named: re.Match[str]) -> None:
+    """Raises click.UsageError for ``run@best:loss:lowest``: the steps have the metric, and the word after it is no mode."""
+    from t5ckpt.cli.best_step import chosen
+
+    metric, _, word = (named['metric'] or '').rpartition(':')
+    if not metric:
+        return
+    try:
+        is_metric = chosen(storage, metric, 'min').step is not None
+    except click.UsageError:
+        return
+    if is_metric:
+        start = f'{named["run"]}@best:{metric}'
+        raise click.UsageError(
+            f'{word!r} is not a mode. Write {start}:min, if low values are the best, or {start}:max.'
+        )

@@ -15,6 +15,7 @@ from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import short_repr
 from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.codecs import CODECS
@@ -71,7 +72,7 @@ class ConvertOptions:
         return Cast.of(self.save_dtype, self.cast_leaves, 'save_dtype')
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Conversion:
     """The result of a conversion or, with ``dry_run``, its description.
 
@@ -94,6 +95,9 @@ class Conversion:
     added: tuple[str, ...]
     dropped: tuple[str, ...]
     without_effect: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 @dataclasses.dataclass(frozen=True)

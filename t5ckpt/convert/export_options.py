@@ -10,6 +10,7 @@ from typing import Any
 
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import short_repr
 from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import OutputExistsError
 from t5ckpt.format.dtypes import Cast
@@ -92,7 +93,7 @@ class ImportOptions(_Checked):
     cast_leaves: str | re.Pattern[str] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ExportReport:
     """The result of an export or an import or, with ``dry_run``, its description.
 
@@ -115,6 +116,9 @@ class ExportReport:
     dropped: tuple[str, ...]
     seconds: float = 0.0
     dry_run: bool = False
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 def refuse_options(options: ExportOptions | ImportOptions, names: Sequence[str], kind: str) -> None:

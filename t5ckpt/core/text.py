@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 import logging
@@ -21,6 +22,7 @@ __all__ = [
     'lines',
     'lines_of_error',
     'printable',
+    'short_repr',
     'shown',
     'some_of',
 ]
@@ -173,3 +175,9 @@ def did_you_mean(word: str, words: Iterable[str], before: str = ' ') -> str:
     """' Did you mean ...?' with the nearest of some words, or ''."""
     near = difflib.get_close_matches(word[:_LONGEST], words, 1)
     return f'{before}Did you mean {near[0]!r}?' if near else ''
+
+
+def short_repr(record: Any) -> str:
+    """The repr of a dataclass with large values cut; the names of all leaves would fill a notebook's page."""
+    fields = (f'{field.name}={shown(getattr(record, field.name))}' for field in dataclasses.fields(record))
+    return f'{type(record).__name__}({", ".join(fields)})'

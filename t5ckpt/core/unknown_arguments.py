@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-__all__ = ['OF_CONSTRUCTOR', 'OF_RESTORE', 'OF_SAVE', 'explains_fields', 'explains_names']
+__all__ = ['OF_ATTRIBUTES', 'OF_CONSTRUCTOR', 'OF_RESTORE', 'OF_SAVE', 'explains_fields', 'explains_names']
 
 _P = ParamSpec('_P')
 _R = TypeVar('_R')
@@ -56,6 +56,16 @@ OF_RESTORE: Mapping[str, str] = {
     'restore_args': f'{_TEMPLATE} Shardings and dtypes are those of its leaves.',
     'restore_kwargs': f'{_TEMPLATE} Shardings and dtypes are those of its leaves.',
     'target': _TEMPLATE,
+}
+
+
+OF_ATTRIBUTES: Mapping[str, str] = {
+    'directory': 'It is checkpoints_dir.',
+    'is_saving_in_progress': 'save_async returns a PendingSave, whose done() says so.',
+    'item_metadata': 'open_checkpoint(path) has the shapes and dtypes of all leaves.',
+    'max_to_keep': 'It is keep.',
+    'metadata': 'open_checkpoint(path).custom_metadata has that of a step.',
+    'reload': 'all_steps() and latest_step() look at the storage each time.',
 }
 
 

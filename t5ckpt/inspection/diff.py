@@ -46,6 +46,9 @@ class LeafDiff:
       relative: ||b - a|| / ||a||, with Euclidean norms, that of a over its finite values; infinite if a is all zeros; NaN if
         the values were not compared, or a value is NaN on one side only.
       largest: the largest |b - a|.
+      size: the number of values; 0 if they were not compared.
+      delta: ||b - a||.
+      norm: ||a||, over finite values.
     """
 
     name: str
@@ -54,6 +57,14 @@ class LeafDiff:
     b: str = ''
     relative: float = math.nan
     largest: float = math.nan
+    size: int = 0
+    delta: float = math.nan
+    norm: float = math.nan
+
+    @property
+    def weight(self) -> float:
+        """``relative``, at most 1, times ``size``: small for counters and for biases, which begin at zero. NaN is infinite."""
+        return math.inf if math.isnan(self.relative) else min(self.relative, 1.0) * self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +96,19 @@ class CheckpointDiff:
         return [leaf for leaf in self.leaves if leaf.what == what]
 
     def top(self, count: int = 10) -> list[LeafDiff]:
-        """The ``count`` leaves with the largest ``relative`` difference; NaN comes first."""
-        moved = [leaf for leaf in self.leaves if leaf.what in ('values', 'dtype')]
-        return sorted(moved, key=lambda leaf: -math.inf if math.isnan(leaf.relative) else -leaf.relative)[:count]
+        """The ``count`` leaves whose values moved most, by ``weight``; leaves with NaN on one side come first."""
+        return sorted(self._compared(), key=lambda leaf: -leaf.weight)[:count]
+
+    def by_layer(self) -> list[LeafDiff]:
+        """The sum over the leaves of each layer whose values differ; ``what`` is 'layer', and ``a`` counts the leaves."""
+        layers = layers_of(path_of(leaf.name) for leaf in self.leaves)
+        found: dict[str, list[LeafDiff]] = {}
+        for leaf in self._compared():
+            found.setdefault(layers[path_of(leaf.name)][0], []).append(leaf)
+        return [_summed(name, leaves) for name, leaves in found.items()]
+
+    def _compared(self) -> list[LeafDiff]:
+        return [leaf for leaf in self.leaves if leaf.what in ('values', 'dtype')]
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each leaf that differs."""
@@ -124,6 +145,21 @@ class CheckpointDiff:
 
     def _repr_html_(self) -> str:
         return table_html(self.title, _COLUMNS, self.rows())
+
+
+def _summed(name: str, leaves: list[LeafDiff]) -> LeafDiff:
+    sums = _Sums(
+        squared_a=sum(leaf.norm**2 for leaf in leaves),
+        squared_delta=sum(leaf.delta**2 for leaf in leaves),
+        largest=float(np.max([leaf.largest for leaf in leaves])),
+    )
+    size = sum(leaf.size for leaf in leaves)
+    return _with_values(LeafDiff(name or '(top)', 'layer', counted(len(leaves), 'leaf', 'leaves')), sums, size)
+
+
+def _with_values(leaf: LeafDiff, sums: _Sums, size: int) -> LeafDiff:
+    delta, norm = math.sqrt(sums.squared_delta), math.sqrt(sums.squared_a)
+    return dataclasses.replace(leaf, relative=sums.relative, largest=sums.largest, size=size, delta=delta, norm=norm)
 
 
 def _number(value: float) -> str:
@@ -225,7 +261,8 @@ def _conclude(
     if sums is None or (by_facts is None and sums.same):
         return by_facts
     what = 'values' if by_facts is None else by_facts.what
-    return LeafDiff(name, what, _text(a), _text(b), sums.relative, sums.largest)
+    size = 0 if a is None else a.size
+    return _with_values(LeafDiff(name, what, _text(a), _text(b)), sums, size)
 
 
 def _compare_values(

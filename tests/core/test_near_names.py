@@ -110,3 +110,23 @@ def test_a_correction_matches():
     assert corrected('params/hidden/kernel', names, matches) == ''
     assert corrected('params/other/kernel', names, matches) == ''
     assert corrected('', names, matches) == corrected('x', [], matches) == ''
+
+
+@pytest.mark.parametrize(
+    ('words', 'text'),
+    [
+        (
+            'show {run}@best:eval/loss:lowest',
+            "'lowest' is not a mode. Write {run}@best:eval/loss:min, if low values are the best, or {run}@best:eval/loss:max.",
+        ),
+        ('show {run}@best:eval/los:min', "no step has the metric 'eval/los'"),
+        ('stats {npz}@3', '{npz}@3 names a step, and {npz} is a file, which has none. Give {npz}.'),
+        ('cat {npz}@latest step', '{npz}@latest names a step, and {npz} is a file, which has none. Give {npz}.'),
+    ],
+)
+def test_the_part_of_a_name_that_is_wrong_is_blamed(run, words, text, capsys):
+    places = {'run': run, 'npz': run.parent / 'a.npz'}
+    with pytest.raises(SystemExit) as ended:
+        run_verb([word.format(**places) for word in words.split()])
+    assert ended.value.code == 2
+    assert text.format(**places) in ' '.join(capsys.readouterr().err.split())

@@ -181,7 +181,7 @@ def test_every_kind_of_difference(tmp_path):
     np.testing.assert_allclose(by_name['moved'].relative, 0.5 / np.linalg.norm(kernel.astype(np.float64)), rtol=1e-6)
     assert 0 < by_name['cast'].relative < 0.01
     assert by_name['zero'].relative == math.inf
-    assert [leaf.name for leaf in found.top(2)] == ['zero', 'moved']
+    assert [leaf.name for leaf in found.top(2)] == ['moved', 'zero']
     assert by_name['shape'].a == 'float32 (50, 100)'
     assert found
     assert len(found.to_pandas()) == 8
@@ -318,3 +318,28 @@ def test_the_best_step_and_the_metrics_of_a_run_are_those_of_the_checkpointer(tm
         run.best_step('acc', 'max')
     with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='there is no step 9'):
         run.metrics(9)
+
+
+def test_the_weights_that_moved_come_first_and_layers_are_summed(tmp_path):
+    """Not counters and biases, whose relative change is the largest."""
+
+    def state(step):
+        layers = {
+            f'layers_{i}': {'kernel': np.full((40, 50), 1 + 0.1 * step * i), 'bias': np.full(50, 1.0 * step)}
+            for i in range(3)
+        }
+        return {'params': layers, 'opt': {'count': np.int32(1 + step)}, 'step': np.int32(1 + step)}
+
+    with t5ckpt.Checkpointer(state(0), checkpoints_dir=tmp_path) as checkpointer:
+        for step in (0, 1):
+            checkpointer.save(state(step))
+    found = t5ckpt.diff(tmp_path / 'checkpoint_1', tmp_path / 'checkpoint_2')
+    ranked = [leaf.name for leaf in found.top()]
+    assert ranked[:2] == ['params/layers_2/kernel', 'params/layers_1/kernel']
+    assert sorted(ranked[-2:]) == ['opt/count', 'step']
+    by_layer = {layer.name: layer for layer in found.by_layer()}
+    assert by_layer.keys() == {'params/layers_0', 'params/layers_1', 'params/layers_2', 'opt', '(top)'}
+    second = by_layer['params/layers_2']
+    np.testing.assert_allclose(second.delta, math.sqrt(2000 * 0.2**2 + 50))
+    np.testing.assert_allclose(second.relative, second.delta / math.sqrt(2000))
+    assert (second.what, second.a, second.size, second.largest) == ('layer', '2 leaves', 2050, 1.0)

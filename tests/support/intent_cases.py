@@ -1325,6 +1325,7 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ),
     ('diff', 'pattern', 1, 'nowhere', 'diff {run} {run} nowhere'),
     ('diff', '--top', 2, '--no-values', 'diff {run} {run} --top 1 --no-values'),
+    ('diff', '--by-layer', 2, '--no-values', 'diff {run} {run} --by-layer --no-values'),
     ('export hf', '--config', 3, 'd_model', 'export hf {root}/t5 {out} --config {{"d_model":7}}'),
     ('export npz', '--select', 1, 'nowhere', 'export npz {run} {out} --select nowhere'),
     ('export safetensors', '--select', 1, 'nowhere', 'export safetensors {run} {out} --select nowhere'),

@@ -354,7 +354,7 @@ leaf | error | no such leaf
 """,
     'diff': """
 pattern | error | neither has such a leaf
---top | error | with --no-values
+--top --by-layer | error | with --no-values
 --no-values | hint | no values to compare
 --follow-links | warning | not on a local file system
 """,

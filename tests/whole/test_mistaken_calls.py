@@ -47,6 +47,36 @@ def test_a_keyword_of_orbax_is_translated(run, call, text):
         call(run)
 
 
+@pytest.mark.parametrize(
+    ('name', 'text'),
+    [
+        ('directory', r'\. It is checkpoints_dir\.'),
+        ('metadata', r'\. open_checkpoint\(path\)\.custom_metadata'),
+        ('max_to_keep', r'\. It is keep\.'),
+        ('nothing', '$'),
+    ],
+)
+def test_an_attribute_of_orbaxs_manager_is_translated(run, name, text):
+    checkpointer = Checkpointer(STATE, checkpoints_dir=run)
+    with pytest.raises(AttributeError, match=f"'Checkpointer' object has no attribute '{name}'{text}") as caught:
+        getattr(checkpointer, name)
+    # From these, Python's traceback proposes a near name.
+    assert (caught.value.name, caught.value.obj) == (name, checkpointer)
+    assert not hasattr(checkpointer, name)
+
+
+def test_the_repr_of_a_conversion_is_short(tmp_path):
+    state = {'params': {f'layer_{i}': {'kernel': np.zeros(2, np.float32)} for i in range(300)}, 'step': np.int32(1)}
+    with Checkpointer(state, checkpoints_dir=tmp_path / 'run') as checkpointer:
+        checkpointer.save(state)
+    done = t5ckpt.rewrite_checkpoint(tmp_path / 'run', tmp_path / 'new')
+    exported = t5ckpt.export_npz(tmp_path / 'run', tmp_path / 'x.npz')
+    for report in (done, exported):
+        assert len(repr(report)) < 700
+        assert len(report.mapped) == 301
+        assert '301' in repr(report)
+
+
 def test_the_signatures_are_those_that_are_written():
     """For inspect, gin and editors: no ``**others`` is added to catch other words."""
     for function in (Checkpointer, Checkpointer.save, Checkpointer.save_async, Checkpointer.restore):

@@ -119,12 +119,12 @@ class _RestoreScheduler:
         opening = collections.deque(self._open(read) for read in reads[:ahead])
         try:
             for number, read in enumerate(reads, ahead):
-                opened = opening.popleft()
+                boxes, opened = opening.popleft()
                 opening.extend(self._open(other) for other in reads[number : number + 1])
-                size = _bytes_in_flight(read)
+                size = _bytes_in_flight(read, boxes)
                 self._admit(size)
                 try:
-                    self._reading.append(self._start(read, opened(), size))
+                    self._reading.append(self._start(read, opened(), boxes, size))
                 except BaseException:
                     self._budget.release(size)
                     raise
@@ -140,8 +140,9 @@ class _RestoreScheduler:
                 self._budget.release(size)
         return self._values
 
-    def _open(self, read: StoredRead) -> Callable[[], OpenArray]:
-        return self._reader.start_open(read.leaf, read.name, _source_boxes(read), self._pool)
+    def _open(self, read: StoredRead) -> tuple[list[Box], Callable[[], OpenArray]]:
+        boxes = _source_boxes(read)
+        return boxes, self._reader.start_open(read.leaf, read.name, boxes, self._pool)
 
     def _admit(self, size: int) -> None:
         while not self._budget.try_acquire(size):
@@ -153,9 +154,9 @@ class _RestoreScheduler:
                 self._budget.acquire(size)
                 return
 
-    def _start(self, read: StoredRead, opened: OpenArray, size: int) -> _LeafInFlight:
+    def _start(self, read: StoredRead, opened: OpenArray, boxes: Sequence[Box], size: int) -> _LeafInFlight:
         dtype = read.dtype if read.converts and opened.converts else read.leaf.array.dtype
-        buffers = {box: _buffer(box, dtype) for box in _source_boxes(read)}
+        buffers = {box: _buffer(box, dtype) for box in boxes}
         return _LeafInFlight(read, buffers, opened.fill(buffers, self._pool), size)
 
     def _place_next(self) -> None:
@@ -192,8 +193,8 @@ def _source_boxes(read: StoredRead) -> list[Box]:
     return [part for box in boxes if (part := clipped(box, read.leaf.shape)) is not None]
 
 
-def _bytes_in_flight(read: StoredRead) -> int:
-    size = sum(box.size for box in _source_boxes(read)) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
+def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
+    size = sum(box.size for box in boxes) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
     return size + _bytes_wanted(read) if read.resizes else size
 
 

@@ -67,7 +67,7 @@ from t5ckpt.save import (
     monitored_metrics,
 )
 from t5ckpt.save.arguments import check_no_directory, check_policies, warn_of_gda, warn_of_idle, warn_of_missing_metrics
-from t5ckpt.save.codec_selection import CodecSelection
+from t5ckpt.save.codec_selection import CodecSelection, compression_for
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.schedule import Environment, SaveSchedule
@@ -105,7 +105,8 @@ class Checkpointer:
       metric_source: provides metrics that were not passed to ``save`` to keep policies, such as TensorBoardMetrics.
       save_policy: when ``maybe_save`` saves, see ``save_policies.py``.
       preempted: returns whether this process is preempted, such as a PreemptionNotice; called by ``maybe_save``.
-      compression: None, 'lz4', 'zstd', 'gzip', 'blosc', or 'auto' for the codec of each leaf that saves most time.
+      compression: None, 'lz4', 'zstd', 'gzip', 'blosc', or 'auto', which chooses the codec of each leaf by the time that it
+        saves; by default 'auto' on object stores and None on disks. See docs/storage.md.
       chunk_bytes: the desired largest size of a chunk file; 64 MiB by default.
       inline_bytes: leaves up to this many bytes (16 KiB) are stored in the manifest instead of an array directory.
       staging: how ``save_async`` stages the state: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
@@ -148,7 +149,7 @@ class Checkpointer:
         metric_source: MetricSource | None = None,
         save_policy: SavePolicy | None = None,
         preempted: Callable[[], bool] | None = None,
-        compression: str | None = None,
+        compression: str | None = 'default',
         chunk_bytes: int = SaveOptions.chunk_bytes,
         inline_bytes: int = SaveOptions.inline_bytes,
         staging: str = 'auto',
@@ -188,7 +189,7 @@ class Checkpointer:
         self._partitioner = partitioner
         self._axes = LeafAxes(partitioner, train_state)
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
-        self._options = SaveOptions(cast, compression, chunk_bytes, inline_bytes)
+        self._options = SaveOptions(cast, compression_for(compression, self._storage), chunk_bytes, inline_bytes)
         policy = _latest(keep) if keep_policy is None else keep_policy
         datasets, others = dataset_count(keep_dataset_checkpoints), prune_other_layouts
         self._retention = Retention(self._storage, policy, clock, datasets, metric_source, prune_others=others)

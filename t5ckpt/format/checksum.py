@@ -16,7 +16,7 @@ __all__ = ['ALGORITHM', 'digest']
 ALGORITHM = 'xxh3_64'
 
 
-def digest(data: bytes | np.ndarray) -> str:
+def digest(data: bytes | memoryview | np.ndarray) -> str:
     """The xxh3-64 of a buffer, as 16 hex digits; an array must be contiguous."""
     buffer: Any = data.reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else data
     return xxhash.xxh3_64_hexdigest(buffer)

@@ -13,7 +13,18 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ['AUTO', 'BIT_LZ4', 'BIT_ZSTD', 'CODECS', 'ZSTD', 'codec_text', 'decode', 'encode', 'is_native']
+__all__ = [
+    'AUTO',
+    'BIT_LZ4',
+    'BIT_ZSTD',
+    'CODECS',
+    'ZSTD',
+    'codec_text',
+    'decode',
+    'encode',
+    'is_decoded_natively',
+    'is_native',
+]
 
 
 AUTO: dict[str, Any] = {'id': 'auto'}
@@ -38,7 +49,8 @@ CODECS: Mapping[str | None, dict[str, Any] | None] = {
 _SHUFFLES = {0: 'no shuffle', 1: 'byte shuffle', 2: 'bit shuffle'}
 # The header of a blosc chunk (README_CHUNK_FORMAT.rst of c-blosc): four bytes, the sizes of the values, a block and the chunk.
 _BLOSC_HEADER = struct.Struct('<4B3I')
-_ZSTD_MAGIC = b'\x28\xb5\x2f\xfd'
+# c-blosc may be built with snappy, too; numcodecs' is not.
+_BLOSC_CODECS = ('blosclz', 'lz4', 'lz4hc', 'zlib', 'zstd')
 _WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
 
 
@@ -56,7 +68,7 @@ def codec_text(compressor: Any) -> str:
 
 
 def is_native(compressor: Any) -> bool:
-    """Whether :func:`encode` and :func:`decode` know a codec."""
+    """Whether :func:`encode` knows a codec."""
     return (
         isinstance(compressor, Mapping) and compressor.get('id') in ('blosc', 'zstd') and _library('blosc') is not None
     )
@@ -75,53 +87,28 @@ def encode(values: np.ndarray, compressor: Mapping[str, Any]) -> bytes:
     )
 
 
-def decode(data: memoryview, compressor: Mapping[str, Any], out: memoryview) -> bool:
-    """Decodes a chunk into a buffer of its exact size; no other memory is used, whatever the chunk claims.
+def is_decoded_natively(compressor: Any) -> bool:
+    """Whether :func:`decode` knows a codec."""
+    return is_native(compressor) and compressor['id'] == 'blosc' and compressor.get('cname', 'lz4') in _BLOSC_CODECS
 
-    Args:
-      data: the chunk's file.
-      compressor: a native codec.
-      out: bytes of the chunk.
 
-    Returns:
-      Whether it was decoded; False for zstd data that does not record its size.
+def decode(data: memoryview, out: memoryview) -> None:
+    """Decodes a blosc chunk into a buffer of its exact size; no memory is allocated by what the chunk claims.
 
     Raises:
       ValueError: the data is damaged, or its values have another size.
     """
-    size = _zstd_size(data) if compressor['id'] == 'zstd' else _blosc_size(data)
-    if size is None:
-        return False
-    if size != len(out):
-        raise ValueError(f'the chunk has {size:,} bytes of values, its metadata {len(out):,}')
-    if not out:
-        return True
-    try:
-        _library(compressor['id']).decompress(data, out)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
-    return True
-
-
-def _blosc_size(data: memoryview) -> int:
     if len(data) < _BLOSC_HEADER.size:
         raise ValueError(f'{len(data)} bytes are too few for a blosc chunk')
     *_, size, _, total = _BLOSC_HEADER.unpack_from(data)
-    if total != len(data):
-        raise ValueError(f'the blosc chunk has {total:,} bytes, its file {len(data):,}')
-    return size
-
-
-def _zstd_size(data: memoryview) -> int | None:
-    """The size that the header of a zstd frame records (RFC 8878, 3.1.1.1); None without one, or for other data."""
-    if len(data) < 14 or bytes(data[:4]) != _ZSTD_MAGIC:
-        return None
-    flag, single, dictionary = data[4] >> 6, data[4] >> 5 & 1, data[4] & 3
-    length = (single, 2, 4, 8)[flag]
-    if length == 0:
-        return None
-    start = 5 + (not single) + (0, 1, 2, 4)[dictionary]
-    return int.from_bytes(data[start : start + length], 'little') + (256 if length == 2 else 0)
+    if total != len(data) or size != len(out):
+        raise ValueError(
+            f'it claims {total:,} bytes for {size:,} bytes of values, and has {len(data):,} for {len(out):,}'
+        )
+    try:
+        _library('blosc').decompress(data, out)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _library(name: str) -> Any:

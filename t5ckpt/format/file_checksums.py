@@ -33,7 +33,7 @@ _HEX = re.compile('[0-9a-f]{16}')
 _CURE = 'Restore an older step, or copy the checkpoint again.'
 
 
-def entry_of(data: bytes) -> FileEntry:
+def entry_of(data: bytes | memoryview) -> FileEntry:
     """The length and the checksum of a file's contents."""
     return len(data), digest(data)
 

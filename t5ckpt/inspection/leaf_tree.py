@@ -12,6 +12,7 @@ import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.format.codecs import codec_text
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
@@ -33,7 +34,7 @@ class LeafInfo:
       dtype: the name of the dtype after reading; '' for leaves that are not arrays.
       nbytes: in memory.
       chunks: the chunk shape of a stored leaf; None if the manifest does not have it.
-      codec: of a stored leaf: ``'zstd'``, ``'none'``, ...
+      codec: of a stored leaf: ``'zstd'``, ``'blosc lz4, bit shuffle'``, ``'none'``, ...
       value: a scalar or text, shortened; '' for other leaves.
     """
 
@@ -85,7 +86,7 @@ def leaf_infos(leaves: LeafTable) -> list[LeafInfo]:
 def _info(path: Path, leaf: Any) -> LeafInfo:
     if isinstance(leaf, StoredLeaf):
         metadata = leaf.array.metadata
-        chunks, compressor = metadata.get('chunks'), metadata.get('compressor')
+        chunks = metadata.get('chunks')
         return LeafInfo(
             path,
             'stored',
@@ -93,7 +94,7 @@ def _info(path: Path, leaf: Any) -> LeafInfo:
             leaf.dtype.name,
             math.prod(leaf.shape) * leaf.dtype.itemsize,
             None if chunks is None else tuple(chunks),
-            str(compressor.get('id', '?')) if isinstance(compressor, dict) else 'none',
+            codec_text(metadata.get('compressor')),
         )
     if isinstance(leaf, Empty):
         return LeafInfo(path, 'empty', value=repr(leaf.build()))

@@ -35,7 +35,7 @@ from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
-from t5ckpt.reading.local.uncompressed import chunk_of_file, has_plain_chunks
+from t5ckpt.reading.local.uncompressed import chunk_of_file, has_chunks_to_decode
 from t5ckpt.reading.open_array import FileArray, OpenArray, TensorStoreArray
 from t5ckpt.reading.tensorstore_arrays import TensorStoreArrays
 
@@ -124,7 +124,7 @@ class ArrayReader:
             tasks = functools.partial(self._direct.tasks, leaf, name, chunk_of_file(array))
             return lambda: FileArray(*at, tasks)
         checks = functools.partial(self._check_tasks, array, name)
-        if self._direct is None or pool is None or not has_plain_chunks(array):
+        if self._direct is None or pool is None or not has_chunks_to_decode(array):
             opening = self._arrays.start_open(array)
             return lambda: TensorStoreArray(*at, self._arrays.finish_open(array, opening, name), checks)
         direct, finding = self._direct, pool.submit(self._direct.plain_chunks, array, name)

@@ -31,7 +31,7 @@ from t5ckpt.format.codecs import BIT_LZ4, BIT_ZSTD, ZSTD
 from t5ckpt.save.chunk_encoding import encode_chunk
 from t5ckpt.storage import Storage
 
-__all__ = ['CodecSelection', 'free_cores']
+__all__ = ['CodecSelection', 'compression_for']
 
 _CANDIDATES: tuple[dict[str, Any], ...] = (BIT_LZ4, BIT_ZSTD, ZSTD)
 _SAMPLE_BYTES = 256 * 1024
@@ -45,6 +45,13 @@ _TYPICAL_DISK = 5e8
 _TYPICAL_BUCKET = 2e8
 # The rate of a smaller save is that of its requests.
 _LEAST_BYTES = 32 * 2**20
+
+
+def compression_for(compression: str | None, storage: Storage) -> str | None:
+    """The name of the codec that ``'default'`` stands for: ``'auto'`` on object stores, None on disks and in memory."""
+    if compression != 'default':
+        return compression
+    return None if storage.local_path('') is not None or not storage.is_shared else 'auto'
 
 
 class CodecSelection:
@@ -86,7 +93,7 @@ class CodecSelection:
         sample = _sample(values)
         if sample.size == 0:
             return None
-        cores, rate = free_cores(), self.rate
+        cores, rate = _free_cores(), self.rate
         worth = _WORTH_IT / rate
         best, least, kept = None, 1 / rate, None
         for codec in _CANDIDATES:
@@ -97,7 +104,7 @@ class CodecSelection:
         return last if kept is not None and least > _WORTH_CHANGING * kept else best
 
 
-def free_cores() -> float:
+def _free_cores() -> float:
     """The cores of this process that were idle in the last minute; at least half of them, its share of a busy machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return max(cores / 2, cores - os.getloadavg()[0])

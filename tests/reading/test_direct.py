@@ -1,5 +1,6 @@
 """Chunk files read straight into buffers: the same bits as TensorStore's, each byte once, and clear words for damage."""
 
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -49,7 +50,8 @@ def store(root: pathlib.Path, values: np.ndarray, chunks, **metadata) -> StoredA
         'store_data_equal_to_fill_value': True,
     }
     ts.open(spec, create=True, delete_existing=True).result()[...].write(values).result()
-    return StoredArray('a', values.shape, values.dtype, metadata={'chunks': list(chunks), 'compressor': None})
+    metadata = {'chunks': list(chunks), 'compressor': spec['metadata']['compressor']}
+    return StoredArray('a', values.shape, values.dtype, metadata=metadata)
 
 
 def read(root: pathlib.Path, array: StoredArray, boxes, dtype=None, limits=None) -> dict:
@@ -88,6 +90,79 @@ def test_any_boxes_of_any_grid(tmp_path_factory, case, least_run, block):
     limits = Limits(task=4 * block, scratch=block, scatter=block, min_run=least_run)
     for box, buffer in read(root, array, boxes, limits=limits).items():
         assert_same(buffer, values[box.slices])
+
+
+BLOSC = [
+    {'id': 'blosc', 'cname': cname, 'clevel': level, 'shuffle': shuffle, 'blocksize': 0}
+    for cname, level, shuffle in [
+        ('lz4', 3, 2),
+        ('zstd', 3, 2),
+        ('lz4', 5, -1),
+        ('blosclz', 9, 1),
+        ('zlib', 1, 0),
+        ('lz4', 0, 2),
+    ]
+]
+
+
+@given(case=cases(), codec=st.sampled_from(BLOSC), casts=st.booleans())
+def test_any_boxes_of_chunks_of_blosc(tmp_path_factory, case, codec, casts):
+    """Decoded into the buffers, or through memory, and cast on the way."""
+    shape, chunks, boxes, name, separator = case
+    root = tmp_path_factory.mktemp('direct')
+    values = random_bits(np.random.default_rng(math.prod(shape)), shape, dtype_of(name))
+    if casts:
+        values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    array = store(root, values, chunks, dimension_separator=separator, compressor=codec)
+    wanted = dtype_of('bfloat16') if casts else None
+    for box, buffer in read(root, array, boxes, wanted).items():
+        assert_same(buffer, values[box.slices] if wanted is None else values[box.slices].astype(wanted))
+
+
+LZ4 = {'id': 'blosc', 'cname': 'lz4', 'clevel': 3, 'shuffle': 2, 'blocksize': 0}
+
+
+def test_chunks_of_blosc_are_used_whatever_the_order_of_threads(tmp_path):
+    """More chunks than cores, read by many threads, none twice."""
+    values = np.arange(64 * 4096, dtype=np.int32).reshape(64, 4096)
+    array = store(tmp_path, values, (1, 4096), compressor=LZ4)
+    reader = DirectReader(str(tmp_path), Limits(task=1))
+    chunks = reader.plain_chunks(array, 'a')
+    buffers = {Box.whole((64, 4096)): np.zeros((64, 4096), np.int32)}
+    tasks = reader.tasks(ReadRequest(array, 'a', array.dtype, buffers), chunks)
+    assert len(tasks) == 64
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for future in [pool.submit(task) for task in tasks]:
+            future.result()
+    assert_same(buffers[Box.whole((64, 4096))], values)
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda data: b'',
+        lambda data: data[:15],
+        lambda data: data[:-1],
+        lambda data: data + b'x',
+        lambda data: data + bytes(10**6),
+        lambda data: data[:4] + b'\xff\xff\xff\x7f' + data[8:],
+        lambda data: data[:4] + bytes(4) + data[8:],
+        lambda data: data[:12] + b'\xff\xff\xff\x7f' + data[16:],
+        lambda data: data[:8] + b'\xff\xff\xff\x7f' + data[12:],
+        lambda data: b'\x07' + data[1:],
+        lambda data: data[:16] + bytes([byte ^ 0xFF for byte in data[16:]]),
+    ],
+)
+def test_a_damaged_chunk_of_blosc(tmp_path, change):
+    """Whatever the header claims, the error says that the chunk is damaged, and no memory is allocated for it."""
+    values = np.zeros((256, 256), np.float32)
+    array = store(tmp_path, values, (256, 256), compressor=LZ4)
+    chunk = tmp_path / 'a' / '0.0'
+    chunk.write_bytes(change(chunk.read_bytes()))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(errors.CorruptCheckpointError, match=r'a: .*0\.0'):
+        read(tmp_path, array, [Box.whole((256, 256))])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
 @given(case=cases())

@@ -107,6 +107,32 @@ def test_every_kind_of_leaf(bucket, compression):
     assert np.array_equal(back['params']['w'], mixed_state(3)['params']['w'])
 
 
+def test_saves_are_compressed_by_default(bucket):
+    """Also on a bucket, what T5X and other readers of zarr read; ``compression=None`` writes plain chunks."""
+    weights = 0.02 * np.random.default_rng(0).standard_normal((512, 1024), dtype=np.float32)
+    short = weights.astype(jax.numpy.bfloat16)
+    tree = {'f32': weights, 'bf16': short, 'master': short.astype(np.float32)}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=bucket.url()) as ck:
+        ck.save(tree, step=1)
+        assert all(np.array_equal(ck.restore()[name], tree[name]) for name in tree)
+    storage = open_storage(bucket.url())
+    sizes = {name: len(storage.read(f'checkpoint_1/{name}/0.0')) / tree[name].nbytes for name in tree}
+    assert sizes['f32'] <= 0.9
+    assert sizes['bf16'] <= 0.8
+    assert sizes['master'] <= 0.42
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=bucket.url(), compression=None) as ck:
+        ck.save(tree, step=2)
+    assert len(storage.read('checkpoint_2/f32/0.0')) == weights.nbytes
+
+
+def test_no_encoded_chunk_is_read_back(bucket):
+    """Its checksum comes from memory."""
+    values = np.zeros((8, 4096), np.float32)
+    with t5ckpt.Checkpointer({'w': values}, checkpoints_dir=bucket.url(), compression='lz4') as ck:
+        ck.save({'w': values}, step=1)
+    assert not [each.key for each in bucket.proxy.requests if each.kind == 'read' and each.key.endswith('/w/0.0')]
+
+
 def test_a_bucket_itself_is_a_run(bucket):
     url = bucket.url()
     root = url.removesuffix('/run')

@@ -35,6 +35,10 @@ class ChunkFile:
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.fd, self.base + start, stop - start, os.POSIX_FADV_WILLNEED)
 
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self.fd).st_size
+
     def read(self, into: memoryview, offset: int) -> None:
         """Fills a buffer with the bytes at an offset.
 

@@ -1,14 +1,16 @@
-"""Reads uncompressed chunk files directly into the buffers of a restore, without TensorStore.
+"""Reads chunk files directly into the buffers of a restore, without TensorStore: uncompressed ones, and those of blosc.
 
-A chunk of plain bytes (``reading/local/uncompressed.py``) needs no decoding. TensorStore would read it into its own memory
-first, which halves the speed on machines with expensive page faults. An array is read in three stages:
+TensorStore would read a chunk into its own memory first, which halves the speed on machines with expensive page faults. An
+array is read in three stages:
 
 1. ``reading/local/regions.py`` says which elements of which chunk each buffer takes.
 2. ``DirectReader.tasks`` divides the chunks into tasks of at least 8 MiB, each for one thread, which opens the files.
 3. ``reading/local/chunk_reader.py`` reads an open file into the regions: verified, scattered, or through a scratch.
+   ``reading/local/decoding_reader.py`` decodes chunks of blosc into them.
 
 Each byte is read once, even if several devices need parts of its chunk, and no memory except the buffers and the scratch is
-used. The kernel is asked to read a few files ahead (``posix_fadvise``), which keeps the disk busy when nothing is cached.
+used; for blosc, also that of one chunk per core. The kernel is asked to read a few files ahead (``posix_fadvise``), which keeps
+the disk busy when nothing is cached.
 """
 
 from __future__ import annotations
@@ -22,20 +24,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.chunk_grid import Box, ChunkIndex
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.local.blocks import Limits
 from t5ckpt.reading.local.chunk_file import ChunkFile
 from t5ckpt.reading.local.chunk_reader import ChunkPart, ChunkReader, chunk_reader
-from t5ckpt.reading.local.regions import ReadRequest, regions_by_chunk
+from t5ckpt.reading.local.decoding_reader import ChunkMemory, DecodingReader
+from t5ckpt.reading.local.regions import ReadRequest, Region, regions_by_chunk
 from t5ckpt.reading.local.uncompressed import (
     ChunkFiles,
     PlainChunks,
     chunk_of_file,
-    has_plain_chunks,
-    plain_chunks_of,
+    chunks_to_decode,
+    has_chunks_to_decode,
 )
 from t5ckpt.storage import foreign_errors
 
@@ -50,7 +53,7 @@ Task = Callable[[], None]
 
 
 class DirectReader:
-    """Reads the uncompressed arrays of one checkpoint in a local directory. Safe from any thread."""
+    """Reads arrays of one checkpoint in a local directory. Safe from any thread."""
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class DirectReader:
         self._checks = checks
         self._follow_links = follow_links
         self._local = threading.local()
+        self._memory = ChunkMemory()
 
     def plain_chunks(self, array: StoredArray, leaf: str) -> PlainChunks | None:
         """The chunks of an array that this reader can read; None for any other array.
@@ -75,7 +79,7 @@ class DirectReader:
         """
         if array.is_byte_range:
             return chunk_of_file(array)
-        if not has_plain_chunks(array):
+        if not has_chunks_to_decode(array):
             return None
         try:
             with ChunkFiles(self._root, array.location, leaf, follow_links=self._follow_links) as files:
@@ -85,7 +89,7 @@ class DirectReader:
             return None
         if self._checks is not None:
             self._checks.compare(f'{array.location}/.zarray', leaf, entry_of(text))
-        return plain_chunks_of(text, array)
+        return chunks_to_decode(text, array)
 
     def can_read(self, chunks: PlainChunks, boxes: Iterable[Box]) -> bool:
         """Whether the boxes overlap few enough chunks for this reader."""
@@ -95,7 +99,7 @@ class DirectReader:
         """The tasks for threads that fill buffers, in the dtype on disk or the one to convert to, with boxes of an array."""
         request = ReadRequest(leaf.array, name, leaf.dtype, buffers)
         regions = regions_by_chunk(request, chunks)
-        reader = chunk_reader(request, chunks, regions, self._checks, self._limits, self._scratch)
+        reader = self._reader(request, chunks, regions)
         tasks: list[Task] = []
         batch: list[ChunkPart] = []
         size = 0
@@ -113,6 +117,13 @@ class DirectReader:
         if batch:
             tasks.append(functools.partial(self._run, request, chunks, reader, batch))
         return tasks
+
+    def _reader(
+        self, request: ReadRequest, chunks: PlainChunks, regions: Mapping[ChunkIndex, Sequence[Region]]
+    ) -> ChunkReader:
+        if chunks.file_bytes is None:
+            return DecodingReader(request, chunks, self._limits, self._memory, self._checks)
+        return chunk_reader(request, chunks, regions, self._checks, self._limits, self._scratch)
 
     def _run(self, request: ReadRequest, chunks: PlainChunks, reader: ChunkReader, parts: Sequence[ChunkPart]) -> None:
         array, leaf = request.array, request.leaf

@@ -1,8 +1,8 @@
-"""Recognises and opens the uncompressed chunk files of a local checkpoint.
+"""Recognises and opens the chunk files of a local checkpoint that are uncompressed, or compressed with blosc.
 
 The file of a zarr chunk without codec and filters, in native byte order, has the bytes of a C-order array.
-``reading/local/mmap_reader.py`` maps such files, and ``reading/local/direct_reader.py`` reads them into buffers. TensorStore
-reads all others.
+``reading/local/mmap_reader.py`` maps such files, and ``reading/local/direct_reader.py`` reads them into buffers; it also decodes
+chunks of blosc. TensorStore reads all others.
 
 Files are opened by ``reading/contained_open.py``, so a symbolic link out of the checkpoint is followed only on request.
 """
@@ -20,10 +20,20 @@ from typing import Any, Self
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import ArrayLayout, StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex
+from t5ckpt.format.codecs import is_decoded_natively
 from t5ckpt.format.dtypes import dtype_from_name, zarr_typestr
 from t5ckpt.reading.contained_open import ContainedDirectory
 
-__all__ = ['ChunkFiles', 'PlainChunks', 'chunk_of_file', 'has_plain_chunks', 'plain_chunks_of', 'range_of']
+__all__ = [
+    'ChunkFiles',
+    'PlainChunks',
+    'chunk_of_file',
+    'chunks_to_decode',
+    'has_chunks_to_decode',
+    'has_plain_chunks',
+    'plain_chunks_of',
+    'range_of',
+]
 
 _MAX_ZARRAY_BYTES = 2**20
 _ALWAYS_BYTES = 256 * 2**20
@@ -38,10 +48,16 @@ _TYPESTRS = {dtype_from_name(name): zarr_typestr(dtype_from_name(name)) for name
 
 def has_plain_chunks(array: StoredArray) -> bool:
     """Whether an array's chunks are uncompressed according to the manifest; its ``.zarray`` decides."""
+    return has_chunks_to_decode(array) and array.metadata.get('compressor') is None
+
+
+def has_chunks_to_decode(array: StoredArray) -> bool:
+    """Whether an array's chunks are uncompressed, or of a codec that is decoded without TensorStore."""
+    compressor = array.metadata.get('compressor')
     return (
         array.layout is ArrayLayout.ZARR
         and array.dtype in _TYPESTRS
-        and array.metadata.get('compressor') is None
+        and (compressor is None or is_decoded_natively(compressor))
         and sys.byteorder == 'little'
         and sys.maxsize > 2**32
     )
@@ -49,21 +65,21 @@ def has_plain_chunks(array: StoredArray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PlainChunks:
-    """The chunks of an array whose bytes in the file are those of a C-order array.
+    """The chunks of an array whose bytes in the file, or after decoding, are those of a C-order array.
 
     Attributes:
       grid: of the chunks.
       itemsize: bytes per element.
       file: the file with the only chunk, relative to the checkpoint's directory, as in safetensors; empty if each chunk is a
         file in the array's directory.
-      file_bytes: size of each file.
+      file_bytes: size of each file; None if the chunks are compressed.
       offset: of the chunk in the file, in bytes.
     """
 
     grid: ChunkGrid
     itemsize: int
     file: str
-    file_bytes: int
+    file_bytes: int | None
     offset: int
 
     @property
@@ -85,6 +101,12 @@ def chunk_of_file(array: StoredArray) -> PlainChunks:
 
 def plain_chunks_of(text: bytes, array: StoredArray) -> PlainChunks | None:
     """The chunks that a ``.zarray`` describes; None if they are not uncompressed, or it contradicts the manifest."""
+    chunks = chunks_to_decode(text, array)
+    return None if chunks is None or chunks.file_bytes is None else chunks
+
+
+def chunks_to_decode(text: bytes, array: StoredArray) -> PlainChunks | None:
+    """As :func:`plain_chunks_of`; also the chunks of a codec that is decoded without TensorStore."""
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -93,7 +115,9 @@ def plain_chunks_of(text: bytes, array: StoredArray) -> PlainChunks | None:
         return None
     chunks = found.get('chunks')
     separator = found.get('dimension_separator', '.')
-    plain = found.get('compressor') is None and not found.get('filters') and found.get('order') == 'C'
+    compressor = found.get('compressor')
+    plain = compressor is None or is_decoded_natively(compressor)
+    plain = plain and not found.get('filters') and found.get('order') == 'C'
     agrees = (
         found.get('zarr_format') == 2
         and found.get('shape') == list(array.shape)
@@ -108,7 +132,7 @@ def plain_chunks_of(text: bytes, array: StoredArray) -> PlainChunks | None:
     # Reads of chunks that are mostly outside their array would waste memory.
     if chunk_bytes > max(_ALWAYS_BYTES, 2 * array.nbytes):
         return None
-    return PlainChunks(grid, array.dtype.itemsize, '', chunk_bytes, 0)
+    return PlainChunks(grid, array.dtype.itemsize, '', chunk_bytes if compressor is None else None, 0)
 
 
 def range_of(box: Box, shape: Sequence[int]) -> tuple[int, bool]:
@@ -152,11 +176,11 @@ class ChunkFiles:
         finally:
             os.close(fd)
 
-    def open_chunk(self, name: str, size: int) -> int:
+    def open_chunk(self, name: str, size: int | None) -> int:
         """A descriptor of a chunk file, which the caller closes.
 
         Raises:
-          CorruptCheckpointError: it is not a regular file of ``size`` bytes.
+          CorruptCheckpointError: it is not a regular file, or not of ``size`` bytes.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
           OSError: it cannot be read.
         """
@@ -166,7 +190,7 @@ class ChunkFiles:
             raise CorruptCheckpointError(
                 f'{self.leaf}: the chunk {self.path(name)} is missing. Restore an older step, or copy the checkpoint again.'
             ) from error
-        if found == size:
+        if size is None or found == size:
             return fd
         os.close(fd)
         raise CorruptCheckpointError(

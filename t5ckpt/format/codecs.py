@@ -31,9 +31,9 @@ AUTO: dict[str, Any] = {'id': 'auto'}
 """Placeholder for a codec that is chosen during the save; never written."""
 
 # Levels by measurement (docs/decisions.md): lz4 is as fast at every level, and zstd 3 of shuffled bits is faster than zstd 1.
-BIT_LZ4: dict[str, Any] = {'id': 'blosc', 'cname': 'lz4', 'clevel': 3, 'shuffle': 2, 'blocksize': 0}
+BIT_LZ4: dict[str, Any] = {'id': 'blosc', 'cname': 'lz4', 'clevel': 9, 'shuffle': 2, 'blocksize': 0}
 """lz4 after a shuffle of bits: the bits of all exponents lie together, which are nearly the same in weights."""
-BIT_ZSTD: dict[str, Any] = {**BIT_LZ4, 'cname': 'zstd'}
+BIT_ZSTD: dict[str, Any] = {**BIT_LZ4, 'cname': 'zstd', 'clevel': 3}
 ZSTD: dict[str, Any] = {'id': 'zstd', 'level': 1}
 
 CODECS: Mapping[str | None, dict[str, Any] | None] = {

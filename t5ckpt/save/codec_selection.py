@@ -12,8 +12,8 @@ bit-shuffled lz4, bit-shuffled zstd, zstd. Each has to save a twentieth of the t
 The storage's rate is that of this run's own saves; before the first one, a typical rate of its kind. If a codec limits a save,
 the measured rate is too low, and a faster disk is recognised only once a leaf without a codec is written.
 
-A leaf keeps the codec of the previous checkpoint unless another one takes less than two thirds of the time, so that unchanged
-chunks stay equal and can be linked.
+A leaf keeps the codec of the previous checkpoint while it saves a third of the time of no codec, and otherwise until another one
+takes less than two thirds of its time, so that unchanged chunks stay equal and can be linked.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class CodecSelection:
             kept = cost if codec == last else kept
             if cost <= least - worth:
                 best, least = codec, cost
-        return last if kept is not None and least > _WORTH_CHANGING * kept else best
+        if kept is not None and (kept < _WORTH_CHANGING / rate or kept * _WORTH_CHANGING < least):
+            return last
+        return best
 
 
 def _free_cores() -> float:

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def _same(found: _Tree, state: _Tree) -> None:
 def _ours(compression: str | None) -> type[peers.Peer]:
     class Ours(peers.T5ckpt):
         name = f't5ckpt {compression}'
-        options = {'compression': compression}
+        options: ClassVar[dict[str, Any]] = {'compression': compression}
 
     return Ours
 
@@ -157,7 +157,7 @@ def _limit(front: Any, rate: float) -> None:
     """Has a proxy carry bodies at a rate in each direction."""
     front.reset()
     up, down = _Line(rate), _Line(rate)
-    front.watch = lambda kind, key, body: up.take(len(body))
+    front.watch = lambda *request: up.take(len(request[-1]))
     front.record = lambda request: down.take(request.received)
 
 

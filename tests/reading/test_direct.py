@@ -129,7 +129,7 @@ def test_chunks_of_blosc_are_used_whatever_the_order_of_threads(tmp_path):
     reader = DirectReader(str(tmp_path), Limits(task=1))
     chunks = reader.plain_chunks(array, 'a')
     buffers = {Box.whole((64, 4096)): np.zeros((64, 4096), np.int32)}
-    tasks = reader.tasks(ReadRequest(array, 'a', array.dtype, buffers), chunks)
+    tasks = reader.tasks(StoredLeaf(array, array.dtype), 'a', chunks, buffers)
     assert len(tasks) == 64
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         for future in [pool.submit(task) for task in tasks]:

@@ -15,6 +15,7 @@ TensorStore.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 from collections.abc import Mapping
@@ -27,13 +28,17 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.checksum import digest
 from t5ckpt.format.manifest import is_whole
 from t5ckpt.format.names import (
     MANIFEST,
+    SIDECAR,
+    is_sidecar,
     parse_padded_step,
     parse_prefixed_step,
     parse_step_dir,
     parse_step_name,
+    sidecar_of,
     step_dir,
 )
 from t5ckpt.format.orbax_names import COMMITTED, OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
@@ -52,6 +57,8 @@ __all__ = [
     'one_a_step',
     'orbax_marks',
     'other_layout',
+    'read_sidecar',
+    'sidecars_in',
 ]
 
 T5X, ORBAX, FLAX, PADDED = 't5x', 'orbax', 'flax', 't5x-padded'
@@ -245,3 +252,24 @@ def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
     for each in sorted(found, key=lambda each: (each.step, each.is_t5x)):
         by_step[each.step] = each
     return [*by_step.values()]
+
+
+def sidecars_in(storage: Storage, directory: str) -> list[str]:
+    """The names of the sidecars in a step's directory; one request on an object store."""
+    return [name for name in storage.names(directory, 't5ckpt.') if is_sidecar(name)]
+
+
+def read_sidecar(storage: Storage, directory: str) -> bytes:
+    """The bytes of a step's sidecar; on an object store the manifest is read only if there are several.
+
+    Raises:
+      CheckpointNotFoundError: the step has no sidecar.
+    """
+    if storage.renames:
+        with contextlib.suppress(CheckpointNotFoundError):
+            return storage.read(join(directory, SIDECAR))
+    names = sidecars_in(storage, directory)
+    if len(names) > 1:
+        own = sidecar_of(digest(storage.read(join(directory, MANIFEST))))
+        names = [own] if own in names else [SIDECAR]
+    return storage.read(join(directory, names[0] if names else SIDECAR))

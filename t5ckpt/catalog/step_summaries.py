@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep
+from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, read_sidecar
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.catalog.pin_file import pin_reason
@@ -175,7 +175,7 @@ def _sidecar(storage: Storage, entry: Entry) -> tuple[Sidecar, str]:
     if not entry.is_dir:
         return NO_SIDECAR, ''
     try:
-        return decode_sidecar(storage.read(key), storage.url(key)), ''
+        return decode_sidecar(read_sidecar(storage, entry.name), storage.url(key)), ''
     except CheckpointNotFoundError:
         return NO_SIDECAR, ''
     except FormatError as error:

@@ -1,26 +1,62 @@
-"""The commit on storage that cannot rename: files are written in place, and the write of the manifest is the commit.
+"""The commit on storage that cannot rename: one write of the manifest, which fails if the step has another one by then.
 
-``commit/write_lease.py`` documents the order of the requests, ``commit/swap.py`` that of an overwrite.
+    [lease], arrays, sidecar, [no pin? no read lease?], [is the lease still ours?], manifest if it is still the old one or none,
+    [no pin? no read lease?], steps marker, -other files, -lease
+
+The arrays and the file checksums of each save are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the
+manifest has these locations, so T5X reads them as well. The sidecar is ``t5ckpt.<checksum of the manifest>.json``. So no request
+of another writer, however late, writes or deletes a file of this one, except for three kinds with fixed names: the manifest,
+the positions of data iterators (T5X's names), and the files of a copy, which have the names that they have in its source.
+
+A writer removes files of others only after its own commit. So if a writer was stopped and another one has taken over its step,
+the first manifest to arrive commits, with all of its files, and the other writer is told that the step exists. Only deletion and
+garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and gone after the write of
+its manifest removes the manifest again.
+
+An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. If a pin or
+a read lease was written just before, the old manifest is written back.
+
+A crash leaves files that the manifest does not name. Garbage collection removes them when the step has no read lease.
+``commit/write_lease.py`` documents the leases, and ``storage/conditional_writes.py`` which stores check the condition.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import ensured_index, mark_step
-from t5ckpt.commit.in_place import remove_step
+from t5ckpt.commit.lease_owner import SAVE
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere, occupant
-from t5ckpt.commit.swap import Swap, check_swappable
+from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
+from t5ckpt.commit.superseded import check_replaceable, is_of_one_save, remove_superseded
 from t5ckpt.commit.transaction import Transaction, resume_text
-from t5ckpt.commit.write_lease import AlreadyCommittedError, BeingWrittenError, WriteLease, acquire_lease
+from t5ckpt.commit.write_lease import (
+    TAKE_OVER_SECONDS,
+    AlreadyCommittedError,
+    BeingWrittenError,
+    WriteLease,
+    acquire_lease,
+)
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import AccessDeniedError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, SIDECAR, step_dir
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.names import (
+    DATASET_REMOVED,
+    MANIFEST,
+    PINNED,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    generation_dir,
+    sidecar_of,
+    step_dir,
+)
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.storage import Storage
 
@@ -36,7 +72,13 @@ class ManifestTransaction(Transaction):
         """Takes the lease."""
         super().__init__(storage, step, step_dir(step), clock)
         self._lease = lease
-        self._swap: Swap | None = None
+        self._key = join(self.directory, MANIFEST)
+        # The manifest to replace, its version, and whether it is that of a complete checkpoint.
+        self._old, self._version, self._overwrites = b'', None, False
+        # Whether the directory has files that do not belong to this write.
+        self._has_others = False
+        # Once it was written: the manifest of the sidecar, and the sidecar's key.
+        self._manifest, self._sidecar = b'', ''
 
     @classmethod
     def begin(
@@ -48,36 +90,34 @@ class ManifestTransaction(Transaction):
         index: Index | None,
         may_replace: Callable[[], bool],
     ) -> Self:
-        """Acquires the lease, and removes a broken step; calls ``may_replace`` if the step is complete."""
+        """Acquires the lease; calls ``may_replace`` if the step is complete."""
         del writer
         _check_layout(storage, step, index)
-        lease = acquire_lease(storage, step, clock, index=index)
-        work = cls(storage, step, clock, lease)
+        work = cls(storage, step, clock, acquire_lease(storage, step, clock, index=index))
+        work.generation = generation_dir(secrets.token_hex(8))
         try:
-            has_leftovers = bool(storage.names(work.directory, ''))
-            if has_leftovers:
-                work._find_swap(may_replace)
+            if storage.names(work.directory, ''):
+                work._find_others(may_replace)
         except BaseException:
-            # Nothing was written, and garbage collection must not remove the files of others.
-            lease.leave()
+            work._lease.leave()
             raise
-        if has_leftovers and work._swap is None:
-            try:
-                remove_step(storage, step)
-            except BaseException:
-                lease.close()
-                raise
         return work
 
     @classmethod
     def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
-        """Resumes an unfinished step; if it was to have other contents, removes it and writes a new record."""
+        """Resumes an unfinished step; if it was to have other contents, removes it and writes a new record.
+
+        A copy has the names of its source, so it has no directory of its own: the next one finds the files by these names.
+        """
         _check_layout(storage, step, ensured_index(storage))
         work = cls(storage, step, clock, acquire_lease(storage, step, clock))
+        work._has_others = True
         try:
             if resume_text(storage, work.directory) != writer['resume']:
                 check_room(storage, step)
-                remove_step(storage, step)
+                if storage.is_file(work._key):
+                    work._version = storage.version(work._key)
+                work._remove_keys(lambda key: key != MANIFEST and not is_of_one_save(key))
                 record = Sidecar(writer=writer, step=step)
                 storage.write(join(work.directory, SIDECAR), encode_sidecar(record))
         except BaseException:
@@ -92,67 +132,149 @@ class ManifestTransaction(Transaction):
 
     @staticmethod
     def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
-        """Checks that one write replaces a complete step, see ``commit/swap.py``."""
-        check_swappable(storage, step, has_positions=has_positions)
+        """Checks that one write replaces a complete step."""
+        check_replaceable(storage, step, has_positions=has_positions)
 
-    def _find_swap(self, may_replace: Callable[[], bool]) -> None:
-        found = occupant(self.storage, self.step)
-        if found is None:
-            return
-        if not (found.is_t5x and may_replace()):
-            raise AlreadyCommittedError(f'{self.storage.url(found.name)} was saved by another writer in the meantime')
-        self._swap = Swap(self.storage, self.step, self._lease)
-        self.generation = self._swap.generation
+    def _find_others(self, may_replace: Callable[[], bool]) -> None:
+        """Records what the directory has: a complete checkpoint, or leftovers, whose fixed names are removed."""
+        storage = self.storage
+        found = occupant(storage, self.step)
+        if found is not None and not (found.is_t5x and may_replace()):
+            raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
+        self._has_others, self._overwrites = True, found is not None
+        if storage.is_file(self._key):
+            self._old, self._version = storage.read_with_version(self._key)
+        self._lease.note_replacement()
+        if not self._overwrites:
+            self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(f'{TRAIN_DS_PREFIX}-'))
+
+    def _remove_keys(self, is_doomed: Callable[[str], bool]) -> None:
+        keys = [key for key in keys_below(self.storage, self.directory) if is_doomed(key)]
+        self.storage.delete_files([join(self.directory, key) for key in keys])
 
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         del directories
-        storage = self.storage
-        if self._swap is not None and sidecar is not None:
-            self._commit_swap(self._swap, manifest, sidecar)
-            return
-        self._write_sidecar(sidecar)
+        self._write_sidecar_of(manifest, sidecar)
+        if self._overwrites:
+            self._check_not_kept()
+        looked = self._clock()
         if not self._lease.is_ours():
-            self._keeps_files = True
-            raise BeingWrittenError(
-                f'{storage.url(self.directory)} was taken over by another writer, since the write lease of this one expired'
-            )
+            self._keeps_files = not self.generation
+            raise self._taken_over()
+        version = self._put(manifest, self._version)
+        if version is None:
+            change = 'replaced or deleted' if self._overwrites else 'saved'
+            raise AlreadyCommittedError(f'{self.storage.url(self._key)} was {change} by another writer in the meantime')
+        if self._clock() - looked > TAKE_OVER_SECONDS:
+            self._withdraw_if_lost(version, sidecar)
+        self._finish(version)
+
+    def _write_sidecar_of(self, manifest: bytes, sidecar: bytes | None) -> None:
+        """Writes the sidecar; without one, deletes the record of the writer, which has its name."""
+        if sidecar is None:
+            self.storage.delete_file(join(self.directory, SIDECAR))
+            return
+        self._manifest, self._sidecar = manifest, join(self.directory, sidecar_of(digest(manifest)))
+        self.storage.write(self._sidecar, sidecar)
+
+    def _check_not_kept(self) -> None:
+        storage, step = self.storage, self.step
+        reason = kept_by(storage, step, self._clock, pinned=is_pinned(storage, self.directory))
+        if reason is not None:
+            raise kept_error(storage, step, reason, 'replaced')
+
+    def _put(self, manifest: bytes, version: Any) -> Any:
         try:
-            storage.write(join(self.directory, MANIFEST), manifest)
+            return self.storage.replace(self._key, manifest, version)
         except AccessDeniedError:
             raise
         except StorageError:
             # The manifest may still arrive, and needs its arrays then.
             self._keeps_files = True
             raise
-        try:
-            mark_step(storage, self.step)
-        except T5CkptError as error:
-            # The write lease stays, so the step is listed without a marker.
-            _log.warning('t5ckpt: the marker of step %d is left to the next save: %s', self.step, error)
-            self._lease.close()
-        else:
-            self._lease.release()
 
-    def _commit_swap(self, swap: Swap, manifest: bytes, sidecar: bytes) -> None:
+    def _withdraw_if_lost(self, version: Any, sidecar: bytes | None) -> None:
+        """Removes the manifest if its files may have been removed, because the write took so long that the lease expired.
+
+        Another writer that took the step over leaves them, and finds the manifest. If it has committed an equal manifest, that
+        of a checkpoint without arrays, the sidecar is its own.
+        """
+        if sidecar is not None and _read_if_there(self.storage, self._sidecar) not in (sidecar, None):
+            raise AlreadyCommittedError(f'{self.storage.url(self._key)} was saved by another writer in the meantime')
+        if self._lease.is_ours() or (self.generation and self._lease.actions_of_others(self.step) == {SAVE}):
+            return
+        self.storage.delete_unchanged(self._key, version)
+        raise self._taken_over()
+
+    def _taken_over(self) -> BeingWrittenError:
+        return BeingWrittenError(
+            f'{self.storage.url(self.directory)} was taken over by another writer, since the write lease of this one expired'
+        )
+
+    def _put_back(self, version: Any, error: T5CkptError) -> None:
+        """Writes the old manifest again, since a pin or a read lease was written before it was replaced."""
         try:
-            swap.commit(manifest, sidecar, self._clock)
-        finally:
-            self._keeps_files = swap.is_unknown
-        self._lease.release()
+            if self.storage.replace(self._key, self._old, version) is not None:
+                return
+            reason = 'another program has replaced it'
+        except StorageError as second:
+            reason = str(second)
+        self._keeps_files = True
+        raise StorageError(errno.EIO, f'{error} The old manifest could not be written back: {reason}') from error
+
+    def _finish(self, version: Any) -> None:
+        """Marks the committed step, and removes the files of others. A failure leaves that to garbage collection."""
+        is_done = False
+        try:
+            if self._overwrites:
+                self._check_not_kept()
+            mark_step(self.storage, self.step)
+            if self._has_others and self._sidecar:
+                remove_superseded(self.storage, self.step)
+            is_done = True
+        except StepKeptError as error:
+            self._put_back(version, error)
+            raise
+        except T5CkptError as error:
+            where = self.storage.url(self.directory)
+            _log.warning('t5ckpt: %s: the marker or replaced files are left to the next save: %s', where, error)
+        if is_done:
+            self._lease.replaces = False
+            self._lease.release()
+        else:
+            # The write lease stays, so the step is listed without a marker.
+            self._lease.close()
 
     def release(self) -> None:
         """Releases the lease and keeps the files."""
         self._lease.close()
 
     def _remove(self) -> None:
-        if self._swap is not None:
-            self._swap.abandon()
+        if self._overwrites:
+            self._lease.replaces = any(owner.replaces for owner in self._lease.predecessors)
+        # A checkpoint without arrays may have the manifest of the one that another writer has committed.
+        if not self._is_committed_by_another():
+            if self.generation:
+                self.storage.delete_tree(join(self.directory, self.generation))
+            elif self._lease.is_ours() and not self.storage.is_file(self._key):
+                self._remove_keys(lambda key: not is_of_one_save(key))
+            if self._sidecar:
+                self.storage.delete_file(self._sidecar)
+        if not self._lease.is_ours() or (not self._overwrites and self.storage.is_file(self._key)):
+            # Of another writer, maybe of another program: until garbage collection writes the marker, the lease lists the step.
+            self._lease.close()
+        else:
             self._lease.leave()
-        # A save writes its manifest last, so an existing manifest belongs to another writer, as does a step with another
-        # lease. Such a step stays listed by the lease's marker, until the next garbage collection writes its steps marker.
-        elif self._lease.is_ours() and not self.storage.is_file(join(self.directory, MANIFEST)):
-            remove_step(self.storage, self.step)
-            self._lease.release()
+
+    def _is_committed_by_another(self) -> bool:
+        return bool(self._manifest) and _read_if_there(self.storage, self._key) == self._manifest
+
+
+def _read_if_there(storage: Storage, key: str) -> bytes | None:
+    try:
+        return storage.read(key)
+    except CheckpointNotFoundError:
+        return None
 
 
 def _check_layout(storage: Storage, step: int, index: Index | None) -> None:

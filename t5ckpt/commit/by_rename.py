@@ -131,6 +131,14 @@ class RenameTransaction(Transaction):
             self._remove_replaced(old)
         self._lock.close()
 
+    def _write_sidecar(self, sidecar: bytes | None) -> None:
+        """Replaces the record of the writer by the sidecar, or deletes it."""
+        key = join(self.directory, SIDECAR)
+        if sidecar is None:
+            self.storage.delete_file(key)
+        else:
+            self.storage.write(key, sidecar)
+
     def _publish(self, final: str) -> str | None:
         """Renames the directory to its final name. Returns the new name of a directory that had this name, or None."""
         storage = self.storage

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 from collections.abc import Callable, Collection, Sequence
 
@@ -13,7 +14,7 @@ from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import ensured_index, mark_step
 from t5ckpt.commit.lease_owner import MEND
 from t5ckpt.commit.removal import check_known, keys_below, remove_own_keys
-from t5ckpt.commit.swap import finish_swap
+from t5ckpt.commit.superseded import remove_superseded
 from t5ckpt.commit.write_lease import BeingWrittenError, WriteLease, acquire_lease, acquire_to_hide, has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -85,7 +86,7 @@ def hide_in_place(
             end()
             return None
         try:
-            manifest = storage.read(key)
+            manifest, version = storage.read_with_version(key)
         except CheckpointNotFoundError:
             # Its deleter may have been killed, so its files are removed here. The lease excludes other deleters.
             end = lease.close
@@ -95,23 +96,31 @@ def hide_in_place(
         check_known(storage, step_dir(step), manifest=manifest, has_known_sidecar=True)
         end = lease.close
         try:
-            storage.delete_file(key)
+            is_unchanged = storage.delete_unchanged(key, version)
         except StorageError:
             # The reply may have been lost; while the manifest is there, so is the checkpoint.
+            is_unchanged = True
             if storage.is_file(key):
                 end = lease.leave
                 raise
+        if not is_unchanged:
+            end = lease.leave
+            _raise_replaced(storage, step)
         keys = keys_below(storage, step_dir(step))
         if not is_wanted(keys):
             storage.delete_file(step_marker(step))
             # The lease stays until all files are removed.
             return Hidden(step_dir(step), step, lease, keys)
-        storage.write(key, manifest)
+        storage.replace(key, manifest, None)
     except BaseException:
         end()
         raise
     lease.leave()
     return None
+
+
+def _raise_replaced(storage: Storage, step: int) -> None:
+    raise StorageError(errno.EBUSY, f'{storage.url(step_dir(step))} was replaced by another process in the meantime.')
 
 
 def remove_in_place(storage: Storage, hidden: Hidden, lease: WriteLease) -> None:
@@ -160,7 +169,7 @@ def _collect_one(storage: Storage, index: Index, step: int, clock: Clock, stale_
         if not is_committed:
             remove_step(storage, step)
         elif lease.replaces and step not in lease.read_steps:
-            finish_swap(storage, step)
+            remove_superseded(storage, step)
         if is_committed:
             mark_step(storage, step)
         # A reader may need the files of the checkpoint that was replaced.

@@ -49,7 +49,7 @@ class Owner:
     """The contents of a write lease: ``place`` names the machine's boot and the container, in which ``pid`` is a process.
 
     ``host`` is for people alone: machines of one job may all have the same name. ``action`` is one of ``SAVE``, ``DELETE``,
-    ``REPLACE`` and ``MEND``. ``replaces``: files of an overwrite in place may have been left, see ``commit/swap.py``.
+    ``REPLACE`` and ``MEND``. ``replaces``: files of an overwrite in place may have been left, see ``commit/by_manifest.py``.
     """
 
     nonce: str

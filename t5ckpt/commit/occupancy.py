@@ -8,6 +8,7 @@ a broken checkpoint that is pinned                  refused
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from t5ckpt.catalog.layouts import (
@@ -23,11 +24,15 @@ from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.removal import check_removable, few, foreign_files
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.checksum import digest
 from t5ckpt.format.manifest import decode_manifest, is_of_others, is_whole
-from t5ckpt.format.names import MANIFEST, PINNED, parse_prefixed_step, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, parse_prefixed_step, sidecar_of, step_dir
 from t5ckpt.storage import Storage
 
 __all__ = ['check_room', 'listed_elsewhere', 'occupant']
+
+# The directory of a save, in the location of an array.
+_GENERATION = re.compile(rb'(t5ckpt-[0-9a-f]{16})/')
 
 
 def occupant(storage: Storage, step: int) -> ListedStep | None:
@@ -80,7 +85,7 @@ def _in_place(storage: Storage, step: int) -> ListedStep | None:
     key = join(directory, MANIFEST)
     data = _read_if_there(storage, key)
     found = ListedStep(step, directory, T5X if data is None or not has_placeholder(data) else ORBAX)
-    if data is not None and is_whole(data) and _decodes(storage, found):
+    if data is not None and is_whole(data) and _decodes(storage, found) and not _is_remnant(storage, directory, data):
         return found
     keys = [each[len(directory) + 1 :] for each, _ in storage.walk(directory)]
     if not keys:
@@ -93,6 +98,14 @@ def _in_place(storage: Storage, step: int) -> ListedStep | None:
     if foreign or (data is not None and is_of_others(data)):
         raise UnsupportedFormatError(_foreign_text(storage, directory, foreign))
     return None
+
+
+def _is_remnant(storage: Storage, directory: str, manifest: bytes) -> bool:
+    """Whether all files but the manifest are gone: its write was on its way for so long that the step was deleted before."""
+    generations = {found.decode() for found in _GENERATION.findall(manifest)}
+    if not generations or storage.is_file(join(directory, sidecar_of(digest(manifest)))):
+        return False
+    return not any(storage.names(join(directory, name), '') for name in generations)
 
 
 def _read_if_there(storage: Storage, key: str) -> bytes | None:

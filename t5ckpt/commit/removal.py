@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 
+from t5ckpt.catalog.layouts import read_sidecar
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -40,6 +41,7 @@ from t5ckpt.format.names import (
     foreign_dir,
     foreign_keys,
     is_file_checksums,
+    is_sidecar,
     parse_leftover,
     replaced_dir,
     step_dir,
@@ -90,7 +92,7 @@ def check_known(
     if has_known_sidecar:
         return
     with contextlib.suppress(CheckpointNotFoundError):
-        sidecar = newer_format(storage.read(join(directory, SIDECAR)))
+        sidecar = newer_format(read_sidecar(storage, directory))
         if sidecar is not None:
             raise _newer(storage, directory, 'sidecar', sidecar, FORMAT)
 
@@ -132,7 +134,7 @@ def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]
             if SIDECAR in keys and _is_unfinished_copy(storage, directory)
             else [key for key in found if key not in known]
         )
-    if MANIFEST in keys and SIDECAR not in keys and _is_another_manifest(storage, join(directory, MANIFEST)):
+    if MANIFEST in keys and not any(map(is_sidecar, keys)) and _is_another_manifest(storage, join(directory, MANIFEST)):
         found.append(MANIFEST)
     return found
 
@@ -183,7 +185,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> N
         storage.delete_tree(name)
         return
     aside = move_aside(storage, name, step, clock, foreign)
-    if SIDECAR in keys or (MANIFEST in keys and MANIFEST not in foreign):
+    if any(map(is_sidecar, keys)) or (MANIFEST in keys and MANIFEST not in foreign):
         kept = {key.partition('/')[0] for key in foreign}
         for entry in storage.entries(aside):
             if entry.name not in kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from t5ckpt.catalog.layouts import read_sidecar
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import did_you_mean
@@ -118,7 +119,7 @@ def known_sidecar(storage: Storage, directory: str) -> Sidecar:
     """A step's sidecar; ``NO_SIDECAR`` if it cannot be read or has a newer format, because retention continues then."""
     key = join(directory, SIDECAR)
     try:
-        data = storage.read(key)
+        data = read_sidecar(storage, directory)
         return NO_SIDECAR if newer_format(data) is not None else decode_sidecar(data, storage.url(key))
     except (StorageError, FileNotFoundError, FormatError):
         return NO_SIDECAR

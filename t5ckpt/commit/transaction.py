@@ -167,14 +167,6 @@ class Transaction(ABC):
     def release(self) -> None:
         """Releases the lock and the lease and keeps the files, for a resumed write or for garbage collection."""
 
-    def _write_sidecar(self, sidecar: bytes | None) -> None:
-        """Replaces the record of the writer by the sidecar, or deletes it."""
-        key = join(self.directory, SIDECAR)
-        if sidecar is None:
-            self.storage.delete_file(key)
-        else:
-            self.storage.write(key, sidecar)
-
     @abstractmethod
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         """See :meth:`commit`."""

@@ -20,7 +20,7 @@ heartbeat: after ten minutes for another writer of the same step, and after an h
 takes the step over first removes the expired record, so its owner, if it still runs, detects the loss. If the manifest exists
 then, the step is committed and gets its steps marker; otherwise its files are removed.
 
-An overwrite in place sets ``replaces`` in its lease, so that garbage collection removes the files that ``commit/swap.py`` left.
+An overwrite in place sets ``replaces`` in its lease, so that garbage collection removes the files that it left.
 A process that takes over such a lease for another purpose does not remove it, but leaves it expired. The same holds for any
 lease whose new owner changes nothing, such as a save that finds the step committed: the step may lack its marker.
 
@@ -29,9 +29,9 @@ not, garbage collection removes the arrays and the lease.
 
 ``commit/lease_time.py`` has the clock by which leases expire.
 
-Notes: on an object store, a process that is stopped for ten minutes in the middle of a save may afterwards write files into a
-step that another process has taken over. Readers then see checksums that do not match. Where directories can be renamed, its
-rename fails, since garbage collection gives the directory another name first.
+Notes: a process that is stopped for longer than its lease cannot be excluded by a lease. On an object store, the condition of the
+manifest's write decides then, see ``commit/by_manifest.py``. Where directories can be renamed, its rename fails, since garbage
+collection gives the directory another name first.
 """
 
 from __future__ import annotations
@@ -159,7 +159,11 @@ class WriteLease:
         owner = dataclasses.replace(new_owner(self.nonce, beat, self._action), replaces=self.replaces)
         record = self._encode(dataclasses.asdict(owner))
         try:
-            self._storage.write(self.key, record)
+            if self._beat == -math.inf and self.nonce in self.key:
+                # The first conditional write of a process shows whether the store checks conditions.
+                self._storage.replace(self.key, record, None)
+            else:
+                self._storage.write(self.key, record)
         except CheckpointNotFoundError:
             if self.nonce not in self.key:
                 raise
@@ -202,6 +206,12 @@ class WriteLease:
         """Returns the owner that overwrote the record; None if it is ours, ``UNKNOWN`` if the record was deleted."""
         owner = read_owner(self._storage, self.key)
         return None if owner is not None and owner.nonce == self.nonce else owner or UNKNOWN
+
+    def actions_of_others(self, step: int) -> set[str]:
+        """Returns the actions of the other live leases of the step."""
+        others = [each for each in write_leases_of(self._storage, step) if each.key != self.key]
+        now = lease_clock(self._storage, self._clock)
+        return {owner.action for owner in _owners(self._storage, others) if not owner.is_dead(now, TAKE_OVER_SECONDS)}
 
     def note_replacement(self) -> None:
         """Records that this owner or a dead one overwrites the step in place."""

@@ -24,6 +24,7 @@ from typing import Any
 from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_within, with_links
 from t5ckpt.commit.begin import resume
 from t5ckpt.commit.occupancy import check_room
+from t5ckpt.commit.superseded import is_of_one_save
 from t5ckpt.commit.transaction import Transaction, writer_facts
 from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.byte_budget import ByteBudget
@@ -282,7 +283,8 @@ class _Copy:
         """The files that an earlier attempt has copied; deletes the other files that it left."""
         found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
         # A temporary directory has only files of this copy. The directory of a step may also have files of other programs.
-        others = set[str]() if work.is_temporary else set(foreign_keys(found))
+        # It and its directories of other saves are left to the commit.
+        others = set[str]() if work.is_temporary else {*foreign_keys(found), *filter(is_of_one_save, found)}
         for name in found.keys() - {*names, SIDECAR} - others:
             self._to.delete_file(join(work.directory, name))
         is_local = self._from.local_path(self._base) is not None

@@ -16,8 +16,7 @@ t5ckpt's names:
     checkpoint_<step>.replaced-<unix>      the old or the new step during a replacement
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
-    checkpoint_<step>/t5ckpt-<hex>/        arrays and file checksums of a step that was overwritten, see ``commit/swap.py``
-    checkpoint_<step>/t5ckpt.<hex>.json    the sidecar of the manifest with this checksum, during such an overwrite
+    checkpoint_<step>/t5ckpt-<hex>/        on object stores, arrays and file checksums of one save; t5ckpt.<hex>.json its sidecar
     held_<step>.<unix>.<who>s<seconds>     a read lease, which keeps the step from being deleted for so long, until that second
     deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
     .t5ckpt/                               on object stores, see ``catalog/step_index.py``
@@ -59,6 +58,7 @@ __all__ = [
     'index_complete',
     'is_file_checksums',
     'is_index_complete',
+    'is_sidecar',
     'is_swap_sidecar',
     'other_marker',
     'parse_damaged',
@@ -107,11 +107,10 @@ _NUMBER = re.compile(r'[0-9]{1,18}')
 _PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*_([0-9]{1,18})')
 _MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})(\.[0-9a-z]{1,32})?')
 _WRITE_LEASE = re.compile(r'(?:\.t5ckpt/busy/|deleting_)(0|[1-9][0-9]{0,17})(?:\.([0-9a-z]{1,32}))?')
-# A chunk in its array's directory; the array's metadata may set '/' as the separator.
+# A chunk in its array's directory; '/' may be the separator.
 _CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
 _NESTED_CHUNK = re.compile(r'[0-9]+([./][0-9]+)*')
 _ARRAY_METADATA = '.zarray'
-# Suffixes of files that t5ckpt or TensorStore is writing.
 PARTIAL_SUFFIX = '.__partial'
 _PARTIAL = (PARTIAL_SUFFIX, '.__lock')
 
@@ -319,11 +318,7 @@ def is_file_checksums(name: str) -> bool:
 
 
 def generation_dir(nonce: str) -> str:
-    """The directory, in that of a step, with the arrays and file checksums of a checkpoint that replaced another in place.
-
-    Args:
-      nonce: 16 hexadecimal digits that no other overwrite has.
-    """
+    """The directory, in that of a step, of one save on an object store; ``nonce`` is 16 hexadecimal digits of no other save."""
     return f't5ckpt-{nonce}'
 
 
@@ -334,7 +329,7 @@ def generation_of(key: str) -> str:
 
 
 def sidecar_of(manifest_checksum: str) -> str:
-    """The name of the sidecar of the manifest with this xxh3-64, while ``t5ckpt.json`` may be that of another manifest."""
+    """The name of the sidecar of the manifest with this xxh3-64, on an object store."""
     return f't5ckpt.{manifest_checksum}.json'
 
 
@@ -343,16 +338,21 @@ def is_swap_sidecar(name: str) -> bool:
     return _SIDECAR_OF.fullmatch(name) is not None
 
 
+def is_sidecar(name: str) -> bool:
+    """Whether a name is that of a sidecar."""
+    return name == SIDECAR or is_swap_sidecar(name)
+
+
 def superseded(keys: Collection[str], known: Collection[str]) -> set[str]:
-    """The files in a step's directory that belong to another checkpoint, before or after an overwrite in place.
+    """The files in a step's directory that belong to another checkpoint, or to a save that was not committed.
 
     Args:
       keys: all files of the directory, relative to it.
-      known: the files of the current checkpoint, from its file checksums and its sidecar.
+      known: the files of the current checkpoint, from its file checksums and its sidecar, and the sidecar.
     """
     if not any(generation_of(key) or is_swap_sidecar(key) for key in keys):
         return set()
-    fixed = {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED, *known, *foreign_keys(keys)}
+    fixed = {MANIFEST, PINNED, DATASET_REMOVED, *known, *foreign_keys(keys)}
     return {key for key in keys if key not in fixed and not key.startswith(f'{TRAIN_DS_PREFIX}-')}
 
 
@@ -371,7 +371,7 @@ def foreign_keys(keys: Iterable[str]) -> list[str]:
       keys: all files of the directory, relative to it.
     """
     there = list(keys)
-    is_step = MANIFEST in there or SIDECAR in there
+    is_step = any(key == MANIFEST or is_sidecar(key) for key in there)
     arrays = {key.removesuffix(f'/{_ARRAY_METADATA}') for key in there if key.endswith(f'/{_ARRAY_METADATA}')}
     # T5X and t5ckpt put every array directly below the step. A manifest may name deeper ones.
     arrays = {array for array in arrays if is_step or '/' not in array}
@@ -385,7 +385,7 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     if top.startswith(f'{TRAIN_DS_PREFIX}-') or is_file_checksums(key):
         return True
     if not slash:
-        return top in (MANIFEST, SIDECAR, PINNED, DATASET_REMOVED) or is_swap_sidecar(top)
+        return top in (MANIFEST, PINNED, DATASET_REMOVED) or is_sidecar(top)
     if generation_of(top):
         # All arrays are directly below it, and t5ckpt wrote all of its files.
         name = key.rpartition('/')[2]

@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.checksum import digest
@@ -92,6 +93,11 @@ class TreeFacts:
     keys: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
     text: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
     stored: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+    def below(self, directory: str) -> TreeFacts:
+        """The facts with the names that the arrays have from the parent of the directory; '' changes nothing."""
+        stored = {join(directory, name): dtype for name, dtype in self.stored.items()}
+        return dataclasses.replace(self, stored=stored)
 
 
 @dataclasses.dataclass(frozen=True)

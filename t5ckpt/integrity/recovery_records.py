@@ -24,7 +24,7 @@ from t5ckpt.format.names import (
     SIDECAR,
     TRAIN_DS_PREFIX,
     is_file_checksums,
-    is_swap_sidecar,
+    is_sidecar,
     superseded,
 )
 from t5ckpt.format.sidecar import decode_sidecar
@@ -85,11 +85,12 @@ class RecoveryRecords:
         self.manifest: Manifest = decode_manifest(self.source[0], located.url)
         there = files_of(located)
         raw = self.source[1]
-        self.sidecar = None if SIDECAR in wrong or not raw else decode_sidecar(raw, SIDECAR)
+        is_wrong = any(map(is_sidecar, wrong))
+        self.sidecar = None if is_wrong or not raw else decode_sidecar(raw, SIDECAR)
         lists = {name for name in (*there, *wrong) if is_file_checksums(name)}
         if self.sidecar is not None:
             lists -= superseded(there, FileChecksums.recorded_by(self.sidecar, SIDECAR))
-        self.had_checksums = bool(lists) or SIDECAR in wrong or self.sidecar is not None
+        self.had_checksums = bool(lists) or is_wrong or self.sidecar is not None
         self.unusable_lists = lists & wrong
         is_lost = self.had_checksums and self.sidecar is None
         self.rebuilt = self.unusable_lists | ({SIDECAR} if is_lost else set[str]())
@@ -208,7 +209,7 @@ def _is_standard(zarray: Mapping[str, Any] | None) -> bool:
 
 def is_own(name: str) -> bool:
     """Whether a file is metadata of the checkpoint, and not of an array or an iterator."""
-    return name in {MANIFEST, SIDECAR, PINNED, DATASET_REMOVED} or is_file_checksums(name) or is_swap_sidecar(name)
+    return name in {MANIFEST, PINNED, DATASET_REMOVED} or is_file_checksums(name) or is_sidecar(name)
 
 
 def files_of(located: Located) -> list[str]:

@@ -177,6 +177,8 @@ class _RepairWriter:
         except StepTakenError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
         work.replaces = in_place
+        # The manifest of the damaged checkpoint names the files.
+        work.generation = ''
         with work:
             with Identity.now(self._located).told():
                 files = self._fill(work)

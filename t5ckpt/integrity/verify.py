@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt.catalog.layouts import sidecars_in
 from t5ckpt.catalog.locate import Located, locate, with_links
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
@@ -133,7 +134,7 @@ def locate_or_broken(
         if step is not None:
             parent, name = os.fspath(path), step_dir(step)
         outer = open_storage(parent, storage_options)
-        if outer.kind(join(name, SIDECAR)) != 'file':
+        if not sidecars_in(outer, name):
             raise
         return Located(outer, name, MANIFEST, parse_step_dir(name))
 

@@ -8,10 +8,11 @@ import errno
 from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
+from t5ckpt.catalog.layouts import sidecars_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, T5CkptError
-from t5ckpt.format.names import SIDECAR
+from t5ckpt.format.names import SIDECAR, is_sidecar
 from t5ckpt.format.safetensors import is_tensor_file
 
 __all__ = ['Identity']
@@ -40,7 +41,9 @@ class Identity:
     @classmethod
     def now(cls, located: Located) -> Identity:
         """The identity of the current checkpoint, for readers that do not use ``read_contents``."""
-        names = (located.manifest, SIDECAR) if located.manifest else ()
+        names = [located.manifest, SIDECAR] if located.manifest else []
+        if names and not located.storage.renames:
+            names[1:] = sidecars_in(located.storage, located.directory)
         found = {name: located.storage.version(join(located.directory, name)) for name in names}
         return cls(located, {name: version for name, version in found.items() if version is not None})
 
@@ -94,8 +97,8 @@ class Identity:
             # Each file can be replaced separately.
             return self.versions
         # A directory is replaced as a whole. In a bucket, an equal manifest has an equal version, so the sidecar is compared.
-        is_bucket = SIDECAR in self.versions and not self._is_directory
-        return self.versions.keys() & {SIDECAR if is_bucket else self.located.manifest}
+        sidecars = [] if self._is_directory else [name for name in self.versions if is_sidecar(name)]
+        return self.versions.keys() & {sidecars[0] if sidecars else self.located.manifest}
 
     def check(self, doing: str, cause: Exception | None = None) -> None:
         """Checks that the checkpoint is still the one that was opened.

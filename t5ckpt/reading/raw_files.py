@@ -1,7 +1,7 @@
 """Reads the manifest, the sidecar and the file checksums of a located checkpoint, undecoded.
 
-While a step is overwritten in place, and after a crash until garbage collection, ``t5ckpt.json`` may belong to another manifest.
-The sidecar of the manifest then has another name, see ``commit/swap.py``.
+The sidecar is ``t5ckpt.json`` in a directory, and ``t5ckpt.<checksum of the manifest>.json`` on an object store, see
+``commit/by_manifest.py``. Each is read in the other place, too: copies and earlier versions have other names.
 
 Notes: computes one checksum of the manifest, and sends one request per file unless manifest and sidecar do not match.
 """
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from t5ckpt.catalog.layouts import sidecars_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums
-from t5ckpt.format.names import SIDECAR, is_file_checksums, is_swap_sidecar, sidecar_of
+from t5ckpt.format.names import SIDECAR, is_file_checksums, is_sidecar, sidecar_of
 from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.format.sidecar import NO_SIDECAR, decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -65,12 +66,6 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
     for _ in range(_OVERWRITES):
         if raw.manifest is None or raw.sidecar is None or is_sidecar_of(raw.manifest, raw.sidecar):
             break
-        name = sidecar_of(digest(raw.manifest))
-        if storage.is_file(join(directory, name)):
-            with contextlib.suppress(CheckpointNotFoundError):
-                versions = {located.manifest: raw.versions[located.manifest]}
-                raw = dataclasses.replace(raw, sidecar=files.read(name), versions=versions)
-                break
         before, raw = raw, _read_pair(located, files)
         if raw == before:
             # The checkpoint is damaged, which its decoder reports.
@@ -79,16 +74,38 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
 
 
 def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
-    """The manifest and ``t5ckpt.json``, which may be of two checkpoints while one is replaced."""
-    storage, versions = located.storage, dict[str, Any]()
-    manifest, versions[located.manifest] = files.read_with_version(located.manifest)
-    sidecar = None
+    """The manifest and its sidecar, or another one if there is only that: while a checkpoint is replaced, or if it is damaged."""
+    storage = located.storage
+    manifest, version = files.read_with_version(located.manifest)
+    versions, other = {located.manifest: version}, None
+    own = sidecar_of(digest(manifest))
+    for name in (SIDECAR, own) if storage.renames else (own, SIDECAR):
+        found = _sidecar_if_there(files, name)
+        if found is not None and is_sidecar_of(manifest, found[0]):
+            return RawFiles(manifest, found[0], None, {**versions, name: found[1]})
+        if found is not None:
+            other = name, *found
+    if other is None:
+        # If the manifest is damaged, its sidecar has the checksum that it had.
+        for name in sidecars_in(storage, located.directory):
+            found = _sidecar_if_there(files, name)
+            other = None if found is None else (name, *found)
+    return (
+        RawFiles(manifest, None, None, versions)
+        if other is None
+        else RawFiles(manifest, other[1], None, {**versions, other[0]: other[2]})
+    )
+
+
+def _sidecar_if_there(files: CheckpointFiles, name: str) -> tuple[bytes, Any] | None:
     # In a bucket the read itself reports a missing file. In a directory it reports one that was deleted since.
-    missing = () if storage.renames else (CheckpointNotFoundError,)
-    with contextlib.suppress(*missing):
-        if missing or storage.is_file(join(located.directory, SIDECAR)):
-            sidecar, versions[SIDECAR] = files.read_with_version(SIDECAR)
-    return RawFiles(manifest, sidecar, None, versions)
+    if files.storage.renames:
+        is_there = files.storage.is_file(join(files.directory, name))
+        return files.read_with_version(name) if is_there else None
+    try:
+        return files.read_with_version(name)
+    except CheckpointNotFoundError:
+        return None
 
 
 def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None) -> dict[str, bytes]:
@@ -107,18 +124,22 @@ def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None)
     return found
 
 
-def sidecar_name(manifest: bytes, names: Container[str]) -> str:
-    """The file with the sidecar of a manifest, among those of the step's directory."""
-    name = sidecar_of(digest(manifest))
-    return name if name in names else SIDECAR
+def sidecar_name(manifest: bytes, names: Collection[str]) -> str:
+    """The file with the sidecar of a manifest, among those of the step's directory.
+
+    If the manifest is damaged, it is the only sidecar; if there is none, ``t5ckpt.json``.
+    """
+    own, there = sidecar_of(digest(manifest)), [name for name in names if is_sidecar(name)]
+    return own if own in there else there[0] if len(there) == 1 else SIDECAR
 
 
 def find_sidecar(files: CheckpointFiles, manifest: str, names: Collection[str]) -> str:
     """As :func:`sidecar_name`, for a manifest that was not read yet; it is read only if the directory has several sidecars."""
-    if any(map(is_swap_sidecar, names)):
+    there = [name for name in names if is_sidecar(name)]
+    if len(there) > 1:
         with contextlib.suppress(T5CkptError):
-            return sidecar_name(files.read(manifest), names)
-    return SIDECAR
+            return sidecar_name(files.read(manifest), there)
+    return there[0] if len(there) == 1 else SIDECAR
 
 
 def is_sidecar_of(manifest: bytes, sidecar: bytes | None) -> bool:

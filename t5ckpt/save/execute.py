@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -199,25 +198,14 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
     )
     report = write_arrays(write_job, job.staging)
     for name, data in job.dataset.items():
-        parent = name.rpartition('/')[0]
-        if parent:
-            request.storage.make_dir(join(directory, parent))
-        request.storage.write(join(directory, name), data)
-    report = _below(generation, report)
+        # T5X reads the positions in the step's directory.
+        key = join(started['directory'], name)
+        if '/' in name:
+            request.storage.make_dir(key.rpartition('/')[0])
+        request.storage.write(key, data)
+    report = report.below(generation)
     files = report.digests | {name: entry_of(data) for name, data in job.dataset.items()}
     return report, write_checksums(request.storage, directory, request.round.processes.index, files)
-
-
-def _below(generation: str, report: WriteReport) -> WriteReport:
-    """The report with the arrays and files as the manifest and the file checksums name them."""
-    if not generation:
-        return report
-    arrays = {
-        path: dataclasses.replace(array, location=join(generation, array.location))
-        for path, array in report.arrays.items()
-    }
-    digests = {join(generation, name): entry for name, entry in report.digests.items()}
-    return dataclasses.replace(report, arrays=arrays, digests=digests)
 
 
 def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
@@ -263,9 +251,8 @@ def _check_step(request: SaveRequest, table: LeafTable) -> None:
 
 def _known(job: PreparedSave, generation: str) -> Sidecar:
     """The fields of the sidecar that do not depend on the files."""
-    stored = {join(generation, directory): dtype for directory, dtype in job.facts.stored.items()}
     return Sidecar(
-        dataclasses.replace(job.facts, stored=stored),
+        job.facts.below(generation),
         devices=job.devices if job.devices > 1 else None,
         custom_metadata=job.request.call.custom_metadata,
         metrics=job.request.call.metrics,

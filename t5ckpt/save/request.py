@@ -59,7 +59,7 @@ class SaveRequest:
 
         Raises:
           StepKeptError: it is pinned, or a reader holds it. The commit checks again, since the save may take long.
-          CheckpointExistsError: it cannot be replaced by one write, see ``commit/swap.py``.
+          CheckpointExistsError: it cannot be replaced by one write, see ``commit/superseded.py``.
         """
         storage, directory = self.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):

@@ -153,8 +153,8 @@ def _begin(request: StreamRequest, plan: SavePlan) -> Transaction:
 
 def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) -> int:
     """Writes everything and commits; returns the bytes of all files."""
-    storage, directory = request.storage, work.directory
-    taken = _take(request, plan.writes, work)
+    storage, directory = request.storage, join(work.directory, work.generation)
+    taken = _take(request, plan.writes, directory)
     rest = tuple(write for write in plan.writes if write.path not in taken.writes)
     staging = Staging(dataclasses.replace(plan, writes=rest), StagingMode.AUTO, request.budget_bytes)
     staging.start()
@@ -164,13 +164,14 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
         report,
         arrays=report.arrays | {path: write.array for path, write in taken.writes.items()},
         digests=report.digests | taken.digests,
-    )
+    ).below(work.generation)
     _write_files(request, work)
     digests = report.digests | {name: entry_of(data) for name, data in request.files.items()}
     manifest = _manifest_bytes(staging, report, storage.driver)
-    files = {MANIFEST: entry_of(manifest), file_checksums_name(0): write_checksums(storage, directory, 0, digests)}
+    checksums = write_checksums(storage, directory, 0, digests)
+    files = {MANIFEST: entry_of(manifest), join(work.generation, file_checksums_name(0)): checksums}
     counts = {'bytes': report.file_bytes, 'files': len(report.digests)}
-    known = dataclasses.replace(request.sidecar, tree=plan.facts, source=request.source or {})
+    known = dataclasses.replace(request.sidecar, tree=plan.facts.below(work.generation), source=request.source or {})
     try:
         locations = [array.location for array in report.arrays.values()] + _parents(request.files)
         work.commit(manifest, encode_sidecar(work.sidecar(known, counts, files)), locations)
@@ -200,7 +201,7 @@ def _progress_after(progress: Progress | None, before: int) -> Progress | None:
     return None if progress is None else lambda done, total: progress(before + done, before + total)
 
 
-def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Transaction) -> _Taken:
+def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str) -> _Taken:
     """Takes the leaves whose files a killed write left here, and links those of other checkpoints."""
     taken = _Taken()
     total = sum(write.array.nbytes for write in writes)
@@ -208,32 +209,32 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], work: Transactio
         leaf = write.leaf
         array = linkable_array(leaf, write) if isinstance(leaf, LinkedArray) else None
         planned = write if array is None else dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
-        files = _files_here(work, planned)
+        files = _files_here(request.storage, directory, planned)
         if files is None and isinstance(leaf, LinkedArray) and array is not None:
-            files = link_or_copy_chunks(leaf, planned, work.storage, work.directory)
+            files = link_or_copy_chunks(leaf, planned, request.storage, directory)
         if files is None:
             continue
-        taken.add(_with_codec(work, planned), files)
+        taken.add(_with_codec(request.storage, directory, planned), files)
         if request.progress is not None:
             request.progress(taken.array_bytes, total)
     return taken
 
 
-def _files_here(work: Transaction, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
+def _files_here(storage: Storage, directory: str, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
     """All files of a leaf with their digests, or None if one is missing."""
-    storage, names = work.storage, write.files(with_metadata=True)
-    sizes = {name: storage.size(join(work.directory, name)) for name in names}
+    names = write.files(with_metadata=True)
+    sizes = {name: storage.size(join(directory, name)) for name in names}
     if any(size is None for size in sizes.values()):
         return None
     if write.array.metadata['compressor'] is None and any(sizes[name] != write.chunk_bytes for name in names[1:]):
         return None
-    return {name: entry_of(data) for name in names for data in [storage.read(join(work.directory, name))]}
+    return {name: entry_of(data) for name in names for data in [storage.read(join(directory, name))]}
 
 
-def _with_codec(work: Transaction, write: ArrayWrite) -> ArrayWrite:
+def _with_codec(storage: Storage, directory: str, write: ArrayWrite) -> ArrayWrite:
     """The write with the codec of its existing ``.zarray``, if the plan leaves the choice to the data."""
     if write.array.metadata['compressor'] != AUTO:
         return write
-    zarray = json.loads(work.storage.read(join(work.directory, write.array.location, '.zarray')))
+    zarray = json.loads(storage.read(join(directory, write.array.location, '.zarray')))
     metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
     return dataclasses.replace(write, array=dataclasses.replace(write.array, metadata=metadata))

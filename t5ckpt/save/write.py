@@ -82,6 +82,15 @@ class WriteReport:
         """Bytes of all files."""
         return sum(size for size, _ in self.digests.values())
 
+    def below(self, directory: str) -> WriteReport:
+        """The report with the names that arrays and files have from the parent of the directory; '' changes nothing."""
+        arrays = {
+            path: dataclasses.replace(array, location=join(directory, array.location))
+            for path, array in self.arrays.items()
+        }
+        digests = {join(directory, name): entry for name, entry in self.digests.items()}
+        return dataclasses.replace(self, arrays=arrays, digests=digests) if directory else self
+
 
 @dataclasses.dataclass(frozen=True)
 class WriteJob:

@@ -172,7 +172,8 @@ class Storage(ABC):
     def replace(self, key: str, data: bytes, version: Any) -> Any:
         """Writes a key if it still has this ``version``. Returns the new version, or None if it has another one.
 
-        Object stores compare and write in one request if they can, other storages in two operations.
+        The version None creates a key. Object stores compare and write in one request if they can, other storages in two
+        operations.
         """
         if self.version(key) != version:
             return None
@@ -235,6 +236,15 @@ class Storage(ABC):
     @abstractmethod
     def delete_file(self, key: str) -> None:
         """Removes a key; does nothing if it does not exist."""
+
+    def delete_unchanged(self, key: str, version: Any) -> bool:
+        """Removes a key that was just read with this version; returns False if it was replaced or removed since then.
+
+        Only storages that compare and remove in one request compare (Google's).
+        """
+        del version
+        self.delete_file(key)
+        return True
 
     def delete_files(self, keys: Sequence[str]) -> None:
         """Removes many keys, with concurrent requests where possible."""

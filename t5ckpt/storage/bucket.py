@@ -20,6 +20,7 @@ from t5ckpt.core.text import counted
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage._key_ranges import after, gaps
 from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.conditional_writes import ABSENT, ConditionalWrites
 from t5ckpt.storage.connection import NOTHING, Connection
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, bucket_errors, map_bucket_error
 from t5ckpt.storage.file_cache import CachedFile, FileCache
@@ -40,6 +41,8 @@ class BucketStorage(Storage):
     renames = False
     _lists_truly = True
     """Whether an empty listing means that there are no keys."""
+    _compares_deletions = False
+    """Whether TensorStore and the server compare the version in the request that deletes."""
 
     def __init__(self, bucket: str, prefix: str, connection: Connection, cache: FileCache | None = None):
         """Takes the bucket, the prefix, and the connection, which belongs to this storage; sends nothing."""
@@ -48,6 +51,7 @@ class BucketStorage(Storage):
         self._bucket = bucket
         self._prefix = prefix.strip('/')
         self._connection = connection
+        self._conditional = ConditionalWrites(connection)
         connection.url = self.url()
         connection.probe_key = self._key(_PROBE)
         # Whether the bucket is known to exist.
@@ -160,18 +164,33 @@ class BucketStorage(Storage):
                 raise
 
     def replace(self, key: str, data: bytes, version: Any) -> Any:
+        if self._conditional.is_ignored:
+            return super().replace(key, data, version)
         try:
-            with bucket_errors(self.url(key)):
-                request = self._kvstore().write(self._key(key), data, if_equal=version)
-                written = self._connection.wait(request, is_conditional=True).generation
+            written = self._conditional.write(self._key(key), data, ABSENT if version is None else version)
         except AccessDeniedError:
             raise
         except StorageError:
+            if self._conditional.is_ignored:
+                return super().replace(key, data, version)
             if not self._holds(key, data):
                 raise
             written = b''
         # If the first attempt was applied and its reply was lost, the retry finds its own version.
         return written or (self.version(key) if self._holds(key, data) else None)
+
+    def delete_unchanged(self, key: str, version: Any) -> bool:
+        if not self._compares_deletions or self._conditional.is_ignored:
+            return super().delete_unchanged(key, version)
+        try:
+            return bool(self._conditional.write(self._key(key), None, version)) or not self.is_file(key)
+        except AccessDeniedError:
+            raise
+        except StorageError:
+            # The reply may have been lost.
+            if self.is_file(key):
+                raise
+            return True
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:

@@ -41,6 +41,7 @@ class GcsStorage(BucketStorage):
     driver = 'gcs'
     orbax_commits = True
     _lists_truly = False
+    _compares_deletions = True
 
     def __init__(self, bucket: str, prefix: str, options: GcsOptions):
         """Takes the bucket, the prefix and the options."""

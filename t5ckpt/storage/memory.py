@@ -35,6 +35,7 @@ class MemoryStorage(BucketStorage):
 
     is_shared = False
     driver = 'file'
+    _compares_deletions = True
 
     def __init__(self, bucket: str, prefix: str):
         """Takes the name of the store and the prefix."""

@@ -36,7 +36,9 @@ class S3Storage(BucketStorage):
 
     def __init__(self, bucket: str, prefix: str, options: S3Options, environ: Mapping[str, str] = os.environ):
         """Takes the bucket, the prefix and the options; the environment replaces missing options."""
-        spec: dict[str, Any] = {'driver': 's3', 'bucket': bucket, 'requester_pays': options.requester_pays}
+        # TensorStore would send a HEAD before each conditional write to an endpoint that is not Amazon's.
+        spec: dict[str, Any] = {'driver': 's3', 'bucket': bucket, 'use_conditional_write': True}
+        spec['requester_pays'] = options.requester_pays
         endpoint, region = s3_endpoint(options, environ), s3_region(options, environ)
         if endpoint is not None:
             spec['endpoint'] = endpoint

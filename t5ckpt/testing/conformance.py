@@ -126,6 +126,12 @@ class StorageConformance:
         _check(self.raw(storage, 'r/a') == b'second', 'replace wrote something else')
         _check(storage.replace('r/none', b'x', first) is None, 'replace wrote a key that is not there')
         _check(self.raw(storage, 'r/none') is None, 'replace wrote a key that is not there')
+        made = storage.replace('r/new', b'x', None)
+        _check(made is not None and made == storage.version('r/new'), 'replace did not create a key')
+        _check(storage.replace('r/new', b'y', None) is None, 'replace created a key that is there')
+        _check(self.raw(storage, 'r/new') == b'x', 'replace created a key that is there')
+        _check(storage.delete_unchanged('r/new', made), 'delete_unchanged did not delete a key that is unchanged')
+        _check(self.raw(storage, 'r/new') is None, 'delete_unchanged did not delete a key that is unchanged')
 
     def test_locks_exclude_each_other(self, tmp_path: pathlib.Path) -> None:
         """A lock has one owner at a time."""

@@ -82,6 +82,10 @@ class FaultyStorage(Storage):
         self._count('replace', key)
         return self._inner.replace(key, data, version)
 
+    def delete_unchanged(self, key: str, version: Any) -> bool:
+        self._count('delete_unchanged', key)
+        return self._inner.delete_unchanged(key, version)
+
     def direct_bytes(self, *, in_background: bool) -> int | None:
         return self._inner.direct_bytes(in_background=in_background)
 

@@ -16,6 +16,7 @@ from support.schedules import Killed, Schedule, kills, run_schedule, schedules
 
 import t5ckpt
 from t5ckpt.catalog.listing import steps_in
+from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.begin import begin
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import delete_step, hide_checkpoint, remove_hidden, rename_damaged
@@ -27,6 +28,7 @@ from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.commit.write_lease import BeingWrittenError, StepTakenError, acquire_lease
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import busy_key, deleting_file, index_complete, read_lease_file
+from t5ckpt.integrity.verify import verify_located
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -122,6 +124,7 @@ _KILLED_DELETER = """
 import sys, time
 from support.faultshim import KILL, RENAME, WRITE, Shim
 from t5ckpt.commit.deletion import delete_step
+from t5ckpt.integrity.verify import verify_located
 from t5ckpt.storage import open_storage
 place, kind = sys.argv[1], {'write': WRITE, 'rename': RENAME}[sys.argv[2]]
 # The first change that a deletion makes is its lease.
@@ -198,9 +201,10 @@ def test_who_takes_a_lease_over_and_finishes_nothing_leaves_a_record(act):
     assert write_leases_of(run, 1) == []
 
 
-# --- every order of two processes' operations ------------------------------------------------------------------------
+# The manifest, the sidecar, the file checksums, and a metadata file and a chunk.
+FILES = 5
 
-FILES = ('checkpoint', 't5ckpt.json', 'integrity.0.json', 'w/.zarray', 'w/0')
+# --- every order of two processes' operations ------------------------------------------------------------------------
 
 
 def clock_of(storage):
@@ -217,35 +221,17 @@ def read(storage):
     with read_lease(storage, 1, 600, clock_of(storage)) as is_there:
         if not is_there:
             return 'gone'
-        chunk = storage.read('checkpoint_1/w/0')
-        for name in FILES:
-            storage.read(f'checkpoint_1/{name}')
-        for name in storage.names('checkpoint_1', 'train_ds'):
-            storage.read(f'checkpoint_1/{name}')
-        assert storage.read('checkpoint_1/w/0') == chunk, 'another checkpoint took its place'
+        manifest = storage.read('checkpoint_1/checkpoint')
+        for key in [key for key, _ in storage.walk('checkpoint_1')]:
+            storage.read(key)
+        assert storage.read('checkpoint_1/checkpoint') == manifest, 'another checkpoint took its place'
         return 'read'
 
 
 def save(storage, *, overwrite=False):
-    source = open_storage('memory://t5ckpt-test-leases/run')
-    files = {name: source.read(f'checkpoint_1/{name}') for name in FILES}
-    try:
-        _, index = collect(storage, clock_of(storage))
-        work = begin(storage, 1, clock_of(storage), writer_facts(), index)
-    except StepTakenError:
-        return 'skipped'
-    work.replaces = overwrite
-    try:
-        for name in FILES[2:]:
-            storage.make_dir(f'{work.directory}/w')
-            storage.write(f'{work.directory}/{name}', files[name] + (b'x' if overwrite and name == 'w/0' else b''))
-        work.commit(files['checkpoint'], files['t5ckpt.json'], [])
-    except BaseException as error:
-        work.rollback()
-        if isinstance(error, StepTakenError):
-            return 'skipped'
-        raise
-    return 'saved'
+    state = {'w': np.full(64, 2.0 if overwrite else 1.0)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=storage, inline_bytes=0, clock=clock_of(storage)) as ck:
+        return 'skipped' if ck.save(state, step=1, overwrite=overwrite) is None else 'saved'
 
 
 def overwrite(storage):
@@ -327,7 +313,10 @@ def check(storage, actors, found):
     left = {key for key, _ in storage.walk('')}
     of_step = {key for key in left if key.startswith('checkpoint_1/')} - {'checkpoint_1/PINNED'}
     of_step = {key for key in of_step if 'train_ds' not in key and 'DATASET_REMOVED' not in key}
-    assert of_step == ({f'checkpoint_1/{name}' for name in FILES} if is_there else set())
+    assert len(of_step) == (FILES if is_there else 0), of_step
+    assert (
+        not is_there or verify_located(Located(storage, 'checkpoint_1', 'checkpoint', 1), full=True, progress=None).ok
+    )
     assert not [key for key in left if any(word in key for word in ('busy', 'deleting_', 'held_'))]
     assert storage.renames or ('.t5ckpt/steps/1' in left) is is_there
     # A pin that was killed is in nobody's way.
@@ -490,6 +479,7 @@ _DELETER = """
 import sys, time
 from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.integrity.verify import verify_located
 from t5ckpt.storage import open_storage
 storage, steps = open_storage(sys.argv[1]), range(int(sys.argv[2]))
 print('ready', flush=True)
@@ -517,6 +507,7 @@ def test_deleters_and_readers_in_processes_of_their_own(bucket):
     for process in deleters:
         assert process.stdout.readline() == 'ready\n'
     begin_all, failures, held = threading.Barrier(4), [], set()
+    names = [[key for key, _ in open_storage(place).walk(f'checkpoint_{step}')] for step in range(count)]
 
     def reader(offset):
         storage = open_storage(place)
@@ -527,8 +518,8 @@ def test_deleters_and_readers_in_processes_of_their_own(bucket):
                     if is_there:
                         held.add(step)
                         for _ in range(3):
-                            for name in FILES:
-                                storage.read(f'checkpoint_{step}/{name}')
+                            for key in names[step]:
+                                storage.read(key)
             except (T5CkptError, OSError) as error:
                 failures.append((step, error))
 
@@ -550,5 +541,5 @@ def test_deleters_and_readers_in_processes_of_their_own(bucket):
     assert failures == []
     assert set(left) <= held
     keys = {key for key, _ in storage.walk('')}
-    expected = {f'checkpoint_{step}/{name}' for step in left for name in FILES}
+    expected = {key for step in left for key in names[step]}
     assert keys == expected | {f'.t5ckpt/steps/{step}' for step in left} | {index_complete(storage.url())}

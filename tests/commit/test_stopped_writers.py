@@ -1,18 +1,22 @@
 """A writer that is stopped for longer than its lease, between its last look at the lease and its commit."""
 
+import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 import uuid
 
+import numpy as np
 import pytest
 
 import t5ckpt
+from t5ckpt.commit.begin import begin as begin_transaction
 from t5ckpt.commit.garbage_collection import collect_leftovers
 from t5ckpt.commit.lease_owner import process_facts
-from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.commit.write_lease import AlreadyCommittedError
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -77,34 +81,183 @@ def test_where_directories_are_renamed_it_comes_too_late(is_saved, tmp_path):
 
 
 class Elsewhere(FaultyStorage):
-    """The storage as a process of another machine sees it, which is stopped before it writes a file."""
+    """The storage as a process of another machine sees it, which is stopped before it writes a file of the step."""
 
     def __init__(self, inner, stops_at, stop):
         super().__init__(inner)
-        self._stops_at = f'checkpoint_1/{stops_at}'
+        self._stops_at = stops_at
         self._stop = stop
 
-    def write(self, key, data):
-        if key == self._stops_at:
+    def _seen(self, key, data):
+        if key.startswith('checkpoint_1/') and key.endswith(self._stops_at):
             self._stop()
-        super().write(key, data.replace(process_facts()['place'].encode(), b'elsewhere'))
+        is_lease = b'"digests"' not in data
+        return data.replace(process_facts()['place'].encode(), b'elsewhere') if is_lease else data
+
+    def write(self, key, data):
+        super().write(key, self._seen(key, data))
+
+    def replace(self, key, data, version):
+        return super().replace(key, self._seen(key, data), version)
 
     def try_lock(self, key):
         return super().try_lock(f'elsewhere/{key}')
 
 
-@pytest.mark.parametrize('stops_at', ['checkpoint', 't5ckpt.json'])
-def test_in_place_what_it_writes_is_seen_not_to_match(stops_at):
-    """Nothing excludes it there, see docs/storage.md; a reader does not take the mixture for a checkpoint."""
+def stopped(stops_at, stop, value=1.0):
+    """A save that is stopped before it writes a file, by a process that acts then."""
     run, clock = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
 
-    def stop():
-        clock.advance(601)
-        assert save(run, 2.0, clock).step == 1
+    def act():
+        clock.advance(4000)
+        stop(run, clock)
 
-    late = save(Elsewhere(run, stops_at, stop), 1.0, clock)
-    # It looks at its lease between the two files.
-    assert (late is None) is (stops_at == 't5ckpt.json')
-    with pytest.raises(CorruptCheckpointError, match=r't5ckpt\.json'):
-        t5ckpt.load_t5x_checkpoint(run.url())
-    assert not t5ckpt.verify(run.url()).ok
+    return run, clock, save(Elsewhere(run, stops_at, act), value, clock)
+
+
+def is_whole(run, value):
+    assert t5ckpt.all_steps(run.url()) == [1]
+    assert t5ckpt.load_t5x_checkpoint(run.url())['w']['0'] == value
+    assert t5ckpt.verify(run.url(), full=True).ok
+    return True
+
+
+@pytest.mark.parametrize('value', [1.0, 2.0])
+@pytest.mark.parametrize('stops_at', ['/checkpoint', '.json', 'integrity.0.json'])
+def test_in_place_the_first_manifest_counts(stops_at, value):
+    """Another process has saved the step meanwhile. Its checkpoint stays; also where both have the same manifest."""
+    run, clock, late = stopped(stops_at, lambda run, clock: save(run, value, clock))
+    assert late is None
+    assert is_whole(run, value)
+    save(run, 3.0, clock)
+    assert is_whole(run, value)
+
+
+@pytest.mark.parametrize('stops_at', ['/checkpoint', '.json', 'integrity.0.json'])
+def test_in_place_after_garbage_collection(stops_at):
+    """Nobody else has saved the step, but the files of the stopped writer are gone: it is not told that it has saved."""
+    run, clock, late = stopped(stops_at, collect_leftovers)
+    assert late is None
+    assert t5ckpt.all_steps(run.url()) == []
+    save(run, 2.0, clock)
+    assert is_whole(run, 2.0)
+
+
+def test_in_place_two_writers_at_once():
+    """The other has taken the step over and not committed: the first manifest counts, and has all of its files."""
+    found = []
+
+    def begin(run, clock):
+        found.append(begin_transaction(run, 1, clock, {'pid': 1}, None))
+
+    run, _, late = stopped('/checkpoint', begin)
+    assert late.step == 1
+    assert is_whole(run, 1.0)
+    with pytest.raises(AlreadyCommittedError):
+        commit_as(found[0], {'w': [2.0]})
+    found[0].rollback()
+    assert is_whole(run, 1.0)
+
+
+def commit_as(work, state):
+    """Commits the manifest of another save of the state."""
+    source = open_storage(f'memory://{uuid.uuid4().hex}/run')
+    with t5ckpt.Checkpointer(state, checkpoints_dir=source) as ck:
+        ck.save(state, step=1)
+    manifest = source.read('checkpoint_1/checkpoint')
+    sidecar = next(source.read(key) for key, _ in source.walk('checkpoint_1') if '/t5ckpt.' in key)
+    work.commit(manifest, sidecar, [])
+
+
+# --- two trainers on a bucket, one of them stopped at random ----------------------------------------------------------
+
+_TRAINER = """
+import sys, time
+import numpy as np
+import t5ckpt
+from t5ckpt.commit.lease_owner import process_facts
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
+
+url, name, start = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+
+class Machine(FaultyStorage):
+    # Nobody else sees whether the process has ended, so its leases expire.
+    def _named(self, data):
+        own = process_facts()['place'].encode()
+        return data if b'"digests"' in data else data.replace(own, b'machine %d' % name)
+    def write(self, key, data):
+        super().write(key, self._named(data))
+    def replace(self, key, data, version):
+        return super().replace(key, self._named(data), version)
+
+def clock():
+    # Ten minutes are 1.5 seconds, and no heartbeat comes in time.
+    return start + (time.time() - start) * 400
+
+state = {'w': np.zeros((64, 64), np.float32), 'name': 0}
+with t5ckpt.Checkpointer(state, checkpoints_dir=Machine(open_storage(url)), inline_bytes=64, clock=clock) as ck:
+    print('ready', flush=True)
+    for line in sys.stdin:
+        step = int(line)
+        value = {'w': np.full((64, 64), 2 * step + name, np.float32), 'name': name}
+        try:
+            done = ck.save(value, step=step)
+        except t5ckpt.errors.StorageError as error:
+            done = None
+        print('told' if done is not None else 'dropped', flush=True)
+"""
+
+
+def race(url, rounds, seed):
+    """Both save each step at once, and one of them is stopped somewhere for longer than a lease; who was told, by step."""
+    rng, start, told = random.Random(seed), str(time.time()), []
+    with contextlib.ExitStack() as stack:
+        trainers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, '-c', _TRAINER, url, str(name), start],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for name in (0, 1)
+        ]
+        for trainer in trainers:
+            # A process that is stopped would be waited for.
+            stack.callback(trainer.kill)
+        assert [trainer.stdout.readline() for trainer in trainers] == ['ready\n'] * 2
+        for step in range(rounds):
+            stopped = rng.choice(trainers)
+            order = rng.sample(trainers, 2)
+            for trainer in order:
+                trainer.stdin.write(f'{step}\n')
+                trainer.stdin.flush()
+                time.sleep(rng.choice([0, rng.uniform(0, 0.1)]))
+            time.sleep(rng.uniform(0, 0.15))
+            stopped.send_signal(signal.SIGSTOP)
+            time.sleep(rng.choice([0, 2, 2, 11]) if step else 0)
+            stopped.send_signal(signal.SIGCONT)
+            answers = [trainer.stdout.readline().strip() for trainer in trainers]
+            told.append([name for name in (0, 1) if answers[name] == 'told'])
+        for trainer in trainers:
+            trainer.stdin.close()
+        assert [trainer.wait(60) for trainer in trainers] == [0, 0]
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_trainers_race_for_each_step(bucket):
+    """Each step has the values of one of them, whole, and this one alone was told that it has saved."""
+    rounds, seed = (int(os.environ.get(f'T5CKPT_RACE_{name}', value)) for name, value in (('ROUNDS', 12), ('SEED', 18)))
+    url = bucket.url()
+    told = race(url, rounds, seed)
+    assert t5ckpt.all_steps(url) == list(range(rounds)), (seed, told)
+    for step, names in enumerate(told):
+        found = t5ckpt.load_t5x_checkpoint(url, step)
+        assert names == [int(found['name'])], (seed, step, names)
+        assert np.all(found['w'] == 2 * step + found['name']), (seed, step)
+        report = t5ckpt.verify(url, step, full=True)
+        assert report.ok, (seed, step, report)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import independent_reader, t5x_rules
+from support.states import key_of
 
 import t5ckpt
 from t5ckpt import errors
@@ -146,9 +147,10 @@ def test_verify_finds_damage(bucket):
     checkpointer(url).save(at(1))
     assert t5ckpt.verify(f'{url}/checkpoint_1', full=True).ok
     storage = open_storage(url)
-    chunk = bytearray(storage.read('checkpoint_1/w/0.0'))
+    key = key_of(storage, '/w/0.0')
+    chunk = bytearray(storage.read(key))
     chunk[5] ^= 1
-    storage.write('checkpoint_1/w/0.0', bytes(chunk))
+    storage.write(key, bytes(chunk))
     assert not t5ckpt.verify(f'{url}/checkpoint_1', full=True).ok
 
 
@@ -231,7 +233,7 @@ def test_a_slice_and_a_shard_read_only_their_chunks(bucket):
     _ = view['w'][0, 0]
     requests = bucket.proxy.clear()
     # A look whether the step is still the one that was opened.
-    assert requests[-1].key.endswith('/t5ckpt.json')
+    assert '/t5ckpt.' in requests[-1].key
     passed = [request for request in requests[:-1] if request.kind == 'read']
     assert [request.key.rpartition('/')[2] for request in passed] == ['.zarray', '0.0']
     assert sum(request.received for request in passed) < CHUNK + 500
@@ -388,7 +390,7 @@ def test_a_refused_request_names_bucket_key_and_status(bucket):
         with pytest.raises(errors.AccessDeniedError, match=f'{url}.*403'):
             attempt()
     bucket.proxy.choose = lambda kind, key: '403' if '/w/' in key else None
-    with pytest.raises(errors.AccessDeniedError, match=r'w .*/checkpoint_1/w.*403'):
+    with pytest.raises(errors.AccessDeniedError, match=r'w .*/checkpoint_1/.*/w.*403'):
         checkpointer(url).restore(step=1)
     with pytest.raises(errors.AccessDeniedError, match=r'w in .*/checkpoint_2.*403'):
         checkpointer(url).save(at(2))
@@ -407,8 +409,9 @@ def test_a_server_that_fails_ends_the_wait_in_time(bucket):
 def test_damage_is_an_error(bucket):
     url = bucket.url()
     checkpointer(url).save(at(1))
-    open_storage(url).delete_file('checkpoint_1/w/0.0')
-    with pytest.raises(errors.CorruptCheckpointError, match='checkpoint_1/w'):
+    storage = open_storage(url)
+    storage.delete_file(key_of(storage, '/w/0.0'))
+    with pytest.raises(errors.CorruptCheckpointError, match=r'checkpoint_1/.*/w'):
         checkpointer(url).restore()
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from support.states import key_of
 
 import t5ckpt
 from t5ckpt import errors
@@ -33,7 +34,11 @@ def save(url, state=STATE, step=1, **options):
 
 def gets(bucket):
     """Requests for chunks and `.zarray` since the last call."""
-    return [request for request in bucket.proxy.clear() if re.search(r'/checkpoint_1/[^/]+/', request.key)]
+    return [
+        request
+        for request in bucket.proxy.clear()
+        if re.search(r'/checkpoint_1/t5ckpt-[0-9a-f]{16}/[^/]+/', request.key)
+    ]
 
 
 def opened(url, directory, **options):
@@ -73,9 +78,10 @@ def test_runs_reports_and_repairs_take_options(bucket, tmp_path):
     np.testing.assert_array_equal(run[1]['w'].get(), W)
     assert gets(bucket) == []
     assert t5ckpt.verify(url, full=True, storage_options=options).ok
-    open_storage(url).delete_file('checkpoint_1/w/.zarray')
+    zarray = key_of(open_storage(url), '/w/.zarray')
+    open_storage(url).delete_file(zarray)
     done = t5ckpt.repair(url, tmp_path / 'run', options=t5ckpt.RepairOptions(source_options=options))
-    assert done.rebuilt == ('w/.zarray',)
+    assert done.rebuilt == (zarray.removeprefix('checkpoint_1/'),)
     with pytest.raises(ValueError, match='no option'):
         t5ckpt.verify(url, storage_options={'nothing': 1})
 
@@ -83,8 +89,8 @@ def test_runs_reports_and_repairs_take_options(bucket, tmp_path):
 def without_books(url):
     """As T5X leaves it: nothing says what the chunks are."""
     storage = open_storage(f'{url}/checkpoint_1')
-    for name in ('t5ckpt.json', 'integrity.0.json'):
-        storage.delete_file(name)
+    for key in [key for key, _ in storage.walk('') if key.endswith('.json')]:
+        storage.delete_file(key)
     return storage
 
 
@@ -118,7 +124,7 @@ def test_a_chunk_that_was_replaced_is_seen(bucket, tmp_path):
     storage = without_books(url)
     view = opened(url, tmp_path)
     np.testing.assert_array_equal(view['w'].get(), W)
-    chunk = next(key for key, _ in storage.walk('w') if key.endswith('0.0'))
+    chunk = key_of(storage, '/w/0.0', '')
     storage.write(chunk, bytes(len(storage.read(chunk))))
     assert view['w'][0, 0] == 0
 
@@ -135,7 +141,7 @@ def test_what_the_checkpoint_does_not_list_is_no_copy_of_it(bucket, tmp_path):
 def test_a_chunk_that_is_damaged_or_gone(bucket, tmp_path):
     url = save(bucket.url())
     storage = open_storage(f'{url}/checkpoint_1')
-    chunks = sorted(key for key, _ in storage.walk('w') if not key.endswith('.zarray'))
+    chunks = sorted(key for key, _ in storage.walk('') if re.search(r'/w/[0-9.]+$', key))
     data = bytearray(storage.read(chunks[0]))
     data[7] ^= 1
     storage.write(chunks[0], bytes(data))

@@ -5,6 +5,7 @@ TensorStore talks to the proxy as to the server itself. A fault is decided by a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import http.server
@@ -82,6 +83,8 @@ class Proxy:
         self.watch: Callable[[str, str, bytes], None] = lambda kind, key, body: None
         self.held: list[tuple[str, str, bytes, dict[str, str]]] = []
         self._lock = threading.Lock()
+        # One conditional request at a time: the comparison and the write are two requests to the server.
+        self.comparing = threading.Lock()
         proxy = self
 
         class Handler(_Handler):
@@ -170,10 +173,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._reply(status, [('Content-Type', content_type)], data)
         if fault == 'slow':
             time.sleep(_SLOW_SECONDS)
-        if self._is_outdated():
-            self._note(kind, key, 412, len(body), 0, fault)
-            return self._reply(412, [('Content-Type', 'application/json')], b'{}')
-        reply, data = self._ask_server(body)
+        with self.owner.comparing if 'ifGenerationMatch' in self.path else contextlib.nullcontext():
+            if self._is_outdated():
+                self._note(kind, key, 412, len(body), 0, fault)
+                return self._reply(412, [('Content-Type', 'application/json')], b'{}')
+            reply, data = self._ask_server(body)
         if fault == 'twice':
             self._ask_server(body)
         self._note(kind, key, reply.status, len(body), len(data), fault)
@@ -197,13 +201,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815
 
     def _is_outdated(self) -> bool:
-        """Google's precondition of an upload, which fake-gcs-server does not check."""
+        """Google's precondition of an upload or a deletion, which fake-gcs-server does not check."""
         parts = urllib.parse.urlsplit(self.path)
         query = urllib.parse.parse_qs(parts.query)
         if 'ifGenerationMatch' not in query:
             return False
-        name = urllib.parse.quote(query['name'][0], safe='')
-        self._upstream.request('GET', f'{parts.path.removeprefix("/upload")}/{name}', headers=self._credentials())
+        path = parts.path
+        if 'name' in query:
+            path = f'{path.removeprefix("/upload")}/{urllib.parse.quote(query["name"][0], safe="")}'
+        self._upstream.request('GET', path, headers=self._credentials())
         reply = self._upstream.getresponse()
         data = reply.read()
         found = json.loads(data)['generation'] if reply.status == 200 else '0'

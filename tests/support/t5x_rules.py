@@ -13,7 +13,9 @@ import tensorstore as ts
 
 from support import independent_reader
 
-_SIDECARS = re.compile(r't5ckpt\.json|integrity\.\d+(\..*)?|PINNED|DATASET_REMOVED|train_ds-\d{3,}-of-\d{3,}.*')
+_SIDECARS = re.compile(
+    r't5ckpt(\.[0-9a-f]{16})?\.json|integrity\.\d+(\..*)?|PINNED|DATASET_REMOVED|train_ds-\d{3,}-of-\d{3,}.*'
+)
 _SPEC_KEYS = {'driver', 'dtype', 'kvstore', 'metadata'}
 _METADATA_KEYS = {'shape', 'chunks', 'compressor'}
 
@@ -111,7 +113,8 @@ def check_files(step_dir: pathlib.Path, arrays: set[str]) -> None:
     """No file but those the format knows."""
     for entry in step_dir.iterdir():
         if entry.is_dir():
-            nested = {p.parent.relative_to(step_dir).as_posix() for p in entry.rglob('*') if p.is_file()}
+            files = [p for p in entry.rglob('*') if p.is_file() and not _SIDECARS.fullmatch(p.name)]
+            nested = {p.parent.relative_to(step_dir).as_posix() for p in files}
             assert nested <= arrays, f'stray {sorted(nested - arrays)}'
             assert nested, f'empty directory {entry.name}'
         else:

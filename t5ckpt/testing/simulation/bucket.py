@@ -14,6 +14,7 @@ from typing import Any
 import tensorstore as ts
 
 from t5ckpt.storage.bucket import BucketStorage
+from t5ckpt.storage.conditional_writes import ABSENT
 from t5ckpt.storage.connection import Connection
 from t5ckpt.storage.process_locks import ProcessLock
 from t5ckpt.testing.simulation.scheduler import Decision, active, current_task, wait_until
@@ -44,16 +45,16 @@ class Bucket:
     def put(self, key: str, data: bytes | None, if_equal: bytes | None = None) -> bytes:
         """Writes or, for None, deletes an object; returns its generation, or no bytes if it does not have the expected one.
 
-        As in TensorStore, a generation of one zero byte expects that there is no object.
+        As in TensorStore, the generation ``ABSENT`` expects that there is no object.
         """
         before = self.objects.get(key)
-        if if_equal is not None and if_equal != (b'\0' if before is None else before[1]):
+        if if_equal is not None and if_equal != (ABSENT if before is None else before[1]):
             return b''
         if data is None:
             if before is not None:
                 del self.objects[key]
                 self.changed((key,))
-            return b'\0'
+            return ABSENT
         generation = b'\1%d' % next(self.generations)
         self.objects[key] = (data, generation)
         self.changed((key,))
@@ -112,7 +113,7 @@ class _Client:
         def apply() -> Any:
             found = self._bucket.objects.get(self._prefix + key)
             if found is None:
-                return _read('missing', b'', b'\0')
+                return _read('missing', b'', ABSENT)
             data, generation = found
             if if_not_equal == generation:
                 return _read('unspecified', b'', generation)
@@ -127,7 +128,7 @@ class _Client:
             return types.SimpleNamespace(generation=self._bucket.put(self._prefix + key, data, if_equal))
 
         verb = 'DELETE' if data is None else 'PUT'
-        condition = '' if if_equal is None else ' if it is unchanged' if if_equal != b'\0' else ' if it does not exist'
+        condition = '' if if_equal is None else ' if it is unchanged' if if_equal != ABSENT else ' if it does not exist'
         return _Request(f'{verb} {self._prefix}{key}{condition}', apply, changes=True)
 
     def list(self, keys: Any = None, **_: Any) -> _Request:

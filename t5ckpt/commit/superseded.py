@@ -1,0 +1,70 @@
+"""Removes the files in a step's directory that its manifest does not name, on storage that cannot rename.
+
+They are those of a checkpoint that was overwritten, or of a writer that was killed or came second, see ``commit/by_manifest.py``.
+
+A step with positions of data iterators is not overwritten: T5X reads them from files with fixed names, so no single write
+replaces both the weights and the position (docs/decisions.md). Nor is a step whose sidecar lacks the checksum of its manifest:
+a reader could not distinguish the new sidecar from that of the old checkpoint.
+"""
+
+from __future__ import annotations
+
+from t5ckpt.catalog.locate import Located
+from t5ckpt.commit.removal import keys_below
+from t5ckpt.core.keys import join
+from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError
+from t5ckpt.format.names import MANIFEST, SIDECAR, TRAIN_DS_PREFIX, generation_of, is_swap_sidecar, step_dir, superseded
+from t5ckpt.reading.contents import listed_files
+from t5ckpt.reading.raw_files import is_sidecar_of, read_raw
+from t5ckpt.storage import Storage
+
+__all__ = ['check_replaceable', 'is_of_one_save', 'remove_superseded']
+
+
+def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
+    """Checks that a complete step can be overwritten in place.
+
+    Args:
+      storage: the run, which does not rename.
+      step: the step.
+      has_positions: whether the new checkpoint has positions of data iterators.
+
+    Raises:
+      CheckpointExistsError: it cannot; the message has the reason.
+    """
+    directory = step_dir(step)
+    if has_positions or storage.names(directory, f'{TRAIN_DS_PREFIX}-'):
+        reason = 'with positions of data iterators'
+    else:
+        raw = read_raw(_located(storage, step))
+        if raw.manifest is not None and is_sidecar_of(raw.manifest, raw.sidecar):
+            return
+        reason = f'without a {SIDECAR} that has the checksum of its manifest'
+    raise CheckpointExistsError(
+        f'{storage.url(directory)}: on a storage that cannot rename, a step {reason} is not replaced, because no single write '
+        f'would replace all of it. Call delete({step}) before the save.'
+    )
+
+
+def _located(storage: Storage, step: int) -> Located:
+    return Located(storage, step_dir(step), MANIFEST, step)
+
+
+def is_of_one_save(key: str) -> bool:
+    """Whether a file in a step's directory has a name that no other save of the step gives a file."""
+    return generation_of(key) != '' or is_swap_sidecar(key)
+
+
+def remove_superseded(storage: Storage, step: int) -> None:
+    """Removes the files that do not belong to the current manifest; the caller has the write lease.
+
+    Raises:
+      CorruptCheckpointError: no sidecar has the checksum of the manifest, so its files are unknown.
+      StorageError: a file could not be read or removed.
+    """
+    located = _located(storage, step)
+    raw = read_raw(located, checksums=True)
+    if raw.manifest is None or raw.sidecar is None or not is_sidecar_of(raw.manifest, raw.sidecar):
+        raise CorruptCheckpointError(f'{located.url} has no {SIDECAR} with the checksum of its manifest.')
+    doomed = superseded(keys_below(storage, located.directory), {*listed_files(located, raw), *raw.versions})
+    storage.delete_files([join(located.directory, key) for key in sorted(doomed)])

@@ -1,0 +1,73 @@
+"""Writes to a bucket that the server refuses if the key has another version than the writer expects.
+
+TensorStore sends Google's ``ifGenerationMatch`` with writes and deletions, and S3's ``If-Match`` and ``If-None-Match`` with
+writes. Its S3 driver deletes without a condition (``DeleteTask`` in kvstore/s3/s3_key_value_store.cc of TensorStore 0.1.86). Some
+servers ignore or refuse the headers. The first key that a process creates shows it: the same write is sent again, and must be
+refused.
+
+Notes: one request a write, and one more in the life of a connection.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from t5ckpt.errors import AccessDeniedError, StorageError
+from t5ckpt.storage.connection import Connection
+from t5ckpt.storage.error_mapping import bucket_errors
+
+__all__ = ['ABSENT', 'ConditionalWrites']
+
+ABSENT = b'\x02'
+"""TensorStore's version of a key that does not exist."""
+# Of an answer to a header that the server does not know.
+_NOT_IMPLEMENTED = '501'
+_log = logging.getLogger('t5ckpt')
+
+
+class ConditionalWrites:
+    """The conditional writes of one connection.
+
+    Attributes:
+      is_ignored: whether the server does not compare versions, as far as it is known.
+    """
+
+    def __init__(self, connection: Connection):
+        """Takes the connection; sends nothing."""
+        self.is_ignored = False
+        self._is_known = False
+        self._connection = connection
+
+    def write(self, path: str, data: bytes | None, version: bytes) -> bytes:
+        """Writes or deletes a key of the bucket if it has this version; returns the new version, b'' if it was refused.
+
+        Raises:
+          StorageError: the request failed; it may have been applied.
+        """
+        try:
+            written = self._write(path, data, version)
+        except AccessDeniedError:
+            raise
+        except StorageError as error:
+            if not self._is_known and _NOT_IMPLEMENTED in str(error):
+                self._note(is_ignored=True)
+            raise
+        if not self._is_known and written and version == ABSENT:
+            again = self._write(path, data, version)
+            self._note(is_ignored=bool(again))
+            return again or written
+        return written
+
+    def _write(self, path: str, data: bytes | None, version: bytes) -> bytes:
+        with bucket_errors(f'{self._connection.url} ({path})'):
+            request = self._connection.kvstore().write(path, data, if_equal=version)
+            return self._connection.wait(request, is_conditional=True).generation
+
+    def _note(self, *, is_ignored: bool) -> None:
+        self._is_known, self.is_ignored = True, is_ignored
+        if is_ignored:
+            _log.warning(
+                't5ckpt: the server of %s does not check the conditions of writes (If-None-Match, ifGenerationMatch), so a '
+                'writer that is stopped for ten minutes in the middle of a save is not excluded; see docs/storage.md',
+                self._connection.url,
+            )

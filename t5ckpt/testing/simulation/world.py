@@ -11,7 +11,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from t5ckpt.format.names import MANIFEST, SIDECAR
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.names import MANIFEST, SIDECAR, sidecar_of
 from t5ckpt.storage import Storage
 from t5ckpt.testing.simulation import posix
 from t5ckpt.testing.simulation.bucket import Bucket, SimulatedBucket
@@ -154,8 +155,10 @@ class Observer:
                 self._scheduler.fail(f'step {step} is listed, and {directory}/{name} is missing')
             if data is not None and there != data:
                 self._scheduler.fail(f'step {step} is that of {found.value:g}, and {directory}/{name} is not')
-        if self._read(f'{directory}/{SIDECAR}') is None and before is None:
-            self._scheduler.fail(f'step {step} is listed without {SIDECAR}')
+        # The name on a disk, and that in a bucket.
+        sidecars = [self._read(f'{directory}/{name}') for name in (SIDECAR, sidecar_of(digest(manifest)))]
+        if sidecars == [None, None] and before is None:
+            self._scheduler.fail(f'step {step} is listed without its sidecar')
         if before is not None and before != found.value and not self._may(step):
             self._scheduler.fail(f'step {step} was that of {before:g}, and is that of {found.value:g}')
         if before != found.value:

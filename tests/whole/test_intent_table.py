@@ -164,7 +164,9 @@ def test_every_verb_is_spoilt():
     assert {name for name, _ in intent_table.commands()} == intent_cases.WORDS.keys()
 
 
-@pytest.mark.parametrize(('owner', 'names', 'call'), intent_cases.HINTS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ('owner', 'names', 'call'), intent_cases.HINTS, ids=[f'{owner}-{names}' for owner, names, _ in intent_cases.HINTS]
+)
 def test_what_a_hint_says_is_so(owner, names, call, root, tmp_path):
     table = {'COMMON': intent_table.COMMON} | intent_table.PYTHON
     for name in names.split():

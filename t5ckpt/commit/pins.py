@@ -67,11 +67,13 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
 
 
 def _outlives_deleters(storage: Storage, directory: str, step: int, clock: Clock) -> bool:
-    if outlives_deleters(storage, step, clock):
-        return True
-    if storage.is_file(join(directory, MANIFEST)):
-        raise StorageError(
-            errno.EBUSY,
-            f'{storage.url(directory)} was not pinned: a process is about to delete it. Try again when that process has ended.',
-        )
-    return False
+    # Twice: a deleter that finds the pin after it has hidden the step makes the step visible again.
+    for _ in range(2):
+        if outlives_deleters(storage, step, clock):
+            return True
+        if not storage.is_file(join(directory, MANIFEST)):
+            return False
+    raise StorageError(
+        errno.EBUSY,
+        f'{storage.url(directory)} was not pinned: a process is about to delete it. Try again when that process has ended.',
+    )

@@ -74,6 +74,7 @@ __all__ = [
     'FormatError',
     'InvalidPathError',
     'LeafProblem',
+    'MetricModeWarning',
     'MissingDependencyError',
     'MissingLeaves',
     'MissingMetricWarning',

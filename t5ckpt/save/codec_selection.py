@@ -49,7 +49,7 @@ _LEAST_BYTES = 32 * 2**20
 
 def compression_for(compression: str | None, storage: Storage) -> str | None:
     """The name of the codec that ``'default'`` stands for: ``'auto'`` on object stores, None on disks and in memory."""
-    if compression != 'default':
+    if not isinstance(compression, str) or compression != 'default':
         return compression
     return None if storage.local_path('') is not None or not storage.is_shared else 'auto'
 

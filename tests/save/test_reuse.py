@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.states import key_of
 
 import t5ckpt
 from t5ckpt.format.codecs import BIT_LZ4, BIT_ZSTD
@@ -113,9 +114,9 @@ def test_auto_compresses_what_pays():
         ck.save(state, step=0)
     storage, sizes = open_storage(url), {}
     for name in state.keys() - {'tiny'}:
-        codec = json.loads(storage.read(f'checkpoint_0/{name}/.zarray'))['compressor']
+        codec = json.loads(storage.read(key_of(storage, f'/{name}/.zarray', 'checkpoint_0')))['compressor']
         assert (codec is None) == (name == 'noise')
-        sizes[name] = storage.size(f'checkpoint_0/{name}/0') / state[name].nbytes
+        sizes[name] = storage.size(key_of(storage, f'/{name}/0', 'checkpoint_0')) / state[name].nbytes
     limits = {'float32': 0.9, 'bfloat16': 0.8, 'master': 0.42, 'moment': 0.9, 'zeros': 0.01, 'four': 0.01, 'noise': 1}
     assert all(size <= limits[name] for name, size in sizes.items()), sizes
     loaded = t5ckpt.load_t5x_checkpoint(url)

@@ -118,13 +118,13 @@ def test_saves_are_compressed_by_default(bucket):
         ck.save(tree, step=1)
         assert all(np.array_equal(ck.restore()[name], tree[name]) for name in tree)
     storage = open_storage(url)
-    sizes = {name: len(storage.read(f'checkpoint_1/{name}/0.0')) / tree[name].nbytes for name in tree}
+    sizes = {name: len(storage.read(key_of(storage, f'/{name}/0.0'))) / tree[name].nbytes for name in tree}
     assert sizes['f32'] <= 0.9
     assert sizes['bf16'] <= 0.8
     assert sizes['master'] <= 0.42
     with t5ckpt.Checkpointer(tree, checkpoints_dir=url, compression=None) as ck:
         ck.save(tree, step=2)
-    assert len(storage.read('checkpoint_2/f32/0.0')) == weights.nbytes
+    assert len(storage.read(key_of(storage, '/f32/0.0', 'checkpoint_2'))) == weights.nbytes
 
 
 def test_no_encoded_chunk_is_read_back(bucket):

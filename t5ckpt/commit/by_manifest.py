@@ -230,7 +230,7 @@ class ManifestTransaction(Transaction):
                 self._check_not_kept()
             mark_step(self.storage, self.step)
             if self._has_others and self._sidecar:
-                remove_superseded(self.storage, self.step)
+                remove_superseded(self.storage, self.step, self._lease)
             is_done = True
         except StepKeptError as error:
             self._put_back(version, error)
@@ -256,6 +256,9 @@ class ManifestTransaction(Transaction):
         if not self._is_committed_by_another():
             if self.generation:
                 self.storage.delete_tree(join(self.directory, self.generation))
+                if not self._overwrites and self._lease.is_ours() and not self.storage.is_file(self._key):
+                    # T5X reads positions of data iterators from files with fixed names.
+                    self._remove_keys(lambda key: key.startswith(f'{TRAIN_DS_PREFIX}-'))
             elif self._lease.is_ours() and not self.storage.is_file(self._key):
                 self._remove_keys(lambda key: not is_of_one_save(key))
             if self._sidecar:

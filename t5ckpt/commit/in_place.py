@@ -41,21 +41,20 @@ class Hidden:
     keys: Sequence[str] = ()
 
 
-def remove_step(storage: Storage, step: int) -> None:
-    """Removes the files of a step that T5X or t5ckpt wrote, the manifest first; the caller has the write lease."""
+def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
+    """Removes the files of a step without a manifest that T5X or t5ckpt wrote.
+
+    Files are listed before the last look at the lease, so those of a process that takes the step over later are not among them.
+
+    Raises:
+      StorageError: the lease has expired and another process has taken the step over, or the step has a manifest by now.
+    """
     directory = step_dir(step)
-    _delete_manifest(storage, join(directory, MANIFEST))
+    keys = keys_below(storage, directory)
+    if MANIFEST in keys or not lease.is_ours():
+        raise StorageError(errno.EBUSY, f'{storage.url(directory)} was written by another process in the meantime')
     storage.delete_file(step_marker(step))
-    remove_own_keys(storage, directory, keys_below(storage, directory))
-
-
-def _delete_manifest(storage: Storage, key: str) -> None:
-    try:
-        storage.delete_file(key)
-    except StorageError:
-        # The reply may have been lost; while the manifest is there, so is the checkpoint.
-        if storage.is_file(key):
-            raise
+    remove_own_keys(storage, directory, keys)
 
 
 def hide_in_place(
@@ -90,7 +89,7 @@ def hide_in_place(
         except CheckpointNotFoundError:
             # Its deleter may have been killed, so its files are removed here. The lease excludes other deleters.
             end = lease.close
-            remove_step(storage, step)
+            remove_step(storage, step, lease)
             end = lease.release
             raise
         check_known(storage, step_dir(step), manifest=manifest, has_known_sidecar=True)
@@ -167,9 +166,9 @@ def _collect_one(storage: Storage, index: Index, step: int, clock: Clock, stale_
     try:
         is_committed = storage.is_file(join(step_dir(step), MANIFEST))
         if not is_committed:
-            remove_step(storage, step)
+            remove_step(storage, step, lease)
         elif lease.replaces and step not in lease.read_steps:
-            remove_superseded(storage, step)
+            remove_superseded(storage, step, lease)
         if is_committed:
             mark_step(storage, step)
         # A reader may need the files of the checkpoint that was replaced.

@@ -9,10 +9,13 @@ a reader could not distinguish the new sidecar from that of the old checkpoint.
 
 from __future__ import annotations
 
+import errno
+
 from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.removal import keys_below
+from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
-from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError
+from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, StorageError
 from t5ckpt.format.names import MANIFEST, SIDECAR, TRAIN_DS_PREFIX, generation_of, is_swap_sidecar, step_dir, superseded
 from t5ckpt.reading.contents import listed_files
 from t5ckpt.reading.raw_files import is_sidecar_of, read_raw
@@ -55,16 +58,20 @@ def is_of_one_save(key: str) -> bool:
     return generation_of(key) != '' or is_swap_sidecar(key)
 
 
-def remove_superseded(storage: Storage, step: int) -> None:
-    """Removes the files that do not belong to the current manifest; the caller has the write lease.
+def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
+    """Removes the files that do not belong to the current manifest.
+
+    Files are listed before the last look at the lease, so those of a process that takes the step over later are not among them.
 
     Raises:
       CorruptCheckpointError: no sidecar has the checksum of the manifest, so its files are unknown.
-      StorageError: a file could not be read or removed.
+      StorageError: a file could not be read or removed, or another process has taken the step over.
     """
     located = _located(storage, step)
     raw = read_raw(located, checksums=True)
     if raw.manifest is None or raw.sidecar is None or not is_sidecar_of(raw.manifest, raw.sidecar):
         raise CorruptCheckpointError(f'{located.url} has no {SIDECAR} with the checksum of its manifest.')
     doomed = superseded(keys_below(storage, located.directory), {*listed_files(located, raw), *raw.versions})
+    if not lease.is_ours():
+        raise StorageError(errno.EBUSY, f'{located.url} was taken over by another process in the meantime')
     storage.delete_files([join(located.directory, key) for key in sorted(doomed)])

@@ -160,9 +160,12 @@ class WriteLease:
         record = self._encode(dataclasses.asdict(owner))
         try:
             if self._beat == -math.inf and self.nonce in self.key:
-                # The first conditional write of a process shows whether the store checks conditions.
-                self._storage.replace(self.key, record, None)
+                # The first conditional write of a process shows whether the store checks conditions. No other process creates
+                # this name, so a store that refuses it gets it without a condition.
+                is_written = self._storage.replace(self.key, record, None) is not None
             else:
+                is_written = False
+            if not is_written:
                 self._storage.write(self.key, record)
         except CheckpointNotFoundError:
             if self.nonce not in self.key:

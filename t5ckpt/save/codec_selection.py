@@ -31,7 +31,7 @@ from t5ckpt.format.codecs import BIT_LZ4, BIT_ZSTD, ZSTD
 from t5ckpt.save.chunk_encoding import encode_chunk
 from t5ckpt.storage import Storage
 
-__all__ = ['CodecSelection', 'compression_for']
+__all__ = ['CodecSelection', 'beginning_of', 'compression_for']
 
 _CANDIDATES: tuple[dict[str, Any], ...] = (BIT_LZ4, BIT_ZSTD, ZSTD)
 _SAMPLE_BYTES = 256 * 1024
@@ -55,12 +55,17 @@ def compression_for(compression: str | None, storage: Storage) -> str | None:
 
 
 class CodecSelection:
-    """Chooses codecs for the saves of one run, and measures its storage. Safe from any thread."""
+    """Chooses codecs for the saves of one run, and measures its storage. Safe from any thread.
+
+    Attributes:
+      agreed: in process 0 of several, the codec by array directory, which all processes use until the checkpointer is closed.
+    """
 
     def __init__(self, storage: Storage, rate: float | None = None):
         """Takes the run's storage; ``rate``, in bytes per second, is used instead of a measured one."""
         self._given = rate
         self._typical = _TYPICAL_BUCKET if storage.local_path('') is None else _TYPICAL_DISK
+        self.agreed: dict[str, Any] = {}
         self._guard = threading.Lock()
         self._bytes = 0
         self._seconds = 0.0
@@ -104,6 +109,17 @@ class CodecSelection:
         if kept is not None and (kept < _WORTH_CHANGING / rate or kept * _WORTH_CHANGING < least):
             return last
         return best
+
+
+def beginning_of(data: Any, limit: int) -> Any:
+    """A copy of the first elements along each axis of an array: at most 256 KiB, and at most ``limit`` bytes or one element."""
+    limit, left = min(limit, _SAMPLE_BYTES), data.nbytes
+    index: list[slice] = []
+    for size in data.shape:
+        taken = size if left <= limit else max(1, size * limit // left)
+        left = left * taken // max(1, size)
+        index.append(slice(taken))
+    return data[tuple(index)].copy()
 
 
 def _free_cores() -> float:

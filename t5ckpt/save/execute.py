@@ -112,13 +112,10 @@ class _Leader:
         if not is_single and not is_free(request):
             return {'skip': True}
         reuse = job.previous is not None and (is_single or job.previous.is_there(request.storage))
-        codecs = {
-            location: request.selection.choose(
-                to_stored(np.asarray(sample).astype(dtype)),
-                job.previous.codec(request.storage, location) if reuse and job.previous is not None else None,
-            )
-            for location, (sample, dtype) in job.samples.items()
-        }
+        codecs = request.selection.agreed
+        for location, (sample, dtype) in job.samples.items():
+            last = job.previous.codec(request.storage, location) if reuse and job.previous is not None else None
+            codecs[location] = request.selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
         try:
             _, index = collect(request.storage, request.clock)
             request.retention.note_index(index)

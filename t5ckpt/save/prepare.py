@@ -21,6 +21,7 @@ from t5ckpt.planning.save_plan import ArrayWrite, plan_save
 from t5ckpt.planning.write_assignment import WriteAssignment
 from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, leaves_of_writes
+from t5ckpt.save.codec_selection import CodecSelection, beginning_of
 from t5ckpt.save.stage import Staging
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
@@ -32,7 +33,8 @@ __all__ = ['PreparedSave', 'prepare_save']
 _log = logging.getLogger(__name__)
 
 
-_SAMPLE_BYTES = 2**20
+# Of all samples together: on the device of the first shard until the save has ended.
+_SAMPLES_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         own, request.staging, request.call.budget_bytes, private_host=request.in_background, unchanged=unchanged
     )
     text = '' if is_single else plan_text(plan, _header(request))
-    samples = _samples(plan.writes) if is_leader and not is_single else {}
+    samples = _samples(plan.writes, request.selection) if is_leader and not is_single else {}
     with paused():
         staging.start()
     known = leaves_of_writes(plan.writes)
@@ -131,15 +133,21 @@ def _header(request: SaveRequest) -> list[str]:
     return [f'step: {request.step}', f'directory: {request.storage.url()}', f'options: {request.options}']
 
 
-def _samples(writes: Sequence[ArrayWrite]) -> dict[str, Any]:
-    """By array directory, a sample of process 0's values from which the codec is chosen; fetched in the background."""
+def _samples(writes: Sequence[ArrayWrite], selection: CodecSelection) -> dict[str, Any]:
+    """By array directory, a sample of process 0's values from which the codec is chosen; fetched in the background.
+
+    A leaf is sampled once in the life of a checkpointer: each sample is a computation on the device and takes memory there.
+    """
+    chosen = [
+        write
+        for write in writes
+        if write.array.metadata['compressor'] == AUTO and write.array.location not in selection.agreed
+    ]
     samples: dict[str, Any] = {}
-    for write in writes:
-        if write.array.metadata['compressor'] != AUTO:
-            continue
+    for write in chosen:
         shards = write.leaf.addressable_shards if is_jax_array(write.leaf) else None
         data = write.leaf if shards is None else shards[0].data if shards else None
         if data is not None and not isinstance(data, LazyArray):
-            rows = max(1, _SAMPLE_BYTES * data.shape[0] // max(1, data.nbytes))
-            samples[write.array.location] = data[:rows].copy(), write.dtype
+            sample = beginning_of(data, _SAMPLES_BYTES // len(chosen))
+            samples[write.array.location] = sample, write.dtype
     return samples

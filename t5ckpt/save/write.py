@@ -25,7 +25,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import SaveFailedError, StorageError, T5CkptError
+from t5ckpt.errors import SaveFailedError, StorageError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
@@ -384,7 +384,7 @@ class _Writer:
         self._encoders.shutdown(cancel_futures=True)
         self._direct_writers.shutdown(wait=False, cancel_futures=True)
         while self._in_flight:
-            with contextlib.suppress(T5CkptError, CancelledError):
+            with contextlib.suppress(Exception):
                 self._settle_next()
 
     def close(self) -> None:

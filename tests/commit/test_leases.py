@@ -324,6 +324,7 @@ def check(storage, actors, found):
     assert is_there or not storage.is_file('checkpoint_1/PINNED')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('kind', 'actors'),
     [
@@ -374,6 +375,7 @@ def test_a_pin_that_meets_a_deleter_that_stalls_and_is_killed(kind, tmp_path):
     assert values == {'pinned', 'undecided', 'gone'}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('kind', 'ahead', 'actors'),
     [

@@ -1,6 +1,8 @@
 """A writer that is stopped for longer than its lease, between its last look at the lease and its commit."""
 
 import contextlib
+import dataclasses
+import json
 import os
 import random
 import signal
@@ -15,8 +17,10 @@ import pytest
 import t5ckpt
 from t5ckpt.commit.begin import begin as begin_transaction
 from t5ckpt.commit.garbage_collection import collect_leftovers
-from t5ckpt.commit.lease_owner import process_facts
-from t5ckpt.commit.write_lease import AlreadyCommittedError
+from t5ckpt.commit.lease_files import write_lease_key
+from t5ckpt.commit.lease_owner import EXPIRED, process_facts
+from t5ckpt.commit.superseded import remove_superseded
+from t5ckpt.commit.write_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -167,6 +171,63 @@ def commit_as(work, state):
     manifest = source.read('checkpoint_1/checkpoint')
     sidecar = next(source.read(key) for key, _ in source.walk('checkpoint_1') if '/t5ckpt.' in key)
     work.commit(manifest, sidecar, [])
+
+
+class StoppedAtListing(Elsewhere):
+    """A process of another machine that is stopped before it lists the files of the step."""
+
+    def __init__(self, inner, stop):
+        super().__init__(inner, ' ', stop)
+
+    def walk(self, key):
+        if key.startswith('checkpoint_1'):
+            self._stop()
+        return super().walk(key)
+
+
+def test_in_place_a_collector_that_is_stopped_removes_nothing_of_a_later_save(caplog):
+    run, clock = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
+    run.write(write_lease_key(run, 1, '0' * 16), json.dumps(dataclasses.asdict(EXPIRED)).encode())
+    run.write('checkpoint_1/t5ckpt-0123456789abcdef/w/0', b'left by a dead writer')
+    stops = []
+
+    def stop():
+        if not stops:
+            stops.append(1)
+            clock.advance(4000)
+            assert save(run, 2.0, clock) is not None
+
+    assert collect_leftovers(StoppedAtListing(run, stop), clock) == []
+    assert stops
+    assert 'could not collect' in caplog.text
+    assert is_whole(run, 2.0)
+
+
+def test_in_place_an_overwrite_that_is_stopped_removes_nothing_of_a_later_one():
+    """It has written its manifest, and the later one its first chunk."""
+    run, clock = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
+    save(run, 1.0, clock)
+    later = 'checkpoint_1/t5ckpt-0123456789abcdef/w/0'
+
+    def stop():
+        clock.advance(4000)
+        acquire_lease(run, 1, clock)
+        run.write(later, b'chunk')
+
+    elsewhere = StoppedAtListing(run, stop)
+    lease = acquire_lease(elsewhere, 1, clock)
+    with pytest.raises(t5ckpt.errors.StorageError, match='was taken over'):
+        remove_superseded(elsewhere, 1, lease)
+    assert run.read(later) == b'chunk'
+
+
+def test_in_place_a_failed_save_leaves_no_position():
+    """T5X reads positions of data iterators from files with fixed names, beside the directory of the save."""
+    run = open_storage(f'memory://{uuid.uuid4().hex}/run')
+    work = begin_transaction(run, 1, time.time, {'pid': 1}, None)
+    run.write('checkpoint_1/train_ds-00000-of-00001.index', b'position')
+    work.rollback()
+    assert list(run.walk('checkpoint_1')) == []
 
 
 # --- two trainers on a bucket, one of them stopped at random ----------------------------------------------------------

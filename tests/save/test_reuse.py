@@ -13,7 +13,7 @@ from support.states import key_of
 
 import t5ckpt
 from t5ckpt.format.codecs import BIT_LZ4, BIT_ZSTD
-from t5ckpt.save.codec_selection import CodecSelection
+from t5ckpt.save.codec_selection import CodecSelection, beginning_of
 from t5ckpt.storage.open import open_storage
 
 
@@ -121,6 +121,20 @@ def test_auto_compresses_what_pays():
     assert all(size <= limits[name] for name, size in sizes.items()), sizes
     loaded = t5ckpt.load_t5x_checkpoint(url)
     assert all(np.array_equal(loaded[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize('shape', [(1, 1, 4096, 256), (3, 5, 7), (10**6,), (1, 10**6), (0, 4), ()])
+@pytest.mark.parametrize('limit', [10, 4096, 2**30])
+@pytest.mark.parametrize('library', [np, jnp])
+def test_a_sample_is_small_and_a_copy(shape, limit, library):
+    """Also of a shard with one row, such as one expert's or one layer's."""
+    data = library.ones(shape, np.float32)
+    sample = beginning_of(data, limit)
+    assert sample.ndim == data.ndim
+    assert sample.nbytes <= max(4, min(limit, 2**18))
+    assert sample.nbytes > 0 or data.nbytes == 0
+    assert sample is not data
+    assert library is jnp or not np.shares_memory(sample, data)
 
 
 def selection(tmp_path, rate):

@@ -15,6 +15,7 @@ SCHEDULES = int(os.environ.get('T5CKPT_SCHEDULES', '20000'))
 
 
 @pytest.mark.slow
+@pytest.mark.multiprocess
 def test_every_invariant_holds_under_every_schedule():
     first = int(os.environ.get('T5CKPT_FIRST_SEED', '0'))
     names = sorted(SCENARIOS.keys() - OPEN)

@@ -331,7 +331,7 @@ def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after
     try:
         _await_alone(storage, step, lease, clock, stale_after)
     except BaseException:
-        lease.release()
+        lease.leave()
         raise
     lease.start()
     return lease

@@ -261,7 +261,7 @@ def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
     for step, kind in failed.items():
         where = storage.url(others.get(step, step_dir(step)))
         stays = f't5ckpt: {where} is not renamed, so this run cannot save that step again'
-        if step in others or kind != 'corrupt' or not storage.renames:
+        if step in others or kind != 'corrupt' or not storage.commits_by_rename:
             _log.warning(stays)
             continue
         try:

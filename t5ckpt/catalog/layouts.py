@@ -265,7 +265,7 @@ def read_sidecar(storage: Storage, directory: str) -> bytes:
     Raises:
       CheckpointNotFoundError: the step has no sidecar.
     """
-    if storage.renames:
+    if storage.commits_by_rename:
         with contextlib.suppress(CheckpointNotFoundError):
             return storage.read(join(directory, SIDECAR))
     names = sidecars_in(storage, directory)

@@ -37,7 +37,7 @@ __all__ = [
 
 def catalog_of(storage: Storage) -> RunCatalog:
     """How the steps of a run are found. Where directories can be renamed, listing them is cheap, and there is no index."""
-    return DirectoryCatalog(storage) if storage.renames else IndexCatalog(storage)
+    return DirectoryCatalog(storage) if storage.commits_by_rename else IndexCatalog(storage)
 
 
 def listing(storage: Storage) -> Listing:

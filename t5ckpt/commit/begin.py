@@ -20,7 +20,7 @@ __all__ = ['begin', 'kind_of', 'resume', 'unfinished']
 
 def kind_of(storage: Storage) -> type[RenameTransaction | ManifestTransaction]:
     """The commit of a storage: by a rename where directories can be renamed, else by the write of the manifest."""
-    return RenameTransaction if storage.renames else ManifestTransaction
+    return RenameTransaction if storage.commits_by_rename else ManifestTransaction
 
 
 def begin(

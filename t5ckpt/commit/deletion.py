@@ -52,7 +52,7 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
       UnsupportedFormatError: a newer program wrote it; it is unchanged.
       StorageError: it could not be made invisible, and is unchanged.
     """
-    if not storage.renames:
+    if not storage.commits_by_rename:
         # Deleting the manifest hides the step in one operation, as the rename below does.
         return hide_in_place(storage, step, clock, lambda keys: PINNED in keys and not even_pinned)
     check_known(storage, step_dir(step))
@@ -161,7 +161,7 @@ def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool 
 
 
 def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
-    """Renames a damaged step, so that no listing shows it, under its write lease. Only where the storage renames.
+    """Renames a damaged step, so that no listing shows it, under its write lease. Only where a rename commits.
 
     Returns:
       The new name, under which its files stay.

@@ -56,7 +56,7 @@ class Leases:
 
 def leased_directory(storage: Storage) -> str:
     """Returns the directory of the leases."""
-    return '' if storage.renames else INDEX
+    return '' if storage.commits_by_rename else INDEX
 
 
 def list_leases(storage: Storage) -> Leases:

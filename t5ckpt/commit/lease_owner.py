@@ -132,7 +132,7 @@ def read_owner(storage: Storage, key: str) -> Owner | None:
     except CheckpointNotFoundError:
         return None
     except AccessDeniedError:
-        if not storage.renames:
+        if not storage.commits_by_rename:
             raise
         # Of another user, whose umask hides it. It must not keep this one from saving other steps.
         return UNKNOWN

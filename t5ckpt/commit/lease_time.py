@@ -35,7 +35,7 @@ def lease_clock(storage: Storage, clock: Clock) -> Clock:
       storage: the run.
       clock: unix seconds of this machine, for object stores and for a run that may only be read.
     """
-    return _ServerClock(storage, clock) if storage.renames else clock
+    return _ServerClock(storage, clock) if storage.commits_by_rename else clock
 
 
 class _ServerClock:

@@ -46,7 +46,7 @@ def occupant(storage: Storage, step: int) -> ListedStep | None:
 
 def _can_clear(storage: Storage) -> bool:
     """Whether what stands in the way of a step can be moved aside or replaced in one operation."""
-    return storage.renames
+    return storage.commits_by_rename
 
 
 def _on_disk(storage: Storage, step: int) -> ListedStep | None:

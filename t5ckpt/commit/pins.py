@@ -62,7 +62,7 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
             # A deleter was first. Where nothing is renamed it would leave the file behind.
             storage.delete_file(pin)
             raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it.')
-        if storage.renames or storage.is_file(pin):
+        if storage.commits_by_rename or storage.is_file(pin):
             return
 
 

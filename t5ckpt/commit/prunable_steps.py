@@ -158,5 +158,5 @@ def prunable_steps(
     storage: Storage, clock: Clock, facts: StepFacts, log: StayLog, *, prunes_others: bool
 ) -> PrunableSteps:
     """The steps of a run, from a listing of its directory or from its index; with ``prunes_others``, no others are logged."""
-    kind = _OnDisk if storage.renames else _InIndex
+    kind = _OnDisk if storage.commits_by_rename else _InIndex
     return kind(storage, clock, facts, log, prunes_others=prunes_others)

@@ -163,7 +163,7 @@ def _is_another_manifest(storage: Storage, key: str) -> bool:
 
 
 def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> None:
-    """Removes a directory that no listing shows, on a storage that renames; files of other programs stay.
+    """Removes a directory that no listing shows, on a storage that commits by rename; files of other programs stay.
 
     Args:
       storage: the run.

@@ -241,7 +241,7 @@ class WriteLease:
 
     def leave(self) -> None:
         """Releases the lease of an owner that has finished nothing. Files of a dead owner keep an expired record."""
-        self._end(keeps_record=self.replaces or (bool(self.predecessors) and not self._storage.renames))
+        self._end(keeps_record=self.replaces or (bool(self.predecessors) and not self._storage.commits_by_rename))
 
     def _end(self, *, keeps_record: bool) -> None:
         self.stop()
@@ -320,7 +320,7 @@ def acquire_to_hide(storage: Storage, step: int, clock: Clock) -> WriteLease:
 
 def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after: float) -> WriteLease:
     lock = storage.try_lock(step_dir(step))
-    if lock is None and not storage.renames:
+    if lock is None and not storage.commits_by_rename:
         raise BeingWrittenError(f'{storage.url(step_dir(step))} is being written by another save of this process')
     lock = _NoLock() if lock is None else lock
     try:

@@ -298,7 +298,7 @@ def _write(directory: str | os.PathLike[str], step: int, leaves: Mapping[str, An
     storage = open_storage(directory)
     _check_room(storage, name, overwrite)
     # seqax ignores names that are not numbers. On a storage without rename, .zattrs makes the checkpoint complete.
-    work = f'{name}.tmp' if storage.renames else name
+    work = f'{name}.tmp' if storage.commits_by_rename else name
     _remove(storage, work)
     storage.make_dir(work)
     storage.write(join(work, '.zgroup'), b'{"zarr_format": 2}')

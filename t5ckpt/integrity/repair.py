@@ -142,7 +142,7 @@ def _check_in_place(located: Located, step: int) -> None:
             f'{where} is not named {step_dir(step)}, as a repaired one would be. Rename it, or write the repaired copy to '
             'another run.'
         )
-    if not storage.renames:
+    if not storage.commits_by_rename:
         raise UnsupportedFormatError(
             f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then delete '
             'this one and copy it back.'

@@ -42,7 +42,7 @@ class Identity:
     def now(cls, located: Located) -> Identity:
         """The identity of the current checkpoint, for readers that do not use ``read_contents``."""
         names = [located.manifest, SIDECAR] if located.manifest else []
-        if names and not located.storage.renames:
+        if names and not located.storage.commits_by_rename:
             names[1:] = sidecars_in(located.storage, located.directory)
         found = {name: located.storage.version(join(located.directory, name)) for name in names}
         return cls(located, {name: version for name, version in found.items() if version is not None})
@@ -89,7 +89,7 @@ class Identity:
     @property
     def _is_directory(self) -> bool:
         """Whether the checkpoint is a directory, which is replaced and deleted as a whole."""
-        return self.located.storage.renames
+        return self.located.storage.commits_by_rename
 
     def _witnesses(self) -> Collection[str]:
         """The files whose versions tell of an overwrite."""

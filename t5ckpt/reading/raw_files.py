@@ -79,7 +79,7 @@ def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
     manifest, version = files.read_with_version(located.manifest)
     versions, other = {located.manifest: version}, None
     own = sidecar_of(digest(manifest))
-    for name in (SIDECAR, own) if storage.renames else (own, SIDECAR):
+    for name in (SIDECAR, own) if storage.commits_by_rename else (own, SIDECAR):
         found = _sidecar_if_there(files, name)
         if found is not None and is_sidecar_of(manifest, found[0]):
             return RawFiles(manifest, found[0], None, {**versions, name: found[1]})
@@ -99,7 +99,7 @@ def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
 
 def _sidecar_if_there(files: CheckpointFiles, name: str) -> tuple[bytes, Any] | None:
     # In a bucket the read itself reports a missing file. In a directory it reports one that was deleted since.
-    if files.storage.renames:
+    if files.storage.commits_by_rename:
         is_there = files.storage.is_file(join(files.directory, name))
         return files.read_with_version(name) if is_there else None
     try:

@@ -23,7 +23,7 @@ def require_directory(storage: Storage) -> None:
 class AbsentStorage(Storage):
     """No directory."""
 
-    renames = True
+    commits_by_rename = True
     driver = 'file'
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:

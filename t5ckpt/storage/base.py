@@ -3,8 +3,8 @@
 Keys are '/'-separated and relative to the storage's root. Every backend guarantees:
 
 - ``write`` returns when the bytes are durable, and a reader sees all of them or none.
-- If the backend can rename (``renames``), ``publish`` makes a whole directory visible in one atomic operation. Otherwise
-  checkpoints are written in place, and the write of the manifest, which is the last one, makes them visible.
+- If it ``commits_by_rename``, ``publish`` makes a whole directory visible in one atomic operation. Otherwise checkpoints are
+  written in place, and the write of the manifest, which is the last one, makes them visible.
 - All errors are those of ``t5ckpt.errors``.
 """
 
@@ -46,8 +46,8 @@ class Entry:
 class Storage(ABC):
     """One root on one backend."""
 
-    renames: bool
-    """Whether ``publish`` is one atomic rename."""
+    commits_by_rename: bool
+    """Whether a checkpoint becomes visible by ``publish``, one atomic rename, or else by the write of its manifest."""
     links = False
     """Whether ``link`` works."""
     seeks = True
@@ -217,7 +217,7 @@ class Storage(ABC):
 
     @abstractmethod
     def publish(self, source: str, target: str) -> None:
-        """Renames a directory durably to a name that does not exist. Only with ``renames``."""
+        """Renames a directory durably to a name that does not exist. Only with ``commits_by_rename``."""
 
     def exchange(self, source: str, target: str) -> bool:
         """Swaps two directories durably in one atomic operation; returns False if the storage cannot."""

@@ -38,7 +38,7 @@ _BEYOND_THE_END = 'OUT_OF_RANGE'
 class BucketStorage(Storage):
     """A prefix of a bucket."""
 
-    renames = False
+    commits_by_rename = False
     _lists_truly = True
     """Whether an empty listing means that there are no keys."""
     _compares_deletions = False

@@ -82,7 +82,7 @@ def _remove_tree(path: str) -> None:
 class FileStorage(Storage):
     """A directory of a POSIX file system."""
 
-    renames = True
+    commits_by_rename = True
     links = True
     driver = 'file'
 

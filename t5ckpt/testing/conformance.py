@@ -149,7 +149,7 @@ class StorageConformance:
     def test_publish(self, tmp_path: pathlib.Path) -> None:
         """``publish`` renames a whole directory, and never replaces one."""
         storage = self.make(tmp_path)
-        if not storage.renames:
+        if not storage.commits_by_rename:
             return
         for key in ('tmp', 'taken'):
             storage.make_dir(key)

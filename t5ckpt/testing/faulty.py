@@ -37,7 +37,7 @@ class FaultyStorage(Storage):
           sticky: whether all later ones fail, too, as on a full disk.
           error: the error that is raised; no space by default.
         """
-        self.renames = inner.renames
+        self.commits_by_rename = inner.commits_by_rename
         self.links = inner.links
         self.seeks = inner.seeks
         self.orbax_commits = inner.orbax_commits

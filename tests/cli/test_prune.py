@@ -282,7 +282,7 @@ def many_steps(place, count):
             name = key.replace('checkpoint_0/', f'checkpoint_{step}/', 1)
             storage.make_dir(name.rpartition('/')[0])
             storage.write(name, data)
-    if not storage.renames:
+    if not storage.commits_by_rename:
         t5ckpt.reindex_steps(place)
 
 

@@ -254,7 +254,7 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
             with pytest.raises(SystemExit):
                 run(verb)
         assert {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')} == before
-        assert not storage.renames or storage.names('', 'deleting_') == []
+        assert not storage.commits_by_rename or storage.names('', 'deleting_') == []
         assert storage.names('.t5ckpt/busy', '') == []
     with pytest.raises(UnsupportedFormatError, match=r'version'):
         Checkpointer(state(), checkpoints_dir=str(tmp_path / 'run')).save(state(4.0), step=1, overwrite=True)

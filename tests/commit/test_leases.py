@@ -304,7 +304,7 @@ def check(storage, actors, found):
     assert not (is_there and 'deleted' in values) or 'saved' in values or is_killed
     assert is_there or 'deleted' in values or is_killed
     assert 'pinned' not in values or (is_there and storage.is_file('checkpoint_1/PINNED'))
-    for name in storage.names('', 'held_') if storage.renames else ():
+    for name in storage.names('', 'held_') if storage.commits_by_rename else ():
         age(storage, name, 8000)
     collect_leftovers(storage, FakeClock(time.time() + 8000))
     was_there, is_there = is_there, 1 in steps_in(storage)
@@ -318,7 +318,7 @@ def check(storage, actors, found):
         not is_there or verify_located(Located(storage, 'checkpoint_1', 'checkpoint', 1), full=True, progress=None).ok
     )
     assert not [key for key in left if any(word in key for word in ('busy', 'deleting_', 'held_'))]
-    assert storage.renames or ('.t5ckpt/steps/1' in left) is is_there
+    assert storage.commits_by_rename or ('.t5ckpt/steps/1' in left) is is_there
     # A pin that was killed is in nobody's way.
     assert is_there or save(storage) == 'saved'
     assert is_there or not storage.is_file('checkpoint_1/PINNED')

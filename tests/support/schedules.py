@@ -135,7 +135,7 @@ class Stepped(FaultyStorage):
         return super().replace(key, self._from_elsewhere(data), version)
 
     def try_lock(self, key: str) -> object:
-        return super().try_lock(key) if self.renames and not self._is_elsewhere else _OtherProcess()
+        return super().try_lock(key) if self.commits_by_rename and not self._is_elsewhere else _OtherProcess()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from t5ckpt.core.loaded import loaded
@@ -26,6 +27,8 @@ __all__ = ['DEFAULT_TIMEOUT_SECONDS', 'Processes', 'ServiceError', 'Status', 'ja
 
 DEFAULT_TIMEOUT_SECONDS = 1200.0
 
+# The answer of the service says more than a time-out, so the service may be so much later.
+_GRACE_SECONDS = 1.0
 # absl's names of status codes, which begin the text of every error of jaxlib's client.
 _CODE = re.compile(r'([A-Z][A-Z_]+)(?:: |$)')
 # A process that died fails the barriers of the others with INTERNAL, and later calls with UNAVAILABLE.
@@ -89,7 +92,7 @@ class Processes(ABC):
         return f't5ckpt/{next(self._channels)}'
 
     @abstractmethod
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: bytes, timeout_seconds: float) -> None:
         """Sets a key that must not be set yet."""
 
     @abstractmethod
@@ -97,11 +100,11 @@ class Processes(ABC):
         """Waits for a key and returns its value."""
 
     @abstractmethod
-    def get_all(self, prefix: str) -> dict[str, bytes]:
+    def get_all(self, prefix: str, timeout_seconds: float) -> dict[str, bytes]:
         """Returns the values of the keys that are set below a prefix, by the last component of the key."""
 
     @abstractmethod
-    def remove(self, prefix: str) -> None:
+    def remove(self, prefix: str, timeout_seconds: float) -> None:
         """Removes all keys below a prefix."""
 
     @abstractmethod
@@ -114,16 +117,16 @@ class _One(Processes):
 
     index, count = 0, 1
 
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: bytes, timeout_seconds: float) -> None:
         raise NotImplementedError
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         raise NotImplementedError
 
-    def get_all(self, prefix: str) -> dict[str, bytes]:
+    def get_all(self, prefix: str, timeout_seconds: float) -> dict[str, bytes]:
         raise NotImplementedError
 
-    def remove(self, prefix: str) -> None:
+    def remove(self, prefix: str, timeout_seconds: float) -> None:
         raise NotImplementedError
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
@@ -139,28 +142,41 @@ class _Coordinated(Processes):
         self.count = count
         self.client = client
 
-    def put(self, key: str, value: bytes) -> None:
-        _call(self.client.key_value_set_bytes, key, value)
+    def put(self, key: str, value: bytes, timeout_seconds: float) -> None:
+        _call(timeout_seconds, self.client.key_value_set_bytes, key, value)
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
-        return _call(self.client.blocking_key_value_get_bytes, key, int(timeout_seconds * 1000))
+        return _call(timeout_seconds, self.client.blocking_key_value_get_bytes, key, int(timeout_seconds * 1000))
 
-    def get_all(self, prefix: str) -> dict[str, bytes]:
-        return {key.rpartition('/')[2]: value for key, value in _call(self.client.key_value_dir_get_bytes, prefix)}
+    def get_all(self, prefix: str, timeout_seconds: float) -> dict[str, bytes]:
+        found = _call(timeout_seconds, self.client.key_value_dir_get_bytes, prefix)
+        return {key.rpartition('/')[2]: value for key, value in found}
 
-    def remove(self, prefix: str) -> None:
-        _call(self.client.key_value_delete, prefix)
+    def remove(self, prefix: str, timeout_seconds: float) -> None:
+        _call(timeout_seconds, self.client.key_value_delete, prefix)
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
         self.barriers += 1
-        _call(self.client.wait_at_barrier, name, int(timeout_seconds * 1000))
+        _call(timeout_seconds, self.client.wait_at_barrier, name, int(timeout_seconds * 1000))
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    # The client raises jaxlib's XlaRuntimeError, a RuntimeError, for every status code.
+def _call(timeout_seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls the client in a thread of its own, since the service keeps the time-outs, and may be stopped or out of reach."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name='t5ckpt-coordination', daemon=True).start()
     try:
-        return function(*arguments)
+        return answer.result(timeout_seconds + _GRACE_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(f'DEADLINE_EXCEEDED: no answer within {timeout_seconds:g} s') from None
     except RuntimeError as error:
+        # The client raises jaxlib's XlaRuntimeError, a RuntimeError, for every status code.
         status = parse_status(str(error))
         if status.code == 'DEADLINE_EXCEEDED':
             raise TimeoutError(status.text) from error

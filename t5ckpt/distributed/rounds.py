@@ -26,6 +26,8 @@ __all__ = ['Channel', 'CoordinationRound', 'Phase', 'coordination_error']
 
 # gRPC refuses messages above 4 MiB unless the limit was raised.
 _MESSAGE_BYTES = 2**20
+# How long the service may take to say who is missing.
+_ASKING_SECONDS = 2.0
 
 
 Decide = Callable[[Sequence[Any]], Any]
@@ -106,23 +108,23 @@ class Channel:
         with _mapped_errors(action, name, (0,), self._timeout):
             if data is None:
                 return self.processes.get(key, self._timeout)
-            self.processes.put(key, data)
+            self.processes.put(key, data, self._timeout)
             return data
 
     def signal_leader(self, name: str) -> None:
         """Signals the leader. A process may send each signal once."""
         with _mapped_errors(f'the signal {name!r}', name, (0,), self._timeout):
-            self.processes.put(f'{self._prefix}/signals/{name}/{self.processes.index}', b'1')
+            self.processes.put(f'{self._prefix}/signals/{name}/{self.processes.index}', b'1', self._timeout)
 
     def was_signalled(self, name: str) -> bool:
         """Returns whether any process has sent this signal."""
         with _mapped_errors(f'the signal {name!r}', name, (0,), self._timeout):
-            return bool(self.processes.get_all(f'{self._prefix}/signals/{name}'))
+            return bool(self.processes.get_all(f'{self._prefix}/signals/{name}', self._timeout))
 
     def drop(self, name: str) -> None:
         """Removes the broadcast messages below a name; no process may receive them afterwards."""
         with _mapped_errors('the check-in of maybe_save', name, (0,), self._timeout):
-            self.processes.remove(f'{self._prefix}/broadcast/{name}')
+            self.processes.remove(f'{self._prefix}/broadcast/{name}', self._timeout)
 
 
 class CoordinationRound:
@@ -169,7 +171,8 @@ class CoordinationRound:
         if not self.is_leader:
             return self._receive_decision(prefix, phase)
         with self._mapped(phase.value, (0,)):
-            found = {int(name): text for name, text in self.processes.get_all(f'{prefix}/vote').items()}
+            votes = self.processes.get_all(f'{prefix}/vote', self._timeout)
+            found = {int(name): text for name, text in votes.items()}
         try:
             votes = [json.loads(found[index]) for index in range(self.processes.count)]
             self._raise_failures(phase, votes)
@@ -188,20 +191,23 @@ class CoordinationRound:
     def _gather(self, prefix: str, phase: Phase, vote: Any) -> None:
         try:
             with self._mapped(phase.value, ()):
-                self.processes.put(f'{prefix}/vote/{self.processes.index:08d}', json.dumps(vote).encode())
+                self.processes.put(
+                    f'{prefix}/vote/{self.processes.index:08d}', json.dumps(vote).encode(), self._timeout
+                )
                 self.processes.barrier(f'{prefix}/all', self._timeout)
         except ProcessMissingError as error:
             raise self._missing(prefix, phase) from error.__cause__
         with self._mapped(phase.value, (0,)):
             if self.is_leader:
                 for old in self._old:
-                    self.processes.remove(old)
+                    self.processes.remove(old, self._timeout)
                 self._old = ()
 
     def _missing(self, prefix: str, phase: Phase) -> ProcessMissingError:
         """Names the processes whose vote has not arrived; process 0 where its service does not answer."""
         with self._mapped(phase.value, (0,)):
-            voted = {int(name) for name in self.processes.get_all(f'{prefix}/vote')}
+            votes = self.processes.get_all(f'{prefix}/vote', min(self._timeout, _ASKING_SECONDS))
+            voted = {int(name) for name in votes}
         missing = tuple(sorted(set(range(self.processes.count)) - voted))
         return ProcessMissingError(self._action, phase.value, missing, self._timeout)
 
@@ -216,7 +222,7 @@ class CoordinationRound:
 
     def _send_decision(self, prefix: str, phase: Phase, decision: dict[str, Any]) -> None:
         with self._mapped(phase.value, (0,)):
-            self.processes.put(f'{prefix}/decision', json.dumps(decision).encode())
+            self.processes.put(f'{prefix}/decision', json.dumps(decision).encode(), self._timeout)
 
     def _receive_decision(self, prefix: str, phase: Phase) -> Any:
         with self._mapped(phase.value, (0,)):
@@ -247,8 +253,8 @@ class CoordinationRound:
             if not self.is_single_process:
                 starts = range(0, len(data), _MESSAGE_BYTES)
                 for number, start in enumerate(starts):
-                    self.processes.put(f'{prefix}/{number}', data[start : start + _MESSAGE_BYTES])
-                self.processes.put(f'{prefix}/count', str(len(starts)).encode())
+                    self.processes.put(f'{prefix}/{number}', data[start : start + _MESSAGE_BYTES], self._timeout)
+                self.processes.put(f'{prefix}/count', str(len(starts)).encode(), self._timeout)
             return data
 
     def _wait(self, key: str, deadline: float) -> bytes:
@@ -257,7 +263,7 @@ class CoordinationRound:
     def put_for_peer(self, name: str, data: bytes) -> None:
         """Puts a message under the index of this process, for another process to get."""
         with self._mapped(name, (0,)):
-            self.processes.put(f'{self._prefix}/{name}/{self.processes.index}', data)
+            self.processes.put(f'{self._prefix}/{name}/{self.processes.index}', data, self._timeout)
 
     def get_from_peer(self, name: str, process: int) -> bytes:
         """Returns the message that a process has put.

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Collection
 from typing import Any
 
 _HERE = pathlib.Path(__file__).parent
@@ -65,10 +66,11 @@ class Job:
             except BrokenPipeError:
                 continue
 
-    def answers(self, timeout: float = 120) -> list[Any]:
-        """What the scenario returned in each process; {'error': [kind, text]} where it raised, DEAD where it died."""
+    def answers(self, timeout: float = 120, processes: Collection[int] | None = None) -> list[Any]:
+        """What the scenario returned in each process, or in some; {'error': [kind, text]} where it raised, DEAD where it died."""
         deadline = time.monotonic() + timeout
-        return [self._answer(process, max(1.0, deadline - time.monotonic())) for process in self.processes]
+        asked = [self.processes[index] for index in range(self.count) if processes is None or index in processes]
+        return [self._answer(process, max(1.0, deadline - time.monotonic())) for process in asked]
 
     def run(self, name: str, *arguments: Any, each: list[Any] | None = None, timeout: float = 120) -> list[Any]:
         """``start`` and ``answers``; every process must do well."""

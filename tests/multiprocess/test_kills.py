@@ -5,6 +5,7 @@ one, restores it, and sweeps the rest.
 """
 
 import signal
+import time
 
 import pytest
 from job import DEAD, HEARTBEAT_SECONDS, Job
@@ -75,6 +76,20 @@ def test_killed_in_a_save(tmp_path, process, operation, key, committed):
     finally:
         job.close()
     check_after(tmp_path, [2] if committed else [1])
+
+
+def test_process_0_is_stopped_in_a_save(tmp_path):
+    """The other raises in time, although the service that could say who is missing does not answer."""
+    job = Job(2, 4)
+    try:
+        job.start('save_and_stop', tmp_path, 'write', 'integrity.0.json')
+        began = time.monotonic()
+        (answer,) = job.answers(HEARTBEAT_SECONDS, processes=[1])
+        assert answer['error'][0] == 'ProcessMissingError'
+        assert "process 0 did not arrive at 'write'" in answer['error'][1]
+        assert time.monotonic() - began < HEARTBEAT_SECONDS
+    finally:
+        job.close()
 
 
 @pytest.mark.parametrize('process', [0, 1])

@@ -14,7 +14,7 @@ change of the storage the *observer* (``world.py``) checks that
 - a pinned step stays;
 - a save that has returned survives every crash;
 - the next save leaves no leftovers;
-- nobody waits for ever.
+- nobody waits for ever, and no process of a job longer than its time-out for one that has died.
 
 A failure prints its seed and the shortest schedule that still fails.
 
@@ -22,7 +22,7 @@ To test a storage of your own, write a module with ``SCENARIOS`` whose programs 
 ``scheduler.active().point('what it does')`` before it takes effect.
 
 The modules: ``scheduler`` (who is next), ``choosers`` (random, PCT, exhaustive, replay), ``virtual`` (how the package is loaded),
-``primitives`` (threads and locks), ``posix`` and ``disk`` (a file system, with power cuts), ``bucket``, ``programs``, ``world``,
-``explore`` (many schedules, and the shortest) and ``campaign`` (many processes). Tests call
+``primitives`` (threads and locks), ``posix`` and ``disk`` (a file system, with power cuts), ``bucket``, ``coordination``,
+``programs``, ``jobs``, ``world``, ``explore`` (many schedules, and the shortest) and ``campaign`` (many processes). Tests call
 :func:`~t5ckpt.testing.simulation.campaign.simulate`, which starts processes, since the simulated world needs one of its own.
 """

@@ -28,7 +28,10 @@ from t5ckpt.testing.simulation.scheduler import current_task, wait_until
 from t5ckpt.testing.simulation.virtual import clock
 from t5ckpt.testing.simulation.world import World, state_of
 
-__all__ = ['after', 'finisher', 'in_turn', 'lister', 'pinner', 'reader', 'remover', 'saver']
+__all__ = ['OPTIONS', 'after', 'finisher', 'in_turn', 'lister', 'pinner', 'reader', 'remover', 'saver']
+
+OPTIONS: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False}
+"""Of each checkpointer: ``n`` of the state goes into the manifest, and ``w`` into files, which no other step has."""
 
 
 def saver(world: World, value: float, steps: Sequence[int], *, how: str = 'save', **options: Any) -> Callable[[], None]:
@@ -50,7 +53,7 @@ def saver(world: World, value: float, steps: Sequence[int], *, how: str = 'save'
             world.observer.is_saved(step, value)
 
     def run() -> None:
-        given: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False, **options}
+        given = {**OPTIONS, **options}
         with Checkpointer(state_of(value), checkpoints_dir=world.storage(), **given) as ck:
             for step in steps:
                 # A step that somebody reads or has pinned is not replaced.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from t5ckpt.testing.simulation.jobs import Job
 from t5ckpt.testing.simulation.programs import after, finisher, in_turn, lister, pinner, reader, remover, saver
 from t5ckpt.testing.simulation.scheduler import Task
 from t5ckpt.testing.simulation.world import World
@@ -142,6 +143,33 @@ def _link(world: World) -> Sequence[Task]:
     ]
 
 
+def _job(world: World) -> Sequence[Task]:
+    """Two processes save a step together, and then one in the background."""
+    job = Job(world, 2, 1)
+    return job.start('job', _in_both(job.saver([3]), job.saver([4], how='async')))
+
+
+def _in_both(*programs: Callable[[int], Callable[[], None]]) -> Callable[[int], Callable[[], None]]:
+    return lambda index: in_turn(*(program(index) for program in programs))
+
+
+def _jobs(world: World) -> Sequence[Task]:
+    """Three processes save a step, and a job of two, begun when the lease of the first has expired, the same and the next."""
+    first, second = Job(world, 3, 1, timeout=60.0), Job(world, 2, 2, timeout=60.0)
+    later = second.saver([3, 4])
+    return [
+        *first.start('job', first.saver([3])),
+        *second.start('next', lambda index: after(650.0, later(index))),
+    ]
+
+
+def _preempted(world: World) -> Sequence[Task]:
+    """Process 1 of a job with retention is preempted, while an evaluator reads the step that goes."""
+    job = Job(world, 2, 1, keep=1)
+    tasks = job.start('job', job.preempted(3, at=5, told=1), may_delete=lambda step: step < 3)
+    return [*tasks, world.start('reader', reader(world, 2), machine='b')]
+
+
 def _of(name: str, scenario: Scenario) -> dict[str, Scenario]:
     """A scenario on both storages, without and with faults."""
     on_disk = dataclasses.replace(scenario, kind='disk')
@@ -164,4 +192,7 @@ SCENARIOS = {
     **_of('list', Scenario(_list, _two_steps)),
     **_of('keep', Scenario(_keep, _two_steps)),
     **_of('link', Scenario(_link, _one_step)),
+    **_of('job', Scenario(_job, _one_step)),
+    **_of('jobs', Scenario(_jobs, _one_step)),
+    **_of('preempted', Scenario(_preempted, _two_steps)),
 }

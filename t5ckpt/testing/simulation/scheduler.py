@@ -146,6 +146,7 @@ class Scheduler:
       trace: the lines of a readable trace, if it is kept.
       failure: the first violation, or None.
       taken: the decisions that had an effect.
+      is_ending: whether all processes are being killed, because the schedule is over.
     """
 
     def __init__(self, chooser: Chooser, seed: int = 0, *, keeps_trace: bool = False):
@@ -161,7 +162,7 @@ class Scheduler:
         self._tasks: list[Task] = []
         self._done = threading.Lock()
         self._done.acquire()
-        self._is_aborting = False
+        self.is_ending = False
         self._is_quiet = False
         self.cut_power: Callable[[int], None] = lambda seed: self._abort()
 
@@ -286,14 +287,14 @@ class Scheduler:
         """The task's function has returned."""
         task.has_ended = True
         self._tasks.remove(task)
-        if task.is_main and not self._is_aborting and not any(each.is_main for each in self._tasks):
+        if task.is_main and not self.is_ending and not any(each.is_main for each in self._tasks):
             self._abort()
         if task.error is not None and not isinstance(task.error, Killed) and self.trace is not None:
             self._note(task, f'raised {type(task.error).__name__}: {task.error}')
         following = self._next(task) if self._tasks else None
         if following is None:
             self.current = None
-            self._is_aborting = False
+            self.is_ending = False
             self._done.release()
         else:
             self._hand_over(following)
@@ -301,7 +302,7 @@ class Scheduler:
     # --- who is next -----------------------------------------------------------------------------------------------------
 
     def _abort(self) -> None:
-        self._is_aborting = True
+        self.is_ending = True
         for process in self.processes.values():
             self.kill(process)
 

@@ -48,9 +48,11 @@ def _contents(manifest: bytes) -> _Contents:
         leaves = tree['optimizer']
         _, dtype, data = msgpack.unpackb(leaves['n'], raw=False)
         value = float(np.frombuffer(data, dtype)[0])
-        path = leaves['w']['kvstore']['path'].strip('/')
-        chunk = np.full(2, value, np.float32).tobytes()
-        _decoded[manifest] = _Contents(value, ((f'{path}/.zarray', None), (f'{path}/0', chunk)))
+        spec = leaves['w']
+        path, size = spec['kvstore']['path'].strip('/'), int(spec['metadata']['chunks'][0])
+        chunk = np.full(size, value, np.float32).tobytes()
+        chunks = [(f'{path}/{index}', chunk) for index in range(int(spec['metadata']['shape'][0]) // size)]
+        _decoded[manifest] = _Contents(value, ((f'{path}/.zarray', None), *chunks))
     return _decoded[manifest]
 
 
@@ -198,7 +200,10 @@ class World:
       kind: 'bucket' or 'disk'.
       scheduler: runs the processes.
       observer: checks the invariants.
+      has_jobs: whether several processes save together.
     """
+
+    has_jobs = False
 
     def __init__(self, kind: str, scheduler: Scheduler, before: World | None = None):
         """Makes an empty world, or one with what is on the storage of another."""

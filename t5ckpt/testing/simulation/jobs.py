@@ -1,0 +1,166 @@
+"""Jobs of several processes that save one state together, of which each process holds one element of ``w``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.save_policies import SaveOnPreemption
+from t5ckpt.testing.simulation.coordination import CoordinationService, SimulatedProcesses
+from t5ckpt.testing.simulation.programs import OPTIONS
+from t5ckpt.testing.simulation.scheduler import Task, current_task, wait_until
+from t5ckpt.testing.simulation.world import World
+
+__all__ = ['Job']
+
+# Besides the wait for the others: the operations of a save, and what its own retries take.
+_OWN_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    id: int
+    platform: str = 'cpu'
+
+    @property
+    def process_index(self) -> int:
+        return self.id
+
+
+class _Sharding:
+    """What a save asks of the sharding of a jax.Array whose elements lie on one device each."""
+
+    def __init__(self, count: int):
+        self.devices = [_Device(index) for index in range(count)]
+        self.device_set, self.num_devices = frozenset(self.devices), count
+
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] // self.num_devices,)
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[_Device, tuple[slice, ...]]:
+        del shape
+        return {device: (slice(device.id, device.id + 1),) for device in self.devices}
+
+
+class _Vector:
+    """What a save asks of a jax.Array of one element a process."""
+
+    is_fully_addressable = is_fully_replicated = False
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, value: float, index: int, sharding: _Sharding):
+        self.shape, self.size, self.nbytes = (sharding.num_devices,), sharding.num_devices, 4 * sharding.num_devices
+        self.sharding = sharding
+        data, device = np.full(1, value, np.float32), sharding.devices[index]
+        at = sharding.devices_indices_map(self.shape)[device]
+        self._shards = [types.SimpleNamespace(index=at, data=data, device=device, replica_id=0)]
+
+    @property
+    def addressable_shards(self) -> Sequence[Any]:
+        return self._shards
+
+    def is_ready(self) -> bool:
+        return True
+
+
+class Job:
+    """One job: its processes, and their coordination service."""
+
+    def __init__(self, world: World, count: int, value: float, timeout: float = 300.0, **options: Any):
+        """Takes the value that the job saves, ``process_timeout``, and other options of ``Checkpointer``."""
+        self._world, self._count, self._value, self._timeout = world, count, value, timeout
+        world.has_jobs = True
+        self._options = {**OPTIONS, **options}
+        self._service = CoordinationService()
+        self._processes = [SimulatedProcesses(self._service, index, count) for index in range(count)]
+        self._sharding = _Sharding(count)
+        self._last: set[int] = set()
+
+    def start(self, name: str, program: Callable[[int], Callable[[], None]], **options: Any) -> list[Task]:
+        """Starts the processes, each on a machine of its own; the options are those of ``World.start``."""
+        tasks: list[Task] = []
+        for index in range(self._count):
+            tasks.append(self._world.start(f'{name}{index}', program(index), machine=f'{name}-{index}', **options))
+            self._service.join(tasks[-1].process)
+        return tasks
+
+    def _state(self, index: int) -> dict[str, Any]:
+        return {'n': np.int32(self._value), 'w': _Vector(self._value, index, self._sharding)}
+
+    def _checkpointer(self, index: int, **options: Any) -> Checkpointer:
+        return Checkpointer(
+            self._state(index),
+            checkpoints_dir=self._world.storage(),
+            processes=self._processes[index],
+            process_timeout=self._timeout,
+            **self._options,
+            **options,
+        )
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Generator[None]:
+        """After the death of a process, the others end within the time-out; unless a process is stopped."""
+        scheduler = self._world.scheduler
+        began = scheduler.now
+        try:
+            yield
+        finally:
+            late = scheduler.now - max(began, self._service.first_death) - self._timeout - _OWN_SECONDS
+            is_stopped = any(each.action not in ('run', 'crash') for each in scheduler.taken)
+            if late > 0 and not is_stopped and not current_task().process.is_dead:
+                scheduler.fail(f'a process was not told for {self._timeout + late:.0f} s that another one had died')
+
+    def saver(self, steps: Sequence[int], *, how: str = 'save') -> Callable[[int], Callable[[], None]]:
+        """Each process saves the steps; ``how`` is 'save' or 'async'."""
+
+        def program(index: int) -> Callable[[], None]:
+            def run() -> None:
+                with self._checkpointer(index) as ck:
+                    for step in steps:
+                        with self._in_time():
+                            state = self._state(index)
+                            done = (
+                                ck.save(state, step=step) if how == 'save' else ck.save_async(state, step=step).result()
+                            )
+                            if done is not None:
+                                self._world.observer.is_saved(step, self._value)
+
+            return run
+
+        return program
+
+    def preempted(self, first: int, *, at: int, told: int) -> Callable[[int], Callable[[], None]]:
+        """Each process trains from a step on, until process ``told`` gets a notice at step ``at`` and all of them save."""
+
+        def program(index: int) -> Callable[[], None]:
+            def run() -> None:
+                reached = [0]
+                is_told = index == told
+                options = {'save_policy': SaveOnPreemption(), 'preempted': lambda: is_told and reached[0] >= at}
+                with self._checkpointer(index, **options) as ck, self._in_time():
+                    for step in range(first, at + 1000):
+                        wait_until(lambda: False, 1.0)
+                        reached[0] = step
+                        pending = ck.maybe_save(step, self._state(index))
+                        if ck.should_stop:
+                            self._end(step, pending)
+                            return
+
+            return run
+
+        return program
+
+    def _end(self, step: int, pending: Any) -> None:
+        self._last.add(step)
+        if len(self._last) > 1:
+            self._world.scheduler.fail(f'the processes were preempted at steps {sorted(self._last)}')
+        if pending is not None and pending.result() is not None:
+            self._world.observer.is_saved(step, self._value)
+        elif pending is None:
+            self._world.scheduler.fail(f'the job was preempted at step {step}, and did not save')

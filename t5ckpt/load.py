@@ -107,7 +107,13 @@ def _lazy(reader: ArrayReader, path: Path, leaf: Any, cast: Cast | None, facts: 
 
 def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: TreeFacts) -> LeafTable:
     reads = [
-        StoredRead(path, leaf, LeafTemplate('array', leaf.shape, leaf.dtype), cast_dtype(path, leaf.dtype, cast))
+        StoredRead(
+            path,
+            leaf_name(path),
+            leaf,
+            LeafTemplate('array', leaf.shape, leaf.dtype),
+            cast_dtype(path, leaf.dtype, cast),
+        )
         for path, leaf in leaves.items()
         if isinstance(leaf, StoredLeaf)
     ]

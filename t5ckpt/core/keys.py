@@ -7,7 +7,7 @@ __all__ = ['is_inside', 'join']
 
 def join(*parts: str) -> str:
     """Joins key components with '/', leaving out empty ones."""
-    return '/'.join(part.strip('/') for part in parts if part.strip('/'))
+    return '/'.join([stripped for part in parts if (stripped := part.strip('/'))])
 
 
 def is_inside(name: str) -> bool:

@@ -19,7 +19,7 @@ from t5ckpt.core.keys import is_inside
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.dtypes import dtype_from_name, dtype_from_typestr, zarr_typestr
+from t5ckpt.format.dtypes import dtype_from_name, dtype_from_typestr, name_of, zarr_typestr
 from t5ckpt.tree.leaf_table import MAX_RANK
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     'typed_by_zarray',
     'untyped_specs',
     'zarray_bytes',
+    'zarray_of',
 ]
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
@@ -176,7 +177,7 @@ def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
         'compressor': array.metadata['compressor'],
         'shape': list(array.shape),
     }
-    return {'driver': 'zarr', 'dtype': array.dtype.name, 'kvstore': kvstore, 'metadata': metadata}
+    return {'driver': 'zarr', 'dtype': name_of(array.dtype), 'kvstore': kvstore, 'metadata': metadata}
 
 
 def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
@@ -322,9 +323,9 @@ def _check_transform(transform: Any, shape: tuple[int, ...], leaf: str) -> None:
         raise UnsupportedFormatError(f'{leaf}: spec has the transform {transform!r:.200}; only the identity is read.')
 
 
-def zarray_bytes(array: StoredArray) -> bytes:
-    """The ``.zarray`` of an array (zarr v2 storage specification)."""
-    contents = {
+def zarray_of(array: StoredArray) -> dict[str, Any]:
+    """The contents of an array's ``.zarray`` (zarr v2 storage specification)."""
+    return {
         'chunks': list(array.metadata['chunks']),
         'compressor': array.metadata['compressor'],
         'dimension_separator': '.',
@@ -335,4 +336,8 @@ def zarray_bytes(array: StoredArray) -> bytes:
         'shape': list(array.shape),
         'zarr_format': 2,
     }
-    return json.dumps(contents, separators=(',', ':'), sort_keys=True).encode()
+
+
+def zarray_bytes(array: StoredArray) -> bytes:
+    """The ``.zarray`` of an array."""
+    return json.dumps(zarray_of(array), separators=(',', ':'), sort_keys=True).encode()

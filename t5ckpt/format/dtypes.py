@@ -244,13 +244,13 @@ def kind(dtype: np.dtype) -> str:
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype on disk of a stored array of ``dtype``; ``dtype`` itself, except for those in ``STORED_AS``."""
-    name = dtype.name
+    name = name_of(dtype)
     return _BY_NAME[_BY_VALUE.get(name) or _BY_BITS.get(name) or name]
 
 
 def to_stored(array: np.ndarray) -> np.ndarray:
     """``array`` in its stored dtype; without a copy if that is the same."""
-    name = array.dtype.name
+    name = name_of(array.dtype)
     if name in _BY_VALUE:
         return array.astype(_BY_NAME[_BY_VALUE[name]])
     if name in _BY_BITS:
@@ -262,11 +262,11 @@ def from_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The inverse of :func:`to_stored`; also views uint16 of version 2 as bfloat16."""
     if array.dtype == dtype:
         return array
-    if dtype.name in _BY_VALUE:
+    if name_of(dtype) in _BY_VALUE:
         return array.astype(dtype)
     return array.view(dtype)
 
 
 def zarr_typestr(dtype: np.dtype) -> str:
     """The dtype's name in ``.zarray``: NumPy's typestr, or TensorStore's name for the types of ml_dtypes."""
-    return dtype.name if dtype.name in _EXTENDED else dtype.newbyteorder('<').str
+    return name_of(dtype) if name_of(dtype) in _EXTENDED else dtype.newbyteorder('<').str

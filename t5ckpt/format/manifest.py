@@ -308,7 +308,9 @@ def _split(state: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
     """Splits arrays of more than ``limit`` bytes as Flax does, because msgpack limits lengths to 2^32."""
     changed: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, np.ndarray) and value.nbytes > limit:
+        if isinstance(value, np.ndarray):
+            if value.nbytes <= limit:
+                continue
             flat = value.reshape(-1)
             step = max(1, limit // value.itemsize)
             parts = [flat[start : start + step] for start in range(0, flat.size, step)]
@@ -317,7 +319,7 @@ def _split(state: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
                 'shape': {str(axis): size for axis, size in enumerate(value.shape)},
                 'chunks': {str(index): part for index, part in enumerate(parts)},
             }
-        elif isinstance(value, Mapping) and (inner := _split(value, limit)) is not value:
+        elif not is_spec(value) and isinstance(value, Mapping) and (inner := _split(value, limit)) is not value:
             changed[key] = inner
     return {**state, **changed} if changed else state
 

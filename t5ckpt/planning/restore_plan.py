@@ -16,6 +16,7 @@ Rules that T5X leaves open, or that differ from T5X:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ import numpy as np
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import LeafProblem, mismatch_error, near_names
+from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, kind
 from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
 from t5ckpt.planning.leaves import as_leaf, both_python_ints, describe, first_in, held, is_empty
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.planning.sharding_check import ShardingCheck
@@ -50,14 +53,20 @@ class StoredRead:
     """One array to read, with its ``dtype`` after the cast. The template's shape differs from the leaf's if it is resized."""
 
     path: Path
+    name: str
     leaf: StoredLeaf
     target: LeafTemplate
     dtype: np.dtype
 
-    @property
-    def name(self) -> str:
-        """The name of the leaf."""
-        return leaf_name(self.path)
+    @functools.cached_property
+    def boxes(self) -> list[Box]:
+        """The distinct boxes of the restored leaf that this process's devices hold."""
+        return boxes_wanted(self.target, self.target.shape)
+
+    @functools.cached_property
+    def is_on_cpu(self) -> bool:
+        """Whether the restored leaf can use a host buffer in place."""
+        return is_on_cpu(self.target)
 
     @property
     def resizes(self) -> bool:
@@ -80,15 +89,11 @@ class InlineRead:
     """
 
     path: Path
+    name: str
     value: Any
     target: LeafTemplate
     dtype: np.dtype
     resizes: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name of the leaf."""
-        return leaf_name(self.path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,9 +234,11 @@ class _Matcher:
             self._absent(pair)
         elif (dtype := self._dtype_if_it_fits(pair)) is not None:
             if isinstance(found, StoredLeaf):
-                self.stored.append(StoredRead(path, found, target, dtype))
+                self.stored.append(StoredRead(path, pair.name, found, target, dtype))
             else:
-                self.inline.append(InlineRead(path, found, target, dtype, tuple(found.shape) != target.shape))
+                self.inline.append(
+                    InlineRead(path, pair.name, found, target, dtype, tuple(found.shape) != target.shape)
+                )
 
     def _keep(self, pair: _Pair) -> None:
         """Adds an empty container or a text of the template."""

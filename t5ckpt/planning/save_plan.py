@@ -24,7 +24,7 @@ import numpy as np
 
 from t5ckpt.core.arguments import check_word, integer
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import ParameterInfo
 from t5ckpt.core.text import lines
 from t5ckpt.errors import UnsupportedLeafError
@@ -93,15 +93,11 @@ class ArrayWrite:
     """One stored leaf. ``dtype`` is the leaf's after the cast, ``array.dtype`` the one on disk."""
 
     path: Path
+    name: str
     leaf: Any
     dtype: np.dtype
     array: StoredArray
     chunks: tuple[ChunkWrite, ...]
-
-    @property
-    def name(self) -> str:
-        """The name of the leaf."""
-        return leaf_name(self.path)
 
     @property
     def chunk_bytes(self) -> int:
@@ -127,13 +123,9 @@ class InlineWrite(NamedTuple):
     """
 
     path: Path
+    name: str
     leaf: Any
     dtype: np.dtype | None
-
-    @property
-    def name(self) -> str:
-        """The name of the leaf."""
-        return leaf_name(self.path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +181,7 @@ def plan_save(
         _plan_array(leaf, directories[leaf.path], options, assignment) for leaf in leaves if leaf.path in stored
     )
     inline = tuple(
-        InlineWrite(leaf.path, leaf.given.value, leaf.dtype)
+        InlineWrite(leaf.path, leaf.given.name, leaf.given.value, leaf.dtype)
         for leaf in leaves
         if leaf.path not in stored and leaf.given.kind not in ('empty', 'text')
     )
@@ -292,7 +284,7 @@ def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, assignment: W
         # For a shard at the array's origin both boxes are one object, which halves memory and time.
         is_shifted = any(shard.box.start)
         chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
-    return ArrayWrite(leaf.path, value, dtype, array, tuple(chunks))
+    return ArrayWrite(leaf.path, leaf.given.name, value, dtype, array, tuple(chunks))
 
 
 def _facts(leaves: Sequence[LeafToSave], writes: Sequence[ArrayWrite]) -> TreeFacts:

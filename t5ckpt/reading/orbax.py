@@ -122,12 +122,14 @@ def _strings(files: CheckpointFiles, item: str, is_there: bool) -> Mapping[str, 
 
 def has_placeholders(state: Mapping[str, Any]) -> bool:
     """Whether any leaf is a placeholder for an array of Orbax's older layout."""
-    return any(
-        has_placeholders(value)
-        if isinstance(value, dict)
-        else isinstance(value, str) and value.startswith(_PLACEHOLDER)
-        for value in state.values()
-    )
+    for value in state.values():
+        if isinstance(value, dict):
+            # A spec is a leaf, and most manifests have thousands.
+            if not isinstance(value, SpecDict) and has_placeholders(value):
+                return True
+        elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
+            return True
+    return False
 
 
 def resolve_placeholders(

@@ -225,4 +225,4 @@ def _fallback_value(request: RestoreRequest, path: Path, value: Any, target: Lea
     dtype = cast_dtype(path, array.dtype, request.cast, target.dtype) if casts else array.dtype
     if is_jax_array(array):
         return array if array.dtype == dtype else array.astype(dtype)
-    return make_inline_leaf(InlineRead(path, array, target, dtype))
+    return make_inline_leaf(InlineRead(path, leaf_name(path), array, target, dtype))

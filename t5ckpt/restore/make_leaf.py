@@ -64,7 +64,7 @@ def make_leaf(
     """Makes a leaf from its host buffers, as its template asks.
 
     Args:
-      hosts: one buffer for each of ``boxes_wanted``; must not be written to afterwards.
+      hosts: one buffer for each box of ``planning/device_boxes.py``; must not be written to afterwards.
       target: the template of the leaf.
       shape: of the whole leaf.
       dtype: of the result; needed also in a process that holds no part of it.

@@ -24,7 +24,6 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import from_stored
-from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
 from t5ckpt.planning.resizing import clipped
 from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.progress import Meter
@@ -65,7 +64,7 @@ def read_arrays(
             values[read.path] = make_leaf(hosts, read.target, read.target.shape, read.dtype, read.name)
     meter = Meter(progress, sum(read.leaf.array.nbytes for read in reads))
     meter.add(sum(read.leaf.array.nbytes for read in reads if read.path in values))
-    here = [read for read in rest if is_on_cpu(read.target)]
+    here = [read for read in rest if read.is_on_cpu]
     if here:
         needed = sum(_bytes_wanted(read) for read in here)
         check_memory(needed, f'{here[0].name}{f" and {len(here) - 1} more leaves" if len(here) > 1 else ""}')
@@ -81,9 +80,9 @@ def read_arrays(
 
 def _mapped(reader: ArrayReader, read: StoredRead) -> dict[Box, np.ndarray] | None:
     """The mapped buffers of a leaf, if they have the right dtype and can be used without a copy."""
-    if read.resizes or read.converts or not is_on_cpu(read.target):
+    if read.resizes or read.converts or not read.is_on_cpu:
         return None
-    return reader.map_boxes(read.leaf, read.name, boxes_wanted(read.target, read.leaf.shape))
+    return reader.map_boxes(read.leaf, read.name, read.boxes)
 
 
 def _threads() -> int:
@@ -168,7 +167,7 @@ class _RestoreScheduler:
             hosts = _padded(read, hosts)
         self._values[read.path] = on_devices = make_leaf(hosts, read.target, read.target.shape, read.dtype, read.name)
         self._reading.popleft()
-        self._moving.append((None if is_on_cpu(read.target) else on_devices, item.size))
+        self._moving.append((None if read.is_on_cpu else on_devices, item.size))
         if self._moving[-1][0] is None:
             self._budget.release(self._moving.pop()[1])
         self._meter.add(read.leaf.array.nbytes)
@@ -182,15 +181,14 @@ class _RestoreScheduler:
 
 def _bytes_wanted(read: StoredRead) -> int:
     """The boxes of a leaf that this process restores."""
-    return sum(box.size for box in boxes_wanted(read.target, read.target.shape)) * read.leaf.array.dtype.itemsize
+    return sum(box.size for box in read.boxes) * read.leaf.array.dtype.itemsize
 
 
 def _source_boxes(read: StoredRead) -> list[Box]:
     """The boxes of the stored array that this process needs."""
-    boxes = boxes_wanted(read.target, read.target.shape)
     if not read.resizes:
-        return boxes
-    return [part for box in boxes if (part := clipped(box, read.leaf.shape)) is not None]
+        return read.boxes
+    return [part for box in read.boxes if (part := clipped(box, read.leaf.shape)) is not None]
 
 
 def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
@@ -201,7 +199,7 @@ def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
 def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.ndarray]:
     """The buffers that the template asks for, from those of the boxes that the stored array has."""
     padded: dict[Box, np.ndarray] = {}
-    for box in boxes_wanted(read.target, read.target.shape):
+    for box in read.boxes:
         part = clipped(box, read.leaf.shape)
         if part == box:
             padded[box] = hosts[box]

@@ -12,7 +12,7 @@ import tensorstore as ts
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import encode, is_native
-from t5ckpt.format.dtypes import zarr_typestr
+from t5ckpt.format.dtypes import name_of, zarr_typestr
 from t5ckpt.format.file_checksums import FileEntry
 
 __all__ = ['encode_chunk', 'plain_entry']
@@ -25,7 +25,7 @@ def plain_entry(array: StoredArray, values: np.ndarray) -> FileEntry | None:
     """The size and digest of a chunk's file if it holds the plain values; None if the chunk has to be encoded."""
     # A chunk at the end of an axis is padded on disk.
     is_whole = values.shape == tuple(array.metadata['chunks'])
-    if array.metadata['compressor'] is not None or array.dtype.name in _SUB_BYTE or not is_whole:
+    if array.metadata['compressor'] is not None or name_of(array.dtype) in _SUB_BYTE or not is_whole:
         return None
     return values.nbytes, digest(values)
 
@@ -33,7 +33,7 @@ def plain_entry(array: StoredArray, values: np.ndarray) -> FileEntry | None:
 def encode_chunk(array: StoredArray, values: np.ndarray) -> bytes:
     """The bytes of the file of a chunk; ``values`` are those inside the array, in C order and the dtype on disk."""
     compressor, chunks = array.metadata['compressor'], tuple(array.metadata['chunks'])
-    if array.dtype.name in _SUB_BYTE or not (compressor is None or is_native(compressor)):
+    if name_of(array.dtype) in _SUB_BYTE or not (compressor is None or is_native(compressor)):
         return _encoded_by_tensorstore(array, values)
     if values.shape != chunks:
         # A chunk at the end of an axis is stored in full.

@@ -33,6 +33,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.private_memory import is_private
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.checksum import digest
+from t5ckpt.format.dtypes import name_of
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
 from t5ckpt.planning.save_plan import ArrayWrite
@@ -110,7 +111,7 @@ class PreviousCheckpoint:
 
 def _layout_text(write: ArrayWrite) -> str:
     # Excludes the codec: one chosen by sampling is in the metadata of the array, not of the plan.
-    return f'{write.array.shape} {write.dtype.name} {write.array.dtype.name} {tuple(write.array.metadata["chunks"])}'
+    return f'{write.array.shape} {name_of(write.dtype)} {name_of(write.array.dtype)} {tuple(write.array.metadata["chunks"])}'
 
 
 def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.ref[Any], str]]:

@@ -299,7 +299,7 @@ def _pinned_copies(arrays: list[Any]) -> list[Any]:
 
 def _without_inline_array(write: InlineWrite) -> InlineWrite:
     """The write without the caller's array, which is not kept alive."""
-    return InlineWrite(write.path, None, write.dtype) if _is_array(write.leaf) else write
+    return write._replace(leaf=None) if _is_array(write.leaf) else write
 
 
 def _inline_source(leaf: Any, private: bool) -> Any:

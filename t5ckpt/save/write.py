@@ -37,7 +37,7 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import SaveFailedError, StorageError
-from t5ckpt.format.array_spec import StoredArray, zarray_bytes
+from t5ckpt.format.array_spec import StoredArray, zarray_bytes, zarray_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.file_checksums import entry_of
@@ -84,12 +84,14 @@ class WriteReport:
 
     def below(self, directory: str) -> WriteReport:
         """The report with the names that arrays and files have from the parent of the directory; '' changes nothing."""
+        if not directory:
+            return self
         arrays = {
             path: dataclasses.replace(array, location=join(directory, array.location))
             for path, array in self.arrays.items()
         }
         digests = {join(directory, name): entry for name, entry in self.digests.items()}
-        return dataclasses.replace(self, arrays=arrays, digests=digests) if directory else self
+        return dataclasses.replace(self, arrays=arrays, digests=digests)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +158,7 @@ class _Writer:
         self._job = job
         self._staging = staging
         self._storage = job.storage
+        self._where = job.storage.url(job.directory)
         self._kvstore = job.storage.open_kvstore(job.directory)
         direct_bytes = job.storage.direct_bytes(in_background=staging.private_host)
         self._direct_bytes = math.inf if direct_bytes is None else direct_bytes
@@ -304,7 +307,7 @@ class _Writer:
         spec = {
             'driver': 'zarr',
             'kvstore': self._storage.array_kvstore(join(self._job.directory, array.location)),
-            'metadata': json.loads(zarray_bytes(array)),
+            'metadata': zarray_of(array),
             'store_data_equal_to_fill_value': True,
         }
         with foreign_errors(leaf, writing=True):
@@ -334,7 +337,7 @@ class _Writer:
         """Waits for the oldest write without reporting progress; returns its bytes. An interrupt leaves it in flight."""
         item = self._in_flight[0]
         try:
-            with foreign_errors(f'{item.leaf} in {self._storage.url(self._job.directory)}', writing=True):
+            with foreign_errors(f'{item.leaf} in {self._where}', writing=True):
                 future = item.future.result() if item.is_encoded else item.future
                 if future is not None:
                     self._storage.wait(future)

@@ -90,10 +90,11 @@ class FileStorage(Storage):
         """Takes a path, which need not exist."""
         self._options = options
         self._root = os.path.abspath(root)
+        self._prefix = os.path.join(self._root, '')
         self._context: ts.Context | None = None
 
     def _path(self, key: str) -> str:
-        return os.path.join(self._root, key) if key else self._root
+        return self._prefix + key if key else self._root
 
     def url(self, key: str = '') -> str:
         return self._path(key)

@@ -30,7 +30,7 @@ NOT_MADE = {
     'Series',
 }
 # Methods that other modules of the package call.
-INTERNAL = {'agree', 'complete', 'open_elsewhere', 'raise_unseen', 'start'}
+INTERNAL = {'agree', 'complete', 'open_elsewhere', 'raise_unreported', 'start'}
 
 
 def parameters(function) -> str:

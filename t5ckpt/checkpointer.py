@@ -425,7 +425,7 @@ class Checkpointer:
                 missing = self._retention.missing_metrics(request.step, call.metrics)
                 warn_of_missing_metrics(self._notices, missing)
             if not call.transforms:
-                self._template_check.look(state, table, request.step, tells=save_round.is_leader)
+                self._template_check.look(state, table, request.step, warns=save_round.is_leader)
             if self._partitioner is None and save_round.is_leader:
                 self._template_check.look_at_shardings(table, request.step)
             prepared = prepare_save(request, table, self._axes)
@@ -464,7 +464,7 @@ class Checkpointer:
     def check_for_errors(self) -> None:
         """Raises SaveFailedError if a save in the background failed and no call has raised its error yet."""
         if self._pending is not None:
-            self._pending.raise_unseen()
+            self._pending.raise_unreported()
 
     def close(self) -> None:
         """Waits for saves and deletions in the background, and raises the error of a save that no call has raised yet.

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.catalog.locate import locate, with_links
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name
@@ -22,9 +21,8 @@ from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.contents import leaves_of, read_contents
-from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, reader_of
-from t5ckpt.reading.raw_files import read_raw
+from t5ckpt.reading.contents import leaves_of
+from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.template import LeafTemplate
@@ -83,12 +81,9 @@ def load_t5x_checkpoint(
     if state_transformation_fns and not remap:
         text = 'state_transformation_fns has no effect with remap=False, as in T5X. Leave one of them out.'
         warn_caller(NoEffectWarning(text))
-    located = with_links(locate(path, step, storage_options, tensors=True), follow_links)
-    reading = ReadOptions(mmap, verify)
-    checksums = reading.verifies_checksums(located.storage, lazy=lazy_parameters)
-    contents = read_contents(located, read_raw(located, checksums=checksums))
-    transforms = state_transformation_fns if remap else ()
-    leaves, facts = leaves_of(contents, transforms, {})
+    reading = ReadOptions(mmap, verify, follow_links)
+    contents = open_contents(path, step, storage_options, reading, lazy=lazy_parameters)
+    leaves, facts = leaves_of(contents, state_transformation_fns if remap else (), {})
     reader = reader_of(contents, reading)
     check_cast(cast, {path: array_dtype(leaf) for path, leaf in leaves.items()})
     if lazy_parameters:

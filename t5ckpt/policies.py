@@ -290,11 +290,11 @@ class KeepAny(KeepPolicy):
 
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step, with the reasons of all policies that made it."""
-        said: dict[int, list[Decision]] = {info.step: [] for info in infos}
+        decisions: dict[int, list[Decision]] = {info.step: [] for info in infos}
         for policy in map(_as_part, self.policies) if len(self.policies) > 1 else self.policies:
             for decision in policy.choose(infos):
-                said.setdefault(decision.step, []).append(decision)
-        return [_joined(info.step, said[info.step]) for info in infos]
+                decisions.setdefault(decision.step, []).append(decision)
+        return [_joined(info.step, decisions[info.step]) for info in infos]
 
 
 def _as_part(policy: KeepPolicy) -> KeepPolicy:
@@ -344,11 +344,11 @@ def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: in
       just_saved: the step whose save carries out the plan, if any.
     """
     ordered = sorted(infos, key=lambda info: info.step)
-    said = {decision.step: decision for decision in policy.choose(ordered)}
+    decisions = {decision.step: decision for decision in policy.choose(ordered)}
     latest = ordered[-1].step if ordered else None
     plan: list[Decision] = []
     for info in ordered:
-        decision = said.get(info.step, Decision(info.step, True, 'the policy returned no decision'))
+        decision = decisions.get(info.step, Decision(info.step, True, 'the policy returned no decision'))
         rules = {
             'pinned': info.pinned,
             HELD: info.held,

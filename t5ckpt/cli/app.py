@@ -1,4 +1,4 @@
-"""The group of all verbs, and the handling of errors."""
+"""The group of all verbs, and the handling of errors; ``cli/verb.py`` has the exit codes."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def copy_checkpoint(
     check_room(storage, number, overwrite=options.overwrite)
     source_now = Identity.now(located)
     try:
-        with source_now.told('copied'):
+        with source_now.checked_on_failure('copied'):
             return _Copy(source_now, storage, number, progress, options).run(started)
     except StepTakenError as error:
         raise CheckpointExistsError(f'{error}. Copy to another run, or replace it (overwrite=True).') from error

@@ -18,7 +18,7 @@ from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.contents import leaves_of, read_contents
+from t5ckpt.reading.contents import read_contents
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.open_reader import lazy_leaf
 from t5ckpt.reading.raw_files import read_raw
@@ -86,12 +86,11 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
     """
     located = locate(path, step)
     contents = read_contents(located, read_raw(located, checksums=True))
-    leaves, _ = leaves_of(contents, (), {})
     # Checksums are verified, so that an export of damaged files fails.
     reader = ArrayReader(located, True, checksums=contents.checksums)
     arrays: dict[str, Source] = {}
     others: list[str] = []
-    for tree_path, leaf in leaves.items():
+    for tree_path, leaf in contents.leaves().items():
         name = leaf_name(tree_path)
         if not hasattr(leaf, 'dtype'):
             others.append(name)

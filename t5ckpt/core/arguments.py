@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 
-class _Unsaid(str):
-    """A default, which is told from the same value that a caller passes."""
+class _Default(str):
+    """A default, which differs in type from the same value that a caller passes."""
 
     __slots__ = ()
 
 
 MODES = ('max', 'min')
 """Which values of a metric are the best."""
-MAX = _Unsaid('max')
+MAX = _Default('max')
 """The default of a mode, T5X's."""
 _KEY_WORD = re.compile(r'[A-Z]?[a-z]+|[A-Z]+')
 _LOW_IS_GOOD = {

@@ -77,7 +77,7 @@ def explains_names(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Cal
         known = frozenset(signature.parameters)
 
         @functools.wraps(function)
-        def told(*args: _P.args, **given: _P.kwargs) -> _R:
+        def checked(*args: _P.args, **given: _P.kwargs) -> _R:
             if not known.issuperset(given):
                 unknown = next(name for name in given if name not in known)
                 near = difflib.get_close_matches(unknown, signature.parameters, 1)
@@ -88,8 +88,8 @@ def explains_names(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Cal
             return function(*args, **given)
 
         # For readers of signatures that do not follow __wrapped__, such as inspect.getfullargspec and gin.
-        vars(told)['__signature__'] = signature
-        return told
+        vars(checked)['__signature__'] = signature
+        return checked
 
     return decorate
 

@@ -178,7 +178,7 @@ class CoordinationRound:
             self._raise_failures(phase, votes)
             value = decide(votes)
         except BaseException as error:
-            # The exception of the leader is the one to raise, also where the others cannot be told.
+            # The exception of the leader is the one to raise, also if the others cannot be reached.
             with contextlib.suppress(T5CkptError):
                 self._send_decision(prefix, phase, {'error': lines_of_error(error)})
             raise

@@ -8,7 +8,6 @@ import os
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from t5ckpt.catalog.locate import locate, with_links
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, corrected, counted, did_you_mean, human_bytes, printable, shown
@@ -22,9 +21,8 @@ from t5ckpt.inspection.stats import CheckpointStats, checkpoint_stats
 from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_heatmap
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.contents import Contents, leaves_of, read_contents
-from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, reader_of
-from t5ckpt.reading.raw_files import read_raw
+from t5ckpt.reading.contents import Contents
+from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 __all__ = ['CheckpointView', 'open_checkpoint']
@@ -58,11 +56,9 @@ def open_checkpoint(
     Raises:
       CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
     """
-    located = with_links(locate(path, step, storage_options, tensors=True), follow_links)
-    reading = ReadOptions(mmap, verify)
-    checksums = reading.verifies_checksums(located.storage, lazy=True)
-    contents = read_contents(located, read_raw(located, checksums=checksums))
-    leaves, _ = leaves_of(contents, (), {})
+    reading = ReadOptions(mmap, verify, follow_links)
+    contents = open_contents(path, step, storage_options, reading, lazy=True)
+    leaves = contents.leaves()
     return CheckpointView(contents, reader_of(contents, reading), leaves)
 
 

@@ -180,7 +180,7 @@ class _RepairWriter:
         # The manifest of the damaged checkpoint names the files.
         work.generation = ''
         with work:
-            with Identity.now(self._located).told():
+            with Identity.now(self._located).checked_on_failure():
                 files = self._fill(work)
                 self._check_source()
                 self._check(work)

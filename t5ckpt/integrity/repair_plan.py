@@ -37,7 +37,7 @@ from t5ckpt.integrity.recovery_records import (
     unrecoverable_text,
 )
 from t5ckpt.integrity.report import Damage, VerifyReport
-from t5ckpt.reading.contents import Contents, leaves_of
+from t5ckpt.reading.contents import Contents
 from t5ckpt.tree.leaf_table import flatten_nested, unflatten
 
 __all__ = ['RepairOptions', 'RepairPlan', 'plan_repair', 'unrecoverable_error']
@@ -115,7 +115,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     """
     records = RecoveryRecords(located, report)
     contents = Contents(located, records.manifest, records.sidecar or NO_SIDECAR)
-    table = {leaf_name(path): leaf for path, leaf in leaves_of(contents, (), {})[0].items()}
+    table = {leaf_name(path): leaf for path, leaf in contents.leaves().items()}
     leaves = {name: leaf for name, leaf in table.items() if isinstance(leaf, StoredLeaf)}
     damages = [damage for damage in report.damages if damage.file not in records.rebuilt]
     zarrays = records.zarrays(leaves, damages)

@@ -50,7 +50,7 @@ from t5ckpt.integrity.implied_files import ArrayFiles, Implied
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
-from t5ckpt.reading.contents import Contents, leaves_of, read_contents
+from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import RawFiles, find_sidecar
 from t5ckpt.storage import Entry, open_storage, split_path
@@ -256,7 +256,7 @@ class _Check:
             return
         try:
             contents = self._contents()
-            table, _ = leaves_of(contents, (), {})
+            table = contents.leaves()
         except (CorruptCheckpointError, UnsafeSpecError, StorageError, CheckpointNotFoundError) as error:
             self.findings.failed(self.located.manifest or TREE_METADATA, error)
             return

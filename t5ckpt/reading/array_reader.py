@@ -157,7 +157,7 @@ class ArrayReader:
             return self._read(leaf, name, index)
         # A read that verifies checksums needs no check of the checkpoint's identity.
         file = leaf.array.location if leaf.array.is_byte_range else None
-        with self._identity.told() if self._compares_all() else self._identity.reading(file=file):
+        with self._identity.checked_on_failure() if self._compares_all() else self._identity.reading(file=file):
             return self._read(leaf, name, index)
 
     def _compares_all(self) -> bool:
@@ -191,7 +191,7 @@ class ArrayReader:
         """The checks to run before boxes are read by a reader that does not verify checksums."""
         return [] if self._checks is None else self._checks.tasks(array, name, boxes)
 
-    def check_beside(self, prefix: str) -> None:
+    def check_prefixed(self, prefix: str) -> None:
         """Verifies the files with a prefix that are not arrays, before another library opens them.
 
         Raises:

@@ -75,6 +75,10 @@ class Contents:
         """The identity of the checkpoint."""
         return Identity(self.located, self.versions)
 
+    def leaves(self) -> LeafTable:
+        """The leaves; raises FormatError for a spec that is not accepted."""
+        return checkpoint_leaves(self.manifest.state, self.manifest.version, self.sidecar.tree)
+
 
 def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
     """Decodes the manifest, of any layout, and the sidecar if there is one.
@@ -88,7 +92,7 @@ def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
       CheckpointNotFoundError: the checkpoint was deleted since it was located.
     """
     raw = read_raw(located) if raw is None else raw
-    with Identity(located, raw.versions).told():
+    with Identity(located, raw.versions).checked_on_failure():
         return _decoded(located, raw)
 
 
@@ -159,7 +163,7 @@ def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: byte
       FormatError: a reader could not open the checkpoint.
     """
     with paused():
-        leaves_of(_decoded(Located(storage, directory, MANIFEST, None), RawFiles(manifest, sidecar)), (), {})
+        _decoded(Located(storage, directory, MANIFEST, None), RawFiles(manifest, sidecar)).leaves()
 
 
 def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) -> FileChecksums | None:
@@ -229,7 +233,7 @@ def leaves_of(
     """
     manifest, facts = contents.manifest, contents.sidecar.tree
     if not transforms:
-        return checkpoint_leaves(manifest.state, manifest.version, facts), facts
+        return contents.leaves(), facts
     before = with_facts(flatten_nested(manifest.state, is_spec), facts)
     state: Any = unflatten(before)
     for fn in transforms:

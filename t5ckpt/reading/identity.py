@@ -48,7 +48,7 @@ class Identity:
         return cls(located, {name: version for name, version in found.items() if version is not None})
 
     @contextlib.contextmanager
-    def told(self, doing: str = 'read') -> Generator[None]:
+    def checked_on_failure(self, doing: str = 'read') -> Generator[None]:
         """Distinguishes a deletion or an overwrite from damage. Costs nothing unless a read fails.
 
         Args:
@@ -69,7 +69,7 @@ class Identity:
 
     @contextlib.contextmanager
     def reading(self, doing: str = 'read', file: str | None = None) -> Generator[None]:
-        """As :meth:`told`, and raises for an overwrite even if no read fails: the values may mix both checkpoints.
+        """As :meth:`checked_on_failure`, and raises for an overwrite even if no read fails: the values may mix both checkpoints.
 
         Args:
           doing: the operation on the checkpoint, for the message.
@@ -77,10 +77,10 @@ class Identity:
 
         Notes: costs one ``stat``, or one per tensor file; on an object store, one small request.
         """
-        with self.told(doing):
+        with self.checked_on_failure(doing):
             yield
         storage = self.located.storage
-        for name in self._witnesses() if file is None else (file,):
+        for name in self._compared_files() if file is None else (file,):
             version = storage.version(join(self.located.directory, name))
             # Values that were read from a directory that is deleted by now were read before its deletion, and are correct.
             if version != self.versions[name] and not (version is None and self._is_directory):
@@ -91,8 +91,8 @@ class Identity:
         """Whether the checkpoint is a directory, which is replaced and deleted as a whole."""
         return self.located.storage.commits_by_rename
 
-    def _witnesses(self) -> Collection[str]:
-        """The files whose versions tell of an overwrite."""
+    def _compared_files(self) -> Collection[str]:
+        """The files whose versions are compared, since an overwrite changes them."""
         if is_tensor_file(self.located.manifest):
             # Each file can be replaced separately.
             return self.versions

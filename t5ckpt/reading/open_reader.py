@@ -1,21 +1,25 @@
-"""Opens the reader that fits a checkpoint: local files, a cache, or TensorStore."""
+"""Opens a checkpoint to read its arrays: finds it, decodes it, and chooses the reader."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from t5ckpt.catalog.locate import locate, with_links
 from t5ckpt.core.arguments import check_word
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.cached_chunks import CachedChunks
-from t5ckpt.reading.contents import Contents, check_step
+from t5ckpt.reading.contents import Contents, check_step, read_contents
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
 
-__all__ = ['VERIFY_LEVELS', 'ReadOptions', 'lazy_leaf', 'reader_of']
+__all__ = ['VERIFY_LEVELS', 'ReadOptions', 'lazy_leaf', 'open_contents', 'reader_of']
 
 
 def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:
@@ -28,6 +32,20 @@ def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None 
     return LazyThreadPoolArray(
         leaf.shape, wanted, lambda: reader.read(leaf, name), lambda index: reader.read(leaf, name, index)
     )
+
+
+def open_contents(
+    path: str | os.PathLike[str],
+    step: int | None,
+    storage_options: Mapping[str, Any] | None,
+    reading: ReadOptions,
+    *,
+    lazy: bool,
+) -> Contents:
+    """Finds a checkpoint and decodes its manifest and sidecar; raises as ``locate`` and ``read_contents``."""
+    located = with_links(locate(path, step, storage_options, tensors=True), reading.follow_links)
+    checksums = reading.verifies_checksums(located.storage, lazy=lazy)
+    return read_contents(located, read_raw(located, checksums=checksums))
 
 
 def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:

@@ -54,12 +54,12 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
         base = join(directory, item)
         if storage.is_file(join(base, TREE_METADATA)):
             if item:
-                _tell_of_others(storage, directory, item)
+                _warn_of_others(storage, directory, item)
             return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), item)
     items = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir)
     trees = [name for name in items if storage.is_file(join(directory, name, TREE_METADATA))]
     if len(trees) == 1:
-        _tell_of_others(storage, directory, trees[0])
+        _warn_of_others(storage, directory, trees[0])
         return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), trees[0])
     if not trees:
         where = storage.url(directory)
@@ -68,7 +68,7 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
     return Manifest(3, {name: dict(_read_tree(files, name).state) for name in trees})
 
 
-def _tell_of_others(storage: Storage, directory: str, item: str) -> None:
+def _warn_of_others(storage: Storage, directory: str, item: str) -> None:
     """Logs the items of a step that are not read: a warning if one of them is a tree of arrays."""
     names = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir and entry.name != item)
     trees = [name for name in names if storage.is_file(join(directory, name, TREE_METADATA))]

@@ -184,7 +184,7 @@ def _move_iterator(
 ) -> None:
     """Restores the position of the data iterator; warns if the checkpoint or the checkpointer has none."""
     if dataset is not None:
-        reader.check_beside(dataset.prefix(request.round.processes))
+        reader.check_prefixed(dataset.prefix(request.round.processes))
         dataset.load(located.storage, located.directory, request.round.processes)
     elif request.round.is_leader:
         warn_of_unused(located.storage, located.directory)

@@ -24,7 +24,7 @@ from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.contents import Contents, file_checksums_of, leaves_of
+from t5ckpt.reading.contents import Contents, file_checksums_of
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
@@ -92,10 +92,10 @@ def linked_leaves(contents: Contents) -> LeafTable:
     Raises:
       CorruptCheckpointError: the checksums cannot be read.
     """
-    leaves, facts = leaves_of(contents, (), {})
+    facts = contents.sidecar.tree
     checkpoint = SourceCheckpoint.open(contents)
     table: LeafTable = {}
-    for path, leaf in leaves.items():
+    for path, leaf in contents.leaves().items():
         value = LinkedArray(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
         if path in facts.keys:
             value = _keys(value, facts.keys[path])
@@ -155,7 +155,7 @@ def link_or_copy_chunks(leaf: LinkedArray, write: ArrayWrite, storage: Storage, 
     entries: dict[str, FileEntry] = {}
     # A file that is verified by its checksum needs no check of the checkpoint's identity.
     identity = checkpoint.identity
-    with identity.told() if checkpoint.checksums else identity.reading():
+    with identity.checked_on_failure() if checkpoint.checksums else identity.reading():
         for name in write.files(with_metadata=True):
             old = join(location, name.rpartition('/')[2])
             source, target = join(checkpoint.directory, old), join(directory, name)

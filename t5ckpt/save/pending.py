@@ -50,9 +50,9 @@ class PendingSave:
         self._owner: dict[str, object] = {}
         self._begun = InterruptSafeEvent()
         self._thread = -1
-        # Held while the caller lends its arrays. Leaving ``with lock`` is one operation in C, so it releases the lock even
+        # Held while the save reads the caller's arrays. Leaving ``with lock`` is one operation in C, so it releases the lock even
         # when two interrupts come, while a ``finally`` block may itself be interrupted.
-        self._lent = threading.Lock()
+        self._arrays_in_use = threading.Lock()
         self._is_staged = False
         self._process = os.getpid()
         self._callbacks: collections.deque[Callable[[PendingSave], object]] = collections.deque()
@@ -66,7 +66,7 @@ class PendingSave:
         if work is None:
             return
         try:
-            self._lend(work.staging.is_staged)
+            self._run_until(work.staging.is_staged)
         except BaseException:
             # Interrupted.
             self.cancel()
@@ -81,15 +81,15 @@ class PendingSave:
         self._is_blocking = True
         try:
             if self._work is not None:
-                self._lend(self._ended)
+                self._run_until(self._ended)
             return self.result()
         except BaseException:
             self.cancel()
             raise
 
-    def _lend(self, until: InterruptSafeEvent) -> None:
-        """Starts the save and blocks the caller, who lends its arrays, until a flag is set or the save has ended."""
-        with self._lent:
+    def _run_until(self, until: InterruptSafeEvent) -> None:
+        """Starts the save, which reads the caller's arrays, and blocks the caller until a flag is set or the save has ended."""
+        with self._arrays_in_use:
             # Set here, because nothing waits for a save that was interrupted before its start.
             self._is_started = True
             self._launch()
@@ -110,11 +110,11 @@ class PendingSave:
         return bool(self._owner)
 
     def _has_caller(self) -> bool:
-        """Whether the caller's arrays are still lent, or already staged.
+        """Whether the caller still waits while its arrays are read, or they are staged.
 
         The lock is read first, since the call sets ``_is_staged`` before it releases the lock.
         """
-        return self._lent.locked() or self._is_staged
+        return self._arrays_in_use.locked() or self._is_staged
 
     def _check_caller(self) -> None:
         """Raises if the caller was interrupted and may have changed its arrays before all values were read."""
@@ -252,7 +252,7 @@ class PendingSave:
             raise self._error
         return self._outcome
 
-    def raise_unseen(self) -> None:
+    def raise_unreported(self) -> None:
         """Raises the error of a failed save, once, unless ``result`` has raised it."""
         if self.done() and self._error is not None and not self._seen:
             self._seen = True

@@ -71,7 +71,9 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     with paused():
         assignment = WriteAssignment(processes.index, processes.count)
         leaves = leaves_to_save(given.leaves, is_storable)
+        devices = most_devices(table.values())
         plan = plan_save(leaves, given.infos, request.options, assignment, given.rule)
+        text = '' if is_single else plan_text(plan, _header(request))
     previous = _previous(request)
     # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data.
     skips = None if not is_single and request.options.codec == 'auto' else previous
@@ -80,13 +82,11 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     staging = Staging(
         own, request.staging, request.call.budget_bytes, private_host=request.in_background, unchanged=unchanged
     )
-    text = '' if is_single else plan_text(plan, _header(request))
     samples = _samples(plan.writes, request.selection) if is_leader and not is_single else {}
     with paused():
         staging.start()
     known = leaves_of_writes(plan.writes)
-    spread = most_devices(table.values())
-    return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, spread)
+    return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices)
 
 
 def is_free(request: SaveRequest) -> bool:

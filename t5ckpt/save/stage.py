@@ -185,7 +185,7 @@ class Staging:
             self.is_staged.set()
 
     def waves(self) -> Generator[StagedWave]:
-        """Yields the waves to the writer. Asking for the next one tells that the previous one is written."""
+        """Yields the waves to the writer. When the writer asks for the next one, it has written the previous one."""
         try:
             while (wave := self._next) is not None:
                 self._next = None

@@ -58,8 +58,8 @@ class TemplateCheck:
         self._problems: Sequence[LeafProblem] = ()
         self._has_looked_at_shardings = False
 
-    def look(self, state: Any, table: LeafTable, step: int, *, tells: bool) -> None:
-        """Warns once about each difference that would make a restore fail; ``tells`` is set in one process of a job.
+    def look(self, state: Any, table: LeafTable, step: int, *, warns: bool) -> None:
+        """Warns once about each difference that would make a restore fail; ``warns`` is set in one process of a job.
 
         Raises:
           TreeMismatchError: with ``is_strict``, before anything is written.
@@ -70,8 +70,8 @@ class TemplateCheck:
         if seen != self._checked:
             self._problems = self._differences(table, seen)
             self._checked = seen
-        if self._problems and (tells or self._is_strict):
-            self._tell(step)
+        if self._problems and (warns or self._is_strict):
+            self._warn(step)
 
     def look_at_shardings(self, table: LeafTable, step: int) -> None:
         """Warns, at the first save, of leaves on several devices that have no sharding in an abstract template."""
@@ -105,7 +105,7 @@ class TemplateCheck:
             return ()
         return ()
 
-    def _tell(self, step: int) -> None:
+    def _warn(self, step: int) -> None:
         problems = [problem for problem in self._problems if self._is_strict or self._notices.is_new(_cause(problem))]
         if not problems:
             return

@@ -37,7 +37,7 @@ class ChunkMemory:
         self._spare: list[_Pair] = []
 
     @contextlib.contextmanager
-    def lent(self) -> Generator[_Pair]:
+    def reserved(self) -> Generator[_Pair]:
         """Memory for one chunk; waits for another thread if all is in use."""
         with self._free:
             pair = self._spare.pop() if self._spare else _Pair()
@@ -92,7 +92,7 @@ class DecodingReader(ChunkReader):
                 'step, or copy the checkpoint again.'
             )
         check_chunk(chunk_bytes, lambda: size, f'{self._leaf} ({file.path})')
-        with self._memory.lent() as memory:
+        with self._memory.reserved() as memory:
             encoded = memory.encoded(size)
             file.read(encoded, 0)
             if self._checks is not None:

@@ -20,7 +20,7 @@ from t5ckpt.errors import (
     StepKeptError,
 )
 from t5ckpt.format.names import MANIFEST, step_dir
-from t5ckpt.reading.contents import leaves_of, read_contents
+from t5ckpt.reading.contents import read_contents
 from t5ckpt.reading.identity import ChangedMeanwhileError
 from t5ckpt.reading.open_reader import ReadOptions, reader_of
 from t5ckpt.reading.raw_files import read_raw
@@ -95,7 +95,7 @@ def _read(world: World, step: int) -> None:
     # As ``load_t5x_checkpoint`` reads, which takes a path.
     located = Located(world.storage(), step_dir(step), MANIFEST, step)
     contents = read_contents(located, read_raw(located, checksums=True))
-    leaves, _ = leaves_of(contents, (), {})
+    leaves = contents.leaves()
     arrays = reader_of(contents, ReadOptions(mmap=False, verify='full'))
     with contents.identity.reading():
         read = arrays.read(leaves['w',], 'w')

@@ -3,8 +3,7 @@
 There is no rename, so checkpoints are written in place, with the manifest last. A PUT is atomic. If its reply is lost it may
 have been applied, so after a failed write the key is read and compared.
 
-Notes: a listing pages through all keys below a prefix, since TensorStore has no delimiter, and reports no sizes. Checking
-whether a key exists costs one HEAD request.
+Notes: checking whether a key exists costs one HEAD request. Listings are in ``storage/key_listing.py``.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import tensorstore as ts
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import counted
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.storage._key_ranges import after, gaps
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.conditional_writes import ABSENT, ConditionalWrites
 from t5ckpt.storage.connection import NOTHING, Connection
-from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, bucket_errors, map_bucket_error
+from t5ckpt.storage.error_mapping import bucket_errors
 from t5ckpt.storage.file_cache import CachedFile, FileCache
+from t5ckpt.storage.key_listing import KeyListing, key_range
 from t5ckpt.storage.process_locks import ProcessLock
 
 __all__ = ['BucketStorage']
@@ -39,12 +38,17 @@ class BucketStorage(Storage):
     """A prefix of a bucket."""
 
     commits_by_rename = False
-    _lists_truly = True
-    """Whether an empty listing means that there are no keys."""
     _compares_deletions = False
     """Whether TensorStore and the server compare the version in the request that deletes."""
 
-    def __init__(self, bucket: str, prefix: str, connection: Connection, cache: FileCache | None = None):
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        connection: Connection,
+        cache: FileCache | None = None,
+        listing: type[KeyListing] = KeyListing,
+    ):
         """Takes the bucket, the prefix, and the connection, which belongs to this storage; sends nothing."""
         self.caches = cache is not None
         self._cache = cache
@@ -54,8 +58,7 @@ class BucketStorage(Storage):
         self._conditional = ConditionalWrites(connection)
         connection.url = self.url()
         connection.probe_key = self._key(_PROBE)
-        # Whether the bucket is known to exist.
-        self._is_found = False
+        self._listing = listing(connection, bucket)
 
     def _size_of(self, key: str) -> int | None:
         """The size that an entry of a listing gets."""
@@ -76,40 +79,7 @@ class BucketStorage(Storage):
 
     def _keys(self, key: str, beginnings: Sequence[str] = ('',)) -> list[str]:
         """Returns the keys below ``key`` that begin with one of some texts, relative to it, in order."""
-        below = self._below(key)
-        with bucket_errors(self.url(key)):
-            found = self._list([_range(below + beginning) for beginning in beginnings])
-        # Consoles create keys that end with a slash to show a directory.
-        return sorted(name for raw in found if (name := raw.decode()[len(below) :]) and not name.endswith('/'))
-
-    def _list(self, ranges: Sequence[Any]) -> list[bytes]:
-        try:
-            found = [name for names in self._listed(ranges) for name in names]
-        except TENSORSTORE_ERRORS:
-            # S3's driver parses a refusal as a listing, so its error does not name the cause.
-            self._explain(AccessDeniedError)
-            raise
-        if found:
-            self._is_found = True
-        else:
-            self._check_nothing()
-        return found
-
-    def _listed(self, ranges: Sequence[Any]) -> list[list[bytes]]:
-        """Returns the keys of each range."""
-        futures = [self._kvstore().list(keys) for keys in ranges]
-        return [self.wait(future) for future in futures]
-
-    def _explain(self, kind: type[T5CkptError] = T5CkptError) -> None:
-        """Reads a key that does not exist, which needs the same permission as a listing; raises a refusal of this kind."""
-        try:
-            self.wait(self._kvstore().read(self._connection.probe_key, byte_range=NOTHING))
-        except TENSORSTORE_ERRORS as error:
-            if isinstance(map_bucket_error(error, self.url()), kind):
-                raise
-
-    def _check_nothing(self) -> None:
-        """Raises if an empty listing does not mean that there are no keys."""
+        return self._listing.keys(self._below(key), beginnings, self.url(key))
 
     def read(self, key: str) -> bytes:
         return self.read_with_version(key)[0]
@@ -219,7 +189,7 @@ class BucketStorage(Storage):
 
     def check_reachable(self, key: str) -> None:
         # For a missing bucket, a server answers the read of a key as for a missing key, but it refuses a listing.
-        if not self._is_found:
+        if not self._listing.is_found:
             self._keys(key)
 
     def size(self, key: str) -> int | None:
@@ -246,20 +216,11 @@ class BucketStorage(Storage):
 
     def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
         beginnings = (beginning,) if isinstance(beginning, str) else beginning
-        if not (without and self.seeks):
-            found = {name.partition('/')[0] for name in self._keys(key, beginnings)}
-            return sorted(found.difference(without))
-        below = self._below(key)
-        ranges = [
-            gap
-            for each in beginnings
-            for gap in gaps(below + each, [f'{below}{name}/' for name in without if name.startswith(each)])
-        ]
-        with bucket_errors(self.url(key)):
-            # Not ``_listed``: most ranges are empty, and GCS repeats the requests of empty ranges.
-            found = BucketStorage._listed(self, [ts.KvStore.KeyRange(*ends) for ends in ranges])
-        keys = [raw.decode()[len(below) :] for names in found for raw in names]
-        return sorted({name.partition('/')[0] for name in keys})
+        if without and self.seeks:
+            keys = self._listing.keys_without(self._below(key), beginnings, without, self.url(key))
+        else:
+            keys = self._keys(key, beginnings)
+        return sorted({name.partition('/')[0] for name in keys}.difference(without))
 
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
         for name in self._keys(key):
@@ -289,9 +250,9 @@ class BucketStorage(Storage):
 
     def delete_tree(self, key: str) -> None:
         with bucket_errors(self.url(key)):
-            self.wait(self._kvstore().delete_range(_range(self._below(key))))
+            self.wait(self._kvstore().delete_range(key_range(self._below(key))))
         # A driver that treats a refused listing as an empty one deletes nothing here.
-        left = [] if self._lists_truly else self._keys(key)
+        left = [] if self._listing.is_complete else self._keys(key)
         if left:
             raise StorageError(
                 errno.EIO,
@@ -307,7 +268,3 @@ class BucketStorage(Storage):
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
         return {**self._connection.spec, 'path': self._below(key)}
-
-
-def _range(prefix: str) -> Any:
-    return ts.KvStore.KeyRange(prefix, after(prefix)) if prefix else ts.KvStore.KeyRange()

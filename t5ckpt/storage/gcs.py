@@ -16,6 +16,7 @@ import tensorstore as ts
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.connection import Connection, http_contexts
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS
+from t5ckpt.storage.key_listing import KeyListing
 from t5ckpt.storage.options import (
     GcsOptions,
     Retries,
@@ -35,12 +36,49 @@ _PAGE_KEYS = 1000
 _PUBLIC = 'https://storage.googleapis.com'
 
 
+class _GcsListing(KeyListing):
+    is_complete = False
+
+    def _pages(self, ranges: Sequence[Any]) -> list[list[bytes]]:
+        # TensorStore treats a page that Google refuses (401, 404, 412, ...) as an empty last page. So if a listing may have
+        # ended early, the rest is requested until it is empty.
+        return [self._completed(keys, asked) for keys, asked in zip(self._requested(ranges), ranges, strict=True)]
+
+    def _completed(self, keys: Sequence[bytes], asked: ts.KvStore.KeyRange) -> list[bytes]:
+        found, rest = list(keys), list(keys)
+        while not found or (rest and len(found) >= _PAGE_KEYS):
+            start = max(found) + b'\0' if found else asked.inclusive_min
+            [rest] = self._requested([ts.KvStore.KeyRange(start, asked.exclusive_max)])
+            if not rest:
+                break
+            found += rest
+        return found
+
+    def _check_nothing(self) -> None:
+        # Reading a key needs the same permission as a listing, but does not distinguish a missing bucket from an empty one.
+        self._explain()
+        if not self.is_found and self._is_missing():
+            raise ValueError(f"NOT_FOUND: the bucket {self._bucket!r} does not exist [http_response_code='404']")
+        self.is_found = True
+
+    def _is_missing(self) -> bool:
+        """Requests the bucket's metadata, without credentials; for an existing bucket, the server returns or refuses them."""
+        base = os.environ.get(_ENDPOINT) or _PUBLIC
+        retries = retry_context(retries_within(self._connection.patience or 0))
+        resources = {'cache_pool': {'total_bytes_limit': 0}, 'http_request_retries': retries}
+        spec = {'driver': 'http', 'base_url': base, 'path': f'/storage/v1/b/{self._bucket}'}
+        try:
+            found = ts.KvStore.open(spec, context=ts.Context(resources)).result().read('')
+            return self._connection.wait(found).state == 'missing'
+        except TENSORSTORE_ERRORS:
+            return False
+
+
 class GcsStorage(BucketStorage):
     """A prefix of a bucket in Google Cloud Storage."""
 
     driver = 'gcs'
     orbax_commits = True
-    _lists_truly = False
     _compares_deletions = True
 
     def __init__(self, bucket: str, prefix: str, options: GcsOptions):
@@ -56,46 +94,12 @@ class GcsStorage(BucketStorage):
 
         spec = {'driver': 'gcs', 'bucket': bucket}
         connection = Connection(spec, http_contexts(options.retry_seconds, resources), options.retry_seconds)
-        super().__init__(bucket, prefix, connection, file_cache(options))
-        self._retries = retries_within(options.retry_seconds)
+        super().__init__(bucket, prefix, connection, file_cache(options), _GcsListing)
         if options.endpoint is not None:
             _set_endpoint(options.endpoint)
 
     def url(self, key: str = '') -> str:
         return f'gs://{self._bucket}/{self._key(key)}'.rstrip('/')
-
-    def _listed(self, ranges: Sequence[Any]) -> list[list[bytes]]:
-        # TensorStore treats a page that Google refuses (401, 404, 412, ...) as an empty last page. So if a listing may have
-        # ended early, the rest is requested until it is empty.
-        return [self._completed(keys, asked) for keys, asked in zip(super()._listed(ranges), ranges, strict=True)]
-
-    def _completed(self, keys: Sequence[bytes], asked: ts.KvStore.KeyRange) -> list[bytes]:
-        found, rest = list(keys), list(keys)
-        while not found or (rest and len(found) >= _PAGE_KEYS):
-            start = max(found) + b'\0' if found else asked.inclusive_min
-            [rest] = super()._listed([ts.KvStore.KeyRange(start, asked.exclusive_max)])
-            if not rest:
-                break
-            found += rest
-        return found
-
-    def _check_nothing(self) -> None:
-        # Reading a key needs the same permission as a listing, but does not distinguish a missing bucket from an empty one.
-        self._explain()
-        if not self._is_found and self._is_missing():
-            raise ValueError(f"NOT_FOUND: the bucket {self._bucket!r} does not exist [http_response_code='404']")
-        self._is_found = True
-
-    def _is_missing(self) -> bool:
-        """Requests the bucket's metadata, without credentials; for an existing bucket, the server returns or refuses them."""
-        base = os.environ.get(_ENDPOINT) or _PUBLIC
-        resources = {'cache_pool': {'total_bytes_limit': 0}, 'http_request_retries': retry_context(self._retries)}
-        spec = {'driver': 'http', 'base_url': base, 'path': f'/storage/v1/b/{self._bucket}'}
-        try:
-            found = ts.KvStore.open(spec, context=ts.Context(resources)).result().read('')
-            return self.wait(found).state == 'missing'
-        except TENSORSTORE_ERRORS:
-            return False
 
 
 class AnonymousGcsStorage(S3Storage):

@@ -54,7 +54,7 @@ FAULTS = ('500', '503', '429', '403', 'dropped', 'lost', 'truncated', 'slow')
 ON_THE_WAY = ('dropped', 'cut', 'lost', 'truncated', 'closed', 'stalled', 'short', 'twice')
 _SLOW_SECONDS = 0.2
 _STALL_SECONDS = 30
-_HOP = {'connection', 'content-length', 'keep-alive', 'transfer-encoding'}
+_HOP = {'connection', 'content-length', 'host', 'keep-alive', 'transfer-encoding'}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,8 @@ EXTRAS = {
     'grain': ['grain>=0.2'],
     'cli': ['click>=8.1', 'rich>=13'],
     'report': ['plotly>=6'],
+    's3': ['botocore>=1.29'],
+    'gcs': ['google-auth>=2', 'requests>=2'],
     'notebook': ['matplotlib>=3.8', 'pandas>=2'],
     # What the examples in README.md, docs/ and examples/ import; nnx has its lists since Flax 0.12.
     'docs': [

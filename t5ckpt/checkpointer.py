@@ -111,7 +111,8 @@ class Checkpointer:
       inline_bytes: leaves up to this many bytes (16 KiB) are stored in the manifest instead of an array directory.
       staging: how ``save_async`` stages the state: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
         the CPU, which waits until they are computed, or 'auto', which chooses among them.
-      reuse_unchanged: chunks that equal those of the previous checkpoint are hard-linked from it, if the storage has links.
+      reuse_unchanged: chunks that equal those of the previous checkpoint are hard-linked from it, or copied inside the object
+        store.
       mmap: ``restore`` memory-maps chunk files instead of reading them, on the CPU backend; see docs/mapped-restore.md.
       progress: called with (bytes done, bytes in total) during saves and restores, from their threads.
       clock: returns unix seconds.
@@ -199,7 +200,7 @@ class Checkpointer:
         self._keep = keep
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
-        self._reuse = Reuse() if reuse_unchanged and self._storage.links else None
+        self._reuse = Reuse() if reuse_unchanged and (self._storage.links or self._storage.copies) else None
         self._selection = CodecSelection(self._storage)
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)

@@ -1,4 +1,4 @@
-"""Hard-links the chunk files of unchanged arrays from the previous checkpoint instead of writing them.
+"""Links or copies the chunk files of unchanged arrays from the previous checkpoint instead of writing them.
 
 A chunk is linked in one of four cases:
 
@@ -9,6 +9,10 @@ A chunk is linked in one of four cases:
 - The chunk has a codec, and the xxh3-64 of its values equals that of the values that this process encoded for the
   previous checkpoint, which used the same codec. Then it is not encoded.
 - The chunk has a codec, and its encoded bytes equal those in the previous checkpoint, as after a restart.
+
+An object store copies a chunk inside itself, if its values have the xxh3-64 and the codec that this process wrote before, and
+its object still has the version (ETag, generation) of that write. The server compares the version, and no byte is sent. If the
+copy fails, the chunk is uploaded. The first save of a process uploads all chunks.
 
 Every checkpoint stays complete and can be deleted independently: a file is removed with its last link. TensorStore writes
 by rename and never into an existing file, so no save changes the chunks of another checkpoint. Where a link cannot be
@@ -28,19 +32,21 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from t5ckpt.catalog.listing import listing
 from t5ckpt.core.keys import join
 from t5ckpt.core.private_memory import is_private
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import name_of
-from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry
 from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_values import is_jax_array
 
-__all__ = ['PreviousCheckpoint', 'find_previous', 'leaves_of_writes']
+__all__ = ['PreviousCheckpoint', 'ReusedChunks', 'find_previous', 'leaves_of_writes']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +54,10 @@ class PreviousCheckpoint:
     """A committed checkpoint whose chunks can be linked.
 
     Attributes:
-      directory: its directory in the same storage.
+      directory: its directory in the same storage; in an object store, that of its arrays.
       digests: file to (bytes, xxh3-64 hex).
       sidecar_checksum: of its sidecar; differs once another checkpoint has replaced this one.
-      file_versions: by file, from when its checksum was last verified; see ``Storage.stamp``.
+      file_versions: by file, from when its checksum was last verified; see ``Storage.stamp``. In an object store, of its write.
       values: for chunks with a codec, file to the xxh3-64 of the values before encoding.
       codecs: array directory to the codec, if this process wrote the checkpoint.
       leaves: array directory to a weak reference to the leaf that was saved there, and its layout.
@@ -60,9 +66,7 @@ class PreviousCheckpoint:
     directory: str
     digests: Mapping[str, tuple[int, str]]
     sidecar_checksum: str = ''
-    file_versions: Mapping[str, tuple[int, ...] | None] = dataclasses.field(
-        default_factory=dict[str, 'tuple[int, ...] | None']
-    )
+    file_versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     leaves: Mapping[str, tuple[weakref.ref[Any], str]] = dataclasses.field(
         default_factory=dict[str, 'tuple[weakref.ref[Any], str]']
     )
@@ -85,28 +89,76 @@ class PreviousCheckpoint:
             return False
         return all(name in self.digests for name in write.files(with_metadata=with_metadata))
 
-    def link(self, storage: Storage, key: str, entry: tuple[int, str], target: str) -> bool:
-        """Links one file to ``target`` if it still matches its checksum, so that damage is not copied.
+    def link(self, storage: Storage, key: str, entry: tuple[int, str], target: str) -> Any:
+        """Links or copies one file to ``target`` if it still matches its checksum, so that damage is not copied.
 
         A file that is unchanged since this process wrote or read it is not read again.
+
+        Returns:
+          The version of a copy, True for a link; None if the file has to be written.
         """
-        source = join(self.directory, key)
+        source, version = join(self.directory, key), self.file_versions.get(key)
+        if not storage.links:
+            return None if version is None else storage.copy_unchanged(source, target, version)
         try:
-            version = self.file_versions.get(key)
             is_known = version is not None and version == storage.stamp(source)
             if not is_known and (storage.size(source) != entry[0] or digest(storage.read(source)) != entry[1]):
-                return False
+                return None
         except T5CkptError:
             # Deleted in the meantime, or unreadable: the chunk is written.
-            return False
-        return storage.link(source, target)
+            return None
+        return storage.link(source, target) or None
 
     def is_there(self, storage: Storage) -> bool:
         """Whether the directory still holds this checkpoint, and not a later save of the same step."""
+        if storage.copies:
+            # The directory has a name of its own, and the server compares the version of each file.
+            return True
         try:
             return digest(storage.read(join(self.directory, SIDECAR))) == self.sidecar_checksum
         except T5CkptError:
             return False
+
+
+class ReusedChunks:
+    """The chunks that one save takes over from the previous checkpoint. Safe from any thread.
+
+    Attributes:
+      files: the files that were linked or copied, with their size and digest.
+      values: of the chunks that may be found by their values, see ``PreviousCheckpoint``.
+      versions: of the files in an object store.
+    """
+
+    def __init__(self, storage: Storage, directory: str, previous: PreviousCheckpoint | None):
+        """Takes the checkpoint to take chunks from, and the directory of the new one in the same storage."""
+        self.files: dict[str, FileEntry] = {}
+        self.values: dict[str, str] = {}
+        self.versions: dict[str, Any] = {}
+        self._storage, self._directory, self._previous = storage, directory, previous
+
+    def link(self, key: str, entry: FileEntry) -> bool:
+        """Links or copies a file with this size and digest; returns whether it is done."""
+        previous = self._previous
+        version = None if previous is None else previous.link(self._storage, key, entry, join(self._directory, key))
+        if previous is None or version is None:
+            return False
+        self.files[key], self.versions[key] = entry, version
+        if key in previous.values:
+            self.values[key] = previous.values[key]
+        return True
+
+    def link_equal(self, key: str, entry: FileEntry) -> bool:
+        """Links or copies the file of this name if it has this size and digest."""
+        return self._previous is not None and self._previous.digests.get(key) == entry and self.link(key, entry)
+
+    def link_values(self, location: str, key: str, data: np.ndarray, codec: Any) -> bool:
+        """Links or copies the file of a chunk of the array at a location, if it has these values and this codec."""
+        self.values[key] = digest(data)
+        previous = self._previous
+        entry = None if previous is None else previous.digests.get(key)
+        if previous is None or entry is None or previous.values.get(key) != self.values[key]:
+            return False
+        return previous.codec(self._storage, location) == codec and self.link(key, entry)
 
 
 def _layout_text(write: ArrayWrite) -> str:

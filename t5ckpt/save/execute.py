@@ -62,7 +62,8 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
             if started.get('skip'):
                 return None
             try:
-                report, entry = _write(job, started)
+                written, entry = _write(job, started)
+                report = written.below(started['generation'])
                 manifest = _manifest_bytes(job, report) if request.round.is_leader else b''
                 check_caller()
             except BaseException as error:
@@ -90,7 +91,8 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     if request.round.is_leader:
         _finish(request, report, done['bytes'], seconds)
     if request.reuse is not None:
-        request.reuse.previous = _previous(job, report, done['sidecar_checksum'])
+        arrays = join(step_dir(request.step), started['generation'])
+        request.reuse.previous = _previous(job, arrays, written, done['sidecar_checksum'])
     return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
 
 
@@ -156,10 +158,11 @@ class _Leader:
         return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'sidecar_checksum': digest(encoded)}
 
 
-def _previous(job: PreparedSave, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
-    """This checkpoint, for the next save to link chunks from."""
-    storage, directory = job.request.storage, step_dir(job.request.step)
-    versions = {key: storage.stamp(join(directory, key), version) for key, version in report.file_versions.items()}
+def _previous(job: PreparedSave, directory: str, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
+    """This checkpoint, whose arrays are in a directory, for the next save to link or copy chunks from."""
+    storage, versions = job.request.storage, report.file_versions
+    if storage.links:
+        versions = {key: storage.stamp(join(directory, key), version) for key, version in versions.items()}
     codecs = {array.location: array.metadata['compressor'] for array in report.arrays.values()}
     return PreviousCheckpoint(
         directory, dict(report.digests), sidecar_checksum, versions, job.leaves, report.values, codecs
@@ -200,8 +203,7 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         if '/' in name:
             request.storage.make_dir(key.rpartition('/')[0])
         request.storage.write(key, data)
-    report = report.below(generation)
-    files = report.digests | {name: entry_of(data) for name, data in job.dataset.items()}
+    files = report.below(generation).digests | {name: entry_of(data) for name, data in job.dataset.items()}
     return report, write_checksums(request.storage, directory, request.round.processes.index, files)
 
 
@@ -213,7 +215,8 @@ def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
 def _finish(request: SaveRequest, report: WriteReport, nbytes: int, seconds: float) -> None:
     """Logs a commit, and runs retention."""
     step = request.step
-    linked = f', {report.linked_bytes} bytes of arrays linked' if report.linked_bytes else ''
+    how = 'linked' if request.storage.links else 'copied in the store'
+    linked = f', {report.linked_bytes} bytes of arrays {how}' if report.linked_bytes else ''
     path = request.storage.url(step_dir(step))
     _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, path, nbytes, seconds, linked)
     try:

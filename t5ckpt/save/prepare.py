@@ -75,8 +75,9 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         plan = plan_save(leaves, given.infos, request.options, assignment, given.rule)
         text = '' if is_single else plan_text(plan, _header(request))
     previous = _previous(request)
-    # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data.
-    skips = None if not is_single and request.options.codec == 'auto' else previous
+    # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data. A copy
+    # inside an object store may fail after the caller has donated the array, so the array is staged.
+    skips = previous if request.storage.links and (is_single or request.options.codec != 'auto') else None
     unchanged = [] if skips is None else [w.path for w in plan.writes if skips.is_same(w, with_metadata=is_leader)]
     own = plan if is_leader else dataclasses.replace(plan, inline=())
     staging = Staging(

@@ -1,15 +1,15 @@
 """Writes the chunks of this process from the staged arrays, with many writes in flight within one byte budget.
 
-Each write covers exactly one chunk of the grid. So TensorStore never merges chunks and, without a codec, writes from the
-source buffer without a copy (``can_reference_source_data_indefinitely``). t5ckpt writes the ``.zarray`` files itself and opens
-arrays with ``assume_metadata``, so opening costs no I/O and two processes never race for one metadata file. Chunks equal to
-the fill value are written, too: a missing chunk is an error when it is read, never zeros.
+Each write covers one chunk of the grid. So TensorStore merges no chunks and, without a codec, writes from the source buffer
+without a copy (``can_reference_source_data_indefinitely``). t5ckpt writes the ``.zarray`` files itself and opens arrays with
+``assume_metadata``, so opening costs no I/O and no processes race for one metadata file. Chunks equal to the fill value are
+written, too: a missing chunk is an error when it is read, never zeros.
 
-Every chunk file gets an xxh3-64 digest, which is computed from memory, at 28 GB/s on one core. Chunks with a codec, or at the
-end of an axis, are encoded in one thread per core (``save/chunk_encoding.py``) and written from there.
+Every chunk file gets an xxh3-64 digest, which is computed from memory. Chunks with a codec, or at the end of an axis, are encoded
+in one thread per core (``save/chunk_encoding.py``) and written from there.
 
-A save in the background writes large chunks with O_DIRECT if the storage has a page cache, which slows the training much
-less (``storage/direct_io.py``). Chunks that the previous checkpoint holds already are linked (``save/chunk_reuse.py``).
+A save in the background writes large chunks with O_DIRECT (``storage/direct_io.py``). Chunks that the previous checkpoint holds
+already are linked or copied (``save/chunk_reuse.py``).
 
 Notes: blocks until everything is durable; raises the first error after all started writes have ended.
 """
@@ -38,12 +38,11 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import SaveFailedError, StorageError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes, zarray_of
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
-from t5ckpt.format.file_checksums import entry_of
+from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.save.chunk_encoding import encode_chunk, plain_entry
-from t5ckpt.save.chunk_reuse import PreviousCheckpoint
+from t5ckpt.save.chunk_reuse import PreviousCheckpoint, ReusedChunks
 from t5ckpt.save.codec_selection import CodecSelection
 from t5ckpt.save.stage import StagedWave, Staging
 from t5ckpt.save.staged_leaf import DeviceLeaf, StagedLeaf
@@ -51,10 +50,10 @@ from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = ['WriteJob', 'WriteReport', 'write_arrays']
 
-# Chunks that are not contiguous in their shard are copied before they are written. A few of 64 MiB keep a disk busy; 32, as
-# many as TensorStore writes at once, would take 2 GB.
+# Chunks that are not contiguous in their shard are copied before they are written. A few of 64 MiB keep a disk busy.
 _COPIED_BYTES = 256 * 2**20
 _DIRECT_WRITERS = 4  # Two keep a disk busy.
+_COPIERS = 32  # Requests for copies inside an object store, in flight at once.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ class WriteReport:
       digests: file, relative to the checkpoint's directory, to (bytes, xxh3-64 hex).
       array_bytes: bytes of array values, uncompressed.
       linked_bytes: how many of them were linked from the previous checkpoint.
-      file_versions: of the files as they were written, see ``Storage.stamp``.
+      file_versions: of the files as they were written, see ``PreviousCheckpoint``.
       values: for chunks with a codec, see ``PreviousCheckpoint.values``.
     """
 
@@ -74,7 +73,7 @@ class WriteReport:
     digests: dict[str, tuple[int, str]]
     array_bytes: int
     linked_bytes: int
-    file_versions: dict[str, tuple[int, ...] | None]
+    file_versions: dict[str, Any]
     values: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property
@@ -140,7 +139,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
     if len(writer.digests) != expected:
         raise SaveFailedError(f'{len(writer.digests)} files were written, {expected} planned; nothing is committed.')
     return WriteReport(
-        writer.arrays, writer.digests, writer.total, writer.linked, writer.file_versions(), writer.values
+        writer.arrays, writer.digests, writer.total, writer.linked, writer.file_versions(), writer.reused.values
     )
 
 
@@ -149,6 +148,7 @@ class _InFlight:
     leaf: str
     future: Any
     size: int
+    key: str = ''
     copied: int = 0
     is_encoded: bool = False
 
@@ -163,19 +163,26 @@ class _Writer:
         direct_bytes = job.storage.direct_bytes(in_background=staging.private_host)
         self._direct_bytes = math.inf if direct_bytes is None else direct_bytes
         self._direct_writers = Pool(_DIRECT_WRITERS, 't5ckpt-write')
-        self._encoders = Pool(os.cpu_count() or 1, 't5ckpt-encode')
+        self.reused = ReusedChunks(job.storage, job.directory, job.previous)
+        self._copies_inside = job.storage.copies
+        cores = os.cpu_count() or 1
+        copiers = _COPIERS if self._copies_inside and job.previous is not None else 0
+        self._encoders = Pool(max(cores, copiers), 't5ckpt-encode')
         self._selection = CodecSelection(job.storage) if job.selection is None else job.selection
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._budget = ByteBudget(staging.limit)  # Of bytes in flight; a larger chunk is written alone.
         self._copies = ByteBudget(_COPIED_BYTES)
         self._done = 0
-        self._linked_bytes = 0
         self._started = time.monotonic()
         self.total = staging.total_bytes
         self.linked = 0
         self.arrays: dict[Path, StoredArray] = {}
-        self.digests: dict[str, tuple[int, str]] = {}
-        self.values: dict[str, str] = {}
+        self._written: dict[str, tuple[int, str]] = {}
+
+    @property
+    def digests(self) -> dict[str, tuple[int, str]]:
+        """Size and digest of each file, written or linked."""
+        return self._written | self.reused.files
 
     def write_wave(self, wave: StagedWave) -> None:
         """Writes a wave and waits for it."""
@@ -195,7 +202,7 @@ class _Writer:
         previous = self._job.previous
         for key in write.files(with_metadata=self._job.is_leader):
             entry = None if previous is None else previous.digests.get(key)
-            if previous is None or entry is None or not self._link(previous, key, entry):
+            if previous is None or entry is None or not self.reused.link(key, entry):
                 if write.leaf.is_deleted():
                     where = self._storage.url(join('' if previous is None else previous.directory, key))
                     raise StorageError(
@@ -210,15 +217,6 @@ class _Writer:
             self.arrays[write.path] = dataclasses.replace(write.array, metadata=metadata)
         self._count(write.chunk_bytes * len(write.chunks), linked=True)
 
-    def _link(self, previous: PreviousCheckpoint, key: str, entry: tuple[int, str]) -> bool:
-        if not previous.link(self._storage, key, entry, join(self._job.directory, key)):
-            return False
-        self.digests[key] = entry
-        self._linked_bytes += entry[0]
-        if key in previous.values:
-            self.values[key] = previous.values[key]
-        return True
-
     def write_array(self, write: ArrayWrite, source: StagedLeaf) -> None:
         """Starts the writes of all chunks of a leaf."""
         store: Any = None
@@ -230,14 +228,15 @@ class _Writer:
                 data = source.as_stored(chunk, write)
                 if number == 0:
                     self._begin_array(write, data)
-                entry = plain_entry(self.arrays[write.path], data)
-                if self._linked_instead(key, entry) if entry is not None else self._linked_encoded(write, key, data):
+                # To be copied by a later save, a chunk needs a version, which TensorStore's arrays do not return.
+                entry = None if self._copies_inside else plain_entry(self.arrays[write.path], data)
+                if self._is_linked(write, key, data, entry):
                     self._budget.release(write.chunk_bytes)
                     self._count(write.chunk_bytes, linked=True)
                     continue
                 copied = self._admit_copy(data)
                 if entry is None:
-                    future = self._encoders.submit(self._encode, self.arrays[write.path], key, data)
+                    future = self._encoders.submit(self._encode, write, key, data)
                 elif data.nbytes >= self._direct_bytes:
                     future = self._write_direct(key, data)
                 else:
@@ -247,23 +246,34 @@ class _Writer:
             except BaseException:
                 self._budget.release(write.chunk_bytes)
                 raise
-            self._in_flight.append(_InFlight(write.name, future, write.chunk_bytes, copied, entry is None))
+            self._in_flight.append(_InFlight(write.name, future, write.chunk_bytes, key, copied, entry is None))
             if entry is not None:
-                self.digests[key] = entry
+                self._written[key] = entry
         if not write.chunks:
             # All of its chunks are written by other processes.
             self._begin_array(write, np.empty(0, write.array.dtype))
 
-    def _encode(self, array: StoredArray, key: str, data: np.ndarray) -> Any:
+    def _encode(self, write: ArrayWrite, key: str, data: np.ndarray) -> Any:
         """Encodes a chunk and starts to write it, in a thread; returns the future of the write, None if it was linked."""
+        array = self.arrays[write.path]
+        if self._copies_inside and self.reused.link_values(
+            write.array.location, key, data, array.metadata['compressor']
+        ):
+            return None
         encoded = encode_chunk(array, data)
         entry = entry_of(encoded)
-        if self._linked_instead(key, entry):
+        if self.reused.link_equal(key, entry):
             return None
-        self.digests[key] = entry
+        self._written[key] = entry
         if len(encoded) >= self._direct_bytes:
             return self._write_direct(key, np.frombuffer(encoded, np.uint8))
         return self._kvstore.write(key, encoded)
+
+    def _is_linked(self, write: ArrayWrite, key: str, data: np.ndarray, entry: FileEntry | None) -> bool:
+        if entry is not None:
+            return self.reused.link_equal(key, entry)
+        codec = self.arrays[write.path].metadata['compressor']
+        return self._storage.links and self.reused.link_values(write.array.location, key, data, codec)
 
     def _write_direct(self, key: str, data: np.ndarray) -> Future[None]:
         words = data.reshape(-1).view(np.uint8)
@@ -281,27 +291,11 @@ class _Writer:
             self._write_metadata(array, write.name)
         self.arrays[write.path] = array
 
-    def _linked_instead(self, key: str, entry: tuple[int, str]) -> bool:
-        previous = self._job.previous
-        return previous is not None and previous.digests.get(key) == entry and self._link(previous, key, entry)
-
-    def _linked_encoded(self, write: ArrayWrite, key: str, data: np.ndarray) -> bool:
-        """Links an encoded chunk whose values are equal to those of the previous checkpoint."""
-        if not self._storage.links:
-            return False
-        self.values[key] = digest(data)
-        previous = self._job.previous
-        entry = None if previous is None else previous.digests.get(key)
-        if previous is None or entry is None or previous.values.get(key) != self.values[key]:
-            return False
-        codec = self.arrays[write.path].metadata['compressor']
-        return previous.codec(self._storage, write.array.location) == codec and self._link(previous, key, entry)
-
     def _write_metadata(self, array: StoredArray, leaf: str) -> None:
         data = zarray_bytes(array)
         key = join(array.location, '.zarray')
-        self._in_flight.append(_InFlight(leaf, self._kvstore.write(key, data), 0))
-        self.digests[key] = entry_of(data)
+        self._in_flight.append(_InFlight(leaf, self._kvstore.write(key, data), 0, key))
+        self._written[key] = entry_of(data)
 
     def _open(self, array: StoredArray, leaf: str) -> Any:
         spec = {
@@ -331,7 +325,8 @@ class _Writer:
 
     def _finish_next(self) -> None:
         """Waits for the oldest write."""
-        self._count(self._settle_next())
+        key = self._in_flight[0].key
+        self._count(self._settle_next(), linked=key in self.reused.files)
 
     def _settle_next(self) -> int:
         """Waits for the oldest write without reporting progress; returns its bytes. An interrupt leaves it in flight."""
@@ -339,12 +334,13 @@ class _Writer:
         try:
             with foreign_errors(f'{item.leaf} in {self._where}', writing=True):
                 future = item.future.result() if item.is_encoded else item.future
-                if future is not None:
-                    self._storage.wait(future)
+                written = None if future is None else self._storage.wait(future)
         except Exception:
             self._release(self._in_flight.popleft())
             raise
         self._release(self._in_flight.popleft())
+        if isinstance(written, ts.KvStore.TimestampedStorageGeneration):
+            self.reused.versions[item.key] = written.generation
         return item.size
 
     def _release(self, item: _InFlight) -> None:
@@ -370,11 +366,13 @@ class _Writer:
 
     def measure(self) -> None:
         """Tells the selection of codecs how fast the storage was."""
-        written = sum(size for size, _ in self.digests.values()) - self._linked_bytes
+        written = sum(size for size, _ in self._written.values())
         self._selection.measured(written, time.monotonic() - self._started)
 
-    def file_versions(self) -> dict[str, tuple[int, ...] | None]:
+    def file_versions(self) -> dict[str, Any]:
         """The versions of all files. Detects a file whose rename was lost without an error."""
+        if self._copies_inside:
+            return self.reused.versions
         versions = {key: self._storage.stamp(join(self._job.directory, key)) for key in self.digests}
         for key in [key for key, version in versions.items() if version is None]:
             if self._storage.known_size(join(self._job.directory, key)) is None:

@@ -50,6 +50,8 @@ class Storage(ABC):
     """Whether a checkpoint becomes visible by ``publish``, one atomic rename, or else by the write of its manifest."""
     links = False
     """Whether ``link`` works."""
+    copies = False
+    """Whether ``copy_unchanged`` may work, as far as it is known."""
     seeks = True
     """Whether a listing can begin at any key, so that ``names`` can skip directories."""
     orbax_commits = False
@@ -233,6 +235,13 @@ class Storage(ABC):
         del other, source, target
         return False
 
+    def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
+        """Copies a key inside an object store if it has this ``version``; returns the version of the copy.
+
+        Returns None if the key has another version or does not exist, and if the storage cannot copy it.
+        """
+        del source, target, version
+
     @abstractmethod
     def delete_file(self, key: str) -> None:
         """Removes a key; does nothing if it does not exist."""
@@ -240,7 +249,7 @@ class Storage(ABC):
     def delete_unchanged(self, key: str, version: Any) -> bool:
         """Removes a key that was just read with this version; returns False if it was replaced or removed since then.
 
-        Only storages that compare and remove in one request compare (Google's).
+        Only storages that compare and remove in one request compare.
         """
         del version
         self.delete_file(key)

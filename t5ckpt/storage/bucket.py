@@ -24,6 +24,7 @@ from t5ckpt.storage.error_mapping import bucket_errors
 from t5ckpt.storage.file_cache import CachedFile, FileCache
 from t5ckpt.storage.key_listing import KeyListing, key_range
 from t5ckpt.storage.process_locks import ProcessLock
+from t5ckpt.storage.server_requests import ServerRequests
 
 __all__ = ['BucketStorage']
 
@@ -46,8 +47,10 @@ class BucketStorage(Storage):
         bucket: str,
         prefix: str,
         connection: Connection,
+        *,
         cache: FileCache | None = None,
         listing: type[KeyListing] = KeyListing,
+        requests: ServerRequests | None = None,
     ):
         """Takes the bucket, the prefix, and the connection, which belongs to this storage; sends nothing."""
         self.caches = cache is not None
@@ -56,6 +59,7 @@ class BucketStorage(Storage):
         self._prefix = prefix.strip('/')
         self._connection = connection
         self._conditional = ConditionalWrites(connection)
+        self._requests = requests
         connection.url = self.url()
         connection.probe_key = self._key(_PROBE)
         self._listing = listing(connection, bucket)
@@ -150,10 +154,8 @@ class BucketStorage(Storage):
         return written or (self.version(key) if self._holds(key, data) else None)
 
     def delete_unchanged(self, key: str, version: Any) -> bool:
-        if not self._compares_deletions or self._conditional.is_ignored:
-            return super().delete_unchanged(key, version)
         try:
-            return bool(self._conditional.write(self._key(key), None, version)) or not self.is_file(key)
+            is_done = self._delete_if_unchanged(key, version)
         except AccessDeniedError:
             raise
         except StorageError:
@@ -161,6 +163,22 @@ class BucketStorage(Storage):
             if self.is_file(key):
                 raise
             return True
+        return super().delete_unchanged(key, version) if is_done is None else is_done or not self.is_file(key)
+
+    def _delete_if_unchanged(self, key: str, version: Any) -> bool | None:
+        """Deletes a key that has this version; returns False if it was refused, None if no condition can be sent."""
+        if self._compares_deletions:
+            is_ignored = self._conditional.is_ignored
+            return None if is_ignored else bool(self._conditional.write(self._key(key), None, version))
+        with bucket_errors(self.url(key)):
+            return None if self._requests is None else self._requests.delete_unchanged(self._key(key), version)
+
+    @property
+    def copies(self) -> bool:
+        return self._requests is not None and self._requests.copies
+
+    def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
+        return None if self._requests is None else self._requests.copy(self._key(source), self._key(target), version)
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:
@@ -245,6 +263,8 @@ class BucketStorage(Storage):
 
     def delete_files(self, keys: Sequence[str]) -> None:
         with bucket_errors(self.url()):
+            if self._requests is not None and len(keys) > 1 and self._requests.delete_many([*map(self._key, keys)]):
+                return
             for future in [self._kvstore().write(self._key(key), None) for key in keys]:
                 self.wait(future)
 

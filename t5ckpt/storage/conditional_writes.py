@@ -1,9 +1,9 @@
 """Writes to a bucket that the server refuses if the key has another version than the writer expects.
 
 TensorStore sends Google's ``ifGenerationMatch`` with writes and deletions, and S3's ``If-Match`` and ``If-None-Match`` with
-writes. Its S3 driver deletes without a condition (``DeleteTask`` in kvstore/s3/s3_key_value_store.cc of TensorStore 0.1.86). Some
-servers ignore or refuse the headers. The first key that a process creates shows it: the same write is sent again, and must be
-refused.
+writes. Its S3 driver deletes without a condition (``DeleteTask`` in kvstore/s3/s3_key_value_store.cc of TensorStore 0.1.86), so
+``storage/s3_requests.py`` sends such deletions. Some servers ignore or refuse the headers. The first key that a process creates
+shows it: the same write is sent again, and must be refused.
 
 Notes: one request a write, and one more in the life of a connection.
 """

@@ -16,6 +16,7 @@ import tensorstore as ts
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.connection import Connection, http_contexts
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS
+from t5ckpt.storage.gcs_requests import gcs_requests
 from t5ckpt.storage.key_listing import KeyListing
 from t5ckpt.storage.options import (
     GcsOptions,
@@ -94,9 +95,10 @@ class GcsStorage(BucketStorage):
 
         spec = {'driver': 'gcs', 'bucket': bucket}
         connection = Connection(spec, http_contexts(options.retry_seconds, resources), options.retry_seconds)
-        super().__init__(bucket, prefix, connection, file_cache(options), _GcsListing)
         if options.endpoint is not None:
             _set_endpoint(options.endpoint)
+        requests = gcs_requests(bucket, os.environ.get(_ENDPOINT) or _PUBLIC, options.retry_seconds, project)
+        super().__init__(bucket, prefix, connection, cache=file_cache(options), listing=_GcsListing, requests=requests)
 
     def url(self, key: str = '') -> str:
         return f'gs://{self._bucket}/{self._key(key)}'.rstrip('/')

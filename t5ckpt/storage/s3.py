@@ -22,6 +22,7 @@ from t5ckpt.storage.options import (
     s3_endpoint,
     s3_region,
 )
+from t5ckpt.storage.s3_requests import s3_requests
 
 __all__ = ['S3Storage', 'open_at']
 
@@ -54,7 +55,8 @@ class S3Storage(BucketStorage):
             }
 
         connection = Connection(spec, http_contexts(options.retry_seconds, resources), options.retry_seconds)
-        super().__init__(bucket, prefix, connection, file_cache(options))
+        requests = s3_requests(bucket, options, environ) if self.scheme == 's3' else None
+        super().__init__(bucket, prefix, connection, cache=file_cache(options), requests=requests)
 
     def url(self, key: str = '') -> str:
         return f'{self.scheme}://{self._bucket}/{self._key(key)}'.rstrip('/')

@@ -43,6 +43,7 @@ class FaultyStorage(Storage):
         self.orbax_commits = inner.orbax_commits
         self.is_shared = inner.is_shared
         self.caches = inner.caches
+        self.copies = inner.copies
         self.driver = inner.driver
         self.operations: list[tuple[str, str]] = []
         self._inner = inner
@@ -85,6 +86,10 @@ class FaultyStorage(Storage):
     def delete_unchanged(self, key: str, version: Any) -> bool:
         self._count('delete_unchanged', key)
         return self._inner.delete_unchanged(key, version)
+
+    def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
+        self._count('copy_unchanged', target)
+        return self._inner.copy_unchanged(source, target, version)
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
         return self._inner.direct_bytes(in_background=in_background)

@@ -246,7 +246,7 @@ def test_a_slice_and_a_shard_read_only_their_chunks(bucket):
 def test_a_save_writes_each_byte_once(bucket):
     url, tree = bucket.url(), state()
     with checkpointer(url, compression=None) as ck:
-        ck.save(tree, step=0)
+        ck.save(state(9) | {'step': np.int32(0)}, step=0)
         bucket.proxy.clear()
         ck.save(at(1))
     passed = bucket.proxy.clear()
@@ -419,7 +419,7 @@ def test_damage_is_an_error(bucket):
 REQUESTS = {
     's3': [
         {'write': 8, 'read': 1, 'list': 3, 'delete': 1},
-        {'write': 9, 'read': 3, 'list': 5, 'head': 4, 'delete': 9},
+        {'write': 9, 'read': 3, 'list': 5, 'head': 4, 'delete': 5},
         {'read': 5, 'list': 2, 'head': 2},
     ],
     'gs': [

@@ -10,11 +10,13 @@ import dataclasses
 import http.client
 import http.server
 import json
+import re
 import socket
 import struct
 import threading
 import time
 import urllib.parse
+import xml.sax.saxutils
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +54,7 @@ FAULTS = ('500', '503', '429', '403', 'dropped', 'lost', 'truncated', 'slow')
 # if it were all; 'twice' hands the request to the server once more after its reply. 'late' resets the connection, and the server
 # gets the request when the test releases it.
 ON_THE_WAY = ('dropped', 'cut', 'lost', 'truncated', 'closed', 'stalled', 'short', 'twice')
+_KEYS = re.compile('<Key>(.*?)</Key>')
 _SLOW_SECONDS = 0.2
 _STALL_SECONDS = 30
 _HOP = {'connection', 'content-length', 'host', 'keep-alive', 'transfer-encoding'}
@@ -59,7 +62,10 @@ _HOP = {'connection', 'content-length', 'host', 'keep-alive', 'transfer-encoding
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What passed: ``kind`` is 'read', 'head', 'write', 'delete', 'list' or 'bucket'; ``sent`` and ``received`` are bytes."""
+    """What passed: ``kind`` is 'read', 'head', 'write', 'copy', 'delete', 'list' or 'bucket'.
+
+    ``sent`` and ``received`` are bytes. A request that deletes several keys has them all in ``key``, one a line.
+    """
 
     kind: str
     key: str
@@ -158,9 +164,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _do(self) -> None:
         length = int(self.headers.get('Content-Length') or 0)
-        kind, key = describe(self.command, self.path)
-        fault = self.owner.choose(kind, key)
-        body = self.rfile.read(length // 2 if fault == 'cut' else length)
+        kind, key = describe(self.command, self.path, is_copy='x-amz-copy-source' in self.headers)
+        body = b''
+        if kind == 'delete' and not key:
+            body, length = self.rfile.read(length), 0
+            key = '\n'.join(xml.sax.saxutils.unescape(name) for name in _KEYS.findall(body.decode()))
+        fault = next(filter(None, (self.owner.choose(kind, each) for each in key.split('\n'))), None)
+        body += self.rfile.read(length // 2 if fault == 'cut' else length)
         self.owner.watch(kind, key, body)
         if fault == 'late':
             self.owner.held.append((self.command, self.path, body, self._forwarded(body)))
@@ -173,7 +183,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._reply(status, [('Content-Type', content_type)], data)
         if fault == 'slow':
             time.sleep(_SLOW_SECONDS)
-        with self.owner.comparing if 'ifGenerationMatch' in self.path else contextlib.nullcontext():
+        with self.owner.comparing if 'GenerationMatch' in self.path else contextlib.nullcontext():
             if self._is_outdated():
                 self._note(kind, key, 412, len(body), 0, fault)
                 return self._reply(412, [('Content-Type', 'application/json')], b'{}')
@@ -201,19 +211,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815
 
     def _is_outdated(self) -> bool:
-        """Google's precondition of an upload or a deletion, which fake-gcs-server does not check."""
+        """Google's precondition of an upload, a deletion or a copy, which fake-gcs-server does not check."""
         parts = urllib.parse.urlsplit(self.path)
         query = urllib.parse.parse_qs(parts.query)
-        if 'ifGenerationMatch' not in query:
+        [expected] = query.get('ifGenerationMatch') or query.get('ifSourceGenerationMatch') or ['']
+        if not expected:
             return False
-        path = parts.path
+        path = parts.path.partition('/rewriteTo/')[0]
         if 'name' in query:
             path = f'{path.removeprefix("/upload")}/{urllib.parse.quote(query["name"][0], safe="")}'
         self._upstream.request('GET', path, headers=self._credentials())
         reply = self._upstream.getresponse()
         data = reply.read()
         found = json.loads(data)['generation'] if reply.status == 200 else '0'
-        return found != query['ifGenerationMatch'][0]
+        return found != expected
 
     def _credentials(self) -> dict[str, str]:
         return {name: value for name, value in self.headers.items() if name.lower() == 'authorization'}
@@ -258,8 +269,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
 
-def describe(command: str, path: str) -> tuple[str, str]:
-    """What a request of TensorStore asks for, on either protocol, and of which key (or prefix)."""
+def describe(command: str, path: str, *, is_copy: bool = False) -> tuple[str, str]:
+    """What a request asks for, on either protocol, and of which key (or prefix); no key if its body names them."""
     parts = urllib.parse.urlsplit(path)
     query = urllib.parse.parse_qs(parts.query)
     names = urllib.parse.unquote(parts.path)
@@ -273,6 +284,12 @@ def describe(command: str, path: str) -> tuple[str, str]:
             return 'bucket', ''
         if not slash:
             return 'list', query.get('startOffset', [''])[0]
+        if '/rewriteTo/' in key:
+            return 'copy', key.partition('/rewriteTo/')[2].partition('/o/')[2]
         return {'GET': 'read', 'DELETE': 'delete'}.get(command, command), key
     key = names.lstrip('/').partition('/')[2]
+    if is_copy:
+        return 'copy', key
+    if command == 'POST' and 'delete' in parts.query:
+        return 'delete', ''
     return {'GET': 'read', 'HEAD': 'head', 'PUT': 'write', 'DELETE': 'delete'}.get(command, command), key

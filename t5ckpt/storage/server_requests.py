@@ -1,0 +1,151 @@
+"""Requests to an object store that TensorStore does not send: copies inside the store, and conditional or bulk deletions.
+
+The requests are sent with the standard library, from any thread, over connections that are kept. A failed request is
+retried with growing, random delays until the patience is over. Errors have the texts of TensorStore's, so
+``storage/error_mapping.py`` maps them.
+
+Without credentials that this module can read, or through an HTTP proxy, an object store has none of these requests: arrays are
+uploaded, and keys are deleted one by one.
+"""
+
+from __future__ import annotations
+
+import collections
+import http.client
+import logging
+import random
+import ssl
+import time
+import urllib.parse
+import urllib.request
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+__all__ = ['RefusedError', 'ServerRequests', 'is_direct']
+
+_TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+_CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 412: 'ABORTED'}
+_FIRST_DELAY, _LAST_DELAY = 0.2, 8.0
+_log = logging.getLogger('t5ckpt')
+
+
+class RefusedError(ValueError):
+    """The server refused a request, or failed each attempt at it; the text is as TensorStore's."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether another attempt may succeed; a status of 0 is a connection that failed."""
+        return not self.status or self.status in _TRANSIENT
+
+    @property
+    def is_of_object(self) -> bool:
+        """Whether the object is gone or another one, which is not a failure of the server."""
+        return self.status in (404, 412)
+
+
+class ServerRequests(ABC):
+    """The requests to one bucket.
+
+    Attributes:
+      copies: whether objects are copied inside the store, as far as it is known.
+      sent: the number of requests by kind, retries included.
+    """
+
+    def __init__(self, endpoint: str, url: str, patience: float):
+        """Takes the server's address, that of the bucket for log lines, and the seconds for retries; sends nothing."""
+        self.copies = True
+        self.sent: collections.Counter[str] = collections.Counter()
+        self._endpoint = urllib.parse.urlsplit(endpoint)
+        self._url = url
+        self._patience = patience
+        self._idle: list[http.client.HTTPConnection] = []
+        weakref.finalize(self, _close, self._idle)
+
+    def copy(self, source: str, target: str, version: bytes) -> bytes | None:
+        """Copies an object if it has this version; returns the version of the copy, None if nothing is known to be copied."""
+        try:
+            return self._copy(source, target, version) if self.copies else None
+        except RefusedError as error:
+            if not error.is_of_object:
+                self.copies = False
+                _log.info('t5ckpt: unchanged arrays are uploaded to %s, which does not copy them: %s', self._url, error)
+            return None
+
+    @abstractmethod
+    def _copy(self, source: str, target: str, version: bytes) -> bytes | None: ...
+
+    def delete_unchanged(self, key: str, version: bytes) -> bool | None:
+        """Deletes an object if it has this version; returns False if it has another or is gone, None if unsupported."""
+        del key, version
+
+    def delete_many(self, keys: Sequence[str]) -> bool:
+        """Deletes objects with few requests; returns False if it is not known that all are gone."""
+        del keys
+        return False
+
+    @abstractmethod
+    def signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> dict[str, str]:
+        """The headers of a request with those that show who sends it."""
+
+    def _send(self, kind: str, method: str, target: str, headers: Mapping[str, str], body: bytes = b'') -> bytes:
+        """Sends a request until it succeeds or is refused; returns the body of the answer.
+
+        Raises:
+          RefusedError: the server refused it, or failed each attempt.
+        """
+        deadline, delay, attempts = time.monotonic() + self._patience, _FIRST_DELAY, 0
+        while True:
+            self.sent[kind] += 1
+            attempts += 1
+            try:
+                status, data = self._ask(method, target, self.signed(method, target, headers, body), body)
+                if 200 <= status < 300:
+                    return data
+                text = f"{data[:300].decode(errors='replace')} [http_response_code='{status}']"
+            except (OSError, http.client.HTTPException) as error:
+                status, text = 0, f'{type(error).__name__}: {error}'
+            if status and status not in _TRANSIENT:
+                raise RefusedError(status, f'{_CODES.get(status, "INVALID_ARGUMENT")}: {text}')
+            pause = random.uniform(delay / 2, delay)  # noqa: S311 - no secret
+            if time.monotonic() + pause > deadline:
+                raise RefusedError(status, f'UNAVAILABLE: All {attempts} retry attempts failed: {text}')
+            time.sleep(pause)
+            delay = min(2 * delay, _LAST_DELAY)
+
+    def _ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._connected()
+        try:
+            connection.request(method, f'{self._endpoint.path}{target}', body, dict(headers))
+            reply = connection.getresponse()
+            status, data = reply.status, reply.read()
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return status, data
+
+    def _connected(self) -> http.client.HTTPConnection:
+        # An attempt must end before the patience does.
+        host, seconds = self._endpoint.netloc, max(1.0, self._patience / 2)
+        if self._endpoint.scheme == 'https':
+            return http.client.HTTPSConnection(host, timeout=seconds, context=ssl.create_default_context())
+        return http.client.HTTPConnection(host, timeout=seconds)
+
+
+def _close(connections: list[http.client.HTTPConnection]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+def is_direct(endpoint: str) -> bool:
+    """Whether a server is reached without an HTTP proxy, according to the environment."""
+    parts = urllib.parse.urlsplit(endpoint)
+    return parts.scheme not in urllib.request.getproxies() or bool(urllib.request.proxy_bypass(parts.netloc))

@@ -1,0 +1,212 @@
+"""Requests that TensorStore does not send: copies of unchanged arrays inside the store, and deletions of many keys."""
+
+import datetime
+
+import jax
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt.storage import open_storage
+from t5ckpt.storage.s3_requests import AccessKeys, S3Requests
+
+
+def state(step=0, size=2**20):
+    """4 MB that stay as they are, and little that changes."""
+    frozen = np.random.default_rng(1).standard_normal(size, dtype=np.float32).reshape(-1, 1024)
+    return {'frozen': frozen, 'half': frozen.astype(jax.numpy.bfloat16), 'new': np.full(2048, step, np.float32)}
+
+
+def checkpointer(url, **options):
+    return t5ckpt.Checkpointer(state(), checkpoints_dir=url, chunk_bytes=2**20, **options)
+
+
+def sent(bucket):
+    """Bytes of chunks that were sent, and the kinds of all requests, since the last call."""
+    passed = bucket.proxy.clear()
+    return sum(request.sent for request in passed), [request.kind for request in passed]
+
+
+def is_state(url, step):
+    found = t5ckpt.load_t5x_checkpoint(url, step, verify='full')
+    return all(np.array_equal(found[name], value) for name, value in state(step).items())
+
+
+@pytest.mark.parametrize('compression', ['default', None, 'zstd'])
+def test_a_second_save_sends_less_than_a_twentieth(bucket, compression):
+    """And a third one, whose source is a copy. Each checkpoint has its files, and stays when the others are deleted."""
+    url = bucket.url()
+    with checkpointer(url, compression=compression) as ck:
+        ck.save(state(0), step=0)
+        first, _ = sent(bucket)
+        for step in (1, 2):
+            ck.save(state(step), step=step)
+            again, kinds = sent(bucket)
+            assert again < first / 20
+            assert kinds.count('copy') == 6
+        ck.delete(0)
+        ck.delete(1)
+        assert is_state(url, 2)
+    assert t5ckpt.verify(url, 2, full=True).ok
+
+
+def test_a_device_array_that_is_saved_again(bucket, caplog):
+    """Also in the background. The log says how much was copied."""
+    caplog.set_level('INFO', 't5ckpt')
+    url, tree = bucket.url(), jax.device_put(state(0))
+    with checkpointer(url) as ck:
+        ck.save(tree, step=0)
+        first, _ = sent(bucket)
+        ck.save_async(tree, step=1).result()
+        assert sent(bucket)[0] < first / 20
+    assert f'{6 * 2**20} bytes of arrays copied in the store' in caplog.text
+    assert np.array_equal(t5ckpt.load_t5x_checkpoint(url, 1)['frozen'], state()['frozen'])
+
+
+def test_what_was_replaced_or_removed_is_uploaded(bucket):
+    """The server compares the version of each object."""
+    url = bucket.url()
+    with checkpointer(url, compression=None) as ck:
+        ck.save(state(0), step=0)
+        storage = open_storage(url)
+        chunks = sorted(key for key, _ in storage.walk('checkpoint_0') if '/frozen/' in key and 'zarray' not in key)
+        storage.write(chunks[0], b'x' * 2**20)
+        storage.delete_file(chunks[1])
+        sent(bucket)
+        ck.save(state(1), step=1)
+        uploaded, _ = sent(bucket)
+        assert 2 * 2**20 < uploaded < 2.1 * 2**20
+    assert is_state(url, 1)
+
+
+@pytest.mark.parametrize('fault', ['501', '403', '400', 'empty', 'html', '412', '404'])
+def test_a_copy_that_fails_is_an_upload(bucket, fault):
+    url = bucket.url()
+    with checkpointer(url, storage_options={'retry_seconds': 2}) as ck:
+        ck.save(state(0), step=0)
+        bucket.proxy.choose = lambda kind, key: fault if kind == 'copy' else None
+        ck.save(state(1), step=1)
+        assert is_state(url, 1)
+        bucket.proxy.choose = lambda kind, key: None
+        ck.save(state(2), step=2)
+        assert is_state(url, 2)
+
+
+@pytest.mark.parametrize('fault', ['SlowDown', 'lost', 'dropped', 'truncated'])
+def test_a_copy_is_tried_again(bucket, fault):
+    """A throttling server slows the save down; a copy whose reply was lost is made twice."""
+    url, failed = bucket.url(), set()
+
+    def choose(kind, key):
+        if kind != 'copy' or key in failed:
+            return None
+        failed.add(key)
+        return fault
+
+    with checkpointer(url) as ck:
+        ck.save(state(0), step=0)
+        first, _ = sent(bucket)
+        bucket.proxy.choose = choose
+        ck.save(state(1), step=1)
+        assert len(failed) == 6
+        assert sent(bucket)[0] < first / 20
+    assert is_state(url, 1)
+
+
+def test_other_values_of_the_same_shape_are_uploaded(bucket):
+    url = bucket.url()
+    with checkpointer(url, compression=None) as ck:
+        ck.save(state(0), step=0)
+        sent(bucket)
+        other = {**state(1), 'frozen': state(1)['frozen'] + 1}
+        ck.save(other, step=1)
+        assert 4 * 2**20 < sent(bucket)[0] < 4.1 * 2**20
+    assert np.array_equal(t5ckpt.load_t5x_checkpoint(url, 1)['frozen'], other['frozen'])
+
+
+def test_without_reuse_everything_is_uploaded(bucket):
+    url = bucket.url()
+    with checkpointer(url, reuse_unchanged=False) as ck:
+        ck.save(state(0), step=0)
+        first, _ = sent(bucket)
+        ck.save(state(1), step=1)
+        again, kinds = sent(bucket)
+        assert again > first * 0.9
+        assert 'copy' not in kinds
+
+
+# --- deletions ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_deletes_a_thousand_keys(s3):
+    url = s3.url()
+    storage = open_storage(url)
+    keys = [f'a/{number} & <{number}>' for number in range(1100)]
+    for key in keys:
+        s3.put(f'{url}/{key}', b'')
+    s3.proxy.clear()
+    storage.delete_files(keys)
+    assert [request.kind for request in s3.proxy.clear()] == ['delete', 'delete']
+    assert not list(storage.walk('a'))
+
+
+@pytest.mark.parametrize('fault', ['501', '403', '400', 'empty', 'html'])
+def test_without_bulk_deletions_keys_are_deleted_one_by_one(s3, fault):
+    url = s3.url()
+    storage = open_storage(url)
+    for key in 'abc':
+        storage.write(key, b'')
+    failed = []
+
+    def choose(kind, key):
+        if kind == 'delete' and not failed:
+            failed.append(key)
+            return fault
+        return None
+
+    s3.proxy.choose = choose
+    storage.delete_files(['a', 'b', 'none'])
+    assert failed
+    assert [key for key, _ in storage.walk('')] == ['c']
+
+
+# --- signatures --------------------------------------------------------------------------------------------------------
+
+# Of "Signature Calculations for the Authorization Header" in Amazon's documentation of S3.
+EXAMPLES = [
+    ('/test.txt', {'Range': 'bytes=0-9'}, 'f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41'),
+    ('/?lifecycle=', {}, 'fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543'),
+    ('/?max-keys=2&prefix=J', {}, '34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7'),
+]
+
+
+@pytest.mark.parametrize(('target', 'headers', 'signature'), EXAMPLES)
+def test_the_signature_is_amazons(target, headers, signature):
+    keys = AccessKeys('AKIAIOSFODNN7EXAMPLE', 'wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY')
+    requests = S3Requests('', 'https://examplebucket.s3.amazonaws.com', 'us-east-1', 1, lambda: keys)
+    requests.clock = lambda: datetime.datetime(2013, 5, 24, tzinfo=datetime.UTC)
+    assert requests.signed('GET', target, headers, b'')['Authorization'].endswith(f'Signature={signature}')
+
+
+def test_keys_of_a_profile_sign_and_no_keys_do_not(s3, monkeypatch, tmp_path):
+    """An anonymous storage copies without a signature; a profile without keys in its file copies nothing."""
+    file = tmp_path / 'credentials'
+    file.write_text('[mine]\naws_access_key_id = one\naws_secret_access_key = two\n')
+    monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(file))
+    for options, starts in (({'profile': 'mine'}, 'AWS4-HMAC-SHA256 Credential=one/'), ({'anonymous': True}, '')):
+        url = s3.url()
+        storage = open_storage(url)
+        storage.write('a', b'1')
+        s3.proxy.clear()
+        copy = open_storage(url, options).copy_unchanged('a', 'b', storage.version('a'))
+        assert copy == storage.version('b')
+        [copied] = [request for request in s3.proxy.clear() if request.kind == 'copy']
+        assert copied.headers.get('authorization', '').startswith(starts)
+        assert bool(starts) == ('authorization' in copied.headers)
+    assert not open_storage(s3.url(), {'profile': 'none'}).copies
+
+
+def test_through_an_http_proxy_nothing_is_copied(bucket, monkeypatch):
+    monkeypatch.setenv('http_proxy', 'http://127.0.0.1:9')
+    monkeypatch.setenv('no_proxy', '')
+    assert not open_storage(bucket.url()).copies

@@ -1,0 +1,257 @@
+"""Copies the files of a checkpoint to another run, byte for byte, between any two storages.
+
+Files are copied concurrently, and each is compared with its checksum if the checkpoint has checksums. The manifest is written
+last, by the same commit as that of a save, so a copy is visible only when it is complete.
+
+An interrupted or failed copy keeps the files that it has written. The next copy of the same checkpoint to the same run
+resumes: each of these files is complete, since a write makes a file visible as a whole. The sidecar of the temporary directory
+identifies the source: the manifest, the checksums and, for files without a checksum, size, time and inode. From a bucket, files
+without a checksum are copied again. Other unfinished directories are left to the garbage collection of the next save.
+
+Notes: memory holds the files in flight, 256 MiB or one file. Only the file checksums are decoded.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from t5ckpt.commit.begin import resume
+from t5ckpt.commit.superseded import is_of_one_save
+from t5ckpt.commit.transaction import Transaction, writer_facts
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock, Progress
+from t5ckpt.core.thread_pool import Pool
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.names import (
+    DATASET_REMOVED,
+    PINNED,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    foreign_keys,
+    is_file_checksums,
+    superseded,
+)
+from t5ckpt.format.sidecar import decode_sidecar
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.identity import Identity
+from t5ckpt.reading.raw_files import sidecar_name
+from t5ckpt.storage import Storage, foreign_errors
+
+__all__ = ['Transfer', 'TransferOptions', 'Transferred']
+
+_IN_FLIGHT_BYTES = 256 * 2**20
+# Reserved for a file whose size neither the listing nor a checksum has.
+_UNKNOWN_BYTES = 16 * 2**20
+_ABSENT: Any = object()
+
+
+def _at_once(nbytes: int) -> None:
+    del nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferOptions:
+    """The options of a transfer.
+
+    Attributes:
+      workers: the number of files that are copied at once.
+      overwrite: replaces a complete checkpoint of the step, after the copy is complete; only where the storage renames.
+      dry_run: copies nothing; the result describes the copy.
+      progress: called with (bytes done, bytes in all), as far as they are known.
+      pace: called with the size of each file before it is read; it may wait, or raise an error, which ends the transfer.
+    """
+
+    workers: int = 16
+    overwrite: bool = False
+    dry_run: bool = False
+    progress: Progress | None = None
+    pace: Callable[[int], None] = _at_once
+
+
+@dataclasses.dataclass(frozen=True)
+class Transferred:
+    """The result of a transfer, or its description; see ``CopyReport`` for the fields."""
+
+    files: int
+    nbytes: int
+    resumed_files: int
+    checked_files: int
+    left_out: tuple[str, ...]
+
+
+class Transfer:
+    """One copy under way."""
+
+    def __init__(self, source: Identity, storage: Storage, step: int, options: TransferOptions):
+        """Takes the checkpoint, and the run and the step to write."""
+        located = source.located
+        self._source = source
+        self._from = located.storage
+        self._base = located.directory
+        self._manifest_name = located.manifest
+        self._to = storage
+        self._step = step
+        self._progress = options.progress
+        self._options = options
+        self._budget = ByteBudget(_IN_FLIGHT_BYTES)
+        self._done = 0
+        self._files = CheckpointFiles.of(located)
+
+    def run(self, clock: Clock = time.time) -> Transferred:
+        """Copies all files, and commits.
+
+        Raises:
+          CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
+          UnsafeSpecError: a symbolic link leads out of the checkpoint.
+          StepTakenError: another process has written the step, or is writing it.
+          StorageError: one of the storages failed. Nothing became visible, and a second transfer resumes this one.
+        """
+        self._check_links()
+        sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
+        left_out = () if sizes.pop(PINNED, _ABSENT) is _ABSENT else (PINNED,)
+        manifest = self._read(self._manifest_name, None)
+        name = sidecar_name(manifest, sizes)
+        sidecar = self._read(name, None) if name in sizes else None
+        checksums = self._file_checksums(sidecar, sizes)
+        if sidecar is not None:
+            # Without the files of a replaced checkpoint that are not removed yet.
+            sizes = {key: sizes[key] for key in sizes.keys() - superseded(sizes, checksums) - {name}} | {
+                SIDECAR: sizes[name]
+            }
+        self._compare(self._manifest_name, manifest, checksums)
+        lost = sorted(set(checksums) - set(sizes))
+        removed = [name for name in lost if name.startswith(f'{TRAIN_DS_PREFIX}-') and DATASET_REMOVED in sizes]
+        if len(lost) > len(removed):
+            gone = next(name for name in lost if name not in removed)
+            raise CorruptCheckpointError(f'{self._from.url(join(self._base, gone))} is missing; it is not copied.')
+        names = sorted(set(sizes) - {self._manifest_name, SIDECAR})
+        if self._options.dry_run:
+            nbytes = sum(self._size(name, sizes, checksums) for name in sizes)
+            return Transferred(len(sizes), nbytes, 0, 0, left_out)
+        unlisted = repr([self._identity(name) for name in names if name not in checksums]).encode()
+        facts = writer_facts() | {'resume': digest(manifest + (sidecar or b'') + unlisted)}
+        with resume(self._to, self._step, clock, facts) as work:
+            work.replaces = self._options.overwrite
+            work.kept_after = (BaseException,)
+            kept = self._there(work, names, checksums)
+            total = sum(self._size(name, sizes, checksums) for name in names)
+            self._report(sum(self._size(name, sizes, checksums) for name in kept), total)
+            waiting = {name: self._size(name, sizes, checksums) for name in names if name not in kept}
+            with self._source.reading('copied'):
+                moved = self._copy_all(work, waiting, total, checksums)
+            parents = sorted({name.rpartition('/')[0] for name in names} - {''})
+            work.commit(manifest, sidecar, parents)
+        checked = sum(name in checksums for name in [*names, self._manifest_name])
+        nbytes = moved + len(manifest) + len(sidecar or b'')
+        return Transferred(len(sizes), nbytes, len(kept), checked, left_out)
+
+    def _read(self, name: str, checksums: FileChecksums | None) -> bytes:
+        data = self._files.read(name)
+        if checksums is not None:
+            self._compare(name, data, checksums)
+        return data
+
+    def _compare(self, name: str, data: bytes, checksums: FileChecksums) -> None:
+        if name in checksums:
+            cure = 'A damaged checkpoint is not copied; copy an older step.'
+            checksums.check(name, entry_of(data), self._from.url(join(self._base, name)), cure)
+
+    def _file_checksums(self, sidecar: bytes | None, sizes: Mapping[str, int | None]) -> FileChecksums:
+        """The recorded checksums of all files; empty for a checkpoint without checksums."""
+        if sidecar is None:
+            if lists := [name for name in sizes if is_file_checksums(name)]:
+                raise CorruptCheckpointError(
+                    f'{self._from.url(join(self._base, SIDECAR))} is missing, so no checksum of {lists[0]} can be compared. A '
+                    'damaged checkpoint is not copied; repair it (t5ckpt repair), or copy an older step.'
+                )
+            return FileChecksums()
+        where = self._from.url(join(self._base, SIDECAR))
+        recorded = FileChecksums.recorded_by(decode_sidecar(sidecar, where), where)
+        lists = {name: self._files.read(name) for name in recorded.lists if name in sizes}
+        return recorded.merged(recorded.read_lists(lists, lambda name: self._from.url(join(self._base, name))))
+
+    def _identity(self, name: str) -> tuple[str, int, int, int]:
+        """Identifies a file without a checksum, to detect that it was replaced."""
+        path = self._from.local_path(join(self._base, name))
+        if path is None:
+            return name, 0, 0, 0
+        with foreign_errors(path):
+            info = os.stat(path)
+        return name, info.st_size, info.st_mtime_ns, info.st_ino
+
+    def _check_links(self) -> None:
+        """Checks that no directory is a symbolic link: the listing would leave out its files.
+
+        Raises:
+          UnsupportedFormatError: a directory is a symbolic link.
+        """
+        root = self._from.local_path(self._base)
+        for parent, directories, _ in os.walk(root) if root is not None else ():
+            for path in (os.path.join(parent, name) for name in directories):
+                if os.path.islink(path):
+                    raise UnsupportedFormatError(
+                        f'{path} is a symbolic link to a directory, which a copy does not follow. Put the directory there.'
+                    )
+
+    @staticmethod
+    def _size(name: str, sizes: Mapping[str, int | None], checksums: FileChecksums) -> int:
+        size = sizes[name]
+        return size if size is not None else checksums[name][0] if name in checksums else 0
+
+    def _there(self, work: Transaction, names: Sequence[str], checksums: FileChecksums) -> set[str]:
+        """The files that an earlier attempt has copied; deletes the other files that it left."""
+        found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
+        # A temporary directory has only files of this copy. The directory of a step may also have files of other programs.
+        # It and its directories of other saves are left to the commit.
+        others = set[str]() if work.is_temporary else {*foreign_keys(found), *filter(is_of_one_save, found)}
+        for name in found.keys() - {*names, SIDECAR} - others:
+            self._to.delete_file(join(work.directory, name))
+        is_local = self._from.local_path(self._base) is not None
+        known = {name for name in names if name in found and (is_local or name in checksums)}
+        return {name for name in known if name not in checksums or found[name] in (None, checksums[name][0])}
+
+    def _report(self, size: int, total: int) -> None:
+        self._done += size
+        if self._progress is not None and size:
+            self._progress(self._done, max(total, self._done))
+
+    def _copy_all(self, work: Transaction, waiting: Mapping[str, int], total: int, checksums: FileChecksums) -> int:
+        for parent in sorted({name.rpartition('/')[0] for name in waiting}):
+            self._to.make_dir(join(work.directory, parent))
+        moved = 0
+        with Pool(self._options.workers, 't5ckpt-copy') as pool:
+            futures = [pool.submit(self._copy_one, work, name, size, checksums) for name, size in waiting.items()]
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    size = future.result()
+                    moved += size
+                    self._report(size, total)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return moved
+
+    def _copy_one(self, work: Transaction, name: str, size: int, checksums: FileChecksums) -> int:
+        admitted = size or _UNKNOWN_BYTES
+        self._options.pace(size)
+        with self._admitted(admitted):
+            data = self._read(name, checksums)
+            self._to.write(join(work.directory, name), data)
+            return len(data)
+
+    @contextlib.contextmanager
+    def _admitted(self, size: int) -> Any:
+        self._budget.acquire(size)
+        try:
+            yield
+        finally:
+            self._budget.release(size)

@@ -15,10 +15,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from t5ckpt import steps
+from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.commit.dataset_files import dataset_count
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.retention import Retention, RunFacts
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables, check_flags, check_word, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
@@ -42,6 +43,7 @@ from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import (
     ClosedError,
     DisagreementError,
+    NoEffectWarning,
     ReadOnlyError,
 )
 from t5ckpt.format.dtypes import Cast, floating_dtype
@@ -66,7 +68,15 @@ from t5ckpt.save import (
     monitored,
     monitored_metrics,
 )
-from t5ckpt.save.arguments import check_no_directory, check_policies, warn_of_gda, warn_of_idle, warn_of_missing_metrics
+from t5ckpt.save.arguments import (
+    LOCAL_KEEP,
+    TierOptions,
+    check_no_directory,
+    check_policies,
+    warn_of_gda,
+    warn_of_idle,
+    warn_of_missing_metrics,
+)
 from t5ckpt.save.codec_selection import CodecSelection, compression_for
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
@@ -79,6 +89,10 @@ from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directo
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
+
+if TYPE_CHECKING:
+    from t5ckpt.tiers.restore import Prefetch
+    from t5ckpt.tiers.tiers import Tiers
 
 __all__ = ['Checkpointer']
 
@@ -124,12 +138,19 @@ class Checkpointer:
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
       strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
       read_only: saving and deleting raise ReadOnlyError.
+      local_dir: a directory of this machine that saves go to; uploads to ``checkpoints_dir`` follow in the background, and
+        ``restore`` takes the newest step of both. See docs/tiers.md.
+      local_keep: the number of latest checkpoints to keep in ``local_dir``; those that wait for their upload stay, too.
+      persist_policy: a SavePolicy that decides which saves are uploaded; None uploads every save.
+      upload_gbps: the limit on the rate of uploads, in gigabits (10^9 bits) per second; None sets none.
       use_gda: an argument of older versions of T5X; ignored with a DeprecationWarning.
 
     Notes:
       One save runs at a time; a second one waits for the first. Call the methods from one thread, that of the training
       loop. Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
     """
+
+    _prefetch: Prefetch | None = None
 
     @explains_names(OF_CONSTRUCTOR)
     def __init__(
@@ -166,6 +187,10 @@ class Checkpointer:
         follow_links: bool = False,
         strict_save: bool = False,
         read_only: bool = False,
+        local_dir: str | os.PathLike[str] | None = None,
+        local_keep: int = LOCAL_KEEP,
+        persist_policy: SavePolicy | None = None,
+        upload_gbps: float | None = None,
         use_gda: bool | None = None,
     ):
         warn_of_gda(use_gda)
@@ -190,30 +215,31 @@ class Checkpointer:
         self._partitioner = partitioner
         self._axes = LeafAxes(partitioner, train_state)
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
-        self._options = SaveOptions(cast, compression_for(compression, self._storage), chunk_bytes, inline_bytes)
         policy = _latest(keep) if keep_policy is None else keep_policy
         datasets, others = dataset_count(keep_dataset_checkpoints), prune_other_layouts
         self._retention = Retention(self._storage, policy, clock, datasets, metric_source, prune_others=others)
+        self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout))
+        self._clock, self._is_read_only = clock, read_only
+        self._tiers = self._two_tiers(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps))
+        target = self._storage if self._tiers is None else self._tiers.local
+        self._options = SaveOptions(cast, compression_for(compression, target), chunk_bytes, inline_bytes)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
         warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints, prune_others=others)
         self._keep = keep
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
-        self._reuse = Reuse() if reuse_unchanged and (self._storage.links or self._storage.copies) else None
-        self._selection = CodecSelection(self._storage)
+        self._reuse = Reuse() if reuse_unchanged and (target.links or target.copies) else None
+        self._selection = CodecSelection(target)
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._progress = progress
-        self._clock = clock
-        self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout))
-        self._is_read_only = read_only
         self._monitored = monitored_metrics(policy, save_policy)
         self._notices = Notices()
         self._template_check = TemplateCheck(train_state, self._match, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
         environment = Environment(clock, preempted, self._is_saving)
-        self._schedule = SaveSchedule(save_policy, self._coordinator, self._retention, environment, self._notices)
+        self._schedule = SaveSchedule(save_policy, self._coordinator, self._facts, environment, self._notices)
         self._is_closed = False
         self.restored_step: int | None = None
         """The step of this run that ``restore_or_init`` restored."""
@@ -238,6 +264,24 @@ class Checkpointer:
         raise TypeError(
             f'the checkpointer of {self.checkpoints_dir} cannot be pickled or copied. Make one in the other process.'
         )
+
+    def _two_tiers(self, options: TierOptions | None) -> Tiers | None:
+        if options is None:
+            return None
+        # Imported here, so that nobody else pays for it.
+        from t5ckpt.tiers.tiers import Tiers
+
+        require_directory(self._storage)
+
+        def count() -> int:
+            return self._coordinator.processes_of_job().count
+
+        return Tiers(options, self._storage, self._retention, self._clock, count, read_only=self._is_read_only)
+
+    @property
+    def _facts(self) -> RunFacts:
+        """The steps of the run, in both tiers if there are two."""
+        return self._retention if self._tiers is None else self._tiers
 
     @property
     def storage(self) -> Storage:
@@ -405,12 +449,15 @@ class Checkpointer:
         try:
             self.check_for_errors()
             table = flatten_state(state).table
+            tiers = self._tiers
+            if tiers is not None:
+                tiers.begin_save()
             request = SaveRequest(
-                storage=self._storage,
+                storage=self._storage if tiers is None else tiers.local,
                 step=step_to_save(state, table, call.step),
                 call=call,
                 options=self._options,
-                retention=self._retention,
+                retention=self._retention if tiers is None else tiers.retention,
                 staging=self._staging,
                 in_background=in_background,
                 reuse=self._reuse,
@@ -421,7 +468,10 @@ class Checkpointer:
                 notices=self._notices,
                 round=save_round,
                 site=CallSite.here(),
+                keep=self._retention.policy,
             )
+            if tiers is not None:
+                request = tiers.persisting(request, preempted=self.should_stop)
             if save_round.is_leader:
                 missing = self._retention.missing_metrics(request.step, call.metrics)
                 warn_of_missing_metrics(self._notices, missing)
@@ -467,13 +517,30 @@ class Checkpointer:
         if self._pending is not None:
             self._pending.raise_unreported()
 
+    def wait_until_persisted(self, step: int | None = None) -> None:
+        """Waits until a step is in ``checkpoints_dir``; None waits for all steps that are to be uploaded.
+
+        Without ``local_dir``, waits for the save that is running.
+
+        Raises:
+          NotPersistedError: an attempt to upload it failed during the wait, or the step is not uploaded: the persist policy did
+            not take it, or a newer step was uploaded instead.
+          SaveFailedError: as for :meth:`check_for_errors`.
+        """
+        self.wait_until_finished()
+        self.check_for_errors()
+        if self._tiers is not None:
+            self._tiers.wait_until_persisted(None if step is None else integer('step', step))
+
     def close(self) -> None:
-        """Waits for saves and deletions in the background, and raises the error of a save that no call has raised yet.
+        """Waits for saves, uploads and deletions in the background, and raises the error of a save that no call has raised yet.
 
         Afterwards ``save`` and ``save_async`` raise ClosedError; ``restore`` still works.
         """
         self._is_closed = True
         self.wait_until_finished()
+        if self._tiers is not None:
+            self._tiers.close()
         self._retention.wait()
         self.check_for_errors()
         if self._pending is not None:
@@ -550,7 +617,29 @@ class Checkpointer:
             reading=self._reading,
             notices=self._notices,
         )
-        return run_restore(request, self._train_state, self._partitioner, self._dataset)
+        if self._tiers is None or call.path is not None:
+            return run_restore(request, self._train_state, self._partitioner, self._dataset)
+        from t5ckpt.tiers.restore import restore_from_tiers
+
+        if self._prefetch is not None:
+            self._prefetch.wait()
+        return restore_from_tiers(
+            self._tiers, request, lambda each: run_restore(each, self._train_state, self._partitioner, self._dataset)
+        )
+
+    def prefetch(self) -> None:
+        """Begins to fetch the newest step in the background, for a :meth:`restore` that follows; needs no state.
+
+        A local step is read into memory, as far as the kernel has room, and a step of ``checkpoints_dir`` is copied to
+        ``local_dir``. An error is logged, and ``restore`` reads the step itself.
+        """
+        if self._tiers is None:
+            text = 'prefetch has no effect without local_dir. Pass local_dir= to the constructor, or leave it out.'
+            self._notices.warn('prefetch', NoEffectWarning(text))
+        elif self._prefetch is None:
+            from t5ckpt.tiers.restore import Prefetch
+
+            self._prefetch = Prefetch(self._tiers)
 
     def _strictness(self, strict: str | None) -> str:
         """The strictness of a call; None takes T5X's default if the state or the partitioner is that of T5X."""
@@ -696,7 +785,7 @@ class Checkpointer:
           CheckpointNotFoundError: there is no such step.
         """
         self.wait_until_finished()
-        return dict(self._retention.metrics_at(None if step is None else integer('step', step)))
+        return dict(self._facts.metrics_at(None if step is None else integer('step', step)))
 
     def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
         """The step with the best value of a metric; the newest of equal ones. NaN is never the best.
@@ -713,8 +802,8 @@ class Checkpointer:
         """
         self.wait_until_finished()
         self._schedule.is_used = True
-        name, best = monitored(self._monitored, metric, mode, self._retention)
-        return best_of(infos_with(self._retention, name), name, best)
+        name, best = monitored(self._monitored, metric, mode, self._facts)
+        return best_of(infos_with(self._facts, name), name, best)
 
     def delete(self, step: int) -> None:
         """Deletes one step: makes it invisible in one atomic operation, and then removes it. Waits for a running save.
@@ -733,7 +822,10 @@ class Checkpointer:
         def decide(votes: Sequence[Any]) -> int | None:
             if any(vote != at for vote in votes):
                 raise DisagreementError(f'the processes were asked to delete different steps: {votes}.')
-            delete_step(self._storage, at, self._clock)
+            if self._tiers is None:
+                delete_step(self._storage, at, self._clock)
+            else:
+                self._tiers.delete(at)
             return self.latest_step()
 
         self._schedule.forget(at, self._round(f'the deletion of step {at}').reduce_on_leader(Phase.DELETE, at, decide))
@@ -749,16 +841,27 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """The complete steps, ascending."""
-        return steps.steps_in(self._storage)
+        return steps.steps_in(self._storage) if self._tiers is None else self._tiers.steps()
 
     def latest_step(self) -> int | None:
         """The largest complete step, or None."""
+        if self._tiers is not None:
+            return self._tiers.choose(None).step
         found = steps.newest(self._storage)
         return None if found is None else found.step
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps with data-iterator state, ascending."""
-        return steps.dataset_steps_in(self._storage)
+        return steps.dataset_steps_in(self._storage) if self._tiers is None else self._tiers.dataset_steps()
+
+    def steps_to_restore(self) -> list[int]:
+        """The steps that ``restore_or_init`` tries, ascending; one that cannot be inspected ends them."""
+        return listing(self._storage).to_restore if self._tiers is None else self._tiers.to_restore()
+
+    def storage_with(self, step: int) -> Storage:
+        """The storage that ``restore(step)`` reads: the local directory if it has the step, or else the run's directory."""
+        has_local = self._tiers is not None and self._tiers.has_local(step)
+        return self._tiers.local if self._tiers is not None and has_local else self._storage
 
 
 def _cast(dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast | None:

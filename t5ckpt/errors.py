@@ -74,6 +74,7 @@ __all__ = [
     'FormatError',
     'InvalidPathError',
     'LeafProblem',
+    'LocalDirError',
     'MetricModeWarning',
     'MissingDependencyError',
     'MissingLeaves',
@@ -83,6 +84,7 @@ __all__ = [
     'NoSpaceError',
     'NotADirectoryStorageError',
     'NotEnoughMemoryError',
+    'NotPersistedError',
     'ObsoleteArgumentWarning',
     'OutputExistsError',
     'ProcessMissingError',
@@ -268,6 +270,14 @@ class RemoteError(T5CkptError, RuntimeError):
         # The other process has escaped the line breaks in its error (core.text.lines_of_error); those that remain are ours.
         super().__init__(lines(*message.split('\n')))
         self.processes = processes
+
+
+class LocalDirError(T5CkptError, RuntimeError):
+    """``local_dir`` is in use by another process, or has the checkpoints of another run."""
+
+
+class NotPersistedError(T5CkptError, RuntimeError):
+    """A step is not in the run's storage; ``__cause__`` is the error of its upload from ``local_dir``, if there is one."""
 
 
 class UnsupportedTopologyError(T5CkptError, RuntimeError):

@@ -181,7 +181,7 @@ def restore_or_init(
         )
     if fallback not in ('older', None):
         raise ValueError(f"fallback must be 'older' or None, got {fallback!r:.40}.")
-    steps: list[int] = checkpointer.agree('restore_or_init', None, lambda _: listing(checkpointer.storage).to_restore)
+    steps: list[int] = checkpointer.agree('restore_or_init', None, lambda _: checkpointer.steps_to_restore())
     failed: dict[int, str] = {}
     for step in reversed(steps):
         error: T5CkptError | None = None
@@ -256,9 +256,9 @@ def _verdict(kinds: Sequence[str]) -> str:
 
 def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
     """Renames damaged steps, except those that are kept or that another program or a newer version wrote."""
-    storage = checkpointer.storage
-    others = _steps_of_others(storage) if failed else {}
+    others = _steps_of_others(checkpointer.storage) if failed else {}
     for step, kind in failed.items():
+        storage = checkpointer.storage_with(step)
         where = storage.url(others.get(step, step_dir(step)))
         stays = f't5ckpt: {where} is not renamed, so this run cannot save that step again'
         if step in others or kind != 'corrupt' or not storage.commits_by_rename:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import listing, steps_in
@@ -39,9 +40,30 @@ from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
-__all__ = ['Retention']
+__all__ = ['Retention', 'RunFacts']
 
 _log = logging.getLogger('t5ckpt')
+
+
+class RunFacts(Protocol):
+    """The steps of a run and their facts; see :class:`Retention` for the methods."""
+
+    @property
+    def policy(self) -> KeepPolicy:
+        """The keep policy of the run."""
+        ...
+
+    def steps(self) -> list[int]:
+        """The complete steps, ascending."""
+        ...
+
+    def infos_in_any_layout(self, names: Collection[str] | None = None) -> list[StepInfo]:
+        """The facts of the steps, ascending."""
+        ...
+
+    def metrics_at(self, step: int | None) -> Mapping[str, float]:
+        """The metrics of a step; None takes the latest."""
+        ...
 
 
 class Retention:

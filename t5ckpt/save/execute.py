@@ -151,7 +151,8 @@ class _Leader:
         below = sorted({name for vote in votes for name in vote['directories']})
         directories = [array.location for array in report.arrays.values()] + below
         try:
-            work.commit(manifest, encoded, directories)
+            with request.around_commit():
+                work.commit(manifest, encoded, directories)
         except StepTakenError as error:
             return _dropped(request.step, error)
         request.retention.note_saved(request.step, sidecar)
@@ -256,5 +257,5 @@ def _known(job: PreparedSave, generation: str) -> Sidecar:
         devices=job.devices if job.devices > 1 else None,
         custom_metadata=job.request.call.custom_metadata,
         metrics=job.request.call.metrics,
-        keep=fields_of(job.request.retention.policy) or {},
+        keep=fields_of(job.request.keep) or {},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.retention import RunFacts
 from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.core.arguments import MODES, check_kind, check_word
 from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo
@@ -30,7 +30,7 @@ def _parts(policy: KeepPolicy) -> Iterator[KeepPolicy]:
 
 
 def monitored(
-    known: Sequence[tuple[str, str]], metric: str | None, mode: str | None, retention: Retention
+    known: Sequence[tuple[str, str]], metric: str | None, mode: str | None, facts: RunFacts
 ) -> tuple[str, str]:
     """The metric to rank by, and its mode; what the caller leaves open is taken from the policies.
 
@@ -38,7 +38,7 @@ def monitored(
       known: (metric, mode) of the policies.
       metric: the caller's, or None.
       mode: the caller's, or None.
-      retention: of the run. An unknown metric is reported before a missing mode.
+      facts: of the run. An unknown metric is reported before a missing mode.
 
     Raises:
       ValueError: the policies name no metric, or more than one; or no step has this one.
@@ -53,7 +53,7 @@ def monitored(
     found = candidates(known, metric, mode)
     if len(found) != 1:
         if metric is not None:
-            infos_with(retention, metric)
+            infos_with(facts, metric)
         example = f'best_step({metric or "eval/loss"!r}, {mode or "min"!r})'
         missing = f'the {"mode" if metric else "metric and the mode"}, such as {example}'
         held = ', '.join(f'{name} ({best})' for name, best in known) or 'none'
@@ -63,13 +63,13 @@ def monitored(
     return found[0]
 
 
-def infos_with(retention: Retention, metric: str) -> list[StepInfo]:
+def infos_with(facts: RunFacts, metric: str) -> list[StepInfo]:
     """The facts of the steps.
 
     Raises:
       ValueError: the steps have metrics, but not this one.
     """
-    infos = retention.infos_in_any_layout({metric, *retention.policy.metric_names})
+    infos = facts.infos_in_any_layout({metric, *facts.policy.metric_names})
     missing = missing_from_all(infos, metric)
     if missing is not None and any(info.metrics for info in infos):
         raise ValueError(f'best_step: {missing} Pass one of these.')

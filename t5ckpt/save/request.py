@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 
 from t5ckpt.commit.begin import kind_of
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
@@ -16,6 +18,7 @@ from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.planning.save_plan import SaveOptions
+from t5ckpt.policies import KeepPolicy
 from t5ckpt.save.arguments import SaveCall
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, find_previous
 from t5ckpt.save.codec_selection import CodecSelection
@@ -34,6 +37,8 @@ class SaveRequest:
       in_background: whether the caller continues during the save, and may write to its host arrays.
       round: of all processes of the job.
       site: the line of the caller, for warnings from the thread of the save.
+      keep: the keep policy that the sidecar records.
+      around_commit: surrounds the commit in process 0.
       started: when the save was asked for, by ``time.monotonic``.
     """
 
@@ -52,6 +57,8 @@ class SaveRequest:
     notices: Notices
     round: CoordinationRound
     site: CallSite
+    keep: KeepPolicy
+    around_commit: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     started: float = dataclasses.field(default_factory=time.monotonic)
 
     def replaces(self) -> bool:

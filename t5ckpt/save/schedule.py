@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.retention import RunFacts
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.distributed.coordinator import Coordinator
@@ -122,7 +122,7 @@ class SaveSchedule:
         self,
         policy: SavePolicy | None,
         coordinator: Coordinator,
-        retention: Retention,
+        facts: RunFacts,
         environment: Environment,
         notices: Notices,
     ):
@@ -139,7 +139,7 @@ class SaveSchedule:
         self._policy = policy
         self._notices = notices
         self._coordinator = coordinator
-        self._retention = retention
+        self._facts = facts
         self._clock = environment.clock
         self._is_saving = environment.is_saving
         self._has_notice = preempted is not None
@@ -298,9 +298,9 @@ class SaveSchedule:
         return view
 
     def _first_view(self, now: float) -> _SharedState:
-        steps = self._retention.steps()
+        steps = self._facts.steps()
         if self._watched.names:
-            for info in self._retention.infos_in_any_layout():
+            for info in self._facts.infos_in_any_layout():
                 self._best = _with_best(self._best, info.metrics)
         return _SharedState(now, steps[-1] if steps else None, now)
 

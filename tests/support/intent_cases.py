@@ -387,6 +387,21 @@ CHECKPOINTER: list[Case] = [
         '^keep_dataset_checkpoints has no effect',
         lambda s, _: s.checkpointer(keep_dataset_checkpoints=2),
     ),
+    (
+        'Checkpointer',
+        'local_dir',
+        ValueError,
+        'must not contain each other',
+        lambda s, _: s.checkpointer(local_dir=s.out / 'local'),
+    ),
+    *(
+        ('Checkpointer', name, NoEffectWarning, f'^{name} has no effect without local_dir', call)
+        for name, call in {
+            'local_keep': lambda s, _: s.checkpointer(local_keep=3),
+            'persist_policy': lambda s, _: s.checkpointer(persist_policy=t5ckpt.SaveEvery(5)),
+            'upload_gbps': lambda s, _: s.checkpointer(upload_gbps=1),
+        }.items()
+    ),
     *(
         (
             'Checkpointer',

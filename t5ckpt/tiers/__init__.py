@@ -1,0 +1,1 @@
+"""Two tiers: saves go to a local directory, and are uploaded to the run's storage in the background."""

@@ -1,0 +1,58 @@
+"""Makes a damaged local step whole, with the files of the run's storage, if it has the same save."""
+
+from __future__ import annotations
+
+import logging
+
+from t5ckpt.catalog.listing import has_step
+from t5ckpt.catalog.locate import locate_step
+from t5ckpt.core.keys import join
+from t5ckpt.errors import T5CkptError
+from t5ckpt.integrity.verify import verify_located
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.storage import Storage
+from t5ckpt.tiers.upload import is_same_save
+
+__all__ = ['complete_from']
+
+_log = logging.getLogger('t5ckpt')
+
+
+def complete_from(run: Storage, local: Storage, step: int) -> int | None:
+    """Replaces the damaged files of a local step by those of the run's storage; reads every local file to find them.
+
+    Returns:
+      The bytes that were read from the run's storage; None if it does not have this save, or the step is still damaged.
+
+    Raises:
+      StorageError: the run's storage does not answer, or the local disk failed.
+    """
+    if not has_step(run, step) or not _is_same(local, run, step):
+        return None
+    located, nbytes = locate_step(local, step), 0
+    files = CheckpointFiles.of(locate_step(run, step))
+    damaged = sorted({damage.file for damage in verify_located(located, full=True).damages})
+    for name in damaged:
+        data = files.read(name)
+        key = join(located.directory, name)
+        local.make_dir(key.rpartition('/')[0])
+        local.write(key, data)
+        nbytes += len(data)
+    if not damaged or verify_located(located, full=True).damages:
+        return None
+    _log.warning(
+        't5ckpt: %s: %d damaged or missing files were replaced by those of %s: %s',
+        local.url(located.directory),
+        len(damaged),
+        run.url(),
+        ', '.join(damaged[:5]),
+    )
+    return nbytes
+
+
+def _is_same(local: Storage, run: Storage, step: int) -> bool:
+    try:
+        return is_same_save(local, run, step)
+    except T5CkptError:
+        # The manifest or the sidecar is what is damaged.
+        return False

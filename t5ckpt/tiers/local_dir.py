@@ -1,0 +1,225 @@
+"""The local directory of a run: its lock, and the id that it shares with the run.
+
+    <local_dir>/.t5ckpt/tier.json       the run's URL and id
+    <local_dir>/.t5ckpt/to_persist/     one file per step that waits for its upload, see ``tiers/intents.py``
+    <run>/.t5ckpt/run_id                the id, written once, before the first upload
+
+A directory with the steps of another run, or of an earlier run at the same URL, is refused. Its steps would be restored, and
+uploaded, as if they were those of this run. ``flock`` on the directory keeps other processes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import secrets
+import weakref
+from typing import Any
+
+from t5ckpt.catalog.listing import listing
+from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, StorageError
+from t5ckpt.format.names import INDEX
+from t5ckpt.storage import Storage, open_storage
+
+__all__ = ['LocalDir', 'TierRecord', 'open_local', 'read_record']
+
+_RECORD = f'{INDEX}/tier.json'
+_RUN_ID = f'{INDEX}/run_id'
+
+
+@dataclasses.dataclass(frozen=True)
+class TierRecord:
+    """The file ``tier.json``.
+
+    Attributes:
+      run: the URL of the run.
+      id: of the run.
+      is_shared: whether the run has this id in its storage.
+      keep: ``local_keep`` of the process that wrote the record.
+    """
+
+    run: str
+    id: str
+    is_shared: bool = False
+    keep: int = 2
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        return json.dumps({'format': 1, **dataclasses.asdict(self)}).encode()
+
+
+def read_record(local: Storage) -> TierRecord | None:
+    """Reads the record of a local directory; None if it has none.
+
+    Raises:
+      LocalDirError: the record is damaged.
+    """
+    if not local.is_file(_RECORD):
+        return None
+    try:
+        fields: dict[str, Any] = json.loads(local.read(_RECORD))
+        fields.pop('format')
+        return TierRecord(**fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise LocalDirError(
+            f'{local.url(_RECORD)} is damaged ({error}), so the run of its steps is unknown. {_cures(local)}'
+        ) from error
+
+
+def open_local(path: str | os.PathLike[str], run: Storage) -> Storage:
+    """Opens a local directory, which need not exist.
+
+    Raises:
+      ValueError: it is not on a file system, or it is the run's directory, lies in it, or contains it.
+    """
+    local = open_storage(path)
+    where, other = local.local_path(''), run.local_path('')
+    if where is None or not local.commits_by_rename:
+        raise ValueError(f'local_dir must be a directory of this machine, got {local.url()}.')
+    if other is not None:
+        paths = [os.path.join(os.path.realpath(each), '') for each in (where, other)]
+        if paths[0].startswith(paths[1]) or paths[1].startswith(paths[0]):
+            raise ValueError(f'local_dir={where} and checkpoints_dir={other} must not contain each other.')
+    return local
+
+
+class LocalDir:
+    """The local directory of one checkpointer. Not thread-safe, except for :meth:`share_id`."""
+
+    def __init__(self, local: Storage, run: Storage, keep: int, *, read_only: bool):
+        """Reads and creates nothing."""
+        self.storage = local
+        self._run = run
+        self._keep = keep
+        self._read_only = read_only
+        self._record: TierRecord | None = None
+        self._lock: Any = None
+        # The id that the run's storage has; '' if it has none, None before the first look.
+        self._run_id: str | None = None
+
+    def open(self, *, create: bool) -> bool:
+        """Locks the directory and checks its record. Returns False if it does not exist and is not to be created.
+
+        Raises:
+          LocalDirError: another process has it, or its steps are those of another run.
+        """
+        local = self.storage
+        if create:
+            local.make_dir('')
+        elif local.kind('') is None:
+            return False
+        if self._lock is None and not self._read_only:
+            self._lock = _locked(local)
+            if self._lock is None:
+                raise LocalDirError(
+                    f'{local.url()} is in use by another process, or by another checkpointer of this one. End that process, '
+                    'close that checkpointer, or pass another local_dir; several processes of a machine need one each.'
+                )
+            weakref.finalize(self, self._lock.close)
+        if self._record is None:
+            self._record = read_record(local)
+            self._check_record()
+        return True
+
+    def _check_record(self) -> None:
+        local, record = self.storage, self._record
+        text = None
+        if record is None and listing(local).steps:
+            text = f'{local.url()} has checkpoints, but no {_RECORD} that names their run.'
+        if record is not None and record.run != self._run.url():
+            text = f'{local.url()} has the local checkpoints of {record.run}, and this run is {self._run.url()}.'
+        if text is not None:
+            self._record = None
+            self._release()
+            raise LocalDirError(f'{text} {_cures(local)}')
+
+    def check_id(self) -> None:
+        """Compares the id of the directory with that of the run, which one request reads.
+
+        Raises:
+          LocalDirError: they differ.
+          StorageError: the run's storage does not answer.
+        """
+        if self._run_id is None:
+            self._run_id = self._read_run_id()
+        record = self._record
+        if record is None or record.id == self._run_id or not (self._run_id or record.is_shared):
+            return
+        if self._run_id and not self._read_only and not listing(self.storage).steps:
+            self._write(TierRecord(self._run.url(), self._run_id, True, self._keep))
+            return
+        found = f'has the id {self._run_id}' if self._run_id else 'has none, as if it was deleted'
+        raise LocalDirError(
+            f'{self.storage.url()} has the local checkpoints of an earlier run at {self._run.url()}: their run has the id '
+            f'{record.id}, and the run there {found}. {_cures(self.storage)}'
+        )
+
+    def _read_run_id(self) -> str:
+        try:
+            return self._run.read(_RUN_ID).decode().strip()
+        except CheckpointNotFoundError:
+            return ''
+
+    def ensure_record(self) -> None:
+        """Writes the record before the first local commit, with the run's id if its storage answers."""
+        if self._record is not None:
+            return
+        if self._run_id is None:
+            try:
+                self._run_id = self._read_run_id()
+            except StorageError:
+                # A run that cannot be reached gets the id later.
+                self._run_id = ''
+        self._write(TierRecord(self._run.url(), self._run_id or secrets.token_hex(8), bool(self._run_id), self._keep))
+        self._run_id = self._run_id or None
+
+    def share_id(self) -> None:
+        """Writes the id to the run's storage, if it has none; before the first upload of a process.
+
+        Raises:
+          LocalDirError: it has another one.
+        """
+        record = self._record
+        if record is None or (record.is_shared and self._run_id == record.id):
+            return
+        self._run_id = self._read_run_id()
+        if not self._run_id and not record.is_shared:
+            self._run.make_dir(INDEX)
+            is_written = self._run.replace(_RUN_ID, record.id.encode(), None) is not None
+            self._run_id = record.id if is_written else self._read_run_id()
+        self.check_id()
+        self._write(dataclasses.replace(self._record or record, is_shared=True))
+
+    def _write(self, record: TierRecord) -> None:
+        self.storage.make_dir(INDEX)
+        self.storage.write(_RECORD, record.encode())
+        self.storage.sync_tree('', [])
+        self._record = record
+
+    def end(self) -> None:
+        """Releases the lock; later calls only read."""
+        self._read_only = True
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _locked(local: Storage) -> Any:
+    lock = local.try_lock('')
+    if lock is None:
+        # A notebook may have replaced a checkpointer without closing it.
+        gc.collect()
+        lock = local.try_lock('')
+    return lock
+
+
+def _cures(local: Storage) -> str:
+    return (
+        f'To start without its steps, delete {local.url()} or pass another local_dir. To keep one, copy it to a run '
+        '(t5ckpt cp) first.'
+    )

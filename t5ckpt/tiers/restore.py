@@ -1,0 +1,174 @@
+"""Restores the newest step of either tier, and fetches it ahead.
+
+A local step is read as any other checkpoint. If one of its files is damaged, the run's storage provides the file, if it has the
+same save, or else the whole step, if it has that. Otherwise the error is raised, as without tiers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from t5ckpt.catalog.listing import has_step
+from t5ckpt.catalog.locate import locate_step
+from t5ckpt.commit.deletion import rename_damaged
+from t5ckpt.commit.transfer import Transfer, TransferOptions
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.thread_pool import start_thread
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NotADirectoryStorageError,
+    StorageError,
+    T5CkptError,
+)
+from t5ckpt.format.names import step_dir
+from t5ckpt.reading.identity import Identity
+from t5ckpt.restore.request import RestoreRequest
+from t5ckpt.tiers.complete import complete_from
+from t5ckpt.tiers.tiers import Tiers
+
+__all__ = ['Prefetch', 'restore_from_tiers']
+
+_log = logging.getLogger('t5ckpt')
+_DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, NotADirectoryStorageError)
+
+
+class _Counted:
+    """Passes progress on, and keeps the bytes that were read."""
+
+    def __init__(self, progress: Progress | None):
+        self._progress = progress
+        self.nbytes = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        self.nbytes = max(self.nbytes, done)
+        if self._progress is not None:
+            self._progress(done, total)
+
+
+def restore_from_tiers(tiers: Tiers, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any]) -> Any:
+    """Restores a step of either tier, and logs which, and how many bytes each tier gave.
+
+    Raises:
+      CheckpointNotFoundError: no tier has the step.
+      CorruptCheckpointError: it is damaged, and no other tier has it.
+    """
+    choice = tiers.choose(request.call.step)
+    step, counted = choice.step, _Counted(request.progress)
+    call = dataclasses.replace(request.call, step=step)
+    asked = dataclasses.replace(request, call=call, progress=counted)
+    fetched, is_local = 0, choice.is_local
+    if step is None or not is_local:
+        restored = run_restore(asked)
+    else:
+        local = dataclasses.replace(asked, storage=tiers.local)
+        try:
+            restored = run_restore(local)
+        except _DAMAGES as error:
+            found = _mended(tiers, step, error)
+            fetched, is_local, counted.nbytes = found or 0, found is not None, 0
+            restored = run_restore(local if is_local else asked)
+            if not is_local:
+                _put_aside(tiers, step)
+    of_local, of_run = (counted.nbytes, fetched) if is_local else (0, counted.nbytes)
+    urls = tiers.local.url(), tiers.run.url()
+    _log.info(
+        't5ckpt: restored step %s: %d bytes of arrays from %s, %d from %s', step, of_local, urls[0], of_run, urls[1]
+    )
+    if request.call.step is None and step is not None:
+        for each, reason in sorted(tiers.unusable().items()):
+            if each > step or (each == step and not choice.is_local):
+                _log.warning('t5ckpt: local step %d was not restored: %s', each, reason)
+    return restored
+
+
+def _mended(tiers: Tiers, step: int, error: T5CkptError) -> int | None:
+    """Finds the step elsewhere after its local files failed.
+
+    Returns:
+      The bytes that were fetched from the run's storage; None if the step is to be read from there.
+
+    Raises:
+      T5CkptError: ``error``, if the run's storage does not have the step.
+    """
+    where = tiers.local.url(step_dir(step))
+    _log.warning('t5ckpt: %s is damaged, looking for its files in %s: %s', where, tiers.run.url(), error)
+    try:
+        nbytes = None if tiers.read_only else complete_from(tiers.run, tiers.local, step)
+        is_there = nbytes is not None or has_step(tiers.run, step)
+    except StorageError as second:
+        _log.warning('t5ckpt: the files of %s could not be fetched from %s: %s', where, tiers.run.url(), second)
+        raise error from second
+    if not is_there:
+        raise error
+    if nbytes is None:
+        _log.warning('t5ckpt: step %d is read from %s', step, tiers.run.url())
+    return nbytes
+
+
+def _put_aside(tiers: Tiers, step: int) -> None:
+    """Renames a damaged local step, which the run's storage has whole."""
+    if tiers.read_only:
+        return
+    where = tiers.local.url(step_dir(step))
+    try:
+        aside = rename_damaged(tiers.local, step, tiers.clock)
+    except T5CkptError as error:
+        _log.warning('t5ckpt: %s is damaged, and could not be renamed: %s', where, error)
+    else:
+        _log.error('t5ckpt: %s is damaged and was renamed to %s', where, tiers.local.url(aside))
+
+
+class Prefetch:
+    """Fetches the step to restore in a thread: from the run's storage to the local disk, or from the disk to memory."""
+
+    def __init__(self, tiers: Tiers):
+        """Begins at once."""
+        self._tiers = tiers
+        self._thread: threading.Thread | None = start_thread(self._run, 't5ckpt-prefetch', daemon=True)
+
+    def wait(self) -> None:
+        """Waits for its end."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._fetch()
+        except Exception as error:  # noqa: BLE001 - the restore reads the step itself, and raises its errors
+            _log.warning('t5ckpt: the prefetch ended, and restore reads what is left: %s', error)
+
+    def _fetch(self) -> None:
+        tiers = self._tiers
+        choice = tiers.choose(None)
+        if choice.step is None:
+            return
+        if not choice.is_local:
+            located = locate_step(tiers.run, choice.step)
+            if tiers.read_only or not located.manifest:
+                return
+            tiers.begin_fetch()
+            source = Identity.now(located)
+            with source.checked_on_failure('fetched'):
+                done = Transfer(source, tiers.local, choice.step, TransferOptions()).run(tiers.clock)
+            _log.info('t5ckpt: fetched step %d to %s: %d bytes', choice.step, tiers.local.url(), done.nbytes)
+            return
+        directory = step_dir(choice.step)
+        for key, _ in tiers.local.walk(directory):
+            _read_ahead(tiers.local.local_path(key))
+
+
+def _read_ahead(path: str | None) -> None:
+    """Asks the kernel to read a file into memory."""
+    if path is None or not hasattr(os, 'posix_fadvise'):
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(fd)

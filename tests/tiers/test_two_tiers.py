@@ -1,0 +1,535 @@
+"""Saves to a local directory, with uploads behind: what is where, what waits, and what a restore takes."""
+
+import json
+import logging
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt.errors import CorruptCheckpointError, LocalDirError, NoSpaceError, NotPersistedError
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
+
+AWAY = {'retry_seconds': 1.0}
+
+
+def state(step):
+    rng = np.random.default_rng(step)
+    return {'w': rng.standard_normal((64, 96), dtype=np.float32), 'v': rng.standard_normal(500), 'step': np.int32(step)}
+
+
+def same(found, step):
+    for name, values in state(step).items():
+        assert np.array_equal(found[name], values), (step, name)
+
+
+class Position:
+    """A data iterator: how many batches were taken."""
+
+    def __init__(self, taken=0):
+        self.taken = taken
+
+    def save(self, filename):
+        pathlib.Path(f'{filename}.position').write_text(str(self.taken), encoding='ascii')
+
+    def load(self, filename):
+        self.taken = int(pathlib.Path(f'{filename}.position').read_text(encoding='ascii'))
+
+
+@pytest.fixture
+def local(tmp_path):
+    return tmp_path / 'local'
+
+
+@pytest.fixture(autouse=True)
+def _at_info(caplog):
+    caplog.set_level(logging.INFO, 't5ckpt')
+
+
+def checkpointer(run, local, *iterators, **options):
+    options = {'chunk_bytes': 2**14, 'inline_bytes': 64} | options
+    return t5ckpt.Checkpointer(state(0), None, run, *iterators, local_dir=local, **options)
+
+
+def said(caplog, text, level=logging.INFO):
+    return [each.getMessage() for each in caplog.records if text in each.getMessage() and each.levelno >= level]
+
+
+def steps_in(directory):
+    return t5ckpt.all_steps(directory)
+
+
+def chunk(local, step):
+    return local / f'checkpoint_{step}' / 'w' / '0.0'
+
+
+def damage(file):
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+
+
+def fails_from_now_on(bucket):
+    bucket.proxy.choose = lambda kind, key: '503'
+
+
+def works_again(bucket):
+    bucket.proxy.choose = lambda kind, key: None
+
+
+# --- saves ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_is_local_and_its_upload_follows(bucket, local):
+    run = bucket.url()
+    with checkpointer(run, local, Position(7), keep=1) as ck:
+        for step in (1, 2):
+            saved = ck.save(state(step), metrics={'loss': step}, custom_metadata={'git': 'a1'})
+            assert saved.path == str(local / f'checkpoint_{step}')
+        ck.save_async(state(3), metrics={'loss': 3}).result()
+        ck.wait_until_persisted()
+        assert ck.metrics(3) == {'loss': 3}
+    assert steps_in(local) == [2, 3], 'local_keep keeps two'
+    assert steps_in(run) == [3], 'keep=1 is the policy of the run'
+    assert t5ckpt.verify(f'{run}/checkpoint_3', full=True).ok
+    assert t5ckpt.open_checkpoint(run).metrics == {'loss': 3}
+    # The bytes are those of the local step: nothing is encoded or checked anew.
+    for file in (local / 'checkpoint_3').rglob('*'):
+        name = file.relative_to(local).as_posix()
+        if file.is_file() and file.name != 't5ckpt.json':
+            assert bucket.raw(f'{run}/{name}') == file.read_bytes(), name
+    position = Position()
+    same(t5ckpt.Checkpointer(state(0), None, run, position).restore(), 3)
+    assert position.taken == 7
+
+
+def test_the_policy_chooses_what_is_uploaded(run_dir, local):
+    policy = t5ckpt.SaveEvery(4)
+    with checkpointer(run_dir, local, persist_policy=policy, save_policy=t5ckpt.SaveEvery(1)) as ck:
+        for step in range(1, 7):
+            ck.maybe_save(step, state(step))
+        ck.wait_until_persisted()
+    assert steps_in(run_dir) == [4]
+    assert steps_in(local) == [5, 6]
+    # The multiple between the last save of that process and the first one of this.
+    with checkpointer(run_dir, local, persist_policy=policy) as ck:
+        ck.save(state(9))
+    assert steps_in(run_dir) == [4, 9]
+
+
+def test_intervals_of_time_and_bests_continue_after_a_restart(run_dir, local):
+    now = [1000.0]
+    policy = t5ckpt.SaveEverySeconds(60) | t5ckpt.SaveOnImprovement('loss', 'min')
+    options = {'persist_policy': policy, 'clock': lambda: now[0]}
+    for step, seconds, loss in [(1, 0, 3.0), (2, 30, 5.0), (3, 40, 4.0), (4, 10, 2.0), (5, 1, 2.5)]:
+        now[0] += seconds
+        with checkpointer(run_dir, local, **options) as ck:
+            ck.save(state(step), metrics={'loss': loss})
+    assert steps_in(run_dir) == [1, 3, 4], 'the first, after 70 s, and the best'
+
+
+def test_overwriting_replaces_the_step_in_both_tiers(bucket, local):
+    run = bucket.url()
+    with checkpointer(run, local) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted(1)
+        assert ck.save(state(1)) is None
+        ck.save(state(2) | {'step': np.int32(1)}, overwrite=True)
+        ck.wait_until_persisted(1)
+    assert np.array_equal(t5ckpt.load_t5x_checkpoint(run, 1)['w'], state(2)['w'])
+
+
+def test_a_step_of_another_save_is_not_replaced(run_dir, local, caplog):
+    t5ckpt.Checkpointer(state(0), None, run_dir).save(state(1))
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(2) | {'step': np.int32(1)})
+        with pytest.raises(NotPersistedError, match='of another save'):
+            ck.wait_until_persisted(1)
+        assert said(caplog, 'step 1 is not uploaded', logging.ERROR)
+    same(t5ckpt.load_t5x_checkpoint(run_dir, 1), 1)
+
+
+def test_the_newest_wins_while_the_bucket_is_away(gs, local, caplog):
+    run = gs.url()
+    with checkpointer(run, local, storage_options=AWAY, local_keep=1) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        fails_from_now_on(gs)
+        for step in (2, 3, 4):
+            ck.save(state(step))
+        with pytest.raises(NotPersistedError, match='503') as caught:
+            ck.wait_until_persisted(4)
+        assert caught.value.__cause__ is not None
+        waiting = sorted(int(name) for name in os.listdir(local / '.t5ckpt/to_persist'))
+        assert waiting[-1] == 4
+        assert set(waiting) <= set(steps_in(local)), 'nothing that waits is deleted'
+        ck.save(state(5))
+        ck.save(state(6))
+        same(ck.restore(), 6)
+        works_again(gs)
+        ck.wait_until_persisted()
+        with pytest.raises(NotPersistedError, match=r'step \d is newer'):
+            ck.wait_until_persisted(5)
+        ck.save(state(7))
+        ck.wait_until_persisted(7)
+    assert steps_in(run) == [1, 6, 7] or steps_in(run) == [1, 2, 6, 7]
+    assert steps_in(local) == [7]
+    assert len(said(caplog, 'failed, and is repeated', logging.WARNING)) == 1
+    assert len(said(caplog, 'work again', logging.WARNING)) == 1
+
+
+def test_closing_does_not_wait_for_a_bucket_that_is_away(gs, local, caplog):
+    run = gs.url()
+    ck = checkpointer(run, local, storage_options=AWAY)
+    ck.save(state(1))
+    ck.wait_until_persisted()
+    fails_from_now_on(gs)
+    ck.save(state(2))
+    ck.close()
+    assert said(caplog, 'The next start with this local_dir uploads it', logging.WARNING)
+    works_again(gs)
+    assert steps_in(run) == [1]
+    with checkpointer(run, local, storage_options=AWAY) as ck:
+        same(ck.restore(), 2)
+        ck.wait_until_persisted(2)
+    assert steps_in(run) == [1, 2]
+
+
+def test_the_rate_is_limited(run_dir, local):
+    with checkpointer(run_dir, local, upload_gbps=1e-3) as ck:
+        # 25 KB in 0.2 s: files wait for those before them.
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        assert ck._tiers._schedule.upload_seconds > 0.1
+
+
+def test_a_full_local_disk_fails_the_save_and_changes_nothing(run_dir, tmp_path):
+    where = tmp_path / 'local'
+    with checkpointer(run_dir, where) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+    faulty = FaultyStorage(open_storage(where), 25, sticky=True)
+    ck = checkpointer(run_dir, faulty)
+    with pytest.raises(NoSpaceError):
+        ck.save(state(2))
+    ck._tiers._dir.end()
+    assert steps_in(where) == steps_in(run_dir) == [1]
+    assert os.listdir(where / '.t5ckpt/to_persist') == []
+    with checkpointer(run_dir, where) as ck:
+        ck.save(state(2))
+    assert steps_in(run_dir) == [1, 2]
+
+
+def test_a_damaged_local_step_is_not_uploaded(gs, local, caplog):
+    run = gs.url()
+    fails_from_now_on(gs)
+    ck = checkpointer(run, local, storage_options=AWAY, reuse_unchanged=False)
+    ck.save(state(1))
+    ck.close()
+    damage(chunk(local, 1))
+    works_again(gs)
+    with checkpointer(run, local) as ck:
+        with pytest.raises(CorruptCheckpointError):
+            ck.restore()
+        with pytest.raises(NotPersistedError, match='damaged'):
+            ck.wait_until_persisted(1)
+        ck.save(state(2))
+    assert steps_in(run) == [2]
+
+
+# --- restores ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_step_of_either_tier_is_restored(run_dir, local, caplog):
+    t5ckpt.Checkpointer(state(0), None, run_dir).save(state(5))
+    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveAt([6])) as ck:
+        same(ck.restore(), 5)
+        assert said(caplog, 'restored step 5: 0 bytes of arrays from')
+        ck.save(state(6))
+        ck.save(state(7))
+        ck.save(state(8))
+        assert ck.latest_step() == 8
+        assert ck.all_steps() == [5, 6, 7, 8] or ck.all_steps() == [5, 7, 8]
+        ck.wait_until_persisted()
+        assert ck.all_steps() == [5, 6, 7, 8]
+        same(ck.restore(), 8)
+        same(ck.restore(6), 6)
+        same(ck.restore(7), 7)
+    assert said(
+        caplog, f'restored step 8: {state(8)["w"].nbytes + state(8)["v"].nbytes} bytes of arrays from {local}, 0 from'
+    )
+
+
+def test_a_restart_reads_nothing_of_the_bucket_but_its_index(gs, local):
+    run = gs.url()
+    with checkpointer(run, local) as ck:
+        ck.save(state(1))
+    gs.proxy.clear()
+    with checkpointer(run, local) as ck:
+        same(ck.restore(), 1)
+    assert [
+        each.key for each in gs.proxy.clear() if 'checkpoint_1/' in each.key and not each.key.endswith('/checkpoint')
+    ] == []
+
+
+def test_a_lost_disk(run_dir, local):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+        ck.save(state(2))
+    shutil.rmtree(local)
+    with checkpointer(run_dir, local) as ck:
+        same(ck.restore(), 2)
+        ck.save(state(3))
+    assert steps_in(local) == [3]
+    assert steps_in(run_dir) == [2, 3] or steps_in(run_dir) == [1, 2, 3]
+
+
+@pytest.mark.parametrize('how', ['changed', 'missing', 'metadata'])
+def test_a_damaged_file_comes_from_the_run(run_dir, local, caplog, how):
+    with checkpointer(run_dir, local, reuse_unchanged=False) as ck:
+        ck.save(state(1))
+    if how == 'changed':
+        damage(chunk(local, 1))
+    elif how == 'missing':
+        chunk(local, 1).unlink()
+    else:
+        (local / 'checkpoint_1/w/.zarray').write_text('{}')
+    with checkpointer(run_dir, local) as ck:
+        same(ck.restore(), 1)
+    assert said(caplog, '1 damaged or missing files were replaced', logging.WARNING)
+    assert t5ckpt.verify(local, full=True).ok
+
+
+def test_a_step_that_only_the_run_has_whole_is_read_there(run_dir, local, caplog):
+    with checkpointer(run_dir, local, reuse_unchanged=False) as ck:
+        ck.save(state(1))
+    (local / 'checkpoint_1/t5ckpt.json').write_text('{}')
+    damage(chunk(local, 1))
+    chunk(local, 1).unlink()
+    with checkpointer(run_dir, local) as ck:
+        same(ck.restore(), 1)
+        assert said(caplog, 'was renamed to', logging.ERROR)
+        ck.save(state(2))
+
+
+def test_a_damaged_step_that_only_the_disk_has_is_an_error(run_dir, local):
+    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveAt([1]), reuse_unchanged=False) as ck:
+        ck.save(state(1))
+        ck.save(state(2))
+    damage(chunk(local, 2))
+    with checkpointer(run_dir, local) as ck:
+        with pytest.raises(CorruptCheckpointError):
+            ck.restore()
+        same(t5ckpt.restore_or_init(ck, lambda: state(0)), 1)
+        assert ck.restored_step == 1
+        ck.save(state(2))
+    assert steps_in(run_dir) == [1, 2]
+    assert [name for name in os.listdir(local) if 'checkpoint_2.damaged-' in name]
+
+
+def test_a_bucket_that_is_away_leaves_the_local_steps(gs, local, caplog):
+    run = gs.url()
+    with checkpointer(run, local, storage_options=AWAY) as ck:
+        ck.save(state(1))
+    fails_from_now_on(gs)
+    with checkpointer(run, local, storage_options=AWAY) as ck:
+        assert ck.all_steps() == [1]
+        same(ck.restore(), 1)
+        assert ck.latest_step() == 1
+    assert len(said(caplog, 'only the steps of', logging.WARNING)) == 1
+    shutil.rmtree(local)
+    with checkpointer(run, local, storage_options=AWAY) as ck, pytest.raises(OSError, match='503'):
+        # Not a fresh start.
+        t5ckpt.restore_or_init(ck, lambda: state(0))
+
+
+@pytest.mark.parametrize('lost', [False, True])
+def test_prefetching(run_dir, local, caplog, lost):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+    if lost:
+        shutil.rmtree(local)
+    with checkpointer(run_dir, local) as ck:
+        ck.prefetch()
+        same(ck.restore(), 1)
+        ck.prefetch()
+    assert said(caplog, f'bytes of arrays from {local}, 0 from')
+    assert bool(said(caplog, 'fetched step 1')) == lost
+
+
+def test_metrics_and_deletions_know_both_tiers(run_dir, local):
+    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveAt([1]), local_keep=2) as ck:
+        for step, loss in [(1, 1.0), (2, 3.0), (3, 2.0), (4, 5.0)]:
+            ck.save(state(step), metrics={'loss': loss})
+            ck.wait_until_persisted()
+        assert ck.all_steps() == [1, 3, 4]
+        assert ck.best_step('loss', 'min') == 1
+        assert ck.metrics() == {'loss': 5.0}
+        ck.delete(4)
+        ck.delete(1)
+        assert ck.all_steps() == [3]
+        with pytest.raises(t5ckpt.errors.CheckpointNotFoundError):
+            ck.delete(1)
+        t5ckpt.pin_checkpoint(local / 'checkpoint_3')
+        with pytest.raises(t5ckpt.errors.StepKeptError):
+            ck.delete(3)
+
+
+def test_deleting_a_step_ends_its_upload(gs, local):
+    run = gs.url()
+    with checkpointer(run, local, storage_options=AWAY) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        gs.proxy.choose = lambda kind, key: '503' if 'checkpoint_2' in key else None
+        ck.save(state(2))
+        with pytest.raises(NotPersistedError):
+            ck.wait_until_persisted(2)
+        gs.proxy.choose = lambda kind, key: None
+        ck.delete(2)
+        ck.wait_until_persisted()
+        assert ck.all_steps() == [1]
+    assert os.listdir(local / '.t5ckpt/to_persist') == []
+
+
+# --- whose directory it is -----------------------------------------------------------------------------------------------
+
+
+def test_two_checkpointers_on_one_directory(run_dir, local):
+    ck = checkpointer(run_dir, local)
+    ck.save(state(1))
+    other = checkpointer(run_dir, local)
+    with pytest.raises(LocalDirError, match='in use by another'):
+        other.save(state(2))
+    reader = checkpointer(run_dir, local, read_only=True)
+    same(reader.restore(), 1)
+    program = f'import t5ckpt\nck = t5ckpt.Checkpointer({{}}, None, {str(run_dir)!r}, local_dir={str(local)!r})\nck.latest_step()'
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=False)
+    assert 'LocalDirError' in done.stderr
+    ck.close()
+    assert other.latest_step() == 1
+    other.close()
+
+
+def test_a_checkpointer_that_was_left_open_gives_the_directory_free(run_dir, local):
+    for step in (1, 2, 3):
+        ck = checkpointer(run_dir, local)
+        ck.save(state(step))
+        ck.wait_until_persisted()
+    assert ck.all_steps()[-1] == 3
+    ck.close()
+
+
+def test_the_directory_of_another_run_is_refused(tmp_path, local):
+    with checkpointer(tmp_path / 'one', local) as ck:
+        ck.save(state(1))
+    for action in (lambda ck: ck.restore(), lambda ck: ck.save(state(2)), lambda ck: ck.latest_step()):
+        with pytest.raises(LocalDirError, match=re.escape(f'{tmp_path / "one"}, and this run is {tmp_path / "two"}')):
+            action(checkpointer(tmp_path / 'two', local))
+    assert not (tmp_path / 'two').exists()
+
+
+def test_an_earlier_run_at_the_same_url_is_refused(bucket, local):
+    run = bucket.url()
+    with checkpointer(run, local) as ck:
+        ck.save(state(1))
+    record = json.loads((local / '.t5ckpt/tier.json').read_text())
+    assert bucket.raw(f'{run}/.t5ckpt/run_id').decode() == record['id']
+    bucket.put(f'{run}/.t5ckpt/run_id', b'0123456789abcdef')
+    with pytest.raises(LocalDirError, match=r'an earlier run .* has the id 0123456789abcdef'):
+        checkpointer(run, local).restore()
+    with pytest.raises(LocalDirError, match='an earlier run'):
+        t5ckpt.restore_or_init(checkpointer(run, local), lambda: state(0))
+    # A save alone learns it when it uploads.
+    ck = checkpointer(run, local)
+    ck.save(state(2))
+    with pytest.raises(LocalDirError, match='an earlier run'):
+        ck.wait_until_persisted()
+    with pytest.raises(LocalDirError, match='an earlier run'):
+        ck.save(state(3))
+    ck.close()
+    assert steps_in(run) == [1]
+
+
+def test_a_run_that_was_deleted_is_not_continued_from_the_disk(run_dir, local):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+    shutil.rmtree(run_dir)
+    with pytest.raises(LocalDirError, match='as if it was deleted'):
+        checkpointer(run_dir, local).restore()
+    shutil.rmtree(local)
+    with checkpointer(run_dir, local) as ck:
+        assert ck.latest_step() is None
+        ck.save(state(2))
+    assert steps_in(run_dir) == [2]
+
+
+def test_checkpoints_without_a_record_are_refused(run_dir, local):
+    t5ckpt.Checkpointer(state(0), None, local).save(state(1))
+    with pytest.raises(LocalDirError, match=r'no \.t5ckpt/tier\.json'):
+        checkpointer(run_dir, local).save(state(2))
+
+
+def test_a_new_disk_joins_the_run(run_dir, tmp_path):
+    for number in (1, 2, 3):
+        with checkpointer(run_dir, tmp_path / f'disk{number}') as ck:
+            assert ck.latest_step() == (number - 1 or None)
+            ck.save(state(number))
+    ids = {json.loads((tmp_path / f'disk{n}/.t5ckpt/tier.json').read_text())['id'] for n in (1, 2, 3)}
+    assert len(ids) == 1
+
+
+# --- options -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('place', ['run', 'run/local', '.', 'bucket'])
+def test_directories_that_are_refused(tmp_path, place):
+    where = 'memory://somewhere/local' if place == 'bucket' else tmp_path / place
+    with pytest.raises(ValueError, match='local_dir'):
+        checkpointer(tmp_path / 'run', where)
+
+
+@pytest.mark.parametrize(
+    'options', [{'local_keep': 0}, {'local_keep': 'two'}, {'upload_gbps': 0}, {'persist_policy': t5ckpt.KeepLatest(1)}]
+)
+def test_options_are_checked(run_dir, local, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        checkpointer(run_dir, local, **options)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [{'local_keep': 3}, {'upload_gbps': 1}, {'persist_policy': t5ckpt.SaveEvery(5)}],
+    ids=['keep', 'rate', 'policy'],
+)
+def test_options_without_a_directory_have_no_effect(run_dir, options):
+    with pytest.warns(t5ckpt.errors.NoEffectWarning, match=f'{next(iter(options))} has no effect without local_dir'):
+        t5ckpt.Checkpointer(state(0), None, run_dir, **options)
+
+
+def test_without_a_local_directory_nothing_is_loaded(run_dir):
+    program = f"""
+import sys, t5ckpt
+ck = t5ckpt.Checkpointer({{'a': 1}}, None, {str(run_dir)!r})
+ck.save({{'a': 1}}, step=1)
+ck.restore()
+ck.wait_until_persisted()
+ck.close()
+print([name for name in sys.modules if name.startswith('t5ckpt.tiers')])
+"""
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == '[]'
+    assert not (run_dir / '.t5ckpt').exists()
+
+
+def test_prefetching_without_a_local_directory_says_so(run_dir):
+    ck = t5ckpt.Checkpointer(state(0), None, run_dir)
+    with pytest.warns(t5ckpt.errors.NoEffectWarning, match='prefetch has no effect without local_dir'):
+        ck.prefetch()

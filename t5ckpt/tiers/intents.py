@@ -18,7 +18,7 @@ from typing import Any
 from t5ckpt.catalog.listing import newest
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.format.names import INDEX
+from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX
 from t5ckpt.policies import Decision, KeepLatest, KeepPolicy, StepInfo
 from t5ckpt.save_policies import Moment, SavePolicy
 from t5ckpt.storage import Storage
@@ -56,6 +56,12 @@ class Intents:
         self._local.write(_key(step), b'overwrite' if overwrite else b'')
         self._local.sync_tree(INDEX, [])
         return is_new
+
+    def collect(self) -> None:
+        """Removes the files of writes that a crash cut off."""
+        for entry in self._local.entries(_INTENTS):
+            if entry.name.endswith(PARTIAL_SUFFIX):
+                self._local.delete_file(f'{_INTENTS}/{entry.name}')
 
     def drop(self, step: int) -> None:
         """Removes the record of a step."""

@@ -134,6 +134,7 @@ class Tiers:
         return True
 
     def _resume(self) -> None:
+        self._intents.collect()
         there = set(steps_in(self.local))
         waiting = self._intents.steps()
         for step in sorted(set(waiting) - there):

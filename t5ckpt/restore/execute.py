@@ -50,7 +50,7 @@ def run_restore(
     request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
 ) -> Any:
     """Restores a state with the structure of ``state``."""
-    started = time.monotonic()
+    started, before = time.monotonic(), request.storage.requests()
     try:
         finish = _read(request, state, partitioner, dataset)
     except BaseException as error:
@@ -67,7 +67,11 @@ def run_restore(
         raise
     if not request.round.is_single_process:
         request.round.reduce_on_leader(Phase.RESTORE, None, lambda _: None)
-    record_duration(READ_EVENT, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    record_duration(READ_EVENT, seconds)
+    sent = request.storage.requests_since(before)
+    if sent:
+        _log.info('t5ckpt: restored from %s in %.2f s%s', request.storage.url(), seconds, sent)
     return restored
 
 

@@ -53,6 +53,7 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
       The checkpoint; None if the step exists already.
     """
     request = job.request
+    before = request.storage.requests()
     try:
         with contextlib.ExitStack() as stack:
             leader = _Leader(job, stack)
@@ -89,7 +90,7 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     seconds = time.monotonic() - request.started
     record_duration(WRITE_EVENT, seconds)
     if request.round.is_leader:
-        _finish(request, report, done['bytes'], seconds)
+        _finish(request, report, done['bytes'], seconds, request.storage.requests_since(before))
     if request.reuse is not None:
         arrays = join(step_dir(request.step), started['generation'])
         request.reuse.previous = _previous(job, arrays, written, done['sidecar_checksum'])
@@ -213,13 +214,14 @@ def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
     return {'skip': True}
 
 
-def _finish(request: SaveRequest, report: WriteReport, nbytes: int, seconds: float) -> None:
+def _finish(request: SaveRequest, report: WriteReport, nbytes: int, seconds: float, requests: str) -> None:
     """Logs a commit, and runs retention."""
     step = request.step
     how = 'linked' if request.storage.links else 'copied in the store'
     linked = f', {report.linked_bytes} bytes of arrays {how}' if report.linked_bytes else ''
     path = request.storage.url(step_dir(step))
-    _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, path, nbytes, seconds, linked)
+    text = f'{linked}{requests}'
+    _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, path, nbytes, seconds, text)
     try:
         request.retention.carry_out(step)
     except Exception:  # noqa: BLE001 - logged with its traceback

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
     import tensorstore as ts
 
+_METHODS = ('PUT', 'COPY', 'GET', 'LIST', 'DELETE')
+
 __all__ = ['Entry', 'Storage', 'foreign_errors']
 
 
@@ -271,6 +273,16 @@ class Storage(ABC):
     @abstractmethod
     def context(self) -> ts.Context:
         """The TensorStore context for that spec; an error in a process that was forked after the first use."""
+
+    def requests(self) -> Mapping[str, int]:
+        """How many requests of each method this process has sent to servers of this kind; empty without a server."""
+        return {}
+
+    def requests_since(self, before: Mapping[str, int]) -> str:
+        """The text of a log line for the requests since an earlier ``requests``; empty if there were none."""
+        sent = {method: count - before.get(method, 0) for method, count in self.requests().items()}
+        named = ', '.join(f'{sent[method]} {method}' for method in _METHODS if sent.get(method, 0) > 0)
+        return f'; requests: {named}' if named else ''
 
     def open_kvstore(self, key: str) -> ts.KvStore:
         """The TensorStore kvstore of the directory ``key``, for many small concurrent writes."""

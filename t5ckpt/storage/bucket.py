@@ -8,8 +8,9 @@ Notes: checking whether a key exists costs one HEAD request. Listings are in ``s
 
 from __future__ import annotations
 
+import collections
 import errno
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -180,6 +181,10 @@ class BucketStorage(Storage):
     def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
         return None if self._requests is None else self._requests.copy(self._key(source), self._key(target), version)
 
+    def requests(self) -> Mapping[str, int]:
+        sent = collections.Counter(self._connection.requests())
+        return sent if self._requests is None else sent + self._requests.sent
+
     def _holds(self, key: str, data: bytes) -> bool:
         try:
             return self.read(key) == data
@@ -259,13 +264,13 @@ class BucketStorage(Storage):
 
     def delete_file(self, key: str) -> None:
         with bucket_errors(self.url(key)):
-            self.wait(self._kvstore().write(self._key(key), None))
+            self.wait(self._connection.delete(self._key(key)))
 
     def delete_files(self, keys: Sequence[str]) -> None:
         with bucket_errors(self.url()):
             if self._requests is not None and len(keys) > 1 and self._requests.delete_many([*map(self._key, keys)]):
                 return
-            for future in [self._kvstore().write(self._key(key), None) for key in keys]:
+            for future in [self._connection.delete(self._key(key)) for key in keys]:
                 self.wait(future)
 
     def delete_tree(self, key: str) -> None:

@@ -60,7 +60,10 @@ class ConditionalWrites:
 
     def _write(self, path: str, data: bytes | None, version: bytes) -> bytes:
         with bucket_errors(f'{self._connection.url} ({path})'):
-            request = self._connection.kvstore().write(path, data, if_equal=version)
+            if data is None:
+                request = self._connection.delete(path, if_equal=version)
+            else:
+                request = self._connection.kvstore().write(path, data, if_equal=version)
             return self._connection.wait(request, is_conditional=True).generation
 
     def _note(self, *, is_ignored: bool) -> None:

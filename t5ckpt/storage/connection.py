@@ -24,6 +24,8 @@ __all__ = ['NOTHING', 'Connection', 'http_contexts']
 
 NOTHING = slice(0, 0)
 """The range of bytes of a read that only checks whether a key exists."""
+# TensorStore's counters by the method of the request. A deletion counts as a write.
+_METRICS = {'PUT': 'write', 'GET': 'read', 'LIST': 'list'}
 
 
 def http_contexts(
@@ -47,7 +49,11 @@ def http_contexts(
 
 
 class Connection:
-    """TensorStore's access to one bucket. Safe from any thread."""
+    """TensorStore's access to one bucket. Safe from any thread.
+
+    Attributes:
+      deletions: how many keys were deleted one by one.
+    """
 
     def __init__(
         self,
@@ -67,6 +73,7 @@ class Connection:
         # Set by the storage: its address for errors, and a key that is never written.
         self.url = ''
         self.probe_key = ''
+        self.deletions = 0
         self._new_context = new_context
         self._lock = threading.Lock()
         self._context: ts.Context | None = None
@@ -90,6 +97,23 @@ class Connection:
                 with bucket_errors(self.url):
                     self._kv = ts.KvStore.open(self.spec, context=context).result()
             return self._kv
+
+    def delete(self, key: str, **condition: Any) -> Any:
+        """Starts to delete a key; returns the future."""
+        self.deletions += 1
+        return self.kvstore().write(key, None, **condition)
+
+    def requests(self) -> dict[str, int]:
+        """TensorStore's requests to servers of this kind so far, by method, in all of the process; retries are not counted.
+
+        A GET may have been a HEAD. A deletion through another connection counts as a PUT.
+        """
+        group = f'/tensorstore/kvstore/{self.spec["driver"]}/'
+        found = {
+            each['name'].removeprefix(group): each['values'] for each in ts.experimental_collect_matching_metrics(group)
+        }
+        sent = {method: found[name][0]['value'] for method, name in _METRICS.items() if name in found}
+        return sent | {'PUT': sent['PUT'] - self.deletions, 'DELETE': self.deletions} if 'PUT' in sent else sent
 
     def wait(self, future: Any, *, is_conditional: bool = False) -> Any:
         """Returns the result of a TensorStore future.

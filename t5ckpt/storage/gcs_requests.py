@@ -42,7 +42,7 @@ class GcsRequests(ServerRequests):
         query = {'ifSourceGenerationMatch': str(int.from_bytes(version[_GENERATION], 'little'))}
         query |= {} if self._project is None else {'userProject': self._project}
         for _ in range(_MOST_PARTS):
-            reply = self._send('copy', 'POST', f'{place}?{urllib.parse.urlencode(query)}', {})
+            reply = self._send('COPY', 'POST', f'{place}?{urllib.parse.urlencode(query)}', {})
             try:
                 found = json.loads(reply)
                 if found['done']:

@@ -67,7 +67,7 @@ class S3Requests(ServerRequests):
             'x-amz-copy-source': self._target(source),
             'x-amz-copy-source-if-match': version.removeprefix(_ETAG_FOLLOWS).decode(),
         }
-        found = _ETAG.search(self._send('copy', 'PUT', self._target(target), headers))
+        found = _ETAG.search(self._send('COPY', 'PUT', self._target(target), headers))
         # S3 answers 200 before it copies, and may report an error in the body.
         return None if found is None else _ETAG_FOLLOWS + found[1].replace(b'&quot;', b'"').replace(b'&#34;', b'"')
 
@@ -77,7 +77,7 @@ class S3Requests(ServerRequests):
             return None
         headers = {'If-Match': version.removeprefix(_ETAG_FOLLOWS).decode()}
         try:
-            self._send('delete', 'DELETE', self._target(key), headers)
+            self._send('DELETE', 'DELETE', self._target(key), headers)
         except RefusedError as error:
             if error.is_transient:
                 raise
@@ -101,7 +101,7 @@ class S3Requests(ServerRequests):
         digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
         headers = {'Content-MD5': digest, 'Content-Type': 'application/xml'}
         try:
-            reply = self._send('delete', 'POST', f'/{self._bucket}?delete=', headers, body)
+            reply = self._send('DELETE', 'POST', f'/{self._bucket}?delete=', headers, body)
         except RefusedError as error:
             if error.is_transient:
                 raise

@@ -87,6 +87,9 @@ class FaultyStorage(Storage):
         self._count('delete_unchanged', key)
         return self._inner.delete_unchanged(key, version)
 
+    def requests(self) -> Mapping[str, int]:
+        return self._inner.requests()
+
     def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
         self._count('copy_unchanged', target)
         return self._inner.copy_unchanged(source, target, version)

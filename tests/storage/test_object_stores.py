@@ -430,6 +430,37 @@ REQUESTS = {
 }
 
 
+def test_the_log_names_the_requests_of_a_save_and_a_restore(bucket, caplog):
+    """As the server has counted them."""
+    caplog.set_level('INFO', 't5ckpt')
+    url = bucket.url()
+    names = {'write': 'PUT', 'copy': 'COPY', 'read': 'GET', 'head': 'GET', 'list': 'LIST', 'delete': 'DELETE'}
+
+    def logged(beginning):
+        [line] = [each.getMessage() for each in caplog.records if each.getMessage().startswith(beginning)]
+        caplog.clear()
+        return {kind: int(count) for count, kind in re.findall(r'(\d+) ([A-Z]+)\b', line.partition('; requests: ')[2])}
+
+    def passed():
+        found = {}
+        for kind, count in counts(bucket).items():
+            found[names[kind]] = found.get(names[kind], 0) + count
+        return found
+
+    with checkpointer(url) as ck:
+        ck.save(state(0), step=0)
+        caplog.clear()
+        bucket.proxy.clear()
+        ck.save(state(1), step=1)
+        assert logged('Saved checkpoint for step 1') == passed()
+        ck.save(at(2), step=2)
+        assert logged('Saved checkpoint for step 2')['PUT'] == passed()['PUT']
+        ck.save(at(3), step=3)
+        assert logged('Saved checkpoint for step 3')['COPY'] == passed()['COPY']
+        ck.restore()
+        assert logged('t5ckpt: restored') == passed()
+
+
 def test_the_requests_of_a_save_and_a_restore(bucket):
     """By kind. The page has the same numbers, so whoever changes one changes both."""
     tree = {'w': np.arange(2**16, dtype=np.float32).reshape(256, 256), 'step': 1}

@@ -300,6 +300,29 @@ def test_a_server_that_throttles_for_half_of_the_time_delays_a_save(bucket, faul
     check(url, must=(1,))
 
 
+def test_a_server_with_a_limit_of_requests_a_second_delays_a_save(bucket):
+    """Of all requests in flight, those above the limit are refused; the save takes longer and loses nothing."""
+    url, guard, recent, refused = bucket.url(), threading.Lock(), [], []
+
+    def choose(kind, key):
+        with guard:
+            now = time.monotonic()
+            recent[:] = [each for each in recent if each > now - 0.1]
+            if len(recent) < 4:
+                recent.append(now)
+                return None
+            refused.append(key)
+            return 'SlowDown'
+
+    tree = {'w': np.arange(2**14, dtype=np.float32), 'step': np.int32(1)}
+    options = {'chunk_bytes': 2**12, 'compression': None, 'inline_bytes': 64, 'storage_options': {'retry_seconds': 10}}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=url, **options) as ck:
+        bucket.proxy.choose = choose
+        ck.save(tree)
+        assert np.array_equal(ck.restore()['w'], tree['w'])
+    assert refused
+
+
 SLOW_WRITE = """
 import sys
 from t5ckpt.storage import open_storage

@@ -76,7 +76,7 @@ def dataset_steps_in(storage: Storage) -> list[int]:
         for name in catalog_of(storage).directories()
         if (step := step_of(name)) is not None or (step := parse_step_name(name)) is not None
     }
-    return sorted({step for name, step in steps.items() if storage.names(name, f'{TRAIN_DS_PREFIX}-')})
+    return sorted({step for name, step in steps.items() if storage.names(name, TRAIN_DS_PREFIX)})
 
 
 def step_of(name: str) -> int | None:

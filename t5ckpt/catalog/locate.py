@@ -53,6 +53,19 @@ class Located:
     step: int | None
     follow_links: bool = False
 
+    def step_to_write(self) -> int:
+        """The step, for a copy.
+
+        Raises:
+          UnsupportedFormatError: there is none in the directory's name.
+        """
+        if self.step is None:
+            raise UnsupportedFormatError(
+                f'{self.url}: its directory has no step in its name, so the copy would have none. Rename it to '
+                '"checkpoint_<step>".'
+            )
+        return self.step
+
     @property
     def url(self) -> str:
         """The path or URL of the manifest, or of the directory without one."""

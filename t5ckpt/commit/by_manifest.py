@@ -146,7 +146,7 @@ class ManifestTransaction(Transaction):
             self._old, self._version = storage.read_with_version(self._key)
         self._lease.note_replacement()
         if not self._overwrites:
-            self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(f'{TRAIN_DS_PREFIX}-'))
+            self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(TRAIN_DS_PREFIX))
 
     def _remove_keys(self, is_doomed: Callable[[str], bool]) -> None:
         keys = [key for key in keys_below(self.storage, self.directory) if is_doomed(key)]
@@ -258,7 +258,7 @@ class ManifestTransaction(Transaction):
                 self.storage.delete_tree(join(self.directory, self.generation))
                 if not self._overwrites and self._lease.is_ours() and not self.storage.is_file(self._key):
                     # T5X reads positions of data iterators from files with fixed names.
-                    self._remove_keys(lambda key: key.startswith(f'{TRAIN_DS_PREFIX}-'))
+                    self._remove_keys(lambda key: key.startswith(TRAIN_DS_PREFIX))
             elif self._lease.is_ours() and not self.storage.is_file(self._key):
                 self._remove_keys(lambda key: not is_of_one_save(key))
             if self._sidecar:

@@ -23,7 +23,7 @@ from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, AlreadyCommittedError, 
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, SIDECAR, parse_leftover, step_dir, tmp_dir
+from t5ckpt.format.names import MANIFEST, SIDECAR, aside_dir, parse_leftover, step_dir
 from t5ckpt.storage import Storage
 
 __all__ = ['RenameTransaction']
@@ -65,7 +65,7 @@ class RenameTransaction(Transaction):
     def _begin(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
         unix = int(clock())
         while True:
-            directory = tmp_dir(step, unix)
+            directory = aside_dir(step, 'tmp', unix)
             if storage.make_dir(directory, exclusive=True):
                 lock = storage.try_lock(directory)
                 if lock is not None:

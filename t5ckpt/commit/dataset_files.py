@@ -36,7 +36,7 @@ def remove_old_datasets(
       just_saved: the step that was just saved, which keeps its files.
       clock: returns unix seconds.
     """
-    files = {step: storage.names(step_dir(step), f'{TRAIN_DS_PREFIX}-') for step in steps}
+    files = {step: storage.names(step_dir(step), TRAIN_DS_PREFIX) for step in steps}
     having = [step for step, names in files.items() if names]
     for step in having[:-keep]:
         if step == just_saved or is_pinned(storage, step_dir(step)):

@@ -26,7 +26,7 @@ from t5ckpt.commit.write_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, damaged_dir, parse_leftover, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, aside_dir, parse_leftover, step_dir
 from t5ckpt.policies import HELD, Decision
 from t5ckpt.storage import Storage
 
@@ -174,6 +174,6 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
     lease = acquire_to_hide(storage, step, clock)
     try:
         check_not_kept(storage, step, lease.read_steps, 'renamed')
-        return renamed(storage, step_dir(step), functools.partial(damaged_dir, step), clock)
+        return renamed(storage, step_dir(step), functools.partial(aside_dir, step, 'damaged'), clock)
     finally:
         lease.release()

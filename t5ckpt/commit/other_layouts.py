@@ -26,7 +26,7 @@ from t5ckpt.commit.write_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
-from t5ckpt.format.names import PINNED, pruned_dir
+from t5ckpt.format.names import PINNED, aside_dir
 from t5ckpt.format.orbax_names import OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA, is_orbax_key, orbax_array
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.policies import StepInfo
@@ -185,7 +185,7 @@ def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | No
             return Hidden('', found.step)
         if storage.is_file(join(found.name, PINNED)):
             return None
-        doomed = renamed(storage, found.name, functools.partial(pruned_dir, found.step), clock)
+        doomed = renamed(storage, found.name, functools.partial(aside_dir, found.step, 'pruned'), clock)
         added = (
             [PINNED] if storage.is_file(join(doomed, PINNED)) else unknown_to_its_writer(storage, doomed, found.layout)
         )

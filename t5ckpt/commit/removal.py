@@ -37,13 +37,11 @@ from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
     SIDECAR,
-    deleted_dir,
-    foreign_dir,
+    aside_dir,
     foreign_keys,
     is_file_checksums,
     is_sidecar,
     parse_leftover,
-    replaced_dir,
     step_dir,
 )
 from t5ckpt.format.orbax_names import may_be_orbax
@@ -194,7 +192,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> N
 
 def move_aside(storage: Storage, name: str, step: int, clock: Clock, foreign: Sequence[str]) -> str:
     """Renames a directory with files of other programs to a name that no program uses, and logs it; returns the name."""
-    aside = renamed(storage, name, functools.partial(foreign_dir, step), clock)
+    aside = renamed(storage, name, functools.partial(aside_dir, step, 'foreign'), clock)
     _log.warning(
         't5ckpt: %s holds what neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
         storage.url(name),
@@ -243,12 +241,12 @@ def _may_write(path: str) -> bool:
 
 def renamed_for_deletion(storage: Storage, name: str, step: int, clock: Clock) -> str:
     """Renames a directory to one that every garbage collection removes; returns the name."""
-    return renamed(storage, name, functools.partial(deleted_dir, step), clock)
+    return renamed(storage, name, functools.partial(aside_dir, step, 'deleted'), clock)
 
 
 def renamed_for_replacement(storage: Storage, name: str, step: int, clock: Clock) -> str:
     """Renames an old or new checkpoint to a name from which garbage collection restores it if the step is missing."""
-    return renamed(storage, name, functools.partial(replaced_dir, step), clock)
+    return renamed(storage, name, functools.partial(aside_dir, step, 'replaced'), clock)
 
 
 def is_pinned(storage: Storage, directory: str) -> bool:

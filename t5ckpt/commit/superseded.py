@@ -36,7 +36,7 @@ def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> No
       CheckpointExistsError: it cannot; the message has the reason.
     """
     directory = step_dir(step)
-    if has_positions or storage.names(directory, f'{TRAIN_DS_PREFIX}-'):
+    if has_positions or storage.names(directory, TRAIN_DS_PREFIX):
         reason = 'with positions of data iterators'
     else:
         raw = read_raw(_located(storage, step))

@@ -25,7 +25,7 @@ from t5ckpt.commit.begin import resume
 from t5ckpt.commit.superseded import is_of_one_save
 from t5ckpt.commit.transaction import Transaction, writer_facts
 from t5ckpt.core.byte_budget import ByteBudget
-from t5ckpt.core.keys import join
+from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -129,7 +129,7 @@ class Transfer:
             }
         self._compare(self._manifest_name, manifest, checksums)
         lost = sorted(set(checksums) - set(sizes))
-        removed = [name for name in lost if name.startswith(f'{TRAIN_DS_PREFIX}-') and DATASET_REMOVED in sizes]
+        removed = [name for name in lost if name.startswith(TRAIN_DS_PREFIX) and DATASET_REMOVED in sizes]
         if len(lost) > len(removed):
             gone = next(name for name in lost if name not in removed)
             raise CorruptCheckpointError(f'{self._from.url(join(self._base, gone))} is missing; it is not copied.')
@@ -148,7 +148,7 @@ class Transfer:
             waiting = {name: self._size(name, sizes, checksums) for name in names if name not in kept}
             with self._source.reading('copied'):
                 moved = self._copy_all(work, waiting, total, checksums)
-            parents = sorted({name.rpartition('/')[0] for name in names} - {''})
+            parents = parents_of(names)
             work.commit(manifest, sidecar, parents)
         checked = sum(name in checksums for name in [*names, self._manifest_name])
         nbytes = moved + len(manifest) + len(sidecar or b'')
@@ -225,7 +225,7 @@ class Transfer:
             self._progress(self._done, max(total, self._done))
 
     def _copy_all(self, work: Transaction, waiting: Mapping[str, int], total: int, checksums: FileChecksums) -> int:
-        for parent in sorted({name.rpartition('/')[0] for name in waiting}):
+        for parent in parents_of(waiting):
             self._to.make_dir(join(work.directory, parent))
         moved = 0
         with Pool(self._options.workers, 't5ckpt-copy') as pool:

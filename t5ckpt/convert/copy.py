@@ -123,9 +123,4 @@ def _step_of(located: Located, target: str | os.PathLike[str]) -> int:
     _, name = split_path(target)
     if parse_step_dir(name) is not None:
         raise ValueError(f'{os.fspath(target)} is a directory of a step. Give that of the run, its parent.')
-    if located.step is None:
-        raise UnsupportedFormatError(
-            f'{located.url}: its directory has no step in its name, so the copy would have none. Rename it to '
-            '"checkpoint_<step>".'
-        )
-    return located.step
+    return located.step_to_write()

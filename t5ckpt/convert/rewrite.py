@@ -147,7 +147,7 @@ def _inline_of(contents: Sequence[Contents], names: Mapping[Path, Path]) -> set[
 def _iterator_files(located: Located) -> dict[str, bytes]:
     """The files of data iterators in the step's directory."""
     storage, directory = located.storage, located.directory
-    names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(f'{TRAIN_DS_PREFIX}-')]
+    names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(TRAIN_DS_PREFIX)]
     files: dict[str, bytes] = {}
     for name in names:
         key = join(directory, name)

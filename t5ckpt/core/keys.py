@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ['is_inside', 'join']
+from collections.abc import Iterable
+
+__all__ = ['is_inside', 'join', 'parents_of']
 
 
 def join(*parts: str) -> str:
     """Joins key components with '/', leaving out empty ones."""
     return '/'.join([stripped for part in parts if (stripped := part.strip('/'))])
+
+
+def parents_of(keys: Iterable[str]) -> list[str]:
+    """The directories of keys, each once and in order; keys without a directory have none."""
+    return sorted({key.rpartition('/')[0] for key in keys} - {''})
 
 
 def is_inside(name: str) -> bool:

@@ -153,7 +153,7 @@ def warn_of_unused(storage: Storage, directory: str) -> None:
 
 
 def _held(storage: Storage, directory: str) -> list[str]:
-    return storage.names(directory, f'{TRAIN_DS_PREFIX}-')
+    return storage.names(directory, TRAIN_DS_PREFIX)
 
 
 def _held_by_orbax(storage: Storage, directory: str, processes: Processes) -> tuple[list[str], str]:

@@ -11,7 +11,7 @@ from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAI
 __all__ = ['array_dirs']
 
 # What other files of a step begin with.
-_OF_OURS = (f'{TRAIN_DS_PREFIX}-', 'integrity.', 't5ckpt-', 't5ckpt.')
+_OF_OURS = (TRAIN_DS_PREFIX, 'integrity.', 't5ckpt-', 't5ckpt.')
 # One component of a file key. Slashes, control characters and leading dots are not written to disk.
 _SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
 _MAX_COMPONENT = 200

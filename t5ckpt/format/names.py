@@ -45,13 +45,11 @@ __all__ = [
     'Leftover',
     'ReadLease',
     'WriteLeaseName',
+    'aside_dir',
     'busy_key',
-    'damaged_dir',
     'dataset_prefix',
-    'deleted_dir',
     'deleting_file',
     'file_checksums_name',
-    'foreign_dir',
     'foreign_keys',
     'generation_dir',
     'generation_of',
@@ -72,21 +70,18 @@ __all__ = [
     'parse_step_dir',
     'parse_step_name',
     'parse_write_lease',
-    'pruned_dir',
     'read_lease_file',
-    'replaced_dir',
     'sidecar_of',
     'step_dir',
     'step_marker',
     'superseded',
-    'tmp_dir',
 ]
 
 MANIFEST = 'checkpoint'
 SIDECAR = 't5ckpt.json'
 PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
-TRAIN_DS_PREFIX = 'train_ds'
+TRAIN_DS_PREFIX = 'train_ds-'
 STEP_PREFIX = 'checkpoint_'
 INDEX = '.t5ckpt'
 READ_LEASE_PREFIX = 'held_'
@@ -169,46 +164,32 @@ def step_dir(step: int, digits: int = 0) -> str:
     return f'checkpoint_{step:0{digits}d}'
 
 
-def tmp_dir(step: int, unix: int) -> str:
-    """The directory of a checkpoint that is being written."""
-    return f'checkpoint_{step}.tmp-{unix}'
+def aside_dir(step: int, state: str, unix: int) -> str:
+    """The directory of a step that no listing shows.
+
+    Args:
+      step: its number.
+      state: 'tmp' while it is written, 'deleted' while it is deleted, 'pruned' if it is in another program's layout, 'replaced'
+        for the old or the new checkpoint of a replacement; 'damaged' for one that could not be restored, and 'foreign' for one
+        with files of other programs, which were renamed.
+      unix: the time, in unix seconds.
+    """
+    return f'checkpoint_{step}.{state}-{unix}'
 
 
-def deleted_dir(step: int, unix: int) -> str:
-    """The directory of a checkpoint that is being deleted."""
-    return f'checkpoint_{step}.deleted-{unix}'
-
-
-def pruned_dir(step: int, unix: int) -> str:
-    """The directory of a step in the layout of another program that is being deleted."""
-    return f'checkpoint_{step}.pruned-{unix}'
-
-
-def replaced_dir(step: int, unix: int) -> str:
-    """The directory of the old or the new checkpoint during a replacement."""
-    return f'checkpoint_{step}.replaced-{unix}'
-
-
-def damaged_dir(step: int, unix: int) -> str:
-    """The directory of a checkpoint that could not be restored and was renamed."""
-    return f'checkpoint_{step}.damaged-{unix}'
+def _number_in(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def parse_damaged(name: str) -> int | None:
-    """The step in :func:`damaged_dir`, or None for any other name."""
-    match = _DAMAGED.fullmatch(name)
-    return None if match is None else int(match.group(1))
-
-
-def foreign_dir(step: int, unix: int) -> str:
-    """The directory with files of other programs that had the name of a step and was renamed."""
-    return f'checkpoint_{step}.foreign-{unix}'
+    """The step in an :func:`aside_dir` of state 'damaged', or None for any other name."""
+    return _number_in(_DAMAGED, name)
 
 
 def parse_foreign(name: str) -> int | None:
-    """The step in :func:`foreign_dir`, or None for any other name."""
-    match = _FOREIGN.fullmatch(name)
-    return None if match is None else int(match.group(1))
+    """The step in an :func:`aside_dir` of state 'foreign', or None for any other name."""
+    return _number_in(_FOREIGN, name)
 
 
 def read_lease_file(step: int, until: int, seconds: int, nonce: str) -> str:
@@ -277,8 +258,7 @@ def parse_index(key: str) -> tuple[str, int] | None:
 
 def parse_step_dir(name: str) -> int | None:
     """The step in ``checkpoint_<step>``, or None for any other name."""
-    match = _STEP.fullmatch(name)
-    return None if match is None else int(match.group(1))
+    return _number_in(_STEP, name)
 
 
 def parse_step_name(name: str) -> int | None:
@@ -288,8 +268,7 @@ def parse_step_name(name: str) -> int | None:
 
 def parse_padded_step(name: str) -> int | None:
     """The step in ``checkpoint_<step>`` with leading zeros, which T5X lists as the step; else None."""
-    match = _PADDED.fullmatch(name)
-    return None if match is None else int(match.group(1))
+    return _number_in(_PADDED, name)
 
 
 def parse_prefixed_step(name: str) -> int | None:
@@ -302,7 +281,7 @@ def parse_prefixed_step(name: str) -> int | None:
 
 
 def parse_leftover(name: str) -> Leftover | None:
-    """Parses :func:`tmp_dir`, :func:`deleted_dir` or :func:`replaced_dir`; None for any other name."""
+    """Parses an :func:`aside_dir` of the first four states; None for any other name."""
     match = _LEFTOVER.fullmatch(name)
     return None if match is None else Leftover(name, int(match.group(1)), match.group(2), int(match.group(3)))
 
@@ -353,12 +332,12 @@ def superseded(keys: Collection[str], known: Collection[str]) -> set[str]:
     if not any(generation_of(key) or is_swap_sidecar(key) for key in keys):
         return set()
     fixed = {MANIFEST, PINNED, DATASET_REMOVED, *known, *foreign_keys(keys)}
-    return {key for key in keys if key not in fixed and not key.startswith(f'{TRAIN_DS_PREFIX}-')}
+    return {key for key in keys if key not in fixed and not key.startswith(TRAIN_DS_PREFIX)}
 
 
 def dataset_prefix(shard_id: int, num_shards: int) -> str:
     """The prefix of a data shard's iterator files, T5X's ``train_ds-000-of-001``."""
-    return f'{TRAIN_DS_PREFIX}-{shard_id:03}-of-{num_shards:03}'
+    return f'{TRAIN_DS_PREFIX}{shard_id:03}-of-{num_shards:03}'
 
 
 def foreign_keys(keys: Iterable[str]) -> list[str]:
@@ -382,7 +361,7 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     for suffix in _PARTIAL:
         key = key.removesuffix(suffix)
     top, slash, _ = key.partition('/')
-    if top.startswith(f'{TRAIN_DS_PREFIX}-') or is_file_checksums(key):
+    if top.startswith(TRAIN_DS_PREFIX) or is_file_checksums(key):
         return True
     if not slash:
         return top in (MANIFEST, PINNED, DATASET_REMOVED) or is_sidecar(top)

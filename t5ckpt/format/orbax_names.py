@@ -72,7 +72,7 @@ def is_orbax_key(key: str, *, in_item: bool) -> bool:
 
 
 def may_be_orbax(key: str) -> bool:
-    """Whether Orbax may have written a file below a :func:`pruned_dir`, in which other files may be deleted already."""
+    """Whether Orbax may have written a file in a directory that is being deleted (``pruned``), where other files may be gone."""
     below = key.partition('/')[2]
     known = orbax_array(key) or is_orbax_key(key, in_item=False)
     return bool(known or (below and (orbax_array(below) or is_orbax_key(below, in_item=True))))

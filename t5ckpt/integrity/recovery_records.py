@@ -151,7 +151,7 @@ class RecoveryRecords:
         names = sorted(name for name, leaf in leaves.items() if not self.checksums.has_array(leaf.array))
         # If all lists are intact, an iterator's file without a checksum does not belong to the checkpoint.
         files = [] if is_verified else files_of(self._located)
-        return names + [file for file in files if file.startswith(f'{TRAIN_DS_PREFIX}-') and file not in self.checksums]
+        return names + [file for file in files if file.startswith(TRAIN_DS_PREFIX) and file not in self.checksums]
 
     def check_rebuilt_metadata(self, zarrays: Mapping[str, bytes], leaves: Mapping[str, StoredLeaf]) -> None:
         """Checks that T5X or t5ckpt wrote the arrays, if a ``.zarray`` without a checksum is rebuilt in their layout.

@@ -20,7 +20,7 @@ from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.transaction import Transaction, write_checksums, writer_facts
 from t5ckpt.commit.write_lease import StepTakenError
-from t5ckpt.core.keys import join
+from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.errors import (
     CheckpointExistsError,
@@ -124,12 +124,7 @@ def _step_of(located: Located) -> int:
             f'{located.url}: there is no manifest, and nothing else says which leaves there are. Restore an older step, or '
             'copy the checkpoint again.'
         )
-    if located.step is None:
-        raise UnsupportedFormatError(
-            f'{located.url}: its directory has no step in its name, so the repaired one would have none. Rename it to '
-            '"checkpoint_<step>".'
-        )
-    return located.step
+    return located.step_to_write()
 
 
 def _check_in_place(located: Located, step: int) -> None:
@@ -207,7 +202,7 @@ class _RepairWriter:
         # Without the files in a directory that has the name of a rebuilt file.
         gone = below(there, {*self._plan.left_out, *self._plan.zarrays})
         names = [name for name in there if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
-        for parent in sorted({name.rpartition('/')[0] for name in (*names, *self._plan.zarrays)} - {''}):
+        for parent in parents_of((*names, *self._plan.zarrays)):
             self._target.make_dir(join(work.directory, parent))
         files: dict[str, FileEntry] = {}
         for name, entry in in_threads(names, lambda name: self._take(work, name)):
@@ -236,7 +231,7 @@ class _RepairWriter:
 
     def _commit(self, work: Transaction, files: FileChecksums) -> None:
         plan = self._plan
-        directories = sorted({name.rpartition('/')[0] for name in (*files, *plan.foreign)} - {''})
+        directories = parents_of((*files, *plan.foreign))
         if not plan.has_checksums:
             self._commit_as(work, None, directories)
             return

@@ -218,7 +218,7 @@ def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequenc
         raise CorruptCheckpointError(f'drop={unused} names nothing that is damaged; {shown}. Nothing was written.')
     if left := [damage for damage in lost if not _is_named(_named(damage), patterns)]:
         raise unrecoverable_error(left)
-    strange = [damage for damage in lost if not damage.leaf and not damage.file.startswith(f'{TRAIN_DS_PREFIX}-')]
+    strange = [damage for damage in lost if not damage.leaf and not damage.file.startswith(TRAIN_DS_PREFIX)]
     if strange:
         cure = 'These are not leaves, so they cannot be left out. Nothing was written.'
         raise CorruptCheckpointError(lines(unrecoverable_text(strange), cure))

@@ -326,7 +326,7 @@ class _Check:
     def _is_removed(self, name: str, found: Mapping[str, int]) -> bool:
         return (
             name not in found
-            and name.startswith(f'{TRAIN_DS_PREFIX}-')
+            and name.startswith(TRAIN_DS_PREFIX)
             and self.located.storage.kind(join(self.located.directory, DATASET_REMOVED)) == 'file'
         )
 

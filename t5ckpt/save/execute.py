@@ -16,7 +16,7 @@ from t5ckpt.commit.occupancy import listed_elsewhere
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.gc_pause import paused
-from t5ckpt.core.keys import join
+from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning
@@ -70,7 +70,7 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
             except BaseException as error:
                 request.round.fail(Phase.WRITE, error)
                 raise
-            parents = sorted({name.rpartition('/')[0] for name in job.dataset} - {''})
+            parents = parents_of(job.dataset)
             vote = {
                 'integrity': list(entry),
                 'bytes': report.file_bytes,

@@ -29,7 +29,7 @@ from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.commit.write_lease import StepTakenError
-from t5ckpt.core.keys import join
+from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.errors import CheckpointExistsError
@@ -173,19 +173,15 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     counts = {'bytes': report.file_bytes, 'files': len(report.digests)}
     known = dataclasses.replace(request.sidecar, tree=plan.facts.below(work.generation), source=request.source or {})
     try:
-        locations = [array.location for array in report.arrays.values()] + _parents(request.files)
+        locations = [array.location for array in report.arrays.values()] + parents_of(request.files)
         work.commit(manifest, encode_sidecar(work.sidecar(known, counts, files)), locations)
     except StepTakenError as error:
         raise CheckpointExistsError(f'{error}. Write to another directory, or replace it (overwrite=True).') from error
     return sum(size for size, _ in (*digests.values(), *files.values()))
 
 
-def _parents(files: Mapping[str, bytes]) -> list[str]:
-    return sorted({name.rpartition('/')[0] for name in files} - {''})
-
-
 def _write_files(request: StreamRequest, work: Transaction) -> None:
-    for parent in _parents(request.files):
+    for parent in parents_of(request.files):
         work.storage.make_dir(join(work.directory, parent))
     for name, data in request.files.items():
         work.storage.write(join(work.directory, name), data)

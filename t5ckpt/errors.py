@@ -58,7 +58,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from t5ckpt.core.text import counted, lines, printable
+from t5ckpt.core.text import counted, lines, listed, printable
 from t5ckpt.core.value_suffix import value_rule
 
 __all__ = [
@@ -404,7 +404,6 @@ _CLASSES: dict[str, type[TreeMismatchError]] = {
     'sharding': ShardingMismatch,
     'unexpected': UnexpectedLeaves,
 }
-_SHOWN = 20
 
 
 def with_cures(error: TreeMismatchError, cures: Mapping[str, str]) -> TreeMismatchError:
@@ -429,9 +428,7 @@ def mismatch_error(
     classes = {_CLASSES[kind] for kind in kinds}
     cls = classes.pop() if len(classes) == 1 else TreeMismatchError
     shown = [f'{where} does not fit the template in {counted(len(problems), "place")}:']
-    shown += [f'  {problem}' for problem in problems[:_SHOWN]]
-    if len(problems) > _SHOWN:
-        shown.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
+    shown += listed(problems, ', all of them in .problems')
     cures = _CURES | dict(cures)
     shown += _renaming(problems, cures['rename'])
     shown += dict.fromkeys(cures[kind] for kind in kinds)

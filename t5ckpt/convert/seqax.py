@@ -26,7 +26,7 @@ import tensorstore as ts
 
 from t5ckpt.catalog.locate import Located, open_run_storage
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.keys import join
+from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import TrainState
 from t5ckpt.core.text import counted
@@ -332,7 +332,7 @@ def _checked(name: str, leaf: Any) -> Any:
         raise UnsupportedLeafError(
             f'{name}: seqax does not support the dtype {array.dtype}. Convert the leaf to float32 first.'
         )
-    if '\\' in name or any(part in ('', '.', '..') for part in name.split('/')):
+    if not is_inside(name):
         raise UnsupportedLeafError(
             f'{name}: zarr changes this name, so seqax would not find the array. Rename the leaf.'
         )

@@ -21,6 +21,7 @@ __all__ = [
     'human_bytes',
     'lines',
     'lines_of_error',
+    'listed',
     'printable',
     'short_repr',
     'shown',
@@ -29,6 +30,7 @@ __all__ = [
 
 # Of a name or a pattern that is compared with others; the comparison is quadratic.
 _LONGEST = 300
+_LISTED = 20
 _WORD = re.compile(r'\w{2,}')
 # Elements of a collection that an error shows.
 _SHOWN_ELEMENTS = 4
@@ -148,6 +150,12 @@ def counted(count: int, one: str, several: str = '') -> str:
 def some_of(texts: Sequence[str], shown: int, between: str = ', ') -> str:
     """The first ``shown`` texts, and the number of those left out."""
     return between.join(texts[:shown]) + (f' and {len(texts) - shown} more' if len(texts) > shown else '')
+
+
+def listed(items: Sequence[object], rest: str = '') -> list[str]:
+    """Lines for the first 20 items, and for the number of those left out; ``rest`` says where these are."""
+    more = [f'  ... and {len(items) - _LISTED} more{rest}'] if len(items) > _LISTED else []
+    return [f'  {item}' for item in items[:_LISTED]] + more
 
 
 def corrected(pattern: str, names: Iterable[str], matches: Callable[[str, str], Any]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.format.sidecar import Sidecar, as_number
 
 __all__ = ['orbax_object', 'orbax_sidecar']
 
@@ -66,6 +66,6 @@ def _numbers(tree: Mapping[str, Any], depth: int = _MAX_DEPTH) -> dict[str, floa
     for name, value in tree.items():
         if isinstance(value, dict) and depth:
             found |= {f'{name}/{below}': number for below, number in _numbers(value, depth - 1).items()}
-        elif isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000):
-            found[name] = float(value)
+        elif (number := as_number(value)) is not None:
+            found[name] = number
     return found

@@ -35,6 +35,7 @@ __all__ = [
     'NO_SIDECAR',
     'Sidecar',
     'TreeFacts',
+    'as_number',
     'decode_sidecar',
     'encode_sidecar',
     'newer_format',
@@ -57,19 +58,20 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
+    """A number of JSON as a float; None for anything else."""
     is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
     return float(value) if is_number else None
 
 
 def _time(value: Any) -> float | None:
-    unix = _number(value)
+    unix = as_number(value)
     return unix if unix is not None and 0 <= unix < 10**11 else None
 
 
 def _metrics(value: Any) -> dict[str, float] | None:
     """The metrics that are numbers."""
-    numbers = {name: _number(each) for name, each in (_object(value) or {}).items()}
+    numbers = {name: as_number(each) for name, each in (_object(value) or {}).items()}
     return {name: number for name, number in numbers.items() if number is not None} or None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import is_inside
-from t5ckpt.core.text import Lines, lines, some_of
+from t5ckpt.core.text import Lines, lines, listed, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
@@ -29,7 +29,7 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
-from t5ckpt.integrity.report import Damage, VerifyReport, listed
+from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.raw_files import sidecar_name
 
@@ -225,7 +225,7 @@ def below(names: Iterable[str], locations: Collection[str]) -> set[str]:
 
 def unrecoverable_text(damages: Sequence[Damage]) -> Lines:
     """The damages that cannot be repaired, as text."""
-    return lines('not to be repaired:', *([listed(damages)] if damages else []))
+    return lines('not to be repaired:', *listed(damages))
 
 
 def _is_unrecoverable(damage: Damage, manifest: str) -> bool:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-from t5ckpt.core.text import Lines, counted, lines, printable
+from t5ckpt.core.text import counted, lines, listed, printable
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box
 
-__all__ = ['Damage', 'VerifyReport', 'listed']
-
-_SHOWN = 20
+__all__ = ['Damage', 'VerifyReport']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +84,12 @@ class VerifyReport:
             raise CorruptCheckpointError(
                 lines(
                     f'{self.path} is damaged in {counted(len(self.damages), "place")}:',
-                    self._listed(),
+                    *self._listed(),
                     'Restore an older step, or copy the checkpoint again.',
                 )
             )
 
-    def _listed(self) -> Lines:
+    def _listed(self) -> list[str]:
         return listed(self.damages, ', all of them in .damages')
 
     def __str__(self) -> str:
@@ -101,14 +98,5 @@ class VerifyReport:
         result = 'whole' if self.ok else f'damaged in {counted(len(self.damages), "place")}'
         size = f'{counted(self.leaves, "array")}, {counted(self.files, "file")}, {counted(self.nbytes, "byte")}'
         head = f'{self.path}: {result} ({how}; {size})'
-        listed_ = [self._listed()] if self.damages else []
         unread = ['the bytes were not compared: full=True reads every one'] if self.ok and not self.full else []
-        return lines(head, *listed_, *(f'  note: {note}' for note in (*unread, *self.notes)))
-
-
-def listed(damages: Sequence[Damage], rest: str = '') -> Lines:
-    """The first damages, one per line; ``rest`` says where the others are."""
-    shown = [f'  {damage}' for damage in damages[:_SHOWN]]
-    if len(damages) > _SHOWN:
-        shown.append(f'  ... and {len(damages) - _SHOWN} more{rest}')
-    return lines(*shown)
+        return lines(head, *self._listed(), *(f'  note: {note}' for note in (*unread, *self.notes)))

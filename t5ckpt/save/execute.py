@@ -20,7 +20,6 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning
-from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import to_stored
 from t5ckpt.format.file_checksums import entry_of
@@ -230,9 +229,8 @@ def _finish(request: SaveRequest, report: WriteReport, nbytes: int, seconds: flo
 
 
 def _manifest_bytes(job: PreparedSave, report: WriteReport) -> bytes:
-    table: LeafTable = dict(job.staging.inline_values())
+    table = job.staging.manifest_leaves(report.arrays, job.request.storage.driver)
     _check_step(job.request, table)
-    table |= {path: spec_of(array, job.request.storage.driver) for path, array in report.arrays.items()}
     with paused():
         return encode_manifest(unflatten(table))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,11 @@ from t5ckpt.core.arguments import check_word
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.private_memory import is_private
+from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, SavePlan
 from t5ckpt.save.staged_leaf import ChunkwiseLeaf, DeviceLeaf, HostLeaf, StagedLeaf, ViewedLeaf, values_of
+from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaf_values import is_jax_array
 
 __all__ = ['StagedWave', 'Staging', 'StagingMode']
@@ -196,11 +198,12 @@ class Staging:
             # A writer that failed no longer needs the caller's arrays.
             self.is_staged.set()
 
-    def inline_values(self) -> dict[Path, Any]:
-        """The inline leaves as numpy, after their cast; waits for their transfer."""
-        return {
-            write.path: _as_inline(write, value) for write, value in zip(self._inline_writes, self._inline, strict=True)
-        }
+    def manifest_leaves(self, arrays: Mapping[Path, StoredArray], driver: str) -> LeafTable:
+        """The leaves of the manifest: the inline ones as numpy, after their cast, and specs of the arrays."""
+        # Waits for the transfer of the inline leaves.
+        inline = zip(self._inline_writes, self._inline, strict=True)
+        table = {write.path: _as_inline(write, value) for write, value in inline}
+        return table | {path: spec_of(array, driver) for path, array in arrays.items()}
 
 
 def _is_on_cpu(leaf: Any) -> bool:

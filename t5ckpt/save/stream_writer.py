@@ -33,7 +33,6 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.errors import CheckpointExistsError
-from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.dtypes import is_storable
@@ -45,7 +44,7 @@ from t5ckpt.planning.plan_fingerprint import plan_text
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
 from t5ckpt.save.stage import Staging, StagingMode
-from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
+from t5ckpt.save.write import WriteJob, write_arrays
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves_to_save import leaves_to_save
@@ -167,7 +166,7 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     ).below(work.generation)
     _write_files(request, work)
     digests = report.digests | {name: entry_of(data) for name, data in request.files.items()}
-    manifest = _manifest_bytes(staging, report, storage.driver)
+    manifest = encode_manifest(unflatten(staging.manifest_leaves(report.arrays, storage.driver)))
     checksums = write_checksums(storage, directory, 0, digests)
     files = {MANIFEST: entry_of(manifest), join(work.generation, file_checksums_name(0)): checksums}
     counts = {'bytes': report.file_bytes, 'files': len(report.digests)}
@@ -185,12 +184,6 @@ def _write_files(request: StreamRequest, work: Transaction) -> None:
         work.storage.make_dir(join(work.directory, parent))
     for name, data in request.files.items():
         work.storage.write(join(work.directory, name), data)
-
-
-def _manifest_bytes(staging: Staging, report: WriteReport, driver: str) -> bytes:
-    table: LeafTable = dict(staging.inline_values())
-    table |= {path: spec_of(array, driver) for path, array in report.arrays.items()}
-    return encode_manifest(unflatten(table))
 
 
 def _progress_after(progress: Progress | None, before: int) -> Progress | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.notices import Notices
-from t5ckpt.core.text import counted, lines, some_of
+from t5ckpt.core.text import counted, lines, listed, some_of
 from t5ckpt.errors import (
     LeafProblem,
     T5CkptError,
@@ -23,8 +23,6 @@ from t5ckpt.tree.template import leaf_template, unsharded_warning
 from t5ckpt.tree.train_state import flatten_state
 
 __all__ = ['SavedLeaf', 'TemplateCheck']
-
-_SHOWN = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,15 +107,13 @@ class TemplateCheck:
         problems = [problem for problem in self._problems if self._is_strict or self._notices.is_new(_cause(problem))]
         if not problems:
             return
-        shown = [f'  {problem}' for problem in problems[:_SHOWN]]
-        shown += [f'  ... and {len(problems) - _SHOWN} more'] if len(problems) > _SHOWN else []
         where = f'the template of this checkpointer in {counted(len(problems), "place")}'
         cure = 'Pass a template with the structure of the saved state to the constructor, such as the state itself.'
         if self._is_strict:
-            text = lines(f'step {step} is not saved, because it does not fit {where}:', *shown, cure)
+            text = lines(f'step {step} is not saved, because it does not fit {where}:', *listed(problems), cure)
             raise TreeMismatchError(text, self._problems)
         head = f'step {step} is saved, but does not fit {where}, so a restore with that template fails:'
-        text = lines(head, *shown, f'{cure} strict_save=True makes this an error.')
+        text = lines(head, *listed(problems), f'{cure} strict_save=True makes this an error.')
         self._notices.warn(('tree', *map(_cause, problems)), TemplateMismatchWarning(text))
         for problem in problems:
             self._notices.add(_cause(problem))

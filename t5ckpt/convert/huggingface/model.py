@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from t5ckpt.convert.huggingface.names import LOCAL, SELF, TRANSIENT_GLOBAL, Layout, Pair, T5Model, known_leaf
-from t5ckpt.core.text import counted, lines, some_of
+from t5ckpt.core.text import counted, lines, listed, some_of
 from t5ckpt.errors import LeafProblem, TreeMismatchError, UnsupportedFormatError, near_names
 
 __all__ = ['Shapes', 'check_leaves', 'check_tensors', 'model_of_leaves', 'model_of_tensors']
@@ -152,9 +152,7 @@ def _check(expected: Shapes, found: Shapes, where: str) -> None:
     if not problems:
         return
     shown = [f'{where} differs from the T5 that its names suggest in {counted(len(problems), "place")}:']
-    shown += [f'  {problem}' for problem in problems[:_SHOWN]]
-    if len(problems) > _SHOWN:
-        shown.append(f'  ... and {len(problems) - _SHOWN} more, all of them in .problems')
+    shown += listed(problems, ', all of them in .problems')
     shown.append('`t5ckpt export safetensors` and `t5ckpt import safetensors` convert any tree under its own names.')
     raise TreeMismatchError(lines(*shown), problems)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
@@ -129,6 +129,8 @@ def _print_run(done: RunConversion, *, as_json: bool, dry_run: bool) -> None:
     dropped = sorted({name for each in done.converted for name in each.dropped})
     if dropped:
         _say_some(f'dropped {counted(len(dropped), "name")}', dropped)
+    _say_idle({name for each in done.converted for name in each.left_out}, 'left out: ')
+    _say_idle({f'{name}=False' for each in done.converted for name in each.without_effect}, 'without effect: ')
 
 
 def _translator(path: str) -> CheckpointTranslator:
@@ -154,8 +156,13 @@ def print_conversion(done: Conversion, dry_run: bool) -> None:
     _say_some(f'mapped {counted(len(done.mapped), "name")}, {len(renamed)} renamed', renamed)
     _say_some(f'added {counted(len(done.added), "leaf", "leaves")}', done.added)
     _say_some(f'dropped {counted(len(done.dropped), "name")}', done.dropped)
-    for option in done.without_effect:
-        say(f'without effect: {option}=False')
+    _say_idle(done.left_out, 'left out: ')
+    _say_idle([f'{option}=False' for option in done.without_effect], 'without effect: ')
+
+
+def _say_idle(names: Collection[str], head: str) -> None:
+    if names:
+        say(f'{head}{some_of(sorted(names), _SHOWN)}')
 
 
 def _say_some(head: str, names: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.output import (
     check_exists,
@@ -40,6 +41,7 @@ from t5ckpt.policies import (
     KeepSteps,
 )
 from t5ckpt.save.monitored import monitored_metrics
+from t5ckpt.storage import Storage
 
 __all__ = ['command']
 
@@ -101,6 +103,8 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
         if told is not None:
             say(told)
         print_decisions(plan)
+        if not other_layouts:
+            _say_others(storage)
     deleted: list[Decision] = []
     if doomed and not dry_run:
         confirm(f'Delete {len(doomed)} of {counted(len(plan), "step")}?', yes)
@@ -123,6 +127,15 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
         # The storage did not delete a step that may be deleted and still exists; the library has logged the error.
         refused = {decision.step for decision in retention.plan() if not decision.keep}
         raise click.exceptions.Exit(Exit.STORAGE if refused & {*failed} else Exit.NO)
+
+
+def _say_others(storage: Storage) -> None:
+    """Names the option that counts steps of Orbax and Flax, where it works."""
+    others = [each.step for each in listing(storage).steps if not each.is_t5x]
+    if others and storage.local_path('') is not None:
+        say(
+            f'not counted: {counted(len(others), "step")} of Orbax or Flax. --other-layouts counts and deletes them, too.'
+        )
 
 
 def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -79,6 +80,17 @@ class Interrupted(click.Abort):
         self.said = said
 
 
+class _Seconds(click.FloatRange):
+    """A number of seconds; nan and inf are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f'{value} is not a number of seconds.', param, ctx)
+        return seconds
+
+
 class Verb(click.Command):
     """A verb, with the options of storages."""
 
@@ -103,7 +115,7 @@ class Verb(click.Command):
             ),
             click.Option(
                 ['--timeout'],
-                type=click.FloatRange(1),
+                type=_Seconds(1),
                 metavar='SECONDS',
                 expose_value=False,
                 callback=_keep,

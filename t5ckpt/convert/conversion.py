@@ -71,6 +71,19 @@ class ConvertOptions:
         """The cast, checked."""
         return Cast.of(self.save_dtype, self.cast_leaves, 'save_dtype')
 
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The options that change what is written, in JSON types, as a conversion records them beside its source."""
+        pattern = self.cast_leaves
+        given = {
+            'save_dtype': None if self.cast is None else str(self.cast.dtype),
+            'cast_leaves': pattern.pattern if isinstance(pattern, re.Pattern) else pattern,
+            'compression': self.compression,
+            'optimizer': None if self.optimizer else False,
+        }
+        options = {name: value for name, value in given.items() if value is not None}
+        return {'options': options} if options else {}
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Conversion:
@@ -79,12 +92,13 @@ class Conversion:
     Attributes:
       step: of the checkpoint.
       path: its directory.
-      nbytes: bytes of all its files; 0 if nothing was written.
+      nbytes: bytes of its arrays and its manifest, of Orbax's all files; 0 if nothing was written.
       seconds: the duration.
       mapped: from the name in the source to the name of the leaf.
       added: leaves that the source does not have.
       dropped: names in the source that were left out.
       without_effect: the names of options that had no effect: 'optimizer'.
+      left_out: what is no leaf and was not converted: items of a step of Orbax; for Orbax, positions in the data and pins.
     """
 
     step: int
@@ -95,6 +109,7 @@ class Conversion:
     added: tuple[str, ...]
     dropped: tuple[str, ...]
     without_effect: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -116,6 +131,7 @@ class Found:
       inline: leaves in the source's manifest, which the copy keeps in its manifest whatever their size: T5X cannot restore a
         stored leaf without mesh axes.
       without_effect: the names of options that have no effect.
+      left_out: see :class:`Conversion`.
     """
 
     table: LeafTable
@@ -128,6 +144,7 @@ class Found:
     sidecar: Sidecar = dataclasses.field(default_factory=Sidecar)
     inline: Collection[Path] = ()
     without_effect: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def warn_no_optimizer(roots: Sequence[str]) -> None:
@@ -159,13 +176,13 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         SaveOptions(options.cast, options.compression),
         bytes_of_gb(options.concurrent_gb),
         options.overwrite,
-        found.source,
+        {**found.source, **options.recorded},
         options.progress,
         files=found.files,
         sidecar=found.sidecar,
         rule=dict.fromkeys(found.inline, True),
     )
-    facts = (dict(found.mapped), found.added, found.dropped, found.without_effect)
+    facts = (dict(found.mapped), found.added, found.dropped, found.without_effect, found.left_out)
     if options.dry_run:
         rehearse(found.table, request)
         return Conversion(step, storage.url(step_dir(step)), 0, 0.0, *facts)

@@ -7,7 +7,9 @@ at a time. Orbax makes the directory visible in one step.
 
 from __future__ import annotations
 
+import json
 import os
+import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,20 +19,21 @@ import numpy as np
 from t5ckpt.catalog.locate import Located, locate
 from t5ckpt.commit.output_files import check_output, local_output, output
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
-from t5ckpt.convert.trees import optimizer_leaves
+from t5ckpt.convert.trees import optimizer_leaves, stamp_of
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
 from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
-from t5ckpt.format.orbax_names import is_orbax_entry
+from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
+from t5ckpt.format.orbax_names import CONVERTED_FROM, is_orbax_entry
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.progress import Meter
-from t5ckpt.reading.contents import read_contents
+from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import open_storage
 from t5ckpt.tree.leaf_table import Empty, unflatten
 
-__all__ = ['convert_to_orbax', 'convert_to_orbax_run']
+__all__ = ['convert_to_orbax', 'convert_to_orbax_run', 'recorded_source', 'source_of']
 
 # The item of the tree in a step of CheckpointManager.
 _ITEM = 'default'
@@ -82,7 +85,7 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
     leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in kept.items()}
     names = {leaf_name(path): leaf_name(path) for path in leaves}
     idle = () if options.optimizer or dropped else ('optimizer',)
-    found = (names, (), tuple(sorted(map(leaf_name, dropped))), idle)
+    found = (names, (), tuple(sorted(map(leaf_name, dropped))), idle, _left_out(contents, is_step=is_step))
     step = contents.located.step or 0
     started = time.monotonic()
     nbytes = 0
@@ -91,8 +94,34 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
             known = contents.sidecar if is_step else None
             _save(unflatten(leaves), temporary, Meter(options.progress, total), known)
+            if is_step:
+                source = json.dumps({**source_of(located), **options.recorded})
+                pathlib.Path(temporary, CONVERTED_FROM).write_text(source, encoding='utf-8')
         nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))
     return Conversion(step, target, nbytes, time.monotonic() - started, *found)
+
+
+def _left_out(contents: Contents, *, is_step: bool) -> tuple[str, ...]:
+    """What Orbax has no place for: positions in the data and the pin; for a bare tree also metrics and custom metadata."""
+    located, sidecar = contents.located, contents.sidecar
+    files = [entry.name for entry in located.storage.entries(located.directory)]
+    names = [name for name in files if name == PINNED or name.startswith(f'{TRAIN_DS_PREFIX}-')]
+    recorded = {'metrics': sidecar.metrics, 'custom_metadata': sidecar.custom_metadata}
+    return tuple(sorted([*names, *(name for name, value in recorded.items() if value and not is_step)]))
+
+
+def source_of(located: Located) -> Mapping[str, Any]:
+    """The identity of a source, of JSON's types."""
+    return {'format': 't5x', 'path': located.url, 'stamp': stamp_of(located)}
+
+
+def recorded_source(directory: str) -> Mapping[str, Any]:
+    """The identity of the source and the options that a step was converted with; {} for a step that Orbax saved."""
+    try:
+        found = json.loads(pathlib.Path(local_output(directory), CONVERTED_FROM).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:

@@ -7,6 +7,7 @@ whole.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from t5ckpt.convert.seqax import read_seqax
 from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, root_names
+from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -38,7 +40,9 @@ from t5ckpt.storage import Storage, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['TREE_FORMATS', 'convert_tree', 'open_tree', 'optimizer_leaves', 'stamp_of']
+__all__ = ['TREE_FORMATS', 'convert_tree', 'open_tree', 'optimizer_leaves', 'stamp_of', 'tell_left_out']
+
+_log = logging.getLogger('t5ckpt')
 
 TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax')
 _OPTIMIZER_SCOPES = {'opt_state', 'param_states'}
@@ -79,7 +83,9 @@ def convert_tree(
       T5CkptError: the source cannot be read, or the result cannot be written; nothing became visible.
     """
     options = ConvertOptions() if options is None else options
-    return finish(open_tree(kind, source, options.optimizer), directory, options)
+    found = open_tree(kind, source, options.optimizer)
+    tell_left_out(found, source)
+    return finish(found, directory, options)
 
 
 def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True) -> Found:
@@ -106,7 +112,17 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
         metrics=sidecar.metrics,
         custom_metadata=sidecar.custom_metadata,
     )
-    return dataclasses.replace(found, sidecar=known)
+    return dataclasses.replace(found, sidecar=known, left_out=contents.left_out)
+
+
+def tell_left_out(found: Found, source: str | os.PathLike[str]) -> None:
+    """Logs the items of a step of Orbax that a conversion leaves out."""
+    if found.left_out:
+        storage = open_storage(found.source['path'])
+        trees = [storage.url(name) for name in found.left_out if storage.is_file(join(name, TREE_METADATA))]
+        cure = f' To convert another tree, pass its path: {trees[0]}.' if trees else ''
+        text = f'{source}: items of Orbax that are not converted: {some_of(found.left_out, 8)}.{cure}'
+        _log.warning('t5ckpt: %s', printable(text))
 
 
 def stamp_of(located: Located) -> list[int] | None:
@@ -129,7 +145,7 @@ def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], opti
 def _open_orbax(source: str) -> Contents:
     located = locate(source)
     if located.manifest and not is_orbax(located.storage, located.directory):
-        contents = read_contents(located)
+        contents = read_contents(located, tells=False)
         if contents.sidecar.format or _is_t5x(contents):
             raise UnsupportedFormatError(f"{located.url} is in T5X's format. Copy it with t5ckpt cp.")
         return contents
@@ -138,7 +154,7 @@ def _open_orbax(source: str) -> Contents:
         parent, name = split_path(located.url)
         number = name if name.isdecimal() else split_path(parent)[1]
         located = dataclasses.replace(located, step=int(number) if re.fullmatch('[0-9]{1,18}', number) else None)
-    return read_contents(located)
+    return read_contents(located, tells=False)
 
 
 def _is_t5x(contents: Contents) -> bool:

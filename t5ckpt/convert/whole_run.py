@@ -14,22 +14,22 @@ from typing import Any
 from t5ckpt.catalog.foreign_layouts import not_a_run
 from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ListedStep
 from t5ckpt.catalog.listing import inspect_step, listing
-from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.catalog.locate import locate, open_run_storage
 from t5ckpt.commit.step_facts import known_sidecar
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
-from t5ckpt.convert.to_orbax import convert_to_orbax_run
-from t5ckpt.convert.trees import open_tree
+from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of
+from t5ckpt.convert.trees import open_tree, tell_left_out
 from t5ckpt.core.arguments import check_word, given_steps
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError
-from t5ckpt.format.names import step_dir
 from t5ckpt.storage import Storage
 
 __all__ = ['RUN_FORMATS', 'TO_ORBAX', 'RunConversion', 'convert_run']
 
 TO_ORBAX = 'to-orbax'
 _LAYOUTS = {'orbax': (ORBAX,), 'flax': (FLAX,), TO_ORBAX: (T5X, PADDED)}
+_CURE = 'Convert to another directory, or replace such steps (overwrite=True).'
 RUN_FORMATS = tuple(_LAYOUTS)
 """The formats that :func:`convert_run` takes."""
 
@@ -71,7 +71,8 @@ def convert_run(
 
     Raises:
       CheckpointNotFoundError: the run has no such step, or none in the layout.
-      CheckpointExistsError: the new run has a step that was not converted from this one; nothing was written.
+      CheckpointExistsError: the new run has a step that was not converted from this one, or with other options; nothing was
+        written.
       T5CkptError: a step cannot be read or written. The steps before it are converted, and the same call resumes.
     """
     check_word('the format of a run', kind, RUN_FORMATS)
@@ -80,14 +81,15 @@ def convert_run(
         raise ValueError('ConvertOptions(step=...) is for one checkpoint. Pass steps=[...] to convert_run.')
     run, target = open_run_storage(source), open_run_storage(directory)
     wanted = _wanted(run, kind, None if steps is None else given_steps(steps))
-    there = [] if options.overwrite else _there(run, target, wanted, kind)
+    there = [] if options.overwrite else _there(run, target, wanted, kind, options)
     rest = [each for each in wanted if each.step not in there]
     done: list[Conversion] = []
     gone: list[int] = []
+    told: set[tuple[str, ...]] = set()
     for each in rest:
         part = dataclasses.replace(options, progress=_part(options.progress, len(done) + len(gone), len(rest)))
         try:
-            done.append(_convert(kind, run, each, target, part))
+            done.append(_convert(kind, run, each, target, part, told))
         except CheckpointNotFoundError:
             if inspect_step(run, each.step) is not None:
                 raise
@@ -114,11 +116,13 @@ def _wanted(run: Storage, kind: str, steps: Collection[int] | None) -> list[List
     return [each for each in found if steps is None or each.step in steps]
 
 
-def _there(run: Storage, target: Storage, wanted: Sequence[ListedStep], kind: str) -> list[int]:
+def _there(
+    run: Storage, target: Storage, wanted: Sequence[ListedStep], kind: str, options: ConvertOptions
+) -> list[int]:
     """The steps that an earlier call has converted.
 
     Raises:
-      CheckpointExistsError: a step was not converted from the one in the source.
+      CheckpointExistsError: a step was not converted from the one in the source, or with other options.
     """
     layout = ORBAX if kind == TO_ORBAX else T5X
     existing = {each.step: each for each in listing(target).steps} if target.root_kind() == 'dir' else {}
@@ -127,26 +131,42 @@ def _there(run: Storage, target: Storage, wanted: Sequence[ListedStep], kind: st
         found = existing.get(each.step)
         if found is None:
             continue
-        # Orbax records no source.
-        if found.layout != layout or (kind != TO_ORBAX and not _is_from(run, each, target, kind)):
+        recorded, source = _recorded(target, found, kind), _source(kind, run.url(each.name))
+        if found.layout != layout or {**recorded, 'options': None} != {**source, 'options': None}:
             raise CheckpointExistsError(
-                f'{target.url(found.name)} exists and was not converted from {run.url(each.name)} as it is now. Convert to '
-                'another directory, or replace such steps (overwrite=True).'
+                f'{target.url(found.name)} exists and was not converted from {run.url(each.name)} as it is now. {_CURE}'
+            )
+        if recorded != {**source, **options.recorded}:
+            was, now = recorded.get('options', {}), options.recorded.get('options', {})
+            differing = ', '.join(sorted(name for name in {*was, *now} if was.get(name) != now.get(name)))
+            raise CheckpointExistsError(
+                f'{target.url(found.name)} exists and was converted with other options ({differing}). {_CURE}'
             )
         there.append(each.step)
     return there
 
 
-def _is_from(run: Storage, each: ListedStep, target: Storage, kind: str) -> bool:
-    recorded: Mapping[str, Any] = known_sidecar(target, step_dir(each.step)).source
-    return bool(recorded) and recorded == open_tree(kind, run.url(each.name)).source
+def _recorded(target: Storage, found: ListedStep, kind: str) -> Mapping[str, Any]:
+    """The source that a converted step records, with the options of the conversion."""
+    return recorded_source(target.url(found.name)) if kind == TO_ORBAX else known_sidecar(target, found.name).source
 
 
-def _convert(kind: str, run: Storage, each: ListedStep, target: Storage, options: ConvertOptions) -> Conversion:
+def _source(kind: str, source: str) -> Mapping[str, Any]:
+    return source_of(locate(source)) if kind == TO_ORBAX else open_tree(kind, source).source
+
+
+def _convert(
+    kind: str, run: Storage, each: ListedStep, target: Storage, options: ConvertOptions, told: set[tuple[str, ...]]
+) -> Conversion:
+    """Converts a step; logs what it leaves out unless ``told`` has the same names."""
+    source = run.url(each.name)
     if kind == TO_ORBAX:
-        return convert_to_orbax_run(run.url(each.name), target.url(), each.step, options)
-    found = open_tree(kind, run.url(each.name), options.optimizer)
-    return finish(dataclasses.replace(found, step=each.step), target, options)
+        return convert_to_orbax_run(source, target.url(), each.step, options)
+    found = dataclasses.replace(open_tree(kind, source, options.optimizer), step=each.step)
+    if found.left_out not in told:
+        told.add(found.left_out)
+        tell_left_out(found, source)
+    return finish(found, target, options)
 
 
 def _part(progress: Progress | None, before: int, parts: int) -> Progress | None:

@@ -9,6 +9,7 @@ import re
 
 __all__ = [
     'COMMITTED',
+    'CONVERTED_FROM',
     'LEGACY_RUN_METADATA',
     'METRICS',
     'OCDBT_MANIFEST',
@@ -17,6 +18,7 @@ __all__ = [
     'STEP_METADATA',
     'STRINGS',
     'TREE_METADATA',
+    'is_database_file',
     'is_orbax_entry',
     'is_orbax_key',
     'may_be_orbax',
@@ -35,14 +37,18 @@ TREE_METADATA = '_METADATA'
 STRINGS = '_strings.json'
 OCDBT_MANIFEST = 'manifest.ocdbt'
 OCDBT_OF_PROCESS = 'ocdbt.process_'
+# Not of Orbax, which ignores it: the source and the options of a conversion by t5ckpt.
+CONVERTED_FROM = 't5ckpt_converted_from.json'
 # The last two are items of a step.
 _ENTRIES = frozenset(
     {STEP_METADATA, TREE_METADATA, '_sharding', STRINGS, 'array_metadatas', COMMITTED, 'd', 'default', 'metrics'}
+    | {CONVERTED_FROM}
 )
 
+_DATABASE = r'(ocdbt\.process_[A-Za-z0-9_]+/)?(manifest\.ocdbt|d/[0-9a-f]{32})'
 _ORBAX_TREE = re.compile(
     r'_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|checkpoint|array_metadatas/process_[0-9]+'
-    r'|(ocdbt\.process_[A-Za-z0-9_]+/)?(manifest\.ocdbt|d/[0-9a-f]{32})'
+    rf'|{re.escape(CONVERTED_FROM)}|{_DATABASE}'
 )
 _ORBAX_ITEM = re.compile(
     r'metadata|metrics|process_[0-9]+-of-[0-9]+\.json|(process_[0-9]+-of-[0-9]+/)?train_ds-[0-9]+-of-[0-9]+[^/]*'
@@ -53,6 +59,11 @@ _ORBAX_ARRAY = re.compile(r'([^/]+)/(?:\.zarray|zarr\.json|[0-9]+(?:\.[0-9]+)*|c
 def is_orbax_entry(name: str) -> bool:
     """Whether Orbax makes a file or directory of this name at the top of a step or a tree."""
     return name in _ENTRIES or name.startswith((OCDBT_MANIFEST, OCDBT_OF_PROCESS))
+
+
+def is_database_file(key: str) -> bool:
+    """Whether it is a file of an OCDBT database, relative to the tree."""
+    return re.fullmatch(_DATABASE, key) is not None
 
 
 def orbax_array(key: str) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
+from t5ckpt.format.orbax_names import is_database_file
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -35,7 +36,7 @@ class ArrayFiles:
     Attributes:
       leaf: its name.
       damages: files that are missing or have the wrong size.
-      sizes: of the existing files, by name relative to the checkpoint's directory.
+      sizes: of the existing files, by name relative to the checkpoint's directory; in an OCDBT database, of its files.
       chunks: the indices of the chunks that exist in the right size.
       chunk_bytes: of a decoded chunk.
     """
@@ -59,7 +60,9 @@ class ArrayFiles:
           CorruptCheckpointError: it does not decode.
           StorageError: it cannot be read.
         """
-        self._owner.decode(self._array, chunk_index, self.sizes.get(self.file(chunk_index)))
+        is_in_database = self._array.stored.array.layout.is_in_database
+        size = sum(self.sizes.values()) if is_in_database else self.sizes.get(self.file(chunk_index))
+        self._owner.decode(self._array, chunk_index, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Implied:
         self._files = CheckpointFiles(storage, directory, follow_links=follow_links)
         self._arrays = TensorStoreArrays(self._files)
         self._budget = ByteBudget(_DECODED_BYTES)
+        self._databases: dict[str, dict[str, int]] = {}
 
     def files(self, leaf: str, stored: StoredLeaf) -> ArrayFiles:
         """Opens an array and lists its files.
@@ -102,7 +106,7 @@ class Implied:
         location = stored.array.location
         present = self._present(array)
         damages: list[Damage] = []
-        sizes: dict[str, int] = {}
+        sizes = self._database(location) if stored.array.layout.is_in_database else {}
         chunks: list[ChunkIndex] = []
         metadata = stored.array.layout.metadata_file
         if stored.array.layout.has_chunk_files and metadata not in present:
@@ -159,9 +163,18 @@ class Implied:
         """The array's files by key, with their sizes if the listing has them."""
         if array.stored.array.layout.is_in_database:
             with foreign_errors(self._arrays.url(array.stored.array)):
-                return {key.decode(): 0 for key in array.store.kvstore.list().result()}
+                return dict.fromkeys(key.decode() for key in array.store.kvstore.list().result())
         base = join(self._directory, array.stored.array.location)
         return {key.removeprefix(f'{base}/'): size for key, size in self._storage.walk(base)}
+
+    def _database(self, location: str) -> dict[str, int]:
+        """The sizes of the files of the OCDBT database that contains an array; 0 where the listing has none."""
+        base = location.partition('//')[0]
+        if base not in self._databases:
+            whole = join(self._directory, base)
+            found = ((key.removeprefix(f'{whole}/'), size or 0) for key, size in self._storage.walk(whole))
+            self._databases[base] = {join(base, name): size for name, size in found if is_database_file(name)}
+        return dict(self._databases[base])
 
 
 def placed(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:

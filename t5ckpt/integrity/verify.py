@@ -257,6 +257,10 @@ class _Check:
         try:
             contents = self._contents()
             table = contents.leaves()
+            if contents.left_out:
+                self.notes.append(
+                    f'items of Orbax that were not verified: {some_of(contents.left_out, 8)}. Verify a tree by its path.'
+                )
         except (CorruptCheckpointError, UnsafeSpecError, StorageError, CheckpointNotFoundError) as error:
             self.findings.failed(self.located.manifest or TREE_METADATA, error)
             return
@@ -275,7 +279,7 @@ class _Check:
 
     def _contents(self) -> Contents:
         try:
-            return read_contents(self.located, self.raw)
+            return read_contents(self.located, self.raw, tells=False)
         except CorruptCheckpointError:
             if self.raw.sidecar is None:
                 raise

@@ -30,7 +30,7 @@ from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.format.stored_leaf import checkpoint_leaves, with_facts
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.orbax import has_placeholders, read_orbax, resolve_placeholders
+from t5ckpt.reading.orbax import has_placeholders, read_orbax, resolve_placeholders, tell_of_items
 from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.reading.safetensors import decode_tensors
 from t5ckpt.storage import Storage
@@ -62,6 +62,7 @@ class Contents:
       manifest, sidecar: decoded.
       checksums: the file checksums, if they are to be compared.
       versions: see :class:`RawFiles`.
+      left_out: items of a step of Orbax that are not read.
     """
 
     located: Located
@@ -69,6 +70,7 @@ class Contents:
     sidecar: Sidecar
     checksums: FileChecksums | None = None
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    left_out: tuple[str, ...] = ()
 
     @property
     def identity(self) -> Identity:
@@ -80,12 +82,13 @@ class Contents:
         return checkpoint_leaves(self.manifest.state, self.manifest.version, self.sidecar.tree)
 
 
-def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
+def read_contents(located: Located, raw: RawFiles | None = None, *, tells: bool = True) -> Contents:
     """Decodes the manifest, of any layout, and the sidecar if there is one.
 
     Args:
       located: the checkpoint.
       raw: its files, if they have been read already.
+      tells: logs the items of Orbax that are not read.
 
     Raises:
       FormatError: the manifest or the sidecar does not decode, or is in another format.
@@ -93,14 +96,16 @@ def read_contents(located: Located, raw: RawFiles | None = None) -> Contents:
     """
     raw = read_raw(located) if raw is None else raw
     with Identity(located, raw.versions).checked_on_failure():
-        return _decoded(located, raw)
+        return _decoded(located, raw, tells)
 
 
-def _decoded(located: Located, raw: RawFiles) -> Contents:
+def _decoded(located: Located, raw: RawFiles, tells: bool = True) -> Contents:
     storage, directory = located.storage, located.directory
     if raw.manifest is None:
-        manifest = read_orbax(storage, directory, follow_links=located.follow_links)
-        return Contents(located, manifest, _orbax_facts(located))
+        manifest, left_out = read_orbax(storage, directory, follow_links=located.follow_links)
+        if tells:
+            tell_of_items(storage, directory, left_out)
+        return Contents(located, manifest, _orbax_facts(located), left_out=left_out)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
     sidecar, recorded = _recorded(located, raw)

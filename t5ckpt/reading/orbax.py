@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -28,12 +28,12 @@ from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFo
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.orbax_names import OCDBT_MANIFEST, STRINGS, TREE_METADATA
+from t5ckpt.format.orbax_names import METRICS, OCDBT_MANIFEST, STRINGS, TREE_METADATA
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, flatten_nested, unflatten
 
-__all__ = ['array_leaves', 'has_placeholders', 'read_orbax', 'resolve_placeholders']
+__all__ = ['array_leaves', 'has_placeholders', 'read_orbax', 'resolve_placeholders', 'tell_of_items']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -44,8 +44,8 @@ _STRINGS = ('str', 'string')
 _NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
 
 
-def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) -> Manifest:
-    """Reads the tree of an Orbax directory, without reading arrays.
+def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) -> tuple[Manifest, tuple[str, ...]]:
+    """Reads the tree of an Orbax directory, without reading arrays, and names the items of a step that are not read.
 
     Raises:
       UnsupportedFormatError: the layout is unknown; the message describes it.
@@ -53,24 +53,28 @@ def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) 
     for item in _ITEMS:
         base = join(directory, item)
         if storage.is_file(join(base, TREE_METADATA)):
-            if item:
-                _warn_of_others(storage, directory, item)
-            return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), item)
+            left_out = _items(storage, directory, {item}) if item else ()
+            return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), item), left_out
     items = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir)
     trees = [name for name in items if storage.is_file(join(directory, name, TREE_METADATA))]
-    if len(trees) == 1:
-        _warn_of_others(storage, directory, trees[0])
-        return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), trees[0])
     if not trees:
         where = storage.url(directory)
         raise UnsupportedFormatError(f'{where} is an Orbax checkpoint without a tree; it has {some_of(items, 8)}.')
     files = CheckpointFiles(storage, directory, follow_links=follow_links)
-    return Manifest(3, {name: dict(_read_tree(files, name).state) for name in trees})
+    left_out = _items(storage, directory, {*trees})
+    if len(trees) == 1:
+        return _read_tree(files, trees[0]), left_out
+    return Manifest(3, {name: dict(_read_tree(files, name).state) for name in trees}), left_out
 
 
-def _warn_of_others(storage: Storage, directory: str, item: str) -> None:
+def _items(storage: Storage, directory: str, read: Collection[str]) -> tuple[str, ...]:
+    """The items of a step that are not among those that are read, nor its metrics."""
+    found = [entry.name for entry in storage.entries(directory) if entry.is_dir]
+    return tuple(sorted(name for name in found if name not in read and name != METRICS.partition('/')[0]))
+
+
+def tell_of_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
     """Logs the items of a step that are not read: a warning if one of them is a tree of arrays."""
-    names = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir and entry.name != item)
     trees = [name for name in names if storage.is_file(join(directory, name, TREE_METADATA))]
     if trees:
         others = some_of([name for name in names if name not in trees], 8)
@@ -78,12 +82,13 @@ def _warn_of_others(storage: Storage, directory: str, item: str) -> None:
         _log.warning(
             't5ckpt: %s',
             printable(
-                f'{storage.url(directory)} has several items of Orbax: {item} is read, {some_of(trees, 8)} is not. To read '
+                f'{storage.url(directory)} has several items of Orbax, and {some_of(trees, 8)} is not read. To read '
                 f'another item, pass its path: {storage.url(join(directory, trees[0]))}.{more}'
             ),
         )
     elif names:
-        _log.info('t5ckpt: %s', printable(f'{storage.url(directory)}: of the items of Orbax, {item} is read.'))
+        text = f'{storage.url(directory)}: these items of Orbax are not read: {some_of(names, 8)}.'
+        _log.info('t5ckpt: %s', printable(text))
 
 
 def _read_tree(files: CheckpointFiles, item: str) -> Manifest:

@@ -67,8 +67,10 @@ def probe(ask: Callable[[], Any], seconds: float) -> str | None:
             last = answer
         else:
             return None
-        if time.monotonic() + pause > deadline:
+        left = deadline - time.monotonic()
+        if left <= 0:
             return last
-        time.sleep(pause)
+        # The whole time, which the error names.
+        time.sleep(min(pause, left))
         # A server that throttles gets few requests.
         pause = min(2 * pause, _MAX_REPEAT_SECONDS)

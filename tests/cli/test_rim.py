@@ -499,3 +499,17 @@ def test_the_same_thing_has_the_same_key(run, tmp_path, capsys):
         fields = found[0] if isinstance(found, list) else found
         assert {'path', 'bytes'} <= fields.keys(), name
         assert not {'nbytes', 'output'} & fields.keys(), name
+
+
+def test_the_error_of_a_time_out_names_the_time_that_was_asked_for(capsys):
+    """A server that refuses connections: its answers come at once, and the wait is nevertheless as long as it was meant."""
+    with HTTPServer(('127.0.0.1', 0), BaseHTTPRequestHandler) as closed:
+        endpoint = f'endpoint=http://127.0.0.1:{closed.server_address[1]}'
+    words = ('ls', 's3://some-bucket/run', '--anonymous', '--storage-option', endpoint, '--timeout', '3')
+    code, _, text = said(words, capsys)
+    assert (code, 'for 3 s' in text) == (Exit.STORAGE, True), text
+    for wrong in ('nan', 'inf', '0'):
+        code, _, text = said(('ls', 's3://some-bucket/run', '--timeout', wrong), capsys)
+        assert (code, '--timeout' in text, 'retry_seconds' in text) == (Exit.USAGE, True, False), text
+    code, _, text = said(('ls', 's3://some-bucket/run', '--storage-option', 'endpont=http://a'), capsys)
+    assert (code, "Did you mean 'endpoint'?" in text) == (Exit.USAGE, True), text

@@ -191,3 +191,93 @@ def test_the_verb(run, tmp_path):
     with t5ckpt.Checkpointer(tree(0), checkpoints_dir=tmp_path / 'mine') as ck:
         ck.save(tree(10))
     assert '--force' in t5ckpt_cli('convert', 'orbax', run, tmp_path / 'mine', '--all', code=1)
+
+
+def test_steps_that_were_converted_with_other_options_are_no_answer(run, tmp_path):
+    """What was asked for is not there: a call with other options must not call it converted."""
+    new, back = tmp_path / 'new', tmp_path / 'back'
+    convert_run('orbax', run, new, steps=[10, 20])
+    others = [
+        (ConvertOptions(save_dtype='bfloat16'), 'save_dtype'),
+        (ConvertOptions(optimizer=False), 'optimizer'),
+        (ConvertOptions(compression='zstd'), 'compression'),
+    ]
+    for options, name in others:
+        with pytest.raises(errors.CheckpointExistsError, match=f'checkpoint_10 .*with other options.*{name}'):
+            convert_run('orbax', run, new, options)
+    assert t5ckpt.all_steps(new) == [10, 20]
+    assert convert_run('orbax', run, new, ConvertOptions(concurrent_gb=0.1)).there == (10, 20)
+    convert_run('to-orbax', new, back, steps=[10])
+    with pytest.raises(errors.CheckpointExistsError, match=r'back/10 .*with other options.*save_dtype'):
+        convert_run('to-orbax', new, back, ConvertOptions(save_dtype='bfloat16'))
+    assert t5ckpt.all_steps(back) == [10]
+
+
+def test_steps_of_orbax_that_were_not_converted_from_this_run(run, tmp_path):
+    """Two runs of one model have the same steps, names and shapes."""
+    new, other, back = tmp_path / 'new', tmp_path / 'other', tmp_path / 'back'
+    convert_run('orbax', run, new)
+    with t5ckpt.Checkpointer(tree(0), checkpoints_dir=other) as ck:
+        ck.save(tree(10))
+        ck.save(tree(20))
+    convert_run('to-orbax', other, back)
+    with pytest.raises(errors.CheckpointExistsError, match=r'back/10 exists and was not converted from .*new'):
+        convert_run('to-orbax', new, back)
+    with pytest.raises(errors.CheckpointExistsError, match=r'run/10 exists and was not converted from .*new'):
+        convert_run('to-orbax', new, run)
+    assert t5ckpt.all_steps(back) == [10, 20]
+    convert_run('to-orbax', new, back, ConvertOptions(overwrite=True))
+    assert convert_run('to-orbax', new, back).there == (10, 20, 30)
+    with t5ckpt.Checkpointer(tree(0), checkpoints_dir=back, keep=1, prune_other_layouts=True) as ck:
+        ck.save(tree(40))
+    assert t5ckpt.all_steps(back) == [40]
+
+
+@pytest.fixture
+def items(tmp_path):
+    """A run whose steps have several items."""
+    place = tmp_path / 'items'
+    with ocp.CheckpointManager(place) as manager:
+        for step in (1, 2):
+            manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(tree(step)),
+                    ema=ocp.args.StandardSave({'w': np.ones(3)}),
+                    config=ocp.args.JsonSave({'layers': 2}),
+                ),
+                metrics={'loss': 1.0},
+            )
+    return place
+
+
+def test_items_that_are_not_converted_are_named_once(items, tmp_path, caplog):
+    done = convert_run('orbax', items, tmp_path / 'new')
+    assert [each.left_out for each in done.converted] == [('config', 'ema')] * 2
+    told = [record.message for record in caplog.records if 'config, ema' in record.message]
+    assert len(told) == 1
+    assert f'{items}/1/ema' in told[0]
+    assert 'left out: config, ema' in t5ckpt_cli('convert', 'orbax', items, tmp_path / 'said', '--all')
+    shown = json.loads(t5ckpt_cli('convert', 'orbax', items, tmp_path / 'one', '--json'))
+    assert shown['left_out'] == ['config', 'ema']
+    ema = t5ckpt.convert.convert_checkpoint('orbax', items / '1/ema', tmp_path / 'ema')
+    assert (ema.left_out, ema.step) == ((), 1)
+    (item,) = (each for each in (tmp_path / 'items/2').iterdir() if each.name == 'ema')
+    for child in sorted(item.rglob('*'), reverse=True):
+        child.rmdir() if child.is_dir() else child.unlink()
+    item.rmdir()
+    caplog.clear()
+    t5ckpt.convert.convert_checkpoint('orbax', items / '2', tmp_path / 'json')
+    assert 'config' in caplog.text
+
+
+def test_what_orbax_has_no_place_for_is_named(tmp_path):
+    with t5ckpt.Checkpointer(tree(0), checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(tree(3), metrics={'loss': 1.0}, custom_metadata={'a': 1})
+    (tmp_path / 'run/checkpoint_3/train_ds-000-of-001').write_bytes(b'position')
+    t5ckpt.pin_checkpoint(tmp_path / 'run/checkpoint_3')
+    (one,) = convert_run('to-orbax', tmp_path / 'run', tmp_path / 'orbax').converted
+    assert one.left_out == ('PINNED', 'train_ds-000-of-001')
+    bare = convert_to_orbax(tmp_path / 'run', tmp_path / 'bare')
+    assert bare.left_out == ('PINNED', 'custom_metadata', 'metrics', 'train_ds-000-of-001')
+    assert 'left out: PINNED, custom_metadata' in t5ckpt_cli('convert', 'to-orbax', tmp_path / 'run', tmp_path / 'said')

@@ -301,3 +301,27 @@ def test_the_verb(run_dir):
 
 def test_names_do_not_reach_the_terminal_as_they_are():
     assert '\x1b' not in str(t5ckpt.Damage('missing', 'a\x1b]0;title\x07', 'text'))
+
+
+def test_the_database_of_orbax_is_counted_and_a_large_chunk_is_no_damage(tmp_path):
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / 'c', {'w': np.zeros((300, 2**20), np.uint8), 'b': np.arange(3)})
+    files = [path for path in files_of(tmp_path / 'c') if path.name == 'manifest.ocdbt' or path.parent.name == 'd']
+    for full in (False, True):
+        report = t5ckpt.verify(tmp_path / 'c', full=full)
+        assert report.ok, report
+        assert (report.files, report.nbytes) == (len(files), sum(path.stat().st_size for path in files))
+
+
+def test_items_of_orbax_that_are_not_verified_are_named(tmp_path):
+    import orbax.checkpoint as ocp
+
+    tree = {'w': np.arange(6.0)}
+    with ocp.CheckpointManager(tmp_path / 'run') as manager:
+        items = {'state': ocp.args.StandardSave(tree), 'ema': ocp.args.StandardSave(tree)}
+        manager.save(1, args=ocp.args.Composite(**items, config=ocp.args.JsonSave({'a': 1})), metrics={'loss': 1.0})
+    report = t5ckpt.verify(tmp_path / 'run', full=True)
+    assert [note for note in report.notes if 'config, ema' in note]
+    assert t5ckpt.verify(tmp_path / 'run/1/ema', full=True).notes == ()

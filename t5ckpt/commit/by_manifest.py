@@ -1,7 +1,8 @@
 """The commit on storage that cannot rename: one write of the manifest, which fails if the step has another one by then.
 
-    [lease], arrays, sidecar, [no pin? no read lease?], [is the lease still ours?], manifest if it is still the old one or none,
-    [no pin? no read lease?], steps marker, -other files, -lease
+    [lease], arrays, sidecar, [is the lease still ours?], manifest if there is none, steps marker, -lease
+    overwrite: ... sidecar, lease with REPLACE, [no pin? no read lease?], [is the lease still ours?], manifest if it is still
+    the old one, [no pin?], lease with SAVE, steps marker, -other files, -lease
 
 The arrays and the file checksums of each save are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the
 manifest has these locations, so T5X reads them as well. The sidecar is ``t5ckpt.<checksum of the manifest>.json``. So no request
@@ -13,8 +14,9 @@ the first manifest to arrive commits, with all of its files, and the other write
 garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and gone after the write of
 its manifest removes the manifest again.
 
-An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. If a pin or
-a read lease was written just before, the old manifest is written back.
+An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. A reader that
+leases the step between the look at the leases and the write waits, as for a deleter. If another program has pinned the step in
+between, the old manifest is written back.
 
 A crash leaves files that the manifest does not name. Garbage collection removes them when the step has no read lease.
 ``commit/write_lease.py`` documents the leases, and ``storage/conditional_writes.py`` which stores check the condition.
@@ -31,7 +33,7 @@ from typing import Any, Self
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import ensured_index, mark_step
-from t5ckpt.commit.lease_owner import SAVE
+from t5ckpt.commit.lease_owner import REPLACE, SAVE
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere, occupant
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
 from t5ckpt.commit.superseded import check_replaceable, is_of_one_save, remove_superseded
@@ -113,10 +115,11 @@ class ManifestTransaction(Transaction):
         work = cls(storage, step, clock, acquire_lease(storage, step, clock))
         work._has_others = True
         try:
+            check_room(storage, step)
+            if storage.is_file(work._key):
+                # Broken, or left of a step that was deleted.
+                work._version = storage.version(work._key)
             if resume_text(storage, work.directory) != writer['resume']:
-                check_room(storage, step)
-                if storage.is_file(work._key):
-                    work._version = storage.version(work._key)
                 work._remove_keys(lambda key: key != MANIFEST and not is_of_one_save(key))
                 record = Sidecar(writer=writer, step=step)
                 storage.write(join(work.directory, SIDECAR), encode_sidecar(record))
@@ -144,7 +147,7 @@ class ManifestTransaction(Transaction):
         self._has_others, self._overwrites = True, found is not None
         if storage.is_file(self._key):
             self._old, self._version = storage.read_with_version(self._key)
-        self._lease.note_replacement()
+        self._lease.note(replaces=True)
         if not self._overwrites:
             self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(TRAIN_DS_PREFIX))
 
@@ -155,19 +158,25 @@ class ManifestTransaction(Transaction):
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         del directories
         self._write_sidecar_of(manifest, sidecar)
-        if self._overwrites:
-            self._check_not_kept()
         looked = self._clock()
+        if self._overwrites:
+            # A reader that leases the step from now on waits until the manifest is replaced.
+            self._lease.note(action=REPLACE)
+            self._check_not_kept()
         if not self._lease.is_ours():
             self._keeps_files = not self.generation
             raise self._taken_over()
         version = self._put(manifest, self._version)
+        if version is None and self._overwrites and not self.storage.is_file(self._key):
+            # Another program has deleted the step that is overwritten.
+            version = self._put(manifest, None)
         if version is None:
             change = 'replaced or deleted' if self._overwrites else 'saved'
             raise AlreadyCommittedError(f'{self.storage.url(self._key)} was {change} by another writer in the meantime')
-        if self._clock() - looked > TAKE_OVER_SECONDS:
+        was_stopped = self._clock() - looked > TAKE_OVER_SECONDS
+        if was_stopped:
             self._withdraw_if_lost(version, sidecar)
-        self._finish(version)
+        self._finish(version, was_stopped=was_stopped)
 
     def _write_sidecar_of(self, manifest: bytes, sidecar: bytes | None) -> None:
         """Writes the sidecar; without one, deletes the record of the writer, which has its name."""
@@ -177,9 +186,10 @@ class ManifestTransaction(Transaction):
         self._manifest, self._sidecar = manifest, join(self.directory, sidecar_of(digest(manifest)))
         self.storage.write(self._sidecar, sidecar)
 
-    def _check_not_kept(self) -> None:
+    def _check_not_kept(self, *, has_readers: bool = True) -> None:
         storage, step = self.storage, self.step
-        reason = kept_by(storage, step, self._clock, pinned=is_pinned(storage, self.directory))
+        pinned = is_pinned(storage, self.directory)
+        reason = kept_by(storage, step, self._clock, pinned=pinned) if pinned or has_readers else None
         if reason is not None:
             raise kept_error(storage, step, reason, 'replaced')
 
@@ -201,7 +211,8 @@ class ManifestTransaction(Transaction):
         """
         if sidecar is not None and _read_if_there(self.storage, self._sidecar) not in (sidecar, None):
             raise AlreadyCommittedError(f'{self.storage.url(self._key)} was saved by another writer in the meantime')
-        if self._lease.is_ours() or (self.generation and self._lease.actions_of_others(self.step) == {SAVE}):
+        others = self._lease.actions_of_others(self.step)
+        if self._lease.is_ours() or (self.generation and others and others <= {SAVE, REPLACE}):
             return
         self.storage.delete_unchanged(self._key, version)
         raise self._taken_over()
@@ -222,12 +233,13 @@ class ManifestTransaction(Transaction):
         self._keeps_files = True
         raise StorageError(errno.EIO, f'{error} The old manifest could not be written back: {reason}') from error
 
-    def _finish(self, version: Any) -> None:
+    def _finish(self, version: Any, *, was_stopped: bool) -> None:
         """Marks the committed step, and removes the files of others. A failure leaves that to garbage collection."""
         is_done = False
         try:
             if self._overwrites:
-                self._check_not_kept()
+                self._check_not_kept(has_readers=was_stopped)
+                self._lease.note(action=SAVE)
             mark_step(self.storage, self.step)
             if self._has_others and self._sidecar:
                 remove_superseded(self.storage, self.step, self._lease)
@@ -242,16 +254,15 @@ class ManifestTransaction(Transaction):
             self._lease.replaces = False
             self._lease.release()
         else:
-            # The write lease stays, so the step is listed without a marker.
-            self._lease.close()
+            # The record stays, so the step is listed without a marker.
+            self._lease.linger()
 
     def release(self) -> None:
-        """Releases the lease and keeps the files."""
-        self._lease.close()
+        """Ends the lease: files of this writer may be in the directory, or arrive, and so may its manifest."""
+        self._lease.replaces = True
+        self._lease.linger()
 
     def _remove(self) -> None:
-        if self._overwrites:
-            self._lease.replaces = any(owner.replaces for owner in self._lease.predecessors)
         # A checkpoint without arrays may have the manifest of the one that another writer has committed.
         if not self._is_committed_by_another():
             if self.generation:
@@ -263,10 +274,11 @@ class ManifestTransaction(Transaction):
                 self._remove_keys(lambda key: not is_of_one_save(key))
             if self._sidecar:
                 self.storage.delete_file(self._sidecar)
-        if not self._lease.is_ours() or (not self._overwrites and self.storage.is_file(self._key)):
-            # Of another writer, maybe of another program: until garbage collection writes the marker, the lease lists the step.
-            self._lease.close()
+        if self._may_arrive or not self._lease.is_ours() or (not self._overwrites and self.storage.is_file(self._key)):
+            # The manifest is that of another writer, maybe of another program: the record lists the step until it has its marker.
+            self.release()
         else:
+            self._lease.replaces = any(owner.replaces for owner in self._lease.predecessors)
             self._lease.leave()
 
     def _is_committed_by_another(self) -> bool:

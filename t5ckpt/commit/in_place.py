@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import logging
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import ensured_index, mark_step
@@ -18,7 +19,7 @@ from t5ckpt.commit.superseded import remove_superseded
 from t5ckpt.commit.write_lease import BeingWrittenError, WriteLease, acquire_lease, acquire_to_hide, has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.format.names import MANIFEST, PINNED, step_dir, step_marker
 from t5ckpt.storage import Storage
 
@@ -78,7 +79,7 @@ def hide_in_place(
     """
     key = join(step_dir(step), MANIFEST)
     lease = acquire_to_hide(storage, step, clock)
-    # Until the step is hidden, an error releases the lease. Afterwards the lease stays, for garbage collection.
+    # Until the step is hidden, an error changes nothing.
     end = lease.leave
     try:
         if step in lease.read_steps or is_wanted([PINNED] if storage.is_file(join(step_dir(step), PINNED)) else []):
@@ -88,21 +89,13 @@ def hide_in_place(
             manifest, version = storage.read_with_version(key)
         except CheckpointNotFoundError:
             # Its deleter may have been killed, so its files are removed here. The lease excludes other deleters.
-            end = lease.close
+            end = lease.linger
             remove_step(storage, step, lease)
             end = lease.release
             raise
         check_known(storage, step_dir(step), manifest=manifest, has_known_sidecar=True)
-        end = lease.close
-        try:
-            is_unchanged = storage.delete_unchanged(key, version)
-        except StorageError:
-            # The reply may have been lost; while the manifest is there, so is the checkpoint.
-            is_unchanged = True
-            if storage.is_file(key):
-                end = lease.leave
-                raise
-        if not is_unchanged:
+        end = lease.linger
+        if not _is_manifest_deleted(storage, key, manifest, version):
             end = lease.leave
             _raise_replaced(storage, step)
         keys = keys_below(storage, step_dir(step))
@@ -120,6 +113,31 @@ def hide_in_place(
 
 def _raise_replaced(storage: Storage, step: int) -> None:
     raise StorageError(errno.EBUSY, f'{storage.url(step_dir(step))} was replaced by another process in the meantime.')
+
+
+def _is_manifest_deleted(storage: Storage, key: str, manifest: bytes, version: Any) -> bool:
+    """Deletes a manifest that has this version; returns False if another process has replaced it.
+
+    If the deletion fails, its request may still arrive. So the manifest is written again: a store that compares versions in a
+    deletion refuses the late one then.
+
+    Raises:
+      StorageError: the manifest is there.
+    """
+    try:
+        return storage.delete_unchanged(key, version)
+    except AccessDeniedError:
+        raise
+    except StorageError as error:
+        if not storage.is_file(key):
+            # The reply was lost.
+            return True
+        again = storage.replace(key, manifest, version)
+        if again is None and not storage.is_file(key):
+            return True
+        if again == version:
+            raise StorageError(error.errno, f'{error} The step may disappear, if the request arrives later.') from error
+        raise
 
 
 def remove_in_place(storage: Storage, hidden: Hidden, lease: WriteLease) -> None:

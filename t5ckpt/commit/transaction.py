@@ -22,10 +22,10 @@ from typing import Any, Self
 
 from t5ckpt._version import __version__
 from t5ckpt.commit.lease_owner import process_facts
-from t5ckpt.commit.write_lease import AlreadyCommittedError
+from t5ckpt.commit.write_lease import AlreadyCommittedError, StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import FormatError, SaveFailedError, T5CkptError
+from t5ckpt.errors import AccessDeniedError, FormatError, SaveFailedError, StepKeptError, T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar
@@ -96,6 +96,8 @@ class Transaction(ABC):
         self._is_committed = False
         # Whether a rollback keeps the files, since another process has the step or the commit may still arrive.
         self._keeps_files = False
+        # Whether a request of this write may arrive after the rollback.
+        self._may_arrive = True
 
     def __enter__(self) -> Self:
         return self
@@ -105,6 +107,7 @@ class Transaction(ABC):
     ) -> None:
         if self._is_committed:
             return
+        self._may_arrive = not isinstance(error, (StepTakenError, StepKeptError, AccessDeniedError))
         # If the step is complete already, no later attempt needs the files.
         if kind is not None and issubclass(kind, self.kept_after) and not issubclass(kind, AlreadyCommittedError):
             self.release()

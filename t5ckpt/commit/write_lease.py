@@ -20,12 +20,21 @@ heartbeat: after ten minutes for another writer of the same step, and after an h
 takes the step over first removes the expired record, so its owner, if it still runs, detects the loss. If the manifest exists
 then, the step is committed and gets its steps marker; otherwise its files are removed.
 
-An overwrite in place sets ``replaces`` in its lease, so that garbage collection removes the files that it left.
-A process that takes over such a lease for another purpose does not remove it, but leaves it expired. The same holds for any
-lease whose new owner changes nothing, such as a save that finds the step committed: the step may lack its marker.
+While an owner lives, it ends its lease in one of four ways:
 
-A manifest whose PUT failed may still arrive, so its arrays and the lease stay. If it arrives, the checkpoint is complete. If
-not, garbage collection removes the arrays and the lease.
+    way      the owner                                    the record
+    release  has finished                                 is removed
+    leave    has changed nothing                          is removed
+    linger   has failed: a request may still arrive       is that of nobody, for an hour
+    close    cannot reach the storage, or lost the step   stays as it is, as after a crash
+
+On an object store, a request that a process has given up may arrive later. A record that lingers has no owner, so that another
+process may take the step at once. Garbage collection takes the step when the record is an hour old (it is written as twenty
+minutes old): it removes what has arrived by then, or marks the step if its manifest has. The same holds for requests of dead
+owners. So ``release`` and ``leave`` let the record linger, too, if they took over that of a dead owner and cannot know that
+nothing of it is left: ``release`` in the first hour after its last heartbeat, ``leave`` always.
+
+An overwrite in place sets ``replaces`` in its lease, so that garbage collection removes the files that it left.
 
 ``commit/lease_time.py`` has the clock by which leases expire.
 
@@ -36,6 +45,7 @@ collection gives the directory another name first.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -60,7 +70,7 @@ from t5ckpt.commit.lease_owner import (
     new_owner,
     read_owner,
 )
-from t5ckpt.commit.lease_time import lease_clock, warn_if_ahead
+from t5ckpt.commit.lease_time import CLOCK_SECONDS, lease_clock, warn_if_ahead
 from t5ckpt.core.keys import join
 from t5ckpt.core.polling import attempts
 from t5ckpt.core.protocols import Clock
@@ -85,6 +95,10 @@ __all__ = [
 
 TAKE_OVER_SECONDS = 600.0
 _BEAT_SECONDS = 60.0
+SETTLED_SECONDS = 3600.0
+"""After so long, no request of an owner is on its way to a server."""
+# The age of a record that lingers: dead for another owner of the step, whose clock may be behind, and not for garbage collection.
+_LINGERING_SECONDS = TAKE_OVER_SECONDS + CLOCK_SECONDS
 # How long to wait for another process that begins or hides the same step, and for one that steps back: a few requests.
 _RIVAL_SECONDS, _STEP_BACK_SECONDS = 5.0, 1.0
 _log = logging.getLogger('t5ckpt')
@@ -216,39 +230,51 @@ class WriteLease:
         now = lease_clock(self._storage, self._clock)
         return {owner.action for owner in _owners(self._storage, others) if not owner.is_dead(now, TAKE_OVER_SECONDS)}
 
-    def note_replacement(self) -> None:
-        """Records that this owner or a dead one overwrites the step in place."""
+    def note(self, *, action: str | None = None, replaces: bool | None = None) -> None:
+        """Writes the record with another ``action``, or with ``replaces``."""
         with self._lock:
-            self.replaces = True
+            self._action = self._action if action is None else action
+            self.replaces = self.replaces if replaces is None else replaces
             self._write()
 
-    def stop(self) -> None:
-        """Stops the heartbeat; keeps the record and the lock."""
+    def release(self) -> None:
+        """Ends the lease of an owner that has finished: the step needs nothing else, but for requests of a dead owner."""
+        sent = max((owner.beat for owner in self.predecessors), default=-math.inf)
+        self._end(lingers=self.replaces or self._clock() - sent <= SETTLED_SECONDS)
+
+    def leave(self) -> None:
+        """Ends the lease of an owner that has finished nothing: what a dead owner left is left to the next one."""
+        self._end(lingers=self.replaces or bool(self.predecessors))
+
+    def linger(self) -> None:
+        """Ends the lease of an owner that has failed: its requests may still arrive, and its files may be left."""
+        with contextlib.suppress(T5CkptError):
+            if not self._ended.is_set() and not self.is_ours():
+                # The owner that has taken the step over keeps its own record.
+                self.close()
+        self._end(lingers=True)
+
+    def close(self) -> None:
+        """Ends the lease as a crash does."""
+        self._stop()
+        end_owner(self.nonce)
+        self._dir_lock.close()
+
+    def _stop(self) -> None:
         self._ended.set()
         with self._lock:
             # Waits for a heartbeat that is being written.
             pass
 
-    def close(self) -> None:
-        """Releases the lock and keeps the record, for garbage collection."""
-        self.stop()
-        end_owner(self.nonce)
-        self._dir_lock.close()
-
-    def release(self) -> None:
-        """Removes the record, or leaves it expired for garbage collection, and releases the lock."""
-        self._end(keeps_record=self.replaces)
-
-    def leave(self) -> None:
-        """Releases the lease of an owner that has finished nothing. Files of a dead owner keep an expired record."""
-        self._end(keeps_record=self.replaces or (bool(self.predecessors) and not self._storage.commits_by_rename))
-
-    def _end(self, *, keeps_record: bool) -> None:
-        self.stop()
+    def _end(self, *, lingers: bool) -> None:
+        if self._ended.is_set():
+            return
+        self._stop()
         try:
-            if keeps_record:
-                expired = dataclasses.replace(EXPIRED, replaces=self.replaces)
-                self._storage.write(self.key, self._encode(dataclasses.asdict(expired)))
+            if lingers and not self._storage.commits_by_rename:
+                beat = self._clock() - _LINGERING_SECONDS
+                record = dataclasses.replace(EXPIRED, beat=beat, replaces=self.replaces)
+                self._storage.write(self.key, self._encode(dataclasses.asdict(record)))
             else:
                 self._storage.delete_file(self.key)
         except T5CkptError as error:
@@ -348,7 +374,7 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
         if owner is None:
             lease.predecessors = tuple(owners)
             if any(each.replaces for each in owners):
-                lease.note_replacement()
+                lease.note(replaces=True)
             for each in others:
                 storage.delete_file(each.key)
             lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))

@@ -153,7 +153,7 @@ def _begin(request: StreamRequest, plan: SavePlan) -> Transaction:
 def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) -> int:
     """Writes everything and commits; returns the bytes of all files."""
     storage, directory = request.storage, join(work.directory, work.generation)
-    taken = _take(request, plan.writes, directory)
+    taken = _take(request, plan.writes, directory, is_new=bool(work.generation))
     rest = tuple(write for write in plan.writes if write.path not in taken.writes)
     staging = Staging(dataclasses.replace(plan, writes=rest), StagingMode.AUTO, request.budget_bytes)
     staging.start()
@@ -190,15 +190,15 @@ def _progress_after(progress: Progress | None, before: int) -> Progress | None:
     return None if progress is None else lambda done, total: progress(before + done, before + total)
 
 
-def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str) -> _Taken:
-    """Takes the leaves whose files a killed write left here, and links those of other checkpoints."""
+def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, *, is_new: bool) -> _Taken:
+    """Takes the leaves whose files a killed write left here (none if it ``is_new``), and links those of other checkpoints."""
     taken = _Taken()
     total = sum(write.array.nbytes for write in writes)
     for write in writes:
         leaf = write.leaf
         array = linkable_array(leaf, write) if isinstance(leaf, LinkedArray) else None
         planned = write if array is None else dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
-        files = _files_here(request.storage, directory, planned)
+        files = None if is_new else _files_here(request.storage, directory, planned)
         if files is None and isinstance(leaf, LinkedArray) and array is not None:
             files = link_or_copy_chunks(leaf, planned, request.storage, directory)
         if files is None:

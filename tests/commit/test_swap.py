@@ -1,7 +1,10 @@
 """``save(..., overwrite=True)`` where nothing can be renamed: one write of the manifest swaps the old checkpoint for the new."""
 
 import contextlib
+import itertools
 import logging
+import threading
+import time
 import uuid
 
 import ml_dtypes
@@ -15,6 +18,7 @@ import t5ckpt
 from t5ckpt import Checkpointer
 from t5ckpt.cli.app import run as run_cli
 from t5ckpt.commit.garbage_collection import collect_leftovers
+from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.commit.write_lease import read_owner
 from t5ckpt.errors import (
     AccessDeniedError,
@@ -187,7 +191,7 @@ class Acting(FaultyStorage):
 
     def replace(self, key, data, version):
         found = super().replace(key, data, version)
-        if self.after and self.act is not None:
+        if self.after and self.act is not None and key == 'checkpoint_1/checkpoint':
             self.act, act = None, self.act
             act()
         return found
@@ -199,14 +203,19 @@ class Acting(FaultyStorage):
             act()
 
 
-@pytest.mark.parametrize('keeps', ['pin', 'reader'])
-@pytest.mark.parametrize('when', ['before', 'write', 'replace', 'after replace'])
+@pytest.mark.parametrize(
+    ('keeps', 'when'),
+    [*itertools.product(['pin', 'reader'], ['before', 'write']), ('T5X', 'replace'), ('T5X', 'after replace')],
+)
 def test_what_is_kept_while_it_is_replaced(url, keeps, when):
+    """T5X pins without looking for a writer."""
     save(url, 1)
     steps = t5ckpt.checkpoints_iterator(url, timeout=0, hold_seconds=60)
-
-    def keep():
-        t5ckpt.pin_checkpoint(f'{url}/checkpoint_1') if keeps == 'pin' else next(steps)
+    keep = {
+        'pin': lambda: t5ckpt.pin_checkpoint(f'{url}/checkpoint_1'),
+        'reader': lambda: next(steps),
+        'T5X': lambda: open_storage(url).write('checkpoint_1/PINNED', b'1'),
+    }[keeps]
 
     before = keys(open_storage(url))
     if when == 'before':
@@ -222,6 +231,43 @@ def test_what_is_kept_while_it_is_replaced(url, keeps, when):
     t5ckpt.unpin_checkpoint(f'{url}/checkpoint_1')
     steps.close()
     assert save(url, 2, overwrite=True).step == 1
+
+
+@pytest.mark.parametrize('when', ['replace', 'after replace'])
+def test_a_reader_waits_while_the_manifest_is_replaced(url, when):
+    """So it has the new checkpoint, and the overwrite is not taken back under it."""
+    save(url, 1)
+    storage, read = open_storage(url), []
+
+    def evaluate():
+        with read_lease(storage, 1, 60, time.time) as is_there:
+            read.append(is_there and value_of(url))
+
+    reader = threading.Thread(target=evaluate)
+
+    def arrive():
+        reader.start()
+        while not read and not [key for key, _ in storage.walk('.t5ckpt') if '/held_1.' in key]:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert not read
+
+    acting = Acting(storage, when, arrive, after=when == 'after replace')
+    with checkpointer(acting) as ck:
+        assert ck.save(state(2), step=1, overwrite=True).step == 1
+    reader.join()
+    assert read == [2]
+    assert t5ckpt.verify(url, full=True).ok
+
+
+def test_a_step_that_another_program_deletes_while_it_is_overwritten(url):
+    """It is saved nevertheless."""
+    save(url, 1)
+    acting = Acting(open_storage(url), 'replace', lambda: open_storage(url).delete_file('checkpoint_1/checkpoint'))
+    with checkpointer(acting) as ck:
+        assert ck.save(state(2), step=1, overwrite=True).step == 1
+    assert value_of(url) == 2
+    assert t5ckpt.verify(url, full=True).ok
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------
@@ -374,7 +420,9 @@ def test_the_lease_of_a_killed_overwrite_is_taken_over(url, then):
             ck.save(state(4), step=4)
     else:
         save(url, 3, overwrite=then == 'overwrite')
-    save(url, 5, step=5)
+    # Requests of the dead owner may arrive, so its record stays for an hour.
+    assert then == 'keep_dataset_checkpoints' or leases(storage)
+    save(url, 5, step=5, clock=FakeClock(2**31))
     if then == 'delete':
         assert not keys(storage)
     else:
@@ -391,7 +439,7 @@ def test_leftovers_stay_while_a_reader_holds_the_step(url):
     save(url, 5, step=5)
     assert keys(storage) == before
     steps.close()
-    save(url, 6, step=6)
+    save(url, 6, step=6, clock=FakeClock(2**31))
     assert keys(storage) < before
     assert t5ckpt.verify(url, 1, full=True).notes == ()
 
@@ -447,7 +495,6 @@ def test_a_store_that_refuses(url):
 def test_an_old_manifest_that_cannot_be_written_back(url):
     """A pin came just before the manifest was replaced, and the store fails then: the new checkpoint stays, and is pinned."""
     save(url, 1)
-    t5ckpt_pin = f'{url}/checkpoint_1'
 
     class Failing(FaultyStorage):
         puts = 0
@@ -459,16 +506,16 @@ def test_an_old_manifest_that_cannot_be_written_back(url):
             if self.puts == 2:
                 raise StorageError(5, 'injected')
             found = super().replace(key, data, version)
-            t5ckpt.pin_checkpoint(t5ckpt_pin)
+            self.write('checkpoint_1/PINNED', b'1')
             return found
 
     with pytest.raises(StorageError, match=r'is pinned.* could not be written back: .*injected'):
         save(Failing(open_storage(url)), 2, overwrite=True)
     assert value_of(url) == 2
-    save(url, 3, step=3)
+    save(url, 3, step=3, clock=FakeClock(2**31))
     assert value_of(url) == 2
     assert t5ckpt.verify(url, 1, full=True).notes == ()
-    assert t5ckpt.is_pinned_checkpoint(t5ckpt_pin)
+    assert t5ckpt.is_pinned_checkpoint(f'{url}/checkpoint_1')
 
 
 def test_a_damaged_manifest_keeps_the_leftovers(url, caplog):

@@ -42,8 +42,8 @@ def state(seed):
 
 
 def checkpointer(url, **options):
-    options = {'chunk_bytes': 2**14, 'inline_bytes': 64, 'storage_options': OPTIONS} | options
-    return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, clock=FakeClock(), **options)
+    options = {'chunk_bytes': 2**14, 'inline_bytes': 64, 'storage_options': OPTIONS, 'clock': FakeClock()} | options
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, **options)
 
 
 def same(found, seed):
@@ -169,7 +169,8 @@ class Case:
         for step in steps:
             same(t5ckpt.load_t5x_checkpoint(self.url, step), step)
             assert t5ckpt.verify(f'{self.url}/checkpoint_{step}', full=True).ok
-        with checkpointer(self.url, keep=1) as ck:
+        # An hour later, when nothing that has failed can arrive anymore.
+        with checkpointer(self.url, keep=1, clock=FakeClock(2**31)) as ck:
             ck.save(state(3), step=3)
         left = {key for key, _ in open_storage(self.url).walk('') if not key.startswith('checkpoint_3/')}
         assert {key for key in left if not key.startswith('.t5ckpt/complete.')} == {'.t5ckpt/steps/3'}

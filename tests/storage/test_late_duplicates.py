@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import t5ckpt
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock
 
@@ -156,6 +156,89 @@ def test_a_late_deletion_of_the_steps_marker(bucket):
     assert t5ckpt.all_steps(url) == [STEP]
 
 
+def fail(bucket, kind, ending):
+    """Has all requests of a kind, for a key with this ending, fail; the first one arrives when it is released."""
+
+    def choose(asked, key):
+        if asked != kind or not key.endswith(ending):
+            return None
+        return 'dropped' if bucket.proxy.held else 'late'
+
+    bucket.proxy.choose = choose
+
+
+def heal(bucket):
+    bucket.proxy.choose = lambda kind, key: None
+
+
+@pytest.mark.parametrize('ending', ['w/0.0', 'w/.zarray', 'integrity.0.json', '.json', 'checkpoint_5/checkpoint'])
+def test_a_late_write_of_a_save_that_failed(bucket, ending):
+    """What it leaves is removed an hour later. A late manifest finds its files, so the step is whole."""
+    url, clock = bucket.url(), FakeClock()
+    with checkpointer(url, clock, storage_options={'retry_seconds': 1.0}) as ck:
+        fail(bucket, 'write', ending)
+        with pytest.raises(StorageError):
+            ck.save(state(1), step=STEP)
+        heal(bucket)
+        # The same process goes on, and collects the leftovers of the dead.
+        ck.save(state(2), step=6)
+        release(bucket)
+        assert keys(url)
+        clock.advance(7200)
+        ck.save(state(3), step=7)
+    if ending == 'checkpoint_5/checkpoint':
+        assert t5ckpt.all_steps(url) == [STEP, 6, 7]
+        assert t5ckpt.verify(url, STEP, full=True).ok
+        assert is_of(loaded(url), 1)
+    else:
+        assert t5ckpt.all_steps(url) == [6, 7]
+        assert not keys(url)
+    assert not leases(url)
+
+
+def leases(url):
+    return [key for key, _ in open_storage(url).walk('.t5ckpt') if '/busy/' in key]
+
+
+def test_a_late_deletion_of_a_step_that_could_not_be_deleted(bucket):
+    """Google's storage refuses it, since the manifest was written again. On S3 the step is deleted, with all of its files."""
+    url, clock = bucket.url(), FakeClock()
+    with checkpointer(url, clock, storage_options={'retry_seconds': 1.0}) as ck:
+        ck.save(state(1), step=STEP)
+        fail(bucket, 'delete', 'checkpoint_5/checkpoint')
+        with pytest.raises(StorageError, match='may disappear' if bucket.scheme == 's3' else None):
+            ck.delete(STEP)
+        assert t5ckpt.all_steps(url) == [STEP]
+        heal(bucket)
+        release(bucket)
+        if bucket.scheme == 'gs':
+            assert is_whole(url, 1)
+        clock.advance(7200)
+        ck.save(state(2), step=6)
+    assert t5ckpt.all_steps(url) == ([STEP, 6] if bucket.scheme == 'gs' else [6])
+    assert bool(keys(url)) == (bucket.scheme == 'gs')
+    assert not leases(url)
+
+
+def test_a_late_deletion_of_the_marker_of_a_deletion_that_failed(bucket):
+    """The step was saved again meanwhile. Its lease lists it until garbage collection has written the marker again."""
+    url, clock = bucket.url(), FakeClock()
+    with checkpointer(url, clock, storage_options={'retry_seconds': 1.0}) as ck:
+        ck.save(state(1), step=STEP)
+        fail(bucket, 'delete', 'steps/5')
+        with pytest.raises(StorageError):
+            ck.delete(STEP)
+        heal(bucket)
+        ck.save(state(2), step=STEP)
+        release(bucket)
+        assert is_whole(url)
+        clock.advance(7200)
+        ck.save(state(3), step=6)
+    assert t5ckpt.all_steps(url) == [STEP, 6]
+    assert open_storage(url).is_file('.t5ckpt/steps/5')
+    assert not leases(url)
+
+
 def test_a_late_write_of_a_lease_damages_nothing(bucket):
     """The record of a save that has ended comes back; garbage collection takes it when it has expired."""
     url, clock = bucket.url(), FakeClock()
@@ -176,7 +259,7 @@ def test_a_late_write_of_a_lease_damages_nothing(bucket):
         ck.save(state(6), step=6)
     assert t5ckpt.all_steps(url) == [STEP, 6]
     assert is_of(loaded(url), 1)
-    assert not [key for key, _ in open_storage(url).walk('.t5ckpt') if '/busy/' in key]
+    assert not leases(url)
 
 
 def test_a_late_manifest_of_an_overwrite_is_refused_by_its_condition(gs):

@@ -85,7 +85,7 @@ class _Request:
     def _fail(self, fault: Decision) -> None:
         if fault.action == 'lost' and self._changes:
             self._apply()
-        elif fault.action == 'late' and self.text.startswith('PUT'):
+        elif fault.action == 'late' and self._changes:
             self._arrive_later(float(fault.value))
         raise ValueError(_FAILED)
 

@@ -110,10 +110,6 @@ class Explorer:
             return scheduler.failure
         if task.error is not None:
             return f'the next save raised {type(task.error).__name__}: {task.error}'
-        late = {'late', 'pause', 'delay'} if world.has_jobs and world.kind == 'bucket' else {'late'}
-        if any(each.action in late for each in scheduler.taken):
-            # docs/reliability.md: a PUT that arrives after its save has given up leaves a file.
-            return None
         for key in sorted(world.keys()):
             found = _OWN.match(key)
             step = None if found is None else found.group(1) or found.group(3)

@@ -63,13 +63,8 @@ def saver(world: World, value: float, steps: Sequence[int], *, how: str = 'save'
     return run
 
 
-def reader(world: World, step: int, seconds: float = 600.0, *, is_replaced: bool = False) -> Callable[[], None]:
-    """An evaluator that reads a step under a read lease.
-
-    With ``is_replaced``, another process overwrites the step. In a bucket, that one may find the read lease after it has written
-    the manifest, and write the old one back. The reader is told to open the step again then.
-    """
-    retried = (ChangedMeanwhileError,) if is_replaced and world.kind == 'bucket' else ()
+def reader(world: World, step: int, seconds: float = 600.0) -> Callable[[], None]:
+    """An evaluator that reads a step under a read lease."""
 
     def run() -> None:
         storage, process, began = world.storage(), current_task().process.name, world.scheduler.now
@@ -80,9 +75,7 @@ def reader(world: World, step: int, seconds: float = 600.0, *, is_replaced: bool
             world.observer.is_leased(process, step, until)
             try:
                 _read(world, step)
-            except retried:
-                return
-            except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+            except (CheckpointNotFoundError, CorruptCheckpointError, ChangedMeanwhileError) as error:
                 if world.scheduler.now < until:
                     world.scheduler.fail(f'a reader with a lease of step {step}: {type(error).__name__}: {error}')
             finally:

@@ -113,7 +113,7 @@ def _overwrite(world: World) -> Sequence[Task]:
     return [
         world.start('one', saver(world, 1, [1], how='overwrite'), machine='a', may_delete=_is_one),
         world.start('two', saver(world, 2, [1], how='overwrite'), machine='b', may_delete=_is_one),
-        world.start('reader', reader(world, 1, is_replaced=True), machine='c'),
+        world.start('reader', reader(world, 1), machine='c'),
     ]
 
 

@@ -274,8 +274,14 @@ class ManifestTransaction(Transaction):
                 self._remove_keys(lambda key: not is_of_one_save(key))
             if self._sidecar:
                 self.storage.delete_file(self._sidecar)
-        if self._may_arrive or not self._lease.is_ours() or (not self._overwrites and self.storage.is_file(self._key)):
+        if (
+            self._may_arrive
+            or not self.generation
+            or not self._lease.is_ours()
+            or (not self._overwrites and self.storage.is_file(self._key))
+        ):
             # The manifest is that of another writer, maybe of another program: the record lists the step until it has its marker.
+            # A repair has the names of its source, which another writer of the step may have as well: they are collected, too.
             self.release()
         else:
             self._lease.replaces = any(owner.replaces for owner in self._lease.predecessors)

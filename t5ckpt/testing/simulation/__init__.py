@@ -23,6 +23,7 @@ To test a storage of your own, write a module with ``SCENARIOS`` whose programs 
 
 The modules: ``scheduler`` (who is next), ``choosers`` (random, PCT, exhaustive, replay), ``virtual`` (how the package is loaded),
 ``primitives`` (threads and locks), ``posix`` and ``disk`` (a file system, with power cuts), ``bucket``, ``coordination``,
-``programs``, ``jobs``, ``world``, ``explore`` (many schedules, and the shortest) and ``campaign`` (many processes). Tests call
-:func:`~t5ckpt.testing.simulation.campaign.simulate`, which starts processes, since the simulated world needs one of its own.
+``arrays`` (what TensorStore opens), ``programs``, ``jobs``, ``verbs``, ``world``, ``explore`` (many schedules, the shortest) and
+``campaign`` (many processes). Tests call :func:`~t5ckpt.testing.simulation.campaign.simulate`, which starts processes, since the
+simulated world needs one of its own.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorstore as ts
@@ -19,8 +19,9 @@ from t5ckpt.storage.connection import Connection
 from t5ckpt.storage.process_locks import ProcessLock
 from t5ckpt.testing.simulation.scheduler import Decision, active, current_task, wait_until
 
-__all__ = ['Bucket', 'SimulatedBucket']
+__all__ = ['Bucket', 'SimulatedBucket', 'mount', 'open_at']
 
+_SCHEME = 'gs'
 _FAILED = 'UNAVAILABLE: injected: the server does not answer'
 
 
@@ -158,7 +159,7 @@ def _text(keys: Any) -> str:
 
 class _SimulatedConnection(Connection):
     def __init__(self, client: _Client):
-        super().__init__({'driver': 'memory'}, lambda retries: ts.Context())
+        super().__init__({'driver': 'simulated'}, lambda retries: ts.Context())
         self._client = client
 
     def kvstore(self) -> Any:
@@ -166,6 +167,20 @@ class _SimulatedConnection(Connection):
 
     def _result(self, future: Any) -> Any:
         return future.result()
+
+
+_mounted: list[Bucket] = []
+
+
+def mount(bucket: Bucket) -> None:
+    """Makes the URLs of Google's storage those of a bucket."""
+    _mounted[:] = [bucket]
+
+
+def open_at(bucket: str, prefix: str, given: Mapping[str, Any] | None) -> SimulatedBucket:
+    """Opens a URL of Google's storage."""
+    del bucket, given
+    return SimulatedBucket(_mounted[0], prefix)
 
 
 class SimulatedBucket(BucketStorage):
@@ -181,7 +196,7 @@ class SimulatedBucket(BucketStorage):
         self.caches = True
 
     def url(self, key: str = '') -> str:
-        return f'{self._bucket}/{self._key(key)}'.rstrip('/')
+        return f'{_SCHEME}://{self._bucket}/{self._key(key)}'.rstrip('/')
 
     def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
         del is_good

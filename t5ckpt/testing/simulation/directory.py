@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from t5ckpt.storage import Storage
 from t5ckpt.storage.file import FileStorage
 from t5ckpt.testing.simulation import posix
 
-__all__ = ['SimulatedDirectory']
+__all__ = ['SimulatedDirectory', 'open_at']
 
 
 class _WithPaths:
@@ -25,7 +26,7 @@ class SimulatedDirectory(FileStorage):
 
     def __init__(self, name: str = 'run'):
         """Takes the name of the directory, which is created with the first save."""
-        super().__init__(f'{posix.ROOT}/{name}')
+        super().__init__(f'{posix.ROOT}/{name}'.rstrip('/'))
         self.caches = True
 
     def local_path(self, key: str) -> str | None:
@@ -40,6 +41,14 @@ class SimulatedDirectory(FileStorage):
 
     def open_kvstore(self, key: str) -> Any:
         return _Files(self, key)
+
+
+def open_at(bucket: str, path: str, given: Mapping[str, Any] | None) -> FileStorage:
+    """Opens a path: a simulated directory below ``/simulated``."""
+    del bucket, given
+    if path != posix.ROOT and not path.startswith(f'{posix.ROOT}/'):
+        return FileStorage(path)
+    return SimulatedDirectory(path.removeprefix(posix.ROOT).strip('/'))
 
 
 class _Files:

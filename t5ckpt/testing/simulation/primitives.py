@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import functools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from t5ckpt.testing.simulation.scheduler import Task, active, current_task, wait_until
 
-__all__ = ['Condition', 'Event', 'Future', 'Lock', 'RLock', 'Semaphore', 'SimpleQueue', 'Thread', 'get_ident']
+__all__ = [
+    'Condition',
+    'Event',
+    'Future',
+    'Lock',
+    'RLock',
+    'Semaphore',
+    'SimpleQueue',
+    'Thread',
+    'as_completed',
+    'get_ident',
+]
 
 
 class Lock:
@@ -221,6 +233,21 @@ class Future(concurrent.futures.Future[Any]):
     def _await(self, timeout: float | None) -> None:
         if not self.done() and not wait_until(self.done, timeout):
             raise TimeoutError
+
+
+def as_completed(futures: Iterable[Future], timeout: float | None = None) -> Iterator[Future]:
+    """``concurrent.futures.as_completed``, in the order of the futures where several are done."""
+    left = list(futures)
+    while left:
+        if not wait_until(functools.partial(_is_any_done, left), timeout):
+            raise TimeoutError
+        done = [future for future in left if future.done()]
+        left = [future for future in left if future not in done]
+        yield from done
+
+
+def _is_any_done(futures: Iterable[Future]) -> bool:
+    return any(future.done() for future in futures)
 
 
 def get_ident() -> int:

@@ -34,7 +34,9 @@ OPTIONS: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False}
 """Of each checkpointer: ``n`` of the state goes into the manifest, and ``w`` into files, which no other step has."""
 
 
-def saver(world: World, value: float, steps: Sequence[int], *, how: str = 'save', **options: Any) -> Callable[[], None]:
+def saver(
+    world: World, value: float, steps: Sequence[int], *, how: str = 'save', run: str = 'run', **options: Any
+) -> Callable[[], None]:
     """A trainer that saves some steps.
 
     Args:
@@ -42,6 +44,7 @@ def saver(world: World, value: float, steps: Sequence[int], *, how: str = 'save'
       value: of the state.
       steps: the steps.
       how: 'save', 'async', or 'overwrite'.
+      run: the name of the run.
       options: of ``Checkpointer``.
     """
 
@@ -49,18 +52,18 @@ def saver(world: World, value: float, steps: Sequence[int], *, how: str = 'save'
         state, overwrite = state_of(value), how == 'overwrite'
         begun = ck.save_async(state, step=step, overwrite=overwrite) if how == 'async' else None
         done = ck.save(state, step=step, overwrite=overwrite) if begun is None else begun.result()
-        if done is not None:
+        if done is not None and run == 'run':
             world.observer.is_saved(step, value)
 
-    def run() -> None:
+    def train() -> None:
         given = {**OPTIONS, **options}
-        with Checkpointer(state_of(value), checkpoints_dir=world.storage(), **given) as ck:
+        with Checkpointer(state_of(value), checkpoints_dir=world.storage(run), **given) as ck:
             for step in steps:
                 # A step that somebody reads or has pinned is not replaced.
                 with contextlib.suppress(StepKeptError):
                     save(ck, step)
 
-    return run
+    return train
 
 
 def reader(world: World, step: int, seconds: float = 600.0) -> Callable[[], None]:

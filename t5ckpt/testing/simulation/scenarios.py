@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from t5ckpt.testing.simulation.jobs import Job
 from t5ckpt.testing.simulation.programs import after, finisher, in_turn, lister, pinner, reader, remover, saver
 from t5ckpt.testing.simulation.scheduler import Task
+from t5ckpt.testing.simulation.verbs import copier, pruner, repairer, restarter
 from t5ckpt.testing.simulation.world import World
 
 __all__ = ['SCENARIOS', 'Scenario']
@@ -170,6 +171,75 @@ def _preempted(world: World) -> Sequence[Task]:
     return [*tasks, world.start('reader', reader(world, 2), machine='b')]
 
 
+def _source(world: World) -> Sequence[Task]:
+    """A run with a step, and another one to copy from."""
+    return [world.start('before', in_turn(saver(world, 5, [1]), saver(world, 4, [7], run='source')))]
+
+
+def _copy(world: World) -> Sequence[Task]:
+    """A step is copied twice at once, and a third time after an hour, which resumes; a trainer saves meanwhile."""
+    return [
+        world.start('cp', copier(world, 7, 4), machine='a'),
+        world.start('cp2', copier(world, 7, 4), machine='b'),
+        world.start('trainer', saver(world, 1, [6, 8]), machine='c'),
+        world.start('cp3', after(4400.0, copier(world, 7, 4)), machine='d'),
+    ]
+
+
+def _copy_or_save(world: World) -> Sequence[Task]:
+    """A step is copied while a trainer saves the same one."""
+    return [
+        world.start('cp', copier(world, 7, 4), machine='a'),
+        world.start('trainer', saver(world, 1, [7]), machine='c'),
+    ]
+
+
+def _damaged(world: World) -> Sequence[Task]:
+    """Of the step 1 of the run, and 7 of the other one, a file is lost."""
+
+    def lose() -> None:
+        world.lose(1, '.zarray')
+        world.lose(7, '.zarray', 'source')
+
+    begin = in_turn(saver(world, 5, [1, 2]), saver(world, 4, [7], run='source'), lose)
+    return [world.start('before', begin)]
+
+
+def _repair(world: World) -> Sequence[Task]:
+    """A damaged step is repaired twice, on disks in place; somebody deletes it, a trainer saves, and one starts."""
+    source, step = (None, 1) if world.kind == 'disk' else ('source', 7)
+    return [
+        world.start('repair', repairer(world, step, source=source), machine='a'),
+        world.start('repair2', repairer(world, step, source=source), machine='b'),
+        world.start('trainer', saver(world, 1, [3]), machine='c'),
+        world.start('rm', remover(world, step), machine='d', may_delete=lambda each: each == step),
+    ]
+
+
+def _repair_beside_a_start(world: World) -> Sequence[Task]:
+    """The latest step is damaged; while it is repaired, a trainer starts, which may put it aside."""
+    source, step = (None, 1) if world.kind == 'disk' else ('source', 7)
+    return [
+        world.start('repair', repairer(world, step, source=source), machine='a'),
+        world.start('start', restarter(world), machine='b', may_delete=lambda each: each in world.observer.damaged),
+        world.start('rm', remover(world, 2), machine='c', may_delete=lambda each: each == 2),
+    ]
+
+
+def _verbs(world: World) -> Sequence[Task]:
+    """Somebody prunes a run, somebody else deletes a step, and a trainer starts with ``restore_or_init`` and one saves."""
+    return [
+        world.start('prune', pruner(world, 1), machine='a', may_delete=lambda step: step < 3),
+        world.start('rm', remover(world, 1), machine='b', may_delete=_is_one),
+        world.start('start', restarter(world), machine='c'),
+        world.start('trainer', saver(world, 1, [3], keep=2), machine='d', may_delete=lambda step: step < 3),
+    ]
+
+
+def _is_copied(world: World) -> str | None:
+    return None if 7 in world.observer.visible else 'the step was not copied'
+
+
 def _of(name: str, scenario: Scenario) -> dict[str, Scenario]:
     """A scenario on both storages, without and with faults."""
     on_disk = dataclasses.replace(scenario, kind='disk')
@@ -194,5 +264,10 @@ SCENARIOS = {
     **_of('link', Scenario(_link, _one_step)),
     **_of('job', Scenario(_job, _one_step)),
     **_of('jobs', Scenario(_jobs, _one_step)),
+    **_of('copy', Scenario(_copy, _source, check=_is_copied)),
+    **_of('copy-or-save', Scenario(_copy_or_save, _source, check=_is_copied)),
+    **_of('repair', Scenario(_repair, _damaged)),
+    **_of('repair-start', Scenario(_repair_beside_a_start, _damaged)),
+    **_of('verbs', Scenario(_verbs, _two_steps)),
     **_of('preempted', Scenario(_preempted, _two_steps)),
 }

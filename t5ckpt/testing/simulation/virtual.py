@@ -1,7 +1,8 @@
 """Loads t5ckpt so that it sees simulated time, threads, processes and disks; nothing of the package itself is changed.
 
 :func:`enter` makes every module of the package that is imported afterwards get a module of this file instead of ``time``,
-``threading``, ``queue``, ``secrets``, ``socket``, ``os``, ``fcntl``, ``shutil``, ``ctypes`` and ``concurrent.futures``. Each has
+``threading``, ``queue``, ``secrets``, ``socket``, ``os``, ``fcntl``, ``shutil``, ``ctypes``, ``concurrent.futures``,
+``tensorstore`` and, for the backends of paths, ``importlib``. Each has
 the members of the real one, except for those that depend on the machine. Other libraries, such as NumPy and TensorStore, are
 not affected. Call it once, first, in a process of its own.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import concurrent.futures
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -25,12 +27,15 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from t5ckpt.testing.simulation import posix, primitives
+import tensorstore
+
+from t5ckpt.testing.simulation import arrays, posix, primitives
 from t5ckpt.testing.simulation.scheduler import active, current_task, facade, wait_until
 
 __all__ = ['clock', 'enter']
 
 _HERE = 't5ckpt.testing.simulation'
+_BACKENDS = {'t5ckpt.storage.file': f'{_HERE}.directory', 't5ckpt.storage.gcs': f'{_HERE}.bucket'}
 
 
 def clock() -> float:
@@ -81,9 +86,16 @@ def _open(file: Any, mode: str = 'r', *args: Any, **options: Any) -> Any:
     raise FileNotFoundError(2, 'no such process', str(file))
 
 
+def _import_module(name: str, package: str | None = None) -> types.ModuleType:
+    """``importlib.import_module``, with the simulated backends of paths."""
+    return importlib.import_module(_BACKENDS.get(name, name) if active() is not None else name, package)
+
+
 def _modules() -> dict[str, types.ModuleType]:
     """The modules that the package gets, by name."""
-    futures = facade('concurrent.futures', concurrent.futures, Future=primitives.Future)
+    futures = facade(
+        'concurrent.futures', concurrent.futures, Future=primitives.Future, as_completed=primitives.as_completed
+    )
     members = {name: getattr(primitives, name) for name in primitives.__all__ if hasattr(threading, name)}
     os_members = {**posix.MEMBERS, 'getpid': _getpid}
     return {
@@ -91,11 +103,13 @@ def _modules() -> dict[str, types.ModuleType]:
         'concurrent.futures': futures,
         'ctypes': posix.CTYPES,
         'fcntl': posix.FCNTL,
+        'importlib': facade('importlib', importlib, import_module=_import_module),
         'os': facade('os', os, **os_members),
         'queue': facade('queue', queue, SimpleQueue=primitives.SimpleQueue),
         'secrets': facade('secrets', secrets, token_hex=_token_hex),
         'shutil': posix.SHUTIL,
         'socket': facade('socket', socket, gethostname=_gethostname),
+        'tensorstore': facade('tensorstore', tensorstore, open=arrays.open_array),
         'threading': facade('threading', threading, **members),
         'time': facade('time', time, time=clock, monotonic=_monotonic, perf_counter=_monotonic, sleep=_sleep),
     }
@@ -137,7 +151,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def enter() -> None:
     """Forgets all modules of the package, and loads them anew, in the simulated world, when they are next imported."""
-    kept = {f'{_HERE}.{name}' for name in ('scheduler', 'primitives', 'posix', 'disk', 'virtual')}
+    kept = {f'{_HERE}.{name}' for name in ('scheduler', 'primitives', 'arrays', 'posix', 'disk', 'virtual')}
     for name in [name for name in sys.modules if name.partition('.')[0] == 't5ckpt' and name not in kept]:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder())

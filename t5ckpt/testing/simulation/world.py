@@ -15,7 +15,7 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.format.names import MANIFEST, SIDECAR, sidecar_of
 from t5ckpt.storage import Storage
 from t5ckpt.testing.simulation import posix
-from t5ckpt.testing.simulation.bucket import Bucket, SimulatedBucket
+from t5ckpt.testing.simulation.bucket import Bucket, SimulatedBucket, mount
 from t5ckpt.testing.simulation.directory import SimulatedDirectory
 from t5ckpt.testing.simulation.disk import Disk
 from t5ckpt.testing.simulation.scheduler import Process, Scheduler, Task
@@ -65,6 +65,7 @@ class Observer:
       saved: the value of each save that has returned, by step, unless a process was meant to delete or replace the step since.
       pins: the steps that are pinned.
       least: how many complete steps a keep policy keeps.
+      damaged: the steps of which a file was lost by accident, until a repair of them has returned.
       states: hashes of the sets of keys that the storage had.
     """
 
@@ -77,6 +78,7 @@ class Observer:
         self.leases: dict[tuple[str, int], float] = {}
         self.pins: set[int] = set()
         self.least = 0
+        self.damaged: set[int] = set()
         self.states: set[int] = set()
         self.appeared: set[int] = set()
         self.disappeared: set[int] = set()
@@ -87,15 +89,16 @@ class Observer:
         """The same knowledge for another schedule."""
         other = Observer(read, scheduler)
         other.visible, other.saved, other.pins = dict(self.visible), dict(self.saved), set(self.pins)
+        other.damaged = set(self.damaged)
         return other
 
     # --- what processes say -----------------------------------------------------------------------------------------------
 
     def is_saved(self, step: int, value: float) -> None:
         """A save of this process has returned a checkpoint."""
-        if self.visible.get(step) != value and not self._is_deletable(step):
+        if self.visible.get(step) != value and not self.is_deletable(step):
             self._scheduler.fail(f'save({step}) returned, and the step is {self.visible.get(step)}, not {value}')
-        if self.saved.get(step, value) != value and not self._is_deletable(step):
+        if self.saved.get(step, value) != value and not self.is_deletable(step):
             self._scheduler.fail(f'two processes were told that they saved step {step}')
         if self.visible.get(step) == value:
             self.saved[step] = value
@@ -110,7 +113,8 @@ class Observer:
         """The reader has ended its lease."""
         self.leases.pop((process, step), None)
 
-    def _is_deletable(self, step: int) -> bool:
+    def is_deletable(self, step: int) -> bool:
+        """Whether a process is meant to delete or replace a step."""
         return any(may(step) for may in self.may_delete.values())
 
     # --- what the storage shows -------------------------------------------------------------------------------------------
@@ -130,7 +134,7 @@ class Observer:
         for step in sorted({*steps, *self.visible, *self.saved}):
             if self._read(f'checkpoint_{step}/{MANIFEST}') is not None:
                 self._check(step)
-            elif step in self.saved and not self._is_deletable(step):
+            elif step in self.saved and not self.is_deletable(step):
                 self._scheduler.fail(f'step {step} was saved, and the power cut has removed it')
             else:
                 self.visible.pop(step, None)
@@ -153,6 +157,8 @@ class Observer:
             raise
         for name, data in found.files:
             there = self._read(f'{directory}/{name}')
+            if there is None and step in self.damaged and before == found.value:
+                return
             if there is None:
                 self._scheduler.fail(f'step {step} is listed, and {directory}/{name} is missing')
             if data is not None and there != data:
@@ -190,7 +196,7 @@ class Observer:
         if task is None:
             return True
         may = self.may_delete.get(task.process.name)
-        return self._is_deletable(step) if task.process.is_daemon else may is not None and may(step)
+        return self.is_deletable(step) if task.process.is_daemon else may is not None and may(step)
 
 
 class World:
@@ -213,6 +219,7 @@ class World:
         self.server: Bucket | Disk
         if kind == 'bucket':
             self.server = Bucket()
+            mount(self.server)
             if isinstance(before, World) and isinstance(before.server, Bucket):
                 self.server.objects.update(before.server.objects)
                 self.server.generations = copy.copy(before.server.generations)
@@ -245,11 +252,30 @@ class World:
     def keys(self) -> set[str]:
         """The keys of all files of the run."""
         beginning = 'run/' if self.kind == 'bucket' else '/run/'
-        return {key.removeprefix(beginning) for key in self.server.files()}
+        return {key.removeprefix(beginning) for key in self.server.files() if key.startswith(beginning)}
 
-    def storage(self) -> Storage:
-        """The run, as one process opens it."""
-        return SimulatedBucket(self.server) if isinstance(self.server, Bucket) else SimulatedDirectory()
+    def storage(self, run: str = 'run') -> Storage:
+        """A run, as one process opens it; the observer checks ``run``."""
+        return SimulatedBucket(self.server, run) if isinstance(self.server, Bucket) else SimulatedDirectory(run)
+
+    def path(self, run: str = 'run') -> str:
+        """The path or URL of a run."""
+        return self.storage(run).url()
+
+    def lose(self, step: int, name: str, run: str = 'run') -> None:
+        """Loses a file of a step, as by accident."""
+        key = next(
+            key for key in self.server.files() if key.endswith(f'/{name}') and f'{run}/checkpoint_{step}/' in key
+        )
+        changed, self.server.changed = self.server.changed, lambda keys: None
+        if isinstance(self.server, Bucket):
+            del self.server.objects[key]
+        else:
+            self.server.unlink(key)
+            self.server.sync(self.server.parent(key)[0])
+        self.server.changed = changed
+        if run == 'run':
+            self.observer.damaged.add(step)
 
     def start(
         self,

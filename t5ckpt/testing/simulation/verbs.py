@@ -1,0 +1,103 @@
+"""Programs of the command line's verbs and of a restart, on paths: ``cp``, ``repair``, ``prune``, and ``restore_or_init``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.commit.retention import Retention
+from t5ckpt.convert.copy import CopyOptions, copy_checkpoint
+from t5ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StepKeptError,
+    UnsupportedFormatError,
+)
+from t5ckpt.integrity.repair import repair
+from t5ckpt.policies import KeepAll, KeepLatest
+from t5ckpt.reading.identity import ChangedMeanwhileError
+from t5ckpt.resume import restore_or_init
+from t5ckpt.testing.simulation.programs import OPTIONS
+from t5ckpt.testing.simulation.virtual import clock
+from t5ckpt.testing.simulation.world import World, state_of
+
+__all__ = ['copier', 'pruner', 'repairer', 'restarter']
+
+# What the verbs answer where another program has changed the step meanwhile.
+_OVERTAKEN = (CheckpointExistsError, CheckpointNotFoundError, ChangedMeanwhileError, StepKeptError)
+
+
+def copier(world: World, step: int, value: float, *, source: str = 'source') -> Callable[[], None]:
+    """``t5ckpt cp`` of a step of another run, whose value is known."""
+
+    def run() -> None:
+        with contextlib.suppress(*_OVERTAKEN):
+            copy_checkpoint(world.path(source), world.path(), step, options=CopyOptions(workers=1))
+            world.observer.is_saved(step, value)
+
+    return run
+
+
+def repairer(world: World, step: int, *, source: str | None = None) -> Callable[[], None]:
+    """``t5ckpt repair --in-place``, or of a step of another run into this one."""
+
+    def run() -> None:
+        path, output = (world.path(), None) if source is None else (world.path(source), world.path())
+        try:
+            done = repair(path, output, step, in_place=source is None)
+        except _OVERTAKEN:
+            return
+        except (CorruptCheckpointError, UnsupportedFormatError):
+            # "has changed since it was verified", or no manifest.
+            if not world.observer.is_deletable(step):
+                raise
+            return
+        if source is None:
+            world.observer.damaged.discard(step)
+        if done.changed and step not in world.observer.visible and not world.observer.is_deletable(step):
+            world.scheduler.fail(f'step {step} was repaired, and is not there')
+
+    return run
+
+
+def pruner(world: World, keep: int) -> Callable[[], None]:
+    """``t5ckpt prune --keep``, which deletes at most the steps that were confirmed."""
+
+    def run() -> None:
+        retention = Retention(world.storage(), KeepAll(), clock, None, None)
+        retention.policy = KeepLatest(keep)
+        doomed = [decision.step for decision in retention.plan() if not decision.keep]
+        if doomed:
+            retention.carry_out(confirmed=doomed)
+            retention.wait()
+
+    return run
+
+
+def restarter(world: World) -> Callable[[], None]:
+    """A trainer that starts with ``restore_or_init``. It may not begin anew where the run has a step, nor get a mixture."""
+
+    def run() -> None:
+        observer = world.observer
+        before, damaged = set(observer.visible), set(observer.damaged)
+        observer.disappeared.clear()
+        with Checkpointer(state_of(0), checkpoints_dir=world.storage(), **OPTIONS) as ck:
+            try:
+                state: dict[str, Any] = restore_or_init(ck, lambda: state_of(-1))
+            except (CheckpointNotFoundError, ChangedMeanwhileError, CorruptCheckpointError) as error:
+                # A step that is deleted while it is read is an error.
+                if before - damaged and not before & observer.disappeared:
+                    world.scheduler.fail(f'steps {sorted(before)} were there: {type(error).__name__}: {error}')
+                return
+        value = int(np.asarray(state['n']))
+        if any(each != value for each in np.asarray(state['w'])):
+            world.scheduler.fail(f'restore_or_init returned {state["w"]} beside {value}')
+        if value == -1 and before - observer.disappeared:
+            world.scheduler.fail(f'restore_or_init began anew, and steps {sorted(before)} were there')
+
+    return run

@@ -21,8 +21,7 @@ from t5ckpt.catalog.foreign_layouts import unread_contents
 from t5ckpt.catalog.listing import listing
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import rename_damaged
-from t5ckpt.core.argument_kinds import checks_options
-from t5ckpt.core.arguments import check_patterns, check_word, given_step
+from t5ckpt.core.arguments import check_patterns, given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
@@ -43,7 +42,7 @@ from t5ckpt.errors import (
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.names import step_dir
 from t5ckpt.planning.new_state import check_new_state
-from t5ckpt.planning.resizing import Patterns, Resize
+from t5ckpt.planning.resizing import Patterns
 from t5ckpt.steps import find_checkpoint
 from t5ckpt.storage.base import Storage
 from t5ckpt.translate import assigned
@@ -83,7 +82,6 @@ _OWN_CURES = {
 
 
 @explains_fields
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
     r"""The leaves to take from another run's checkpoint; the others come from ``init_fn``.
@@ -112,9 +110,9 @@ class WarmStart:
     resize: Patterns | None = None
 
     def __post_init__(self) -> None:
-        check_word('missing', self.missing, ('error', 'init'))
+        if self.missing not in ('error', 'init'):
+            raise ValueError(f"missing must be 'error' or 'init', got {self.missing!r:.40}.")
         given_step(self.step)
-        Resize(self.resize)
         for field, pattern in (('take', self.take), ('leave', self.leave)):
             check_patterns(() if pattern is None else (pattern,), f'WarmStart: {field}')
         rules: Any = self.rename

@@ -12,7 +12,6 @@ from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_with
 from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.transfer import Transfer, TransferOptions
 from t5ckpt.commit.write_lease import StepTakenError
-from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import CheckpointExistsError, UnsupportedFormatError
@@ -24,7 +23,6 @@ __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
 
 
 @explains_fields
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class CopyOptions:
     """The options of a copy.
@@ -74,7 +72,6 @@ class CopyReport:
     left_out: tuple[str, ...] = ()
 
 
-@checks_kinds
 def copy_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

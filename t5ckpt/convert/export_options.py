@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
@@ -41,7 +40,6 @@ class _Checked:
 
 
 @explains_fields
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class ExportOptions(_Checked):
     """The options of an export.
@@ -70,7 +68,6 @@ class ExportOptions(_Checked):
 
 
 @explains_fields
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class ImportOptions(_Checked):
     """The options of an import.

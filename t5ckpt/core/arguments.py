@@ -195,8 +195,6 @@ def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:
 
 def check_joined_policies(policies: Any, kind: type[Any], owner: str) -> None:
     """Raises ValueError unless ``policies`` has at least one element and all are instances of ``kind``."""
-    if not isinstance(policies, Collection) or isinstance(policies, str):
-        raise ValueError(f'{owner}: policies must be a list or a tuple, got {shown(policies)}.')  # noqa: TRY004 - as for all options
     if not policies:
         raise ValueError(f'{owner} needs at least one policy, got none in policies={shown(policies)}.')
     wrong = next((policy for policy in policies if not isinstance(policy, kind)), None)

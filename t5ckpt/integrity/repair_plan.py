@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
-from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Clock, leaf_pattern
@@ -45,7 +44,6 @@ __all__ = ['RepairOptions', 'RepairPlan', 'plan_repair', 'unrecoverable_error']
 
 
 @explains_fields
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class RepairOptions:
     """The options of a repair.

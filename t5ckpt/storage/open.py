@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.core.text import did_you_mean, shown
+from t5ckpt.core.text import shown
 from t5ckpt.errors import InvalidPathError, UnsupportedFormatError
 from t5ckpt.storage.absent import AbsentStorage
 from t5ckpt.storage.base import Storage
@@ -211,7 +211,7 @@ def option_values(texts: Mapping[str, str], paths: Sequence[str]) -> dict[str, A
     Raises:
       ValueError: none of these storages has such an option, or the text is not a valid value.
     """
-    from t5ckpt.storage.options import BY_SCHEME, parse_options, value_of_text
+    from t5ckpt.storage.options import BY_SCHEME, parse_options, unknown_options, value_of_text
 
     places = {_parse(path).scheme: path for path in paths} if texts else {}
     kinds = {
@@ -222,9 +222,7 @@ def option_values(texts: Mapping[str, str], paths: Sequence[str]) -> dict[str, A
     known = {name: kind for fields in kinds.values() for name, kind in fields.items()}
     unknown = [name for name in texts if name not in known]
     if unknown:
-        can = f'only {sorted(known)}' if known else 'none'
-        head = f'storage_options: {", ".join(places.values())} has no option {", ".join(unknown)}'
-        raise ValueError(f'{head}; {can} can be given.{did_you_mean(unknown[0], known)}')
+        raise unknown_options(', '.join(places.values()), unknown, known)
     values = {name: value_of_text(name, known[name], text) for name, text in texts.items()}
     for scheme, fields in kinds.items():
         own = {name: value for name, value in values.items() if name in fields}

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.core.arguments import check_kind
@@ -27,6 +27,7 @@ __all__ = [
     'parse_options',
     'retries_within',
     'storage_defaults',
+    'unknown_options',
     'value_of_text',
 ]
 
@@ -138,6 +139,13 @@ def storage_defaults(options: Mapping[str, Any]) -> Generator[None]:
         _DEFAULTS.reset(token)
 
 
+def unknown_options(path: str, names: Sequence[str], known: Collection[str]) -> ValueError:
+    """The error for options that a storage does not have."""
+    can = f'only {sorted(known)}' if known else 'none'
+    meant = did_you_mean(names[0], known)
+    return ValueError(f'storage_options: {path} has no option {", ".join(names)}; {can} can be given.{meant}')
+
+
 def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) -> Any:
     """The options of one kind of storage.
 
@@ -149,9 +157,7 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
     given = {name: value for name, value in _DEFAULTS.get({}).items() if name in fields} | dict(options or {})
     unknown = sorted(set(given) - set(fields))
     if unknown:
-        known = f'only {sorted(fields)}' if fields else 'none'
-        meant = did_you_mean(unknown[0], fields)
-        raise ValueError(f'storage_options: {path} has no option {", ".join(unknown)}; {known} can be given.{meant}')
+        raise unknown_options(path, unknown, fields)
     for name, value in given.items():
         _check(name, value, fields[name].default)
     _refuse_idle(given, path)

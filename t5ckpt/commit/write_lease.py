@@ -248,10 +248,15 @@ class WriteLease:
 
     def linger(self) -> None:
         """Ends the lease of an owner that has failed: its requests may still arrive, and its files may be left."""
-        with contextlib.suppress(T5CkptError):
-            if not self._ended.is_set() and not self.is_ours():
-                # The owner that has taken the step over keeps its own record.
-                self.close()
+        try:
+            with contextlib.suppress(T5CkptError):
+                if not self._ended.is_set() and not self.is_ours():
+                    # The owner that has taken the step over keeps its own record.
+                    self.close()
+        except BaseException:
+            # An interrupt must not leave a heartbeat that keeps the step from others.
+            self.close()
+            raise
         self._end(lingers=True)
 
     def close(self) -> None:

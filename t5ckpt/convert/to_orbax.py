@@ -105,7 +105,7 @@ def _left_out(contents: Contents, *, is_step: bool) -> tuple[str, ...]:
     """What Orbax has no place for: positions in the data and the pin; for a bare tree also metrics and custom metadata."""
     located, sidecar = contents.located, contents.sidecar
     files = [entry.name for entry in located.storage.entries(located.directory)]
-    names = [name for name in files if name == PINNED or name.startswith(f'{TRAIN_DS_PREFIX}-')]
+    names = [name for name in files if name == PINNED or name.startswith(TRAIN_DS_PREFIX)]
     recorded = {'metrics': sidecar.metrics, 'custom_metadata': sidecar.custom_metadata}
     return tuple(sorted([*names, *(name for name, value in recorded.items() if value and not is_step)]))
 

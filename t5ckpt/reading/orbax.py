@@ -77,12 +77,13 @@ def tell_of_items(storage: Storage, directory: str, names: Sequence[str]) -> Non
     """Logs the items of a step that are not read: a warning if one of them is a tree of arrays."""
     trees = [name for name in names if storage.is_file(join(directory, name, TREE_METADATA))]
     if trees:
+        read = some_of(_items(storage, directory, names), 8)
         others = some_of([name for name in names if name not in trees], 8)
         more = f' Items that are not trees are never read: {others}.' if others else ''
         _log.warning(
             't5ckpt: %s',
             printable(
-                f'{storage.url(directory)} has several items of Orbax, and {some_of(trees, 8)} is not read. To read '
+                f'{storage.url(directory)} has several items of Orbax: {read} is read, {some_of(trees, 8)} is not. To read '
                 f'another item, pass its path: {storage.url(join(directory, trees[0]))}.{more}'
             ),
         )

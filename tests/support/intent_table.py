@@ -408,7 +408,14 @@ PUBLIC = ('', 'convert.seqax', 'datasets', 'plots', 'storage.options', 'training
 ANSWERS = {'error', 'warning', 'report', 'hint'}
 # Public names of these modules that no user calls.
 INTERNAL = {
-    'storage.options': {'Retries', 'parse_options', 'retries_within', 'storage_defaults', 'value_of_text'},
+    'storage.options': {
+        'Retries',
+        'parse_options',
+        'retries_within',
+        'storage_defaults',
+        'unknown_options',
+        'value_of_text',
+    },
     'datasets': {'DatasetState', 'StateIterator', 'TfDataIterator', 'decode_state', 'encode_state', 'warn_of_unused'},
 }
 

@@ -36,15 +36,10 @@ from t5ckpt.catalog.step_index import ensured_index, mark_step
 from t5ckpt.commit.lease_owner import REPLACE, SAVE
 from t5ckpt.commit.occupancy import check_room, listed_elsewhere, occupant
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
+from t5ckpt.commit.step_lease import AlreadyCommittedError, BeingWrittenError, acquire_lease, actions_of_others
 from t5ckpt.commit.superseded import check_replaceable, is_of_one_save, remove_superseded
 from t5ckpt.commit.transaction import Transaction, resume_text
-from t5ckpt.commit.write_lease import (
-    TAKE_OVER_SECONDS,
-    AlreadyCommittedError,
-    BeingWrittenError,
-    WriteLease,
-    acquire_lease,
-)
+from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
@@ -211,7 +206,7 @@ class ManifestTransaction(Transaction):
         """
         if sidecar is not None and _read_if_there(self.storage, self._sidecar) not in (sidecar, None):
             raise AlreadyCommittedError(f'{self.storage.url(self._key)} was saved by another writer in the meantime')
-        others = self._lease.actions_of_others(self.step)
+        others = actions_of_others(self.storage, self.step, self._lease, self._clock)
         if self._lease.is_ours() or (self.generation and others and others <= {SAVE, REPLACE}):
             return
         self.storage.delete_unchanged(self._key, version)

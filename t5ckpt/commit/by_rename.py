@@ -18,8 +18,9 @@ from t5ckpt.commit.garbage_collection import is_abandoned
 from t5ckpt.commit.occupancy import occupant
 from t5ckpt.commit.removal import move_aside, remove_checkpoint, renamed_for_deletion, renamed_for_replacement
 from t5ckpt.commit.replacement import NotPutBackError, put_in_place
+from t5ckpt.commit.step_lease import AlreadyCommittedError
 from t5ckpt.commit.transaction import Transaction, resume_text
-from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, AlreadyCommittedError, WriteLease, sidecar_record
+from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease, sidecar_record
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from t5ckpt.commit.lease_owner import DELETE
 from t5ckpt.commit.removal import check_not_kept, is_pinned
-from t5ckpt.commit.write_lease import StepTakenError, acquire_lease
+from t5ckpt.commit.step_lease import StepTakenError, acquire_lease
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock

@@ -22,7 +22,7 @@ from t5ckpt.commit.lease_owner import UNKNOWN, dated, has_ended, parse_owner, re
 from t5ckpt.commit.lease_time import TIME_PREFIX, lease_clock
 from t5ckpt.commit.removal import check_removable, remove_checkpoint, renamed_for_deletion
 from t5ckpt.commit.replacement import is_still_kept, put_back
-from t5ckpt.commit.write_lease import has_live_lease
+from t5ckpt.commit.step_lease import has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError

@@ -15,8 +15,9 @@ from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import ensured_index, mark_step
 from t5ckpt.commit.lease_owner import MEND
 from t5ckpt.commit.removal import check_known, keys_below, remove_own_keys
+from t5ckpt.commit.step_lease import BeingWrittenError, acquire_lease, acquire_to_hide, has_live_lease
 from t5ckpt.commit.superseded import remove_superseded
-from t5ckpt.commit.write_lease import BeingWrittenError, WriteLease, acquire_lease, acquire_to_hide, has_live_lease
+from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError

@@ -22,7 +22,7 @@ from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.commit.in_place import Hidden
 from t5ckpt.commit.removal import check_known, few, foreign_files, keys_below, move_aside, renamed
 from t5ckpt.commit.step_facts import known_sidecar
-from t5ckpt.commit.write_lease import acquire_to_hide
+from t5ckpt.commit.step_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError

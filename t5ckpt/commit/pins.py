@@ -6,7 +6,8 @@ A deleter looks for the file before it hides the step and after, see ``commit/de
 still hide the step, and be killed before it looks again, so a pin does not count until that deleter has ended.
 
 On object stores a pin killed after its write may leave the file behind, in a step that was deleted meanwhile. A save of the step
-removes the file then, because nothing is pinned where no manifest is, and the pin looks for its file last.
+removes the file then, because nothing is pinned where no manifest is, and the pin looks for its file last. Garbage collection
+removes it an hour later, because the pin first writes the record of a write lease that lingers, and removes it last.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import errno
 
 from t5ckpt.catalog.pin_file import NO_REASON, pin_text
 from t5ckpt.commit.read_lease import outlives_deleters
+from t5ckpt.commit.write_lease import write_lingering
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError
@@ -38,8 +40,7 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
       CheckpointNotFoundError: it is not a checkpoint, or another process deletes it at the same time.
       StorageError: it could not be pinned, or a process that was about to delete it has not decided; nothing was changed.
     """
-    manifest, pin = join(directory, MANIFEST), join(directory, PINNED)
-    step = parse_step_dir(directory)
+    manifest, step = join(directory, MANIFEST), parse_step_dir(directory)
     if not storage.is_file(manifest):
         storage.check_reachable(manifest)
         raise CheckpointNotFoundError(
@@ -47,6 +48,17 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
         )
     if text == NO_REASON:
         text = pin_text(storage, directory) or text
+    if step is None or storage.commits_by_rename:
+        _pin(storage, directory, text, clock)
+        return
+    # The step may be deleted meanwhile. Garbage collection then removes the file of a pin that was killed or arrived late.
+    record = write_lingering(storage, step, clock)
+    _pin(storage, directory, text, clock)
+    storage.delete_file(record)
+
+
+def _pin(storage: Storage, directory: str, text: str, clock: Clock) -> None:
+    manifest, pin, step = join(directory, MANIFEST), join(directory, PINNED), parse_step_dir(directory)
     while True:
         is_new = not storage.is_file(pin)
         try:

@@ -19,7 +19,7 @@ from t5ckpt.commit.removal import (
     renamed_for_deletion,
     renamed_for_replacement,
 )
-from t5ckpt.commit.write_lease import acquire_lease
+from t5ckpt.commit.step_lease import acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StorageError, T5CkptError

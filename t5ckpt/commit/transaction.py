@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from t5ckpt._version import __version__
 from t5ckpt.commit.lease_owner import process_facts
-from t5ckpt.commit.write_lease import AlreadyCommittedError, StepTakenError
+from t5ckpt.commit.step_lease import AlreadyCommittedError, StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, FormatError, SaveFailedError, StepKeptError, T5CkptError

@@ -10,10 +10,7 @@ after a crash have a lease, and garbage collection removes nothing without one.
     delete   +lease, [alone? no read lease?], -manifest, [no pin?], -steps marker, [is the lease still there?], -files, -lease
     read     +read lease, [no deleter?], [is the manifest there?], ..., -read lease
 
-Two processes never hold leases of one step at once. Each writes a record with its own nonce in the name, and then lists the
-records: the later of the two sees the other's. If both see each other, the one with the smaller nonce waits until the other
-has removed its record. A reader and a deleter exclude each other in the same way before the step is hidden: see
-``commit/read_lease.py``.
+``commit/step_lease.py`` acquires the lease of a step, and excludes other owners.
 
 A lease ends with its process, which other processes on the same machine can check. On other machines it expires without a
 heartbeat: after ten minutes for another writer of the same step, and after an hour for garbage collection. The process that
@@ -47,51 +44,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5ckpt.catalog.run_catalog import Index
-from t5ckpt.commit.lease_files import list_leases, live_steps, write_lease_key, write_leases_of
-from t5ckpt.commit.lease_owner import (
-    DELETE,
-    EXPIRED,
-    MEND,
-    REPLACE,
-    SAVE,
-    UNKNOWN,
-    Owner,
-    end_owner,
-    new_owner,
-    read_owner,
-)
-from t5ckpt.commit.lease_time import CLOCK_SECONDS, lease_clock, warn_if_ahead
-from t5ckpt.core.keys import join
-from t5ckpt.core.polling import attempts
+from t5ckpt.commit.lease_files import write_lease_key
+from t5ckpt.commit.lease_owner import EXPIRED, SAVE, UNKNOWN, Owner, end_owner, new_owner, read_owner
+from t5ckpt.commit.lease_time import CLOCK_SECONDS
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, WriteLeaseName, step_dir
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.storage import Storage
 
-__all__ = [
-    'TAKE_OVER_SECONDS',
-    'AlreadyCommittedError',
-    'BeingWrittenError',
-    'StepTakenError',
-    'WriteLease',
-    'acquire_lease',
-    'acquire_to_hide',
-    'has_live_lease',
-    'is_being_deleted',
-    'sidecar_record',
-]
+__all__ = ['TAKE_OVER_SECONDS', 'WriteLease', 'sidecar_record', 'write_lingering']
 
 TAKE_OVER_SECONDS = 600.0
 _BEAT_SECONDS = 60.0
@@ -99,26 +69,23 @@ SETTLED_SECONDS = 3600.0
 """After so long, no request of an owner is on its way to a server."""
 # The age of a record that lingers: dead for another owner of the step, whose clock may be behind, and not for garbage collection.
 _LINGERING_SECONDS = TAKE_OVER_SECONDS + CLOCK_SECONDS
-# How long to wait for another process that begins or hides the same step, and for one that steps back: a few requests.
-_RIVAL_SECONDS, _STEP_BACK_SECONDS = 5.0, 1.0
 _log = logging.getLogger('t5ckpt')
-
-
-class StepTakenError(Exception):
-    """The step cannot be written, because another process has written it or is writing or deleting it."""
-
-
-class AlreadyCommittedError(StepTakenError):
-    """The step has a complete checkpoint."""
-
-
-class BeingWrittenError(StepTakenError):
-    """Another writer or deleter has the write lease of the step."""
 
 
 def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[str, Any]], bytes]:
     """Returns a function that encodes an owner, merged with ``writer``, as the sidecar of an unfinished directory."""
     return lambda owner: encode_sidecar(Sidecar(writer={**writer, **owner}, step=step))
+
+
+def write_lingering(storage: Storage, step: int, clock: Clock) -> str:
+    """Writes a record that lingers on an object store, for a change of a step that needs no lease; returns its key."""
+    key = write_lease_key(storage, step, secrets.token_hex(8))
+    storage.write(key, _encode_record(dataclasses.asdict(_lingering(clock))))
+    return key
+
+
+def _lingering(clock: Clock) -> Owner:
+    return dataclasses.replace(EXPIRED, beat=clock() - _LINGERING_SECONDS)
 
 
 def _encode_record(owner: Mapping[str, Any]) -> bytes:
@@ -224,12 +191,6 @@ class WriteLease:
         owner = read_owner(self._storage, self.key)
         return None if owner is not None and owner.nonce == self.nonce else owner or UNKNOWN
 
-    def actions_of_others(self, step: int) -> set[str]:
-        """Returns the actions of the other live leases of the step."""
-        others = [each for each in write_leases_of(self._storage, step) if each.key != self.key]
-        now = lease_clock(self._storage, self._clock)
-        return {owner.action for owner in _owners(self._storage, others) if not owner.is_dead(now, TAKE_OVER_SECONDS)}
-
     def note(self, *, action: str | None = None, replaces: bool | None = None) -> None:
         """Writes the record with another ``action``, or with ``replaces``."""
         with self._lock:
@@ -277,8 +238,7 @@ class WriteLease:
         self._stop()
         try:
             if lingers and not self._storage.commits_by_rename:
-                beat = self._clock() - _LINGERING_SECONDS
-                record = dataclasses.replace(EXPIRED, beat=beat, replaces=self.replaces)
+                record = dataclasses.replace(_lingering(self._clock), replaces=self.replaces)
                 self._storage.write(self.key, self._encode(dataclasses.asdict(record)))
             else:
                 self._storage.delete_file(self.key)
@@ -287,143 +247,3 @@ class WriteLease:
         finally:
             end_owner(self.nonce)
             self._dir_lock.close()
-
-
-class _NoLock:
-    """The lock of a directory that does not exist."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-def acquire_lease(
-    storage: Storage,
-    step: int,
-    clock: Clock,
-    action: str = SAVE,
-    *,
-    index: Index | None = None,
-    stale_after: float = TAKE_OVER_SECONDS,
-) -> WriteLease:
-    """Acquires the write lease of a step.
-
-    Args:
-      storage: the run.
-      step: the step.
-      clock: unix seconds.
-      action: the purpose of the lease, see ``commit/lease_owner.py``. All but ``MEND`` wait a few seconds for another owner.
-      index: the markers as they were listed before. If they show a save of the step, this function does not wait.
-      stale_after: an owner on another machine counts as dead after so many seconds without a heartbeat.
-
-    Raises:
-      BeingWrittenError: another process has a lease that has not expired.
-      CheckpointNotFoundError: the step to delete was deleted by that process meanwhile.
-    """
-    if index is not None:
-        owners = _owners(storage, (each for each in index.write_leases if each.step == step))
-        owner = _first_live(owners, clock, stale_after)
-        if owner is not None and owner.action == SAVE:
-            raise BeingWrittenError(_owned_by_other(storage, step, owner))
-    for has_time in attempts(0.0 if action == MEND else _RIVAL_SECONDS, clock):
-        try:
-            return _acquire(storage, step, clock, action, stale_after)
-        except BeingWrittenError as error:
-            key = join(step_dir(step), MANIFEST)
-            if action == DELETE and not storage.is_file(key):
-                raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
-            if not has_time:
-                raise
-    raise AssertionError('the last attempt returns or raises')
-
-
-def acquire_to_hide(storage: Storage, step: int, clock: Clock) -> WriteLease:
-    """Acquires the write lease of a step to hide; the caller checks ``read_steps`` before it hides the step.
-
-    Raises:
-      StorageError: another process is writing or deleting the step.
-      CheckpointNotFoundError: another process has deleted it.
-    """
-    try:
-        return acquire_lease(storage, step, clock, DELETE)
-    except BeingWrittenError as error:
-        raise StorageError(errno.EBUSY, str(error)) from error
-
-
-def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after: float) -> WriteLease:
-    lock = storage.try_lock(step_dir(step))
-    if lock is None and not storage.commits_by_rename:
-        raise BeingWrittenError(f'{storage.url(step_dir(step))} is being written by another save of this process')
-    lock = _NoLock() if lock is None else lock
-    try:
-        lease = WriteLease(storage, lambda nonce: write_lease_key(storage, step, nonce), clock, lock, action=action)
-    except BaseException:
-        lock.close()
-        raise
-    try:
-        _await_alone(storage, step, lease, clock, stale_after)
-    except BaseException:
-        lease.leave()
-        raise
-    lease.start()
-    return lease
-
-
-def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float) -> None:
-    """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
-    now = lease_clock(storage, clock)
-    for has_time in attempts(_STEP_BACK_SECONDS, clock):
-        listed = list_leases(storage)
-        others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
-        owners = _owners(storage, others)
-        owner = _first_live(owners, now, stale_after)
-        if owner is None:
-            lease.predecessors = tuple(owners)
-            if any(each.replaces for each in owners):
-                lease.note(replaces=True)
-            for each in others:
-                storage.delete_file(each.key)
-            lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))
-            return
-        if owner.nonce < lease.nonce or not has_time:
-            raise BeingWrittenError(_owned_by_other(storage, step, owner))
-
-
-def _owners(storage: Storage, leases: Iterable[WriteLeaseName]) -> list[Owner]:
-    return [owner for each in leases if (owner := read_owner(storage, each.key)) is not None]
-
-
-def _first_live(owners: Iterable[Owner], clock: Clock, stale_after: float) -> Owner | None:
-    """Returns the live owner with the smallest nonce; None where there is none."""
-    live = [owner for owner in owners if not owner.is_dead(clock, stale_after)]
-    return min(live, key=lambda owner: owner.nonce, default=None)
-
-
-def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Clock, stale_after: float) -> bool:
-    """Returns whether one of the leases is of a process that has not ended."""
-    now = lease_clock(storage, clock)
-    live = [
-        (lease, owner)
-        for lease in leases
-        if (owner := read_owner(storage, lease.key)) is not None and not owner.is_dead(now, stale_after)
-    ]
-    for lease, owner in live:
-        if not owner.is_local and owner is not UNKNOWN:
-            warn_if_ahead(storage, lease.key, owner.beat + TAKE_OVER_SECONDS, TAKE_OVER_SECONDS, now())
-    return bool(live)
-
-
-def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:
-    """Returns whether a process is about to hide or replace the step, or has hidden it and removes its files.
-
-    ``clock`` is a :func:`~t5ckpt.commit.lease_time.lease_clock`.
-    """
-    owners = _owners(storage, write_leases_of(storage, step))
-    return any(owner.action in (DELETE, REPLACE) and not owner.is_dead(clock, TAKE_OVER_SECONDS) for owner in owners)
-
-
-def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:
-    who = 'another writer' if owner is UNKNOWN else f'process {owner.pid} on {owner.host}'
-    return (
-        f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that process is dead, '
-        f'its write lease expires {TAKE_OVER_SECONDS / 60:g} minutes after its last heartbeat'
-    )

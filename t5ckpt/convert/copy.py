@@ -10,8 +10,8 @@ from typing import Any
 
 from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_within, with_links
 from t5ckpt.commit.occupancy import check_room
+from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.transfer import Transfer, TransferOptions
-from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import CheckpointExistsError, UnsupportedFormatError

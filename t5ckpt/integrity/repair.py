@@ -18,8 +18,8 @@ from t5ckpt.catalog.locate import Located, open_run_storage, refuse_within
 from t5ckpt.commit.begin import begin
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room
+from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.transaction import Transaction, write_checksums, writer_facts
-from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.errors import (

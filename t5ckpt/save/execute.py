@@ -13,8 +13,8 @@ import numpy as np
 from t5ckpt.commit.begin import begin
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import listed_elsewhere
+from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
-from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration

@@ -27,8 +27,8 @@ from t5ckpt._version import __version__
 from t5ckpt.commit.begin import begin, unfinished
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room
+from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
-from t5ckpt.commit.write_lease import StepTakenError
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock, Progress

@@ -22,7 +22,7 @@ from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
 from t5ckpt.commit.garbage_collection import collect_leftovers
 from t5ckpt.commit.read_lease import leased_directory, read_lease
 from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.write_lease import acquire_lease
+from t5ckpt.commit.step_lease import acquire_lease
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import busy_key
 from t5ckpt.storage import open_storage

@@ -24,8 +24,8 @@ from t5ckpt.commit.garbage_collection import collect, collect_leftovers
 from t5ckpt.commit.lease_files import write_leases_of
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.commit.step_lease import BeingWrittenError, StepTakenError, acquire_lease
 from t5ckpt.commit.transaction import writer_facts
-from t5ckpt.commit.write_lease import BeingWrittenError, StepTakenError, acquire_lease
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import busy_key, deleting_file, index_complete, read_lease_file
 from t5ckpt.integrity.verify import verify_located
@@ -170,6 +170,28 @@ def test_a_pin_without_a_checkpoint_is_in_nobodys_way(bucket):
         with pytest.raises(UnsupportedFormatError, match='is broken, but pinned'):
             ck.save(STATE, step=2)
     assert t5ckpt.all_steps(place) == [1]
+
+
+def test_the_file_of_a_pin_that_was_killed_is_collected():
+    """The step was deleted before the file was written. On a file system its directory is gone then."""
+    run = saved_run(f'memory://{uuid.uuid4().hex}/run')
+
+    class Dying(FaultyStorage):
+        def write(self, key, data):
+            if key.endswith('PINNED'):
+                delete_step(run, 1, time.time)
+                super().write(key, data)
+                raise Killed
+            super().write(key, data)
+
+    with pytest.raises(Killed):
+        pin_in(Dying(run), 'checkpoint_1', '1', time.time)
+    assert [key for key, _ in run.walk('checkpoint_1')] == ['checkpoint_1/PINNED']
+    collect_leftovers(run, lambda: time.time() + 7200)
+    assert list(run.walk('checkpoint_1')) == []
+    assert write_leases_of(run, 1) == []
+    pin_in(run, 'checkpoint_2', '1', time.time)
+    assert write_leases_of(run, 2) == []
 
 
 def saves(storage):

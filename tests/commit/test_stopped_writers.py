@@ -19,8 +19,8 @@ from t5ckpt.commit.begin import begin as begin_transaction
 from t5ckpt.commit.garbage_collection import collect_leftovers
 from t5ckpt.commit.lease_files import write_lease_key
 from t5ckpt.commit.lease_owner import EXPIRED, process_facts
+from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.commit.superseded import remove_superseded
-from t5ckpt.commit.write_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 

@@ -18,8 +18,8 @@ import t5ckpt
 from t5ckpt import Checkpointer
 from t5ckpt.cli.app import run as run_cli
 from t5ckpt.commit.garbage_collection import collect_leftovers
+from t5ckpt.commit.lease_owner import read_owner
 from t5ckpt.commit.read_lease import read_lease
-from t5ckpt.commit.write_lease import read_owner
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointExistsError,

@@ -1,0 +1,199 @@
+"""Acquires the write lease of a step, so that two processes never write or delete it at once.
+
+Two processes never hold leases of one step at once. Each writes a record with its own nonce in the name, and then lists the
+records: the later of the two sees the other's. If both see each other, the one with the smaller nonce waits until the other
+has removed its record. A reader and a deleter exclude each other in the same way before the step is hidden: see
+``commit/read_lease.py``.
+
+``commit/write_lease.py`` has the record, and how a lease ends.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+
+from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.commit.lease_files import list_leases, live_steps, write_lease_key, write_leases_of
+from t5ckpt.commit.lease_owner import DELETE, MEND, REPLACE, SAVE, UNKNOWN, Owner, read_owner
+from t5ckpt.commit.lease_time import lease_clock, warn_if_ahead
+from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
+from t5ckpt.core.keys import join
+from t5ckpt.core.polling import attempts
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import CheckpointNotFoundError, StorageError
+from t5ckpt.format.names import MANIFEST, WriteLeaseName, step_dir
+from t5ckpt.storage import Storage
+
+__all__ = [
+    'AlreadyCommittedError',
+    'BeingWrittenError',
+    'StepTakenError',
+    'acquire_lease',
+    'acquire_to_hide',
+    'actions_of_others',
+    'has_live_lease',
+    'is_being_deleted',
+]
+
+# How long to wait for another process that begins or hides the same step, and for one that steps back: a few requests.
+_RIVAL_SECONDS, _STEP_BACK_SECONDS = 5.0, 1.0
+
+
+class StepTakenError(Exception):
+    """The step cannot be written, because another process has written it or is writing or deleting it."""
+
+
+class AlreadyCommittedError(StepTakenError):
+    """The step has a complete checkpoint."""
+
+
+class BeingWrittenError(StepTakenError):
+    """Another writer or deleter has the write lease of the step."""
+
+
+class _NoLock:
+    """The lock of a directory that does not exist."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def acquire_lease(
+    storage: Storage,
+    step: int,
+    clock: Clock,
+    action: str = SAVE,
+    *,
+    index: Index | None = None,
+    stale_after: float = TAKE_OVER_SECONDS,
+) -> WriteLease:
+    """Acquires the write lease of a step.
+
+    Args:
+      storage: the run.
+      step: the step.
+      clock: unix seconds.
+      action: the purpose of the lease, see ``commit/lease_owner.py``. All but ``MEND`` wait a few seconds for another owner.
+      index: the markers as they were listed before. If they show a save of the step, this function does not wait.
+      stale_after: an owner on another machine counts as dead after so many seconds without a heartbeat.
+
+    Raises:
+      BeingWrittenError: another process has a lease that has not expired.
+      CheckpointNotFoundError: the step to delete was deleted by that process meanwhile.
+    """
+    if index is not None:
+        owners = _owners(storage, (each for each in index.write_leases if each.step == step))
+        owner = _first_live(owners, clock, stale_after)
+        if owner is not None and owner.action == SAVE:
+            raise BeingWrittenError(_owned_by_other(storage, step, owner))
+    for has_time in attempts(0.0 if action == MEND else _RIVAL_SECONDS, clock):
+        try:
+            return _acquire(storage, step, clock, action, stale_after)
+        except BeingWrittenError as error:
+            key = join(step_dir(step), MANIFEST)
+            if action == DELETE and not storage.is_file(key):
+                raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
+            if not has_time:
+                raise
+    raise AssertionError('the last attempt returns or raises')
+
+
+def acquire_to_hide(storage: Storage, step: int, clock: Clock) -> WriteLease:
+    """Acquires the write lease of a step to hide; the caller checks ``read_steps`` before it hides the step.
+
+    Raises:
+      StorageError: another process is writing or deleting the step.
+      CheckpointNotFoundError: another process has deleted it.
+    """
+    try:
+        return acquire_lease(storage, step, clock, DELETE)
+    except BeingWrittenError as error:
+        raise StorageError(errno.EBUSY, str(error)) from error
+
+
+def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after: float) -> WriteLease:
+    lock = storage.try_lock(step_dir(step))
+    if lock is None and not storage.commits_by_rename:
+        raise BeingWrittenError(f'{storage.url(step_dir(step))} is being written by another save of this process')
+    lock = _NoLock() if lock is None else lock
+    try:
+        lease = WriteLease(storage, lambda nonce: write_lease_key(storage, step, nonce), clock, lock, action=action)
+    except BaseException:
+        lock.close()
+        raise
+    try:
+        _await_alone(storage, step, lease, clock, stale_after)
+    except BaseException:
+        lease.leave()
+        raise
+    lease.start()
+    return lease
+
+
+def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float) -> None:
+    """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
+    now = lease_clock(storage, clock)
+    for has_time in attempts(_STEP_BACK_SECONDS, clock):
+        listed = list_leases(storage)
+        others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
+        owners = _owners(storage, others)
+        owner = _first_live(owners, now, stale_after)
+        if owner is None:
+            lease.predecessors = tuple(owners)
+            if any(each.replaces for each in owners):
+                lease.note(replaces=True)
+            for each in others:
+                storage.delete_file(each.key)
+            lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))
+            return
+        if owner.nonce < lease.nonce or not has_time:
+            raise BeingWrittenError(_owned_by_other(storage, step, owner))
+
+
+def _owners(storage: Storage, leases: Iterable[WriteLeaseName]) -> list[Owner]:
+    return [owner for each in leases if (owner := read_owner(storage, each.key)) is not None]
+
+
+def _first_live(owners: Iterable[Owner], clock: Clock, stale_after: float) -> Owner | None:
+    """Returns the live owner with the smallest nonce; None where there is none."""
+    live = [owner for owner in owners if not owner.is_dead(clock, stale_after)]
+    return min(live, key=lambda owner: owner.nonce, default=None)
+
+
+def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Clock, stale_after: float) -> bool:
+    """Returns whether one of the leases is of a process that has not ended."""
+    now = lease_clock(storage, clock)
+    live = [
+        (lease, owner)
+        for lease in leases
+        if (owner := read_owner(storage, lease.key)) is not None and not owner.is_dead(now, stale_after)
+    ]
+    for lease, owner in live:
+        if not owner.is_local and owner is not UNKNOWN:
+            warn_if_ahead(storage, lease.key, owner.beat + TAKE_OVER_SECONDS, TAKE_OVER_SECONDS, now())
+    return bool(live)
+
+
+def actions_of_others(storage: Storage, step: int, lease: WriteLease, clock: Clock) -> set[str]:
+    """Returns the actions of the other live leases of a step."""
+    others = [each for each in write_leases_of(storage, step) if each.key != lease.key]
+    now = lease_clock(storage, clock)
+    return {owner.action for owner in _owners(storage, others) if not owner.is_dead(now, TAKE_OVER_SECONDS)}
+
+
+def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:
+    """Returns whether a process is about to hide or replace the step, or has hidden it and removes its files.
+
+    ``clock`` is a :func:`~t5ckpt.commit.lease_time.lease_clock`.
+    """
+    owners = _owners(storage, write_leases_of(storage, step))
+    return any(owner.action in (DELETE, REPLACE) and not owner.is_dead(clock, TAKE_OVER_SECONDS) for owner in owners)
+
+
+def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:
+    who = 'another writer' if owner is UNKNOWN else f'process {owner.pid} on {owner.host}'
+    return (
+        f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that process is dead, '
+        f'its write lease expires {TAKE_OVER_SECONDS / 60:g} minutes after its last heartbeat'
+    )

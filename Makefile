@@ -10,14 +10,14 @@ ARGS ?=
 # A run of the tests starts hundreds of interpreters, and each would compile JAX anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-slow lint format bench fuzz soak docs transformers constraints clean
+.PHONY: help demo test test-all test-slow lint format bench fuzz soak docs versions constraints clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo         train a tiny T5, kill it, resume it, look at its checkpoints (a minute or two)'
 	@echo 'make test         tests that take seconds       make test-all     all tests (make test-slow: the others)'
 	@echo 'make lint         ruff, import-linter, pyright            make format       rewrite the sources with ruff'
-	@echo 'make transformers two versions, which tests of exports to Hugging Face compute with'
+	@echo 'make versions     of transformers and zarr-python, which tests run beside those of the environment'
 	@echo 'make soak         faults at random for 30 minutes, power cuts, then a million simulated schedules (hours)'
 	@echo 'make fuzz         a million hostile inputs to every decoder'
 	@echo 'make bench        against Orbax and raw I/O     make constraints  pin the newest versions (needs uv)'
@@ -106,11 +106,14 @@ $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 $(VENV)/installed-test $(VENV)/installed-fuzz: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 	$(install)
 
-# Two versions of transformers, each in a directory of the environment where tests/convert/test_hf_logits.py finds them: one
-# environment holds one version. They run on the torch of the extra `peers`.
-transformers: $(VENV)/transformers-5 $(VENV)/transformers-4
+# Versions of libraries, each in a directory of the environment where tests/support/libraries.py finds it: one environment
+# holds one version. transformers runs on the torch of the extra `peers`.
+VERSIONS := transformers-5 transformers-4 zarr-3
+versions: $(VERSIONS)
+.PHONY: $(VERSIONS)
+$(VERSIONS): %: $(VENV)/%
 
-$(VENV)/transformers-%: constraints/transformers-%.txt | $(BIN)/python
+$(VERSIONS:%=$(VENV)/%): $(VENV)/%: constraints/%.txt | $(BIN)/python
 	@echo 'installing $< into $@'
 	rm -rf $@.tmp $@
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-warn-conflicts --target $@.tmp -r $<

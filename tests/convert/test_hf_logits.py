@@ -3,11 +3,10 @@
 Names and shapes prove little: a transposition that is missing in a square matrix, a scale that one side has and the other
 has not, a table that is read by the wrong axis go through all of that. So the same tokens go through both.
 
-The newest transformers and the last version 4 are each in a directory of its own (`make transformers`) and run in a process
+The newest transformers and the last version 4 are each in a directory of its own (`make versions`) and run in a process
 of its own, once for all models, on the torch of this environment.
 """
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -17,15 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import t5
+from support import libraries, t5
 from support.hf_models import VARIANTS, long_t5, write, write_t5
 
 import t5ckpt
 from t5ckpt.convert.huggingface import export_hf, import_hf
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, libraries.needs('torch', 'PyTorch')]
 
-HOME = pathlib.Path(os.environ.get('T5CKPT_TRANSFORMERS', sys.prefix))
 SCRIPT = pathlib.Path(__file__).parents[1] / 'support/with_transformers.py'
 VERSIONS = ('5', '4')
 LOCAL = {'model_type': 'longt5', 'encoder_attention_type': 'local'}
@@ -57,19 +55,6 @@ MADE: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-def path_of(version: str) -> str:
-    """PYTHONPATH for a version."""
-    home = HOME / f'transformers-{version}'
-    missing = [
-        name for name, found in ((home, home.is_dir()), ('torch', importlib.util.find_spec('torch'))) if not found
-    ]
-    if missing:
-        words = f'no {missing[0]}: install the extra `peers`, and `make transformers`'
-        assert 'CI' not in os.environ, words
-        pytest.skip(words)
-    return os.pathsep.join([str(home), os.environ.get('PYTHONPATH', '')])
-
-
 @pytest.fixture(scope='module')
 def exports(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A directory for each model, and the tokens."""
@@ -89,7 +74,10 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope='module', params=VERSIONS)
 def results(request: pytest.FixtureRequest, exports: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The version, and where what it computed lies, after one process has done everything."""
-    path, root = path_of(request.param), tmp_path_factory.mktemp(f'transformers_{request.param}')
+    path, root = (
+        libraries.path_of(f'transformers-{request.param}'),
+        tmp_path_factory.mktemp(f'transformers_{request.param}'),
+    )
     classes = {name: CLASSES.get(name, 'T5') + 'ForConditionalGeneration' for name in EXPORTS}
     classes |= dict.fromkeys(('local', 'global'), 'LongT5ForConditionalGeneration') | {'encoder': 'T5EncoderModel'}
     common = {'tokens': str(exports / 'tokens.npz')}

@@ -22,6 +22,16 @@ def needs(module: str, package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(absent, reason=f"needs {package}: pip install 't5ckpt[peers]'")
 
 
+def path_of(directory: str) -> str:
+    """PYTHONPATH for a version of a library that has a directory of its own; skips without it, but never in CI."""
+    home = pathlib.Path(os.environ.get('T5CKPT_VERSIONS', sys.prefix)) / directory
+    if not home.is_dir():
+        words = f'no {home}: `make {directory}`'
+        assert os.environ.get('CI') != 'true', words
+        pytest.skip(words)
+    return os.pathsep.join([str(home), os.environ.get('PYTHONPATH', '')])
+
+
 def run(program: str, *arguments: object) -> None:
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
     command = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]

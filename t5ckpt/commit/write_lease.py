@@ -77,10 +77,10 @@ def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[st
     return lambda owner: encode_sidecar(Sidecar(writer={**writer, **owner}, step=step))
 
 
-def write_lingering(storage: Storage, step: int, clock: Clock) -> str:
+def write_lingering(storage: Storage, step: int, clock: Clock, *, replaces: bool = False) -> str:
     """Writes a record that lingers on an object store, for a change of a step that needs no lease; returns its key."""
     key = write_lease_key(storage, step, secrets.token_hex(8))
-    storage.write(key, _encode_record(dataclasses.asdict(_lingering(clock))))
+    storage.write(key, _encode_record(dataclasses.asdict(dataclasses.replace(_lingering(clock), replaces=replaces))))
     return key
 
 

@@ -15,11 +15,12 @@ from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import listed_elsewhere
 from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
+from t5ckpt.commit.write_lease import write_lingering
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
-from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning
+from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import to_stored
 from t5ckpt.format.file_checksums import entry_of
@@ -61,6 +62,8 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
             _check_agreement(job, started.get('different', ()))
             if started.get('skip'):
                 return None
+            if not request.round.is_leader:
+                stack.push(lambda kind, *_: kind is not None and _note_files(request))
             try:
                 written, entry = _write(job, started)
                 report = written.below(started['generation'])
@@ -206,6 +209,20 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         request.storage.write(key, data)
     files = report.below(generation).digests | {name: entry_of(data) for name, data in job.dataset.items()}
     return report, write_checksums(request.storage, directory, request.round.processes.index, files)
+
+
+def _note_files(request: SaveRequest) -> None:
+    """Lists the files of a process that failed for garbage collection, on an object store.
+
+    The leader's transaction does so for those that it waited for. If this process was stopped for an hour, garbage collection
+    may have finished with the step before this process wrote its last file.
+    """
+    if not request.storage.commits_by_rename:
+        try:
+            write_lingering(request.storage, request.step, request.clock, replaces=True)
+        except T5CkptError as error:
+            where = request.storage.url(step_dir(request.step))
+            _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)
 
 
 def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:

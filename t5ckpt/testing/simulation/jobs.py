@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.errors import T5CkptError
 from t5ckpt.save_policies import SaveOnPreemption
 from t5ckpt.testing.simulation.coordination import CoordinationService, SimulatedProcesses
 from t5ckpt.testing.simulation.programs import OPTIONS
@@ -21,6 +22,8 @@ __all__ = ['Job']
 
 # Besides the wait for the others: the operations of a save, and what its own retries take.
 _OWN_SECONDS = 60.0
+# How many steps a process dispatches before it waits for the slowest one.
+_STEPS_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +78,13 @@ class Job:
     def __init__(self, world: World, count: int, value: float, timeout: float = 300.0, **options: Any):
         """Takes the value that the job saves, ``process_timeout``, and other options of ``Checkpointer``."""
         self._world, self._count, self._value, self._timeout = world, count, value, timeout
-        world.has_jobs = True
         self._options = {**OPTIONS, **options}
         self._service = CoordinationService()
         self._processes = [SimulatedProcesses(self._service, index, count) for index in range(count)]
         self._sharding = _Sharding(count)
         self._last: set[int] = set()
+        self._reached = [0] * count
+        self._has_failed = False
 
     def start(self, name: str, program: Callable[[int], Callable[[], None]], **options: Any) -> list[Task]:
         """Starts the processes, each on a machine of its own; the options are those of ``World.start``."""
@@ -143,9 +147,10 @@ class Job:
                 reached = [0]
                 is_told = index == told
                 options = {'save_policy': SaveOnPreemption(), 'preempted': lambda: is_told and reached[0] >= at}
-                with self._checkpointer(index, **options) as ck, self._in_time():
+                with self._noting_failure(), self._checkpointer(index, **options) as ck, self._in_time():
                     for step in range(first, at + 1000):
-                        wait_until(lambda: False, 1.0)
+                        if not self._has_trained(index, step):
+                            return
                         reached[0] = step
                         pending = ck.maybe_save(step, self._state(index))
                         if ck.should_stop:
@@ -155,6 +160,28 @@ class Job:
             return run
 
         return program
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Generator[None]:
+        try:
+            yield
+        except T5CkptError:
+            self._has_failed = True
+            raise
+
+    def _has_trained(self, index: int, step: int) -> bool:
+        """Trains one step; returns False where another process has died or failed.
+
+        A step needs values of the other processes. Since JAX dispatches steps without waiting for them, a process may be ahead by
+        some. The coordination service ends each process of a job in which one has died.
+        """
+        wait_until(lambda: False, 1.0)
+        self._reached[index] = step
+        wait_until(lambda: min(self._reached) >= step - _STEPS_AHEAD or self._is_over())
+        return not self._is_over()
+
+    def _is_over(self) -> bool:
+        return self._has_failed or bool(self._service.death())
 
     def _end(self, step: int, pending: Any) -> None:
         self._last.add(step)

@@ -164,6 +164,15 @@ def _jobs(world: World) -> Sequence[Task]:
     ]
 
 
+def _stopped_job(world: World) -> Sequence[Task]:
+    """Two processes save a step; a trainer collects their leftovers while one of them may still be stopped."""
+    job = Job(world, 2, 1, timeout=60.0)
+    return [
+        *job.start('job', job.saver([3])),
+        world.start('trainer', after(3900.0, saver(world, 3, [8])), machine='c'),
+    ]
+
+
 def _preempted(world: World) -> Sequence[Task]:
     """Process 1 of a job with retention is preempted, while an evaluator reads the step that goes."""
     job = Job(world, 2, 1, keep=1)
@@ -264,6 +273,8 @@ SCENARIOS = {
     **_of('link', Scenario(_link, _one_step)),
     **_of('job', Scenario(_job, _one_step)),
     **_of('jobs', Scenario(_jobs, _one_step)),
+    # A process that is killed after such a stop leaves its files.
+    'stopped-job-faults': Scenario(_stopped_job, _one_step, faults=('pause', 'delay')),
     **_of('copy', Scenario(_copy, _source, check=_is_copied)),
     **_of('copy-or-save', Scenario(_copy_or_save, _source, check=_is_copied)),
     **_of('repair', Scenario(_repair, _damaged)),

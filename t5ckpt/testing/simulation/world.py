@@ -206,10 +206,7 @@ class World:
       kind: 'bucket' or 'disk'.
       scheduler: runs the processes.
       observer: checks the invariants.
-      has_jobs: whether several processes save together.
     """
-
-    has_jobs = False
 
     def __init__(self, kind: str, scheduler: Scheduler, before: World | None = None):
         """Makes an empty world, or one with what is on the storage of another."""

@@ -1,17 +1,14 @@
 """A writer that is stopped for longer than its lease, between its last look at the lease and its commit."""
 
-import contextlib
 import dataclasses
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 import uuid
 
-import numpy as np
 import pytest
 
 import t5ckpt
@@ -228,97 +225,3 @@ def test_in_place_a_failed_save_leaves_no_position():
     run.write('checkpoint_1/train_ds-00000-of-00001.index', b'position')
     work.rollback()
     assert list(run.walk('checkpoint_1')) == []
-
-
-# --- two trainers on a bucket, one of them stopped at random ----------------------------------------------------------
-
-_TRAINER = """
-import sys, time
-import numpy as np
-import t5ckpt
-from t5ckpt.commit.lease_owner import process_facts
-from t5ckpt.storage import open_storage
-from t5ckpt.testing import FaultyStorage
-
-url, name, start = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-
-class Machine(FaultyStorage):
-    # Nobody else sees whether the process has ended, so its leases expire.
-    def _named(self, data):
-        own = process_facts()['place'].encode()
-        return data if b'"digests"' in data else data.replace(own, b'machine %d' % name)
-    def write(self, key, data):
-        super().write(key, self._named(data))
-    def replace(self, key, data, version):
-        return super().replace(key, self._named(data), version)
-
-def clock():
-    # Ten minutes are 1.5 seconds, and no heartbeat comes in time.
-    return start + (time.time() - start) * 400
-
-state = {'w': np.zeros((64, 64), np.float32), 'name': 0}
-with t5ckpt.Checkpointer(state, checkpoints_dir=Machine(open_storage(url)), inline_bytes=64, clock=clock) as ck:
-    print('ready', flush=True)
-    for line in sys.stdin:
-        step = int(line)
-        value = {'w': np.full((64, 64), 2 * step + name, np.float32), 'name': name}
-        try:
-            done = ck.save(value, step=step)
-        except t5ckpt.errors.StorageError as error:
-            done = None
-        print('told' if done is not None else 'dropped', flush=True)
-"""
-
-
-def race(url, rounds, seed):
-    """Both save each step at once, and one of them is stopped somewhere for longer than a lease; who was told, by step."""
-    rng, start, told = random.Random(seed), str(time.time()), []
-    with contextlib.ExitStack() as stack:
-        trainers = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, '-c', _TRAINER, url, str(name), start],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for name in (0, 1)
-        ]
-        for trainer in trainers:
-            # A process that is stopped would be waited for.
-            stack.callback(trainer.kill)
-        assert [trainer.stdout.readline() for trainer in trainers] == ['ready\n'] * 2
-        for step in range(rounds):
-            stopped = rng.choice(trainers)
-            order = rng.sample(trainers, 2)
-            for trainer in order:
-                trainer.stdin.write(f'{step}\n')
-                trainer.stdin.flush()
-                time.sleep(rng.choice([0, rng.uniform(0, 0.1)]))
-            time.sleep(rng.uniform(0, 0.15))
-            stopped.send_signal(signal.SIGSTOP)
-            time.sleep(rng.choice([0, 2, 2, 11]) if step else 0)
-            stopped.send_signal(signal.SIGCONT)
-            answers = [trainer.stdout.readline().strip() for trainer in trainers]
-            told.append([name for name in (0, 1) if answers[name] == 'told'])
-        for trainer in trainers:
-            trainer.stdin.close()
-        assert [trainer.wait(60) for trainer in trainers] == [0, 0]
-    return told
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_two_trainers_race_for_each_step(bucket):
-    """Each step has the values of one of them, whole, and this one alone was told that it has saved."""
-    rounds, seed = (int(os.environ.get(f'T5CKPT_RACE_{name}', value)) for name, value in (('ROUNDS', 12), ('SEED', 18)))
-    url = bucket.url()
-    told = race(url, rounds, seed)
-    assert t5ckpt.all_steps(url) == list(range(rounds)), (seed, told)
-    for step, names in enumerate(told):
-        found = t5ckpt.load_t5x_checkpoint(url, step)
-        assert names == [int(found['name'])], (seed, step, names)
-        assert np.all(found['w'] == 2 * step + found['name']), (seed, step)
-        report = t5ckpt.verify(url, step, full=True)
-        assert report.ok, (seed, step, report)

@@ -1,0 +1,135 @@
+"""Two trainers save the same steps at once, and one of them is stopped at random, often for longer than its lease."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import t5ckpt
+
+_TRAINER = """
+import json, sys, time
+import numpy as np
+import t5ckpt
+from t5ckpt.commit.lease_owner import process_facts
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
+
+url, name, start, speed = sys.argv[1], *json.loads(sys.argv[2])
+
+class NoLock:
+    is_held = True
+    def close(self): pass
+
+def scaled(unix):
+    return start + (unix - start) * speed
+
+class Machine(FaultyStorage):
+    # Nobody else sees whether the process has ended, or its locks, so its leases expire.
+    def _named(self, data):
+        own = process_facts()['place'].encode()
+        return data if b'"digests"' in data else data.replace(own, b'machine %d' % name)
+    def write(self, key, data):
+        super().write(key, self._named(data))
+    def replace(self, key, data, version):
+        return super().replace(key, self._named(data), version)
+    def try_lock(self, key):
+        return NoLock()
+    def modified(self, key):
+        unix = super().modified(key)
+        return None if unix is None else scaled(unix)
+
+state = {'w': np.zeros((64, 64), np.float32), 'name': 0}
+storage = Machine(open_storage(url))
+with t5ckpt.Checkpointer(state, checkpoints_dir=storage, inline_bytes=64, clock=lambda: scaled(time.time())) as ck:
+    print('ready', flush=True)
+    for line in sys.stdin:
+        step = int(line)
+        value = {'w': np.full((64, 64), 2 * step + name, np.float32), 'name': name}
+        try:
+            answer = 'told' if ck.save(value, step=step) is not None else 'dropped'
+        except t5ckpt.errors.T5CkptError as error:
+            answer = f'failed: {type(error).__name__}'
+        print(answer, flush=True)
+"""
+# Seconds of the trainers in one of ours: the lease, of ten minutes in a bucket and an hour for a directory, lasts about a second.
+_SPEED = {'files': 3600.0, 'gs': 900.0, 's3': 900.0}
+_LEASE = {'files': 3600.0, 'gs': 600.0, 's3': 600.0}
+
+
+def race(url, kind, rounds, seed):
+    """Both save each step, and one of them is stopped somewhere; the answers of both, by step."""
+    rng, lease, start = random.Random(seed), _LEASE[kind] / _SPEED[kind], time.time()
+    with contextlib.ExitStack() as stack:
+        trainers = []
+        for name in (0, 1):
+            words = [sys.executable, '-c', _TRAINER, url, json.dumps([name, start, _SPEED[kind]])]
+            trainer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            trainers.append(stack.enter_context(trainer))
+            # A process that is stopped would be waited for.
+            stack.callback(trainer.kill)
+        assert [trainer.stdout.readline() for trainer in trainers] == ['ready\n'] * 2
+        answers = [_step(trainers, step, lease, rng) for step in range(rounds)]
+        for trainer in trainers:
+            trainer.stdin.close()
+        assert [trainer.wait(60) for trainer in trainers] == [0, 0]
+    return answers
+
+
+def _step(trainers, step, lease, rng):
+    order, stopped = rng.sample(trainers, 2), rng.choice(trainers)
+    # The other one begins at once, or finds the lease that has expired.
+    begins_late = rng.random() < 0.5
+    for trainer in order:
+        trainer.stdin.write(f'{step}\n')
+        trainer.stdin.flush()
+        if begins_late:
+            stopped = order[0]
+            break
+        time.sleep(rng.choice([0, rng.uniform(0, 0.1)]))
+    time.sleep(rng.uniform(0, 0.15))
+    stopped.send_signal(signal.SIGSTOP)
+    # Up to an hour, after which garbage collection, too, takes what a writer in a bucket has left.
+    time.sleep(rng.choice([0, 1.3, 1.3, 1.3, 7 if lease < 1 else 1.6]) * lease)
+    if begins_late:
+        order[1].stdin.write(f'{step}\n')
+        order[1].stdin.flush()
+        time.sleep(rng.uniform(0, 0.3))
+    stopped.send_signal(signal.SIGCONT)
+    return [trainer.stdout.readline().strip() for trainer in trainers]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize('kind', ['files', 'gs', 's3'])
+def test_two_trainers_race_for_each_step(kind, tmp_path, request):
+    """Each step has the values of one of them, whole, and this one alone was told that it has saved.
+
+    `make soak` sets 1,000 steps, in four races.
+    """
+    steps, seed = (int(os.environ.get(f'T5CKPT_RACE_{name}', value)) for name, value in (('STEPS', 8), ('SEED', 18)))
+    races = max(1, steps // 250)
+    bucket = None if kind == 'files' else request.getfixturevalue(kind)
+    urls = [bucket.url() if bucket else str(tmp_path / f'run{i}') for i in range(races)]
+    with concurrent.futures.ThreadPoolExecutor(races) as pool:
+        raced = pool.map(race, urls, [kind] * races, [steps // races] * races, range(seed, seed + races))
+        for url, answers in zip(urls, raced, strict=True):
+            _check(url, answers, seed)
+
+
+def _check(url, answers, seed):
+    assert t5ckpt.all_steps(url) == list(range(len(answers))), (seed, answers)
+    for step, pair in enumerate(answers):
+        found = t5ckpt.load_t5x_checkpoint(url, step)
+        assert [name for name in (0, 1) if pair[name] == 'told'] == [int(found['name'])], (seed, step, pair)
+        assert np.all(found['w'] == 2 * step + found['name']), (seed, step)
+        report = t5ckpt.verify(url, step, full=True)
+        assert report.ok, (seed, step, report)

@@ -31,6 +31,7 @@ from t5ckpt.errors import MetricModeWarning
 
 __all__ = [
     'HELD',
+    'WAITS',
     'Decision',
     'KeepAll',
     'KeepAny',
@@ -55,6 +56,7 @@ class StepInfo:
       step: its step.
       pinned: whether it is pinned, so that retention never deletes it.
       held: whether it has a read lease.
+      waits: whether it waits for its upload from a local directory.
       created_unix: when it was saved, in unix seconds; None if unknown.
       metrics: by name, as passed to ``save`` or found by the checkpointer's metric source.
     """
@@ -64,10 +66,13 @@ class StepInfo:
     held: bool = False
     created_unix: float | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    waits: bool = False
 
 
 HELD = 'held by a reader'
 """The reason for a step with a read lease."""
+WAITS = 'waits for its upload'
+"""The reason for a step of a local directory that is not in the run's storage yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,8 +340,8 @@ def best_mode(option: str, mode: str, metric: str) -> str:
 def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: int | None = None) -> list[Decision]:
     """Applies a policy, and the rules that no policy can override; returns one decision per step.
 
-    Keeps steps that are pinned or have a read lease, the latest step, and the step just saved, which may be another one after a
-    rollback. Steps without a decision of the policy are kept.
+    Keeps steps that are pinned, have a read lease or wait for their upload, the latest step, and the step just saved, which may
+    be another one after a rollback. Steps without a decision of the policy are kept.
 
     Args:
       policy: decides on the other steps.
@@ -352,11 +357,12 @@ def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: in
         rules = {
             'pinned': info.pinned,
             HELD: info.held,
+            WAITS: info.waits,
             'the latest': info.step == latest,
             'just saved': info.step == just_saved,
         }
         rule = next((reason for reason, holds in rules.items() if holds), None)
         is_ruled = rule is not None and (info.pinned or not decision.keep)
-        overruled = is_ruled and (info.pinned or info.held)
+        overruled = is_ruled and (info.pinned or info.held or info.waits)
         plan.append(Decision(info.step, True, str(rule), overruled) if is_ruled else decision)
     return plan

@@ -13,6 +13,7 @@ from t5ckpt.catalog.step_index import IndexCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.format.names import (
     MANIFEST,
+    TO_PERSIST,
     TRAIN_DS_PREFIX,
     parse_padded_step,
     parse_step_dir,
@@ -32,6 +33,7 @@ __all__ = [
     'step_around',
     'step_of',
     'steps_in',
+    'waiting_steps',
 ]
 
 
@@ -77,6 +79,12 @@ def dataset_steps_in(storage: Storage) -> list[int]:
         if (step := step_of(name)) is not None or (step := parse_step_name(name)) is not None
     }
     return sorted({step for name, step in steps.items() if storage.names(name, TRAIN_DS_PREFIX)})
+
+
+def waiting_steps(storage: Storage) -> set[int]:
+    """The steps of a local directory that wait for their upload, see ``tiers/intents.py``; no request in a bucket."""
+    entries = storage.entries(TO_PERSIST) if storage.commits_by_rename else ()
+    return {int(entry.name) for entry in entries if entry.name.isdecimal()}
 
 
 def step_of(name: str) -> int | None:

@@ -17,10 +17,12 @@ from t5ckpt.commit.deletion import decide_deletion, delete_step
 from t5ckpt.core.text import counted
 from t5ckpt.errors import StepKeptError
 from t5ckpt.format.names import parse_step_dir
+from t5ckpt.policies import WAITS
 from t5ckpt.storage import Storage, open_storage, split_path
 
 __all__ = ['command']
 
+_TO_FORCE = ' To delete a step before its upload, pass --force.'
 _NUMBER = re.compile(r'-?[0-9]+')
 
 
@@ -29,19 +31,18 @@ _NUMBER = re.compile(r'-?[0-9]+')
 @click.argument('others', metavar='[STEP]...', type=CHECKPOINT, nargs=-1)
 @steps_option
 @click.option('--pinned', is_flag=True, help='Delete pinned steps, too.')
+@click.option('--force', is_flag=True, help='Delete steps that wait for their upload, too.')
 @click.option('--dry-run', is_flag=True, help='Only say what would be done.')
 @click.option('--yes', is_flag=True, help='Do not ask.')
 @json_option
-def command(
-    path: str, others: tuple[str, ...], steps: tuple[int, ...], pinned: bool, as_json: bool, **how: bool
-) -> int:
+def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], as_json: bool, **how: bool) -> int:
     """Deletes the step at PATH, or steps of the run at PATH: each STEP is a number, or named like PATH.
 
-    Each becomes invisible in one atomic operation, and is then removed. If one of them is pinned or held by a reader, nothing
-    is deleted. Which steps go by a rule instead, prune says.
+    Each becomes invisible in one atomic operation, and is then removed. If one of them is pinned, held by a reader, or waits for
+    its upload, nothing is deleted. Which steps go by a rule instead, prune says.
 
     \b
-    Exit codes: 0 done; 1 a step is pinned or held, or could not be deleted; 3 there is no such step.
+    Exit codes: 0 done; 1 a step is pinned, held or waits, or could not be deleted; 3 there is no such step.
 
     \b
     Examples:
@@ -51,7 +52,8 @@ def command(
       t5ckpt rm run/checkpoint_3000 --yes
     """
     storage, chosen = _chosen(path, others, steps)
-    plan = [decide_deletion(storage, step, time.time, even_pinned=pinned) for step in chosen]
+    even = {'even_pinned': how['pinned'], 'even_waiting': how['force']}
+    plan = [decide_deletion(storage, step, time.time, **even) for step in chosen]
     if not as_json:
         print_decisions(plan)
     kept = [each.step for each in plan if each.keep]
@@ -61,7 +63,7 @@ def command(
         confirm(f'Delete {counted(len(plan), "step")} of {storage.url()}?', how['yes'])
         for step in chosen:
             try:
-                delete_step(storage, step, time.time, even_pinned=pinned)
+                delete_step(storage, step, time.time, **even)
                 deleted.append(step)
             except StepKeptError as error:
                 failed[step] = str(error)
@@ -69,7 +71,8 @@ def command(
         decisions = [dataclasses.asdict(decision) for decision in plan]
         print_json({'plan': decisions, 'deleted': deleted, 'kept': kept, 'failed': failed, 'dry_run': how['dry_run']})
     elif kept:
-        cure = '' if pinned else ' To delete pinned steps, pass --pinned.'
+        cures = {'pinned': '' if how['pinned'] else ' To delete pinned steps, pass --pinned.', WAITS: _TO_FORCE}
+        cure = ''.join(text for reason, text in cures.items() if any(each.reason.startswith(reason) for each in plan))
         say(f'nothing was deleted: {", ".join(map(str, kept))} must stay.{cure}', err=True)
     for text in failed.values():
         say(text, err=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
+from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.commit.lease_owner import DELETE
 from t5ckpt.commit.removal import check_not_kept, is_pinned
 from t5ckpt.commit.step_lease import StepTakenError, acquire_lease
@@ -27,7 +28,9 @@ _log = logging.getLogger('t5ckpt')
 def remove_old_datasets(
     storage: Storage, steps: Sequence[int], keep: int, just_saved: int | None, clock: Clock
 ) -> None:
-    """Removes the iterator files of all but the latest ``keep`` steps that have some; not of pinned steps, as in T5X.
+    """Removes the iterator files of all but the latest ``keep`` steps that have some.
+
+    Pinned steps, as in T5X, and steps that wait for their upload keep theirs, too.
 
     Args:
       storage: the run.
@@ -38,8 +41,9 @@ def remove_old_datasets(
     """
     files = {step: storage.names(step_dir(step), TRAIN_DS_PREFIX) for step in steps}
     having = [step for step, names in files.items() if names]
+    waiting = waiting_steps(storage)
     for step in having[:-keep]:
-        if step == just_saved or is_pinned(storage, step_dir(step)):
+        if step == just_saved or step in waiting or is_pinned(storage, step_dir(step)):
             continue
         try:
             _remove(storage, step, files[step], clock)

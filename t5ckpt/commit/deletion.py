@@ -7,7 +7,7 @@ import functools
 import logging
 
 from t5ckpt.catalog.layouts import inspect_name, other_layout
-from t5ckpt.catalog.listing import listing
+from t5ckpt.catalog.listing import listing, waiting_steps
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.in_place import Hidden, hide_in_place, remove_in_place
 from t5ckpt.commit.read_lease import leased_steps
@@ -26,8 +26,8 @@ from t5ckpt.commit.step_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, aside_dir, parse_leftover, step_dir
-from t5ckpt.policies import HELD, Decision
+from t5ckpt.format.names import MANIFEST, PINNED, aside_dir, parse_leftover, step_dir, to_persist_file
+from t5ckpt.policies import HELD, WAITS, Decision
 from t5ckpt.storage import Storage
 
 __all__ = ['decide_deletion', 'delete_step', 'hide_checkpoint', 'remove_hidden', 'rename_damaged']
@@ -35,17 +35,20 @@ __all__ = ['decide_deletion', 'delete_step', 'hide_checkpoint', 'remove_hidden',
 _log = logging.getLogger('t5ckpt')
 
 
-def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Hidden | None:
+def hide_checkpoint(
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
+) -> Hidden | None:
     """Makes a step invisible, in one atomic operation, under the write lease of the step.
 
     A reader that leases the step in the meantime finds the write lease and waits, see ``commit/read_lease.py``. A pin that is
-    set in the meantime is found afterwards, and the step is made visible again, except with ``even_pinned``.
+    set in the meantime is found afterwards, and the step is made visible again, except with ``even_pinned``. A step that waits
+    for its upload is kept, except with ``even_waiting``.
 
     A step of a newer program is refused, see ``check_known``. On an object store only the manifest is read, and the caller
     checks the sidecar.
 
     Returns:
-      The argument of :func:`remove_hidden`; None if the step has a read lease or is pinned.
+      The argument of :func:`remove_hidden`; None if the step has a read lease, is pinned, or waits for its upload.
 
     Raises:
       CheckpointNotFoundError: another process has deleted it.
@@ -60,6 +63,8 @@ def hide_checkpoint(storage: Storage, step: int, clock: Clock, *, even_pinned: b
     lease = acquire_to_hide(storage, step, clock)
     try:
         if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
+            return None
+        if not even_waiting and step in waiting_steps(storage):
             return None
         _drop_replacements(storage, step, clock)
         doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
@@ -107,7 +112,9 @@ def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
         lock.close()
 
 
-def decide_deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> Decision:
+def decide_deletion(
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
+) -> Decision:
     """Decides whether a step may be deleted, with the reason; changes nothing.
 
     Raises:
@@ -131,29 +138,37 @@ def decide_deletion(storage: Storage, step: int, clock: Clock, *, even_pinned: b
         return Decision(step, True, pin_reason(storage, directory))
     if step in leased_steps(storage, clock):
         return Decision(step, True, HELD)
+    if not even_waiting and step in waiting_steps(storage):
+        return Decision(step, True, WAITS)
     return Decision(step, False, 'asked for')
 
 
-def delete_step(storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False) -> None:
+def delete_step(
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
+) -> None:
     """Deletes one step: makes it invisible in one atomic operation, and then removes it.
 
-    A crash in between leaves files that no listing shows and the next save removes.
+    A crash in between leaves files that no listing shows and the next save removes. With ``even_waiting``, the upload for which
+    the step waits is dropped.
 
     Raises:
       CheckpointNotFoundError: the step does not exist; the message lists the steps.
-      StepKeptError: it is pinned or has a read lease; nothing was changed.
+      StepKeptError: it is pinned, has a read lease, or waits for its upload; nothing was changed.
       StorageError: the storage failed; the step is unchanged, or is not listed.
     """
-    found = decide_deletion(storage, step, clock, even_pinned=even_pinned)
+    flags = {'even_pinned': even_pinned, 'even_waiting': even_waiting}
+    found = decide_deletion(storage, step, clock, **flags)
     hidden = None
     if not found.keep:
-        hidden = hide_checkpoint(storage, step, clock, even_pinned=even_pinned)
+        hidden = hide_checkpoint(storage, step, clock, **flags)
     if hidden is None:
         if not found.keep:
             # It was pinned or leased since the decision.
-            found = decide_deletion(storage, step, clock, even_pinned=even_pinned)
+            found = decide_deletion(storage, step, clock, **flags)
         raise kept_error(storage, step, found.reason if found.keep else HELD, 'deleted')
     try:
+        if even_waiting and storage.commits_by_rename:
+            storage.delete_file(to_persist_file(step))
         remove_hidden(storage, hidden, clock)
     except T5CkptError as error:
         where = storage.url(hidden.directory)

@@ -46,7 +46,7 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.format.orbax_names import may_be_orbax
 from t5ckpt.format.sidecar import FORMAT, decode_sidecar, newer_format
-from t5ckpt.policies import HELD
+from t5ckpt.policies import HELD, WAITS
 from t5ckpt.storage import Storage, foreign_errors
 
 __all__ = [
@@ -279,8 +279,13 @@ def check_not_kept(storage: Storage, step: int, read_steps: Collection[int], act
 
 def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKeptError:
     """The error for a step that is kept for a reason of :func:`kept_by`; ``action`` is a participle."""
-    cure = 'Try again when the reader is done.' if reason == HELD else 'Unpin it first.'
-    return StepKeptError(f'{storage.url(step_dir(step))} is {reason}, so it was not {action}. {cure}')
+    cures = {
+        HELD: 'Try again when the reader is done.',
+        WAITS: 'The next start of its run with this local_dir uploads it; t5ckpt rm --force deletes it without.',
+    }
+    verb = '' if reason == WAITS else 'is '
+    cure = cures.get(reason, 'Unpin it first.')
+    return StepKeptError(f'{storage.url(step_dir(step))} {verb}{reason}, so it was not {action}. {cure}')
 
 
 def renamed(storage: Storage, name: str, name_at: Callable[[int], str], clock: Clock) -> str:

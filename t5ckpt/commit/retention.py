@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from t5ckpt.catalog.layouts import ListedStep
-from t5ckpt.catalog.listing import listing, steps_in
+from t5ckpt.catalog.listing import listing, steps_in, waiting_steps
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
@@ -37,7 +37,7 @@ from t5ckpt.errors import (
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.format.names import parse_prefixed_step, step_dir
 from t5ckpt.format.sidecar import Sidecar
-from t5ckpt.policies import HELD, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
+from t5ckpt.policies import HELD, WAITS, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
 __all__ = ['Retention', 'RunFacts']
@@ -252,7 +252,8 @@ class Retention:
             self._log.warn(step, name, reason, 'stays')
         else:
             pinned = is_pinned(self._storage, name)
-            held = kept_by(self._storage, step, self._clock, pinned=pinned) or HELD
+            waits = WAITS if step in waiting_steps(self._storage) else HELD
+            held = kept_by(self._storage, step, self._clock, pinned=pinned) or waits
             self._log.note(Decision(step, True, held, overruled=True))
 
     def _hidden(self, step: int, other: ListedStep | None) -> Hidden | None:

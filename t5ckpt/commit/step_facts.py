@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import read_sidecar
+from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import did_you_mean
@@ -52,6 +53,7 @@ class StepFacts:
         found = self._found_metrics(steps, names)
         older = [step for step in steps if step != just_saved]
         pins = self._storage.are_files([join(step_dir(step), PINNED) for step in older])
+        waiting = waiting_steps(self._storage)
         pinned = {step for step, is_pinned in zip(older, pins, strict=True) if is_pinned}
         return [
             StepInfo(
@@ -60,6 +62,7 @@ class StepFacts:
                 step in leased,
                 self._facts[step][0],
                 {**{name: values[step] for name, values in found.items() if step in values}, **self._facts[step][1]},
+                step in waiting,
             )
             for step in steps
         ]

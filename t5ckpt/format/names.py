@@ -41,6 +41,7 @@ __all__ = [
     'READ_LEASE_PREFIX',
     'SIDECAR',
     'STEP_PREFIX',
+    'TO_PERSIST',
     'TRAIN_DS_PREFIX',
     'Leftover',
     'ReadLease',
@@ -75,6 +76,7 @@ __all__ = [
     'step_dir',
     'step_marker',
     'superseded',
+    'to_persist_file',
 ]
 
 MANIFEST = 'checkpoint'
@@ -84,6 +86,7 @@ DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds-'
 STEP_PREFIX = 'checkpoint_'
 INDEX = '.t5ckpt'
+TO_PERSIST = '.t5ckpt/to_persist'
 READ_LEASE_PREFIX = 'held_'
 DELETING_PREFIX = 'deleting_'
 _COMPLETE = '.t5ckpt/complete.'
@@ -209,6 +212,11 @@ def parse_read_lease(name: str) -> ReadLease | None:
 def step_marker(step: int) -> str:
     """The marker of a committed step."""
     return f'{INDEX}/steps/{step}'
+
+
+def to_persist_file(step: int) -> str:
+    """The file of a local directory that says that a step waits for its upload."""
+    return f'{TO_PERSIST}/{step}'
 
 
 def busy_key(step: int, nonce: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.step_summaries import StepSummary
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import Decision, StepInfo, retention_plan
+from t5ckpt.policies import WAITS, Decision, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
 __all__ = ['GOES', 'with_reasons']
@@ -23,9 +24,13 @@ def with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary
     """The summaries with the reasons of the keep policy under which the latest step was saved, or that none is recorded."""
     complete = [entry for entry in found if entry.complete and entry.layout == 't5x']
     policy = policy_of(complete[-1].policy) if complete else None
+    waiting = waiting_steps(storage)
     if policy is None:
-        none = {id(entry) for entry in complete if not entry.kept}
-        return [dataclasses.replace(entry, kept=_NO_POLICY) if id(entry) in none else entry for entry in found]
+        none = {entry.step: WAITS if entry.step in waiting else _NO_POLICY for entry in complete if not entry.kept}
+        return [
+            dataclasses.replace(entry, kept=none[entry.step]) if entry in complete and entry.step in none else entry
+            for entry in found
+        ]
     steps = [entry.step for entry in complete]
     seen = TensorBoardMetrics(storage)
     given = {name: seen.by_step(name, steps) for name in policy.metric_names}
@@ -37,18 +42,20 @@ def with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary
             entry.step in held,
             entry.created,
             {**{name: of[entry.step] for name, of in given.items() if entry.step in of}, **entry.metrics},
+            entry.step in waiting,
         )
         for entry in complete
     ]
     plan = {decision.step: decision for decision in retention_plan(policy, infos)}
+    kept = {step: _reason(decision, waits=step in waiting) for step, decision in plan.items()}
+    # A pinned step has the reason for its pin already.
     return [
-        dataclasses.replace(entry, kept=_reason(entry, plan[entry.step])) if entry in complete else entry
+        dataclasses.replace(entry, kept=kept[entry.step]) if entry in complete and not entry.pinned else entry
         for entry in found
     ]
 
 
-def _reason(entry: StepSummary, decision: Decision) -> str:
-    if entry.pinned:
-        # With the reason for the pin.
-        return entry.kept
+def _reason(decision: Decision, *, waits: bool) -> str:
+    if waits and decision.reason != WAITS:
+        return f'{decision.reason}; {WAITS}'
     return decision.reason if decision.keep else f'{GOES}{decision.reason}'

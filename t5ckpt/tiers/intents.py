@@ -1,33 +1,28 @@
 """The steps of a local directory that wait for their upload, and the decision which steps do.
 
 ``.t5ckpt/to_persist/<step>`` is written before the local commit of a step that the persist policy takes, and removed after the
-commit in the run's storage. Local retention keeps a step that has it. A crash between the two leaves a file whose step is
-uploaded by the next start; without the step, the next start removes the file.
+commit in the run's storage. No program deletes a step that has it, see ``commit/deletion.py``. A crash between the two leaves a
+file whose step is uploaded by the next start; without the step, the next start removes the file.
 
 ``.t5ckpt/taken.json`` has the step and the time of the latest decision, so that intervals of time continue after a restart.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.listing import newest
+from t5ckpt.catalog.listing import newest, waiting_steps
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX
-from t5ckpt.policies import Decision, KeepLatest, KeepPolicy, StepInfo
+from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX, TO_PERSIST, to_persist_file
 from t5ckpt.save_policies import Moment, SavePolicy
 from t5ckpt.storage import Storage
 
-__all__ = ['WAITS', 'Intents', 'LocalKeep', 'PersistSchedule']
+__all__ = ['Intents', 'PersistSchedule']
 
-WAITS = 'waits for its upload'
-"""The reason why local retention keeps a step."""
-_INTENTS = f'{INDEX}/to_persist'
 _TAKEN = f'{INDEX}/taken.json'
 
 
@@ -40,52 +35,32 @@ class Intents:
 
     def steps(self) -> list[int]:
         """The steps, ascending."""
-        return sorted(int(entry.name) for entry in self._local.entries(_INTENTS) if entry.name.isdecimal())
+        return sorted(waiting_steps(self._local))
 
     def overwrites(self, step: int) -> bool:
         """Whether the upload of a step replaces a complete checkpoint of the run."""
         try:
-            return self._local.read(_key(step)) == b'overwrite'
+            return self._local.read(to_persist_file(step)) == b'overwrite'
         except CheckpointNotFoundError:
             return False
 
     def add(self, step: int, *, overwrite: bool) -> bool:
         """Records durably that a step is to be uploaded; returns whether it was not recorded."""
-        is_new = not self._local.is_file(_key(step))
-        self._local.make_dir(_INTENTS)
-        self._local.write(_key(step), b'overwrite' if overwrite else b'')
+        is_new = not self._local.is_file(to_persist_file(step))
+        self._local.make_dir(TO_PERSIST)
+        self._local.write(to_persist_file(step), b'overwrite' if overwrite else b'')
         self._local.sync_tree(INDEX, [])
         return is_new
 
     def collect(self) -> None:
         """Removes the files of writes that a crash cut off."""
-        for entry in self._local.entries(_INTENTS):
+        for entry in self._local.entries(TO_PERSIST):
             if entry.name.endswith(PARTIAL_SUFFIX):
-                self._local.delete_file(f'{_INTENTS}/{entry.name}')
+                self._local.delete_file(f'{TO_PERSIST}/{entry.name}')
 
     def drop(self, step: int) -> None:
         """Removes the record of a step."""
-        self._local.delete_file(_key(step))
-
-
-def _key(step: int) -> str:
-    return f'{_INTENTS}/{step}'
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalKeep(KeepPolicy):
-    """Keeps the latest local steps, and those that wait for their upload."""
-
-    count: int
-    intents: Intents
-
-    def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
-        """One decision per step."""
-        waiting = set(self.intents.steps())
-        return [
-            Decision(each.step, True, WAITS) if each.step in waiting and not each.keep else each
-            for each in KeepLatest(self.count).choose(infos)
-        ]
+        self._local.delete_file(to_persist_file(step))
 
 
 class PersistSchedule:

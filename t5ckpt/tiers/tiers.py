@@ -25,12 +25,12 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedTopologyError,
 )
-from t5ckpt.policies import KeepPolicy, StepInfo
+from t5ckpt.policies import KeepLatest, KeepPolicy, StepInfo
 from t5ckpt.save.arguments import SaveCall, TierOptions
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.choose import Choice, choose
-from t5ckpt.tiers.intents import Intents, LocalKeep, PersistSchedule
+from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.queue import UploadQueue
 from t5ckpt.tiers.rate_limit import RateLimit
@@ -81,7 +81,7 @@ class Tiers:
         self.clock = clock
         self._dir = LocalDir(self.local, run, options.keep, read_only=read_only)
         self._intents = Intents(self.local)
-        self.retention = Retention(self.local, LocalKeep(options.keep, self._intents), clock)
+        self.retention = Retention(self.local, KeepLatest(options.keep), clock)
         # For the thread of the uploads: a Retention belongs to one thread.
         self._after_upload = Retention(self.local, self.retention.policy, clock)
         self._last_saved: int | None = None
@@ -347,7 +347,7 @@ class Tiers:
             for storage in tiers:
                 self._check_not_kept(storage, step)
             for storage in tiers or [self.run]:
-                delete_step(storage, step, self.clock)
+                delete_step(storage, step, self.clock, even_waiting=True)
         except BaseException:
             if step in self._intents.steps():
                 self._queue.add([step])
@@ -355,7 +355,7 @@ class Tiers:
         self._intents.drop(step)
 
     def _check_not_kept(self, storage: Storage, step: int) -> None:
-        found = decide_deletion(storage, step, self.clock)
+        found = decide_deletion(storage, step, self.clock, even_waiting=True)
         if found.keep:
             raise kept_error(storage, step, found.reason, 'deleted')
 

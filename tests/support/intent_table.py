@@ -382,7 +382,7 @@ output --in-place | error | both or neither
 --output | error | it exists
 --sample | error | no size; a larger one than the checkpoint reads all
 """,
-    'rm': 'others | error | no such step\n--pinned | hint | none is pinned',
+    'rm': 'others | error | no such step\n--pinned | hint | none is pinned\n--force | hint | none waits for its upload',
     'show': """
 --depth | error | with --sort or --json
 --grep | error | matches no name: exit 1, and unmatched in --json

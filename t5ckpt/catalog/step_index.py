@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
 from t5ckpt.catalog.run_catalog import Index, RunCatalog
@@ -59,6 +60,7 @@ __all__ = [
     'indexed_steps',
     'mark_step',
     'read_index',
+    'unmark_step',
 ]
 
 # The directory of a step in an Orbax CheckpointManager is its number.
@@ -124,9 +126,28 @@ def _unmarked(storage: Storage, index: Index) -> list[str]:
     return unmarked
 
 
-def mark_step(storage: Storage, step: int) -> None:
-    """Writes the marker of a committed step."""
-    storage.write(step_marker(step), b'')
+def mark_step(storage: Storage, step: int, version: Any = None) -> None:
+    """Writes the marker of a committed step, with the version of its manifest, so that each save writes another one."""
+    storage.write(step_marker(step), _marker(version))
+
+
+def unmark_step(storage: Storage, step: int, version: Any = None) -> None:
+    """Deletes the marker of a step whose manifest had a version; a late request does not delete that of a later save."""
+    key = step_marker(step)
+    if storage.seeks:
+        # A step without a marker is listed, too.
+        storage.delete_file(key)
+        return
+    expected = None if version is None else storage.version_of(_marker(version))
+    if expected is not None and storage.delete_unchanged(key, expected):
+        return
+    found = storage.version(key)
+    if found is not None:
+        storage.delete_unchanged(key, found)
+
+
+def _marker(version: Any) -> bytes:
+    return version if isinstance(version, bytes) else b''
 
 
 def ensured_index(storage: Storage, *, again: bool = False) -> Index:

@@ -235,7 +235,7 @@ class ManifestTransaction(Transaction):
             if self._overwrites:
                 self._check_not_kept(has_readers=was_stopped)
                 self._lease.note(action=SAVE)
-            mark_step(self.storage, self.step)
+            mark_step(self.storage, self.step, version)
             if self._has_others and self._sidecar:
                 remove_superseded(self.storage, self.step, self._lease)
             is_done = True

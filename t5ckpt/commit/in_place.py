@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from t5ckpt.catalog.run_catalog import Index
-from t5ckpt.catalog.step_index import ensured_index, mark_step
+from t5ckpt.catalog.step_index import ensured_index, mark_step, unmark_step
 from t5ckpt.commit.lease_owner import MEND
 from t5ckpt.commit.removal import check_known, keys_below, remove_own_keys
 from t5ckpt.commit.step_lease import BeingWrittenError, acquire_lease, acquire_to_hide, has_live_lease
@@ -21,7 +21,7 @@ from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, step_dir, step_marker
+from t5ckpt.format.names import MANIFEST, PINNED, step_dir
 from t5ckpt.storage import Storage
 
 __all__ = ['Hidden', 'collect_in_place', 'hide_in_place', 'remove_in_place', 'remove_step']
@@ -55,7 +55,7 @@ def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
     keys = keys_below(storage, directory)
     if MANIFEST in keys or not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{storage.url(directory)} was written by another process in the meantime')
-    storage.delete_file(step_marker(step))
+    unmark_step(storage, step)
     remove_own_keys(storage, directory, keys)
 
 
@@ -101,7 +101,7 @@ def hide_in_place(
             _raise_replaced(storage, step)
         keys = keys_below(storage, step_dir(step))
         if not is_wanted(keys):
-            storage.delete_file(step_marker(step))
+            unmark_step(storage, step, version)
             # The lease stays until all files are removed.
             return Hidden(step_dir(step), step, lease, keys)
         storage.replace(key, manifest, None)
@@ -133,7 +133,7 @@ def _is_manifest_deleted(storage: Storage, key: str, manifest: bytes, version: A
         if not storage.is_file(key):
             # The reply was lost.
             return True
-        again = storage.replace(key, manifest, version)
+        again = storage.rewrite(key, manifest, version)
         if again is None and not storage.is_file(key):
             return True
         if again == version:
@@ -183,13 +183,14 @@ def _collect_one(storage: Storage, index: Index, step: int, clock: Clock, stale_
     except BeingWrittenError:
         return False
     try:
-        is_committed = storage.is_file(join(step_dir(step), MANIFEST))
+        version = storage.version(join(step_dir(step), MANIFEST))
+        is_committed = version is not None
         if not is_committed:
             remove_step(storage, step, lease)
         elif lease.replaces and step not in lease.read_steps:
             remove_superseded(storage, step, lease)
         if is_committed:
-            mark_step(storage, step)
+            mark_step(storage, step, version)
         # A reader may need the files of the checkpoint that was replaced.
         lease.replaces = lease.replaces and is_committed and step in lease.read_steps
     except BaseException:

@@ -184,6 +184,14 @@ class Storage(ABC):
         self.write(key, data)
         return self.version(key)
 
+    def rewrite(self, key: str, data: bytes, version: Any) -> Any:
+        """Writes the bytes of a key again, as :meth:`replace`, so that it has a new version; where it cannot, the old one."""
+        return self.replace(key, data, version)
+
+    def version_of(self, data: bytes) -> Any:
+        """Returns the version that a file of these bytes has, on most servers; None if it depends on other things."""
+        del data
+
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:
         """Returns the entries directly below ``key``, by name; an empty list if there are none."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.connection import Connection, http_contexts
+from t5ckpt.storage.error_mapping import bucket_errors
 from t5ckpt.storage.options import (
     Retries,
     S3Options,
@@ -22,7 +23,7 @@ from t5ckpt.storage.options import (
     s3_endpoint,
     s3_region,
 )
-from t5ckpt.storage.s3_requests import s3_requests
+from t5ckpt.storage.s3_requests import etag_version, s3_requests
 
 __all__ = ['S3Storage', 'open_at']
 
@@ -57,6 +58,14 @@ class S3Storage(BucketStorage):
         connection = Connection(spec, http_contexts(options.retry_seconds, resources), options.retry_seconds)
         requests = s3_requests(bucket, options, environ) if self.scheme == 's3' else None
         super().__init__(bucket, prefix, connection, cache=file_cache(options), requests=requests)
+
+    def rewrite(self, key: str, data: bytes, version: Any) -> Any:
+        with bucket_errors(self.url(key)):
+            written = None if self._requests is None else self._requests.rewrite(self._key(key), data, version)
+        return written or self.replace(key, data, version)
+
+    def version_of(self, data: bytes) -> Any:
+        return etag_version(data)
 
     def url(self, key: str = '') -> str:
         return f'{self.scheme}://{self._bucket}/{self._key(key)}'.rstrip('/')

@@ -3,6 +3,7 @@
 - ``CopyObject`` with ``x-amz-copy-source-if-match``.
 - ``DeleteObject`` with ``If-Match``: a late deletion of a manifest does not hide the step that was saved again.
 - ``DeleteObjects``: 1000 keys a request.
+- An upload in one part, whose ETag is not that of the same bytes in one PUT.
 
 The keys are those of the environment or of a profile's file. Those of a role are found by botocore, if it is installed.
 """
@@ -26,12 +27,18 @@ from xml.sax.saxutils import escape
 from t5ckpt.storage.options import S3Options, s3_credentials, s3_endpoint, s3_region
 from t5ckpt.storage.server_requests import RefusedError, ServerRequests, is_direct
 
-__all__ = ['AccessKeys', 'S3Requests', 's3_requests']
+__all__ = ['AccessKeys', 'S3Requests', 'etag_version', 's3_requests']
 
 _BULK_KEYS = 1000
+_UPLOAD = re.compile(rb'<UploadId>(.+?)</UploadId>', re.DOTALL)
+_PART = re.compile(rb'<Part>.*?<ETag>(.+?)</ETag>', re.DOTALL)
+_UPLOADED = re.compile(rb'<CompleteMultipartUploadResult.*?<ETag>(.+?)</ETag>', re.DOTALL)
 _ETAG = re.compile(rb'<CopyObjectResult.*?<ETag>(.+?)</ETag>', re.DOTALL)
 # TensorStore's version of an object is this byte and its ETag.
 _ETAG_FOLLOWS = b'\0'
+
+
+_NAMESPACE = b'http://s3.amazonaws.com/doc/2006-03-01/'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +74,38 @@ class S3Requests(ServerRequests):
             'x-amz-copy-source': self._target(source),
             'x-amz-copy-source-if-match': version.removeprefix(_ETAG_FOLLOWS).decode(),
         }
-        found = _ETAG.search(self._send('COPY', 'PUT', self._target(target), headers))
         # S3 answers 200 before it copies, and may report an error in the body.
-        return None if found is None else _ETAG_FOLLOWS + found[1].replace(b'&quot;', b'"').replace(b'&#34;', b'"')
+        return _version(_ETAG.search(self._send('COPY', 'PUT', self._target(target), headers)))
+
+    def rewrite(self, key: str, data: bytes, version: bytes) -> bytes | None:
+        """Uploads the bytes in one part: the ETag of such an object is the MD5 of the part's, with the number of parts."""
+        if not self._compares or b'-' in version:
+            # A deletion has no condition; or the object was uploaded in parts, and one PUT has another ETag.
+            return None
+        target = self._target(key)
+        try:
+            found = _UPLOAD.search(self._send('PUT', 'POST', f'{target}?uploads=', {}))
+            if found is None:
+                return None
+            return self._uploaded(target, f'uploadId={urllib.parse.quote(found[1], safe="-._~")}', data, version)
+        except RefusedError as error:
+            if error.is_transient:
+                raise
+            return None
+
+    def _uploaded(self, target: str, upload: str, data: bytes, version: bytes) -> bytes | None:
+        """Sends the part and completes the upload; returns the version of the object."""
+        headers = {'If-Match': version.removeprefix(_ETAG_FOLLOWS).decode(), 'Content-Type': 'application/xml'}
+        try:
+            self._send('PUT', 'PUT', f'{target}?partNumber=1&{upload}', {}, data)
+            part = _PART.search(self._send('GET', 'GET', f'{target}?{upload}', {}))
+            listed = b'<Part><PartNumber>1</PartNumber><ETag>%s</ETag></Part>' % (b'' if part is None else part[1])
+            body = b'<CompleteMultipartUpload xmlns="%s">%s</CompleteMultipartUpload>' % (_NAMESPACE, listed)
+            reply = self._send('PUT', 'POST', f'{target}?{upload}', headers, body)
+        except RefusedError:
+            self._send('DELETE', 'DELETE', f'{target}?{upload}', {})
+            raise
+        return _version(_UPLOADED.search(reply))
 
     def delete_unchanged(self, key: str, version: bytes) -> bool | None:
         """Sends the version as ``If-Match``."""
@@ -97,7 +133,7 @@ class S3Requests(ServerRequests):
 
     def _delete_batch(self, keys: Sequence[str]) -> bool:
         objects = ''.join(f'<Object><Key>{escape(key)}</Key></Object>' for key in keys)
-        body = f'<Delete xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Quiet>true</Quiet>{objects}</Delete>'.encode()
+        body = f'<Delete xmlns="{_NAMESPACE.decode()}"><Quiet>true</Quiet>{objects}</Delete>'.encode()
         digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
         headers = {'Content-MD5': digest, 'Content-Type': 'application/xml'}
         try:
@@ -131,6 +167,15 @@ class S3Requests(ServerRequests):
             key = hmac.new(key, part.encode(), hashlib.sha256).digest()
         named = f'Credential={keys.access}/{scope}, SignedHeaders={";".join(names)}, Signature={key.hex()}'
         return given | {'Authorization': f'AWS4-HMAC-SHA256 {named}'}
+
+
+def etag_version(data: bytes) -> bytes:
+    """TensorStore's version of an object that is uploaded in one PUT, unless the bucket encrypts with keys of the user."""
+    return _ETAG_FOLLOWS + f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'.encode()
+
+
+def _version(found: re.Match[bytes] | None) -> bytes | None:
+    return None if found is None else _ETAG_FOLLOWS + found[1].replace(b'&quot;', b'"').replace(b'&#34;', b'"')
 
 
 def s3_requests(bucket: str, options: S3Options, environ: Mapping[str, str]) -> S3Requests | None:

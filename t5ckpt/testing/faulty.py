@@ -83,6 +83,13 @@ class FaultyStorage(Storage):
         self._count('replace', key)
         return self._inner.replace(key, data, version)
 
+    def rewrite(self, key: str, data: bytes, version: Any) -> Any:
+        self._count('rewrite', key)
+        return self._inner.rewrite(key, data, version)
+
+    def version_of(self, data: bytes) -> Any:
+        return self._inner.version_of(data)
+
     def delete_unchanged(self, key: str, version: Any) -> bool:
         self._count('delete_unchanged', key)
         return self._inner.delete_unchanged(key, version)

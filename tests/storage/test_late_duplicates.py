@@ -147,11 +147,26 @@ def test_positions_of_data_iterators_have_fixed_names(bucket):
     assert [damage.file for damage in report.damages] == ['train_ds-000-of-001.index']
 
 
-def test_a_late_deletion_of_the_steps_marker(bucket):
-    """On S3 the step is no longer listed, since names between known ones cannot be; by its number it is found."""
-    url, _ = saved_twice(bucket, 'delete', 'steps/5')
+@pytest.mark.parametrize('was_there', [False, True], ids=['written now', 'written by an earlier version'])
+def test_a_late_deletion_of_the_steps_marker(bucket, was_there):
+    """Each save writes another marker, and the deletion has the version of the one that it deletes."""
+    url, clock = bucket.url(), FakeClock()
+    with checkpointer(url, clock) as ck:
+        ck.save(state(1), step=STEP)
+        if was_there:
+            open_storage(url).write('.t5ckpt/steps/5', b'')
+        delay(bucket, 'delete', 'steps/5')
+        ck.delete(STEP)
+        ck.save(state(2), step=STEP)
+    release(bucket)
+    assert is_whole(url)
+
+
+def test_a_late_deletion_of_the_steps_marker_without_a_condition(s3):
+    """On a server that refuses the condition, the step is not listed; by its number it is found."""
+    url, _ = saved_twice(s3, 'delete', 'steps/5', '501')
     assert is_of(loaded(url), 2)
-    assert t5ckpt.all_steps(url) == ([STEP] if bucket.scheme == 'gs' else [])
+    assert t5ckpt.all_steps(url) == []
     t5ckpt.reindex_steps(url)
     assert t5ckpt.all_steps(url) == [STEP]
 
@@ -201,22 +216,51 @@ def leases(url):
 
 
 def test_a_late_deletion_of_a_step_that_could_not_be_deleted(bucket):
-    """Google's storage refuses it, since the manifest was written again. On S3 the step is deleted, with all of its files."""
+    """The server refuses it, since the manifest was written again, with another version."""
     url, clock = bucket.url(), FakeClock()
     with checkpointer(url, clock, storage_options={'retry_seconds': 1.0}) as ck:
         ck.save(state(1), step=STEP)
-        fail(bucket, 'delete', 'checkpoint_5/checkpoint')
-        with pytest.raises(StorageError, match='may disappear' if bucket.scheme == 's3' else None):
-            ck.delete(STEP)
-        assert t5ckpt.all_steps(url) == [STEP]
-        heal(bucket)
-        release(bucket)
-        if bucket.scheme == 'gs':
+        before = open_storage(url).read('checkpoint_5/checkpoint')
+        for _ in range(2):
+            fail(bucket, 'delete', 'checkpoint_5/checkpoint')
+            with pytest.raises(StorageError) as error:
+                ck.delete(STEP)
+            assert 'may disappear' not in str(error.value)
+            assert t5ckpt.all_steps(url) == [STEP]
+            heal(bucket)
+            release(bucket)
             assert is_whole(url, 1)
+        assert open_storage(url).read('checkpoint_5/checkpoint') == before
         clock.advance(7200)
         ck.save(state(2), step=6)
-    assert t5ckpt.all_steps(url) == ([STEP, 6] if bucket.scheme == 'gs' else [6])
-    assert bool(keys(url)) == (bucket.scheme == 'gs')
+        assert t5ckpt.all_steps(url) == [STEP, 6]
+        assert not leases(url)
+        ck.delete(STEP)
+    assert not keys(url)
+
+
+def test_a_late_deletion_without_a_condition_of_a_step_that_could_not_be_deleted(s3):
+    """On a server that refuses the condition, the step is deleted then, with all of its files. The error says so."""
+    url, clock = s3.url(), FakeClock()
+    answers = ['501']
+
+    def choose(asked, key):
+        if asked != 'delete' or not key.endswith('checkpoint_5/checkpoint'):
+            return None
+        return answers.pop() if answers else 'dropped' if s3.proxy.held else 'late'
+
+    with checkpointer(url, clock, storage_options={'retry_seconds': 1.0}) as ck:
+        ck.save(state(1), step=STEP)
+        s3.proxy.choose = choose
+        with pytest.raises(StorageError, match='may disappear'):
+            ck.delete(STEP)
+        assert t5ckpt.all_steps(url) == [STEP]
+        heal(s3)
+        release(s3)
+        clock.advance(7200)
+        ck.save(state(2), step=6)
+    assert t5ckpt.all_steps(url) == [6]
+    assert not keys(url)
     assert not leases(url)
 
 

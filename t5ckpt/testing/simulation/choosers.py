@@ -30,7 +30,8 @@ class _WithFaults:
 
     def fault(self, scheduler: Scheduler, task: Task) -> Decision | None:
         action = self._faults.pop(scheduler.points, None) if task.is_wanted is None else None
-        if action is None or (task.process.is_daemon and action != 'power'):
+        is_spared = task.process.is_daemon or not task.process.has_faults
+        if action is None or (is_spared and action != 'power'):
             return None
         value: str | float = ''
         if action in ('pause', 'delay', 'late'):

@@ -69,6 +69,7 @@ class Process:
         self.name, self.pid, self.machine, self.ahead = name, pid, machine, ahead
         self.is_dead = False
         self.is_daemon = False
+        self.has_faults = True
         self.paused_until = -math.inf
         self.tasks = 0
         self.counters: dict[str, int] = {}

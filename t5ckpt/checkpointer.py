@@ -8,20 +8,18 @@ A blocking save is an asynchronous one that is waited for.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from t5ckpt import steps
-from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.commit.dataset_files import dataset_count
-from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.retention import Retention, RunFacts
+from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_callables, check_flags, check_word, integer, number
+from t5ckpt.core.arguments import check_callables, check_flags, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.leaf_path import Path
@@ -40,34 +38,18 @@ from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
-from t5ckpt.errors import (
-    ClosedError,
-    DisagreementError,
-    NoEffectWarning,
-    ReadOnlyError,
-)
-from t5ckpt.format.dtypes import Cast, floating_dtype
+from t5ckpt.errors import ClosedError, DisagreementError, ReadOnlyError
+from t5ckpt.format.dtypes import Cast
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.planning.resizing import Patterns, Resize
-from t5ckpt.planning.restore_plan import STRICTNESS, RestoreOptions
+from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.reading.open_reader import ReadOptions
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.fit import fit_leaves
 from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source
-from t5ckpt.save import (
-    Notices,
-    Reuse,
-    SaveCall,
-    SaveRequest,
-    TemplateCheck,
-    best_of,
-    in_order,
-    infos_with,
-    monitored,
-    monitored_metrics,
-)
+from t5ckpt.save import Notices, Reuse, SaveCall, SaveRequest, TemplateCheck, best_step_of, in_order, monitored_metrics
 from t5ckpt.save.arguments import (
     LOCAL_KEEP,
     TierOptions,
@@ -86,12 +68,12 @@ from t5ckpt.save.stream_writer import StreamRequest
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
+from t5ckpt.tiers.one_tier import OneTier
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
 
 if TYPE_CHECKING:
-    from t5ckpt.tiers.restore import Prefetch
     from t5ckpt.tiers.tiers import Tiers
 
 __all__ = ['Checkpointer']
@@ -150,8 +132,6 @@ class Checkpointer:
       loop. Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
     """
 
-    _prefetch: Prefetch | None = None
-
     @explains_names(OF_CONSTRUCTOR)
     def __init__(
         self,
@@ -206,13 +186,13 @@ class Checkpointer:
         self.checkpoints_dir = self._storage.url()
         if save_dtype is None and restore_dtype is None:
             Cast.of(None, cast_leaves, 'save_dtype or restore_dtype')
-        cast = _cast(save_dtype, cast_leaves, 'save_dtype')
-        is_template = _is_template(restore_dtype)
-        self.restore_dtype = restore_dtype if is_template else floating_dtype(restore_dtype, 'restore_dtype')
+        cast = None if save_dtype is None else Cast.of(save_dtype, cast_leaves, 'save_dtype')
+        restore_cast = Cast.of_restore(restore_dtype, cast_leaves)
+        self.restore_dtype = None if restore_cast is None else restore_cast.requested
         self._cast_leaves = cast_leaves
-        self._restore_cast()
         self._train_state = train_state
         self._partitioner = partitioner
+        self._is_t5x = partitioner is not None or isinstance(train_state, TrainState)
         self._axes = LeafAxes(partitioner, train_state)
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
         policy = _latest(keep) if keep_policy is None else keep_policy
@@ -220,8 +200,9 @@ class Checkpointer:
         self._retention = Retention(self._storage, policy, clock, datasets, metric_source, prune_others=others)
         self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout))
         self._clock, self._is_read_only = clock, read_only
-        self._tiers = self._two_tiers(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps))
-        target = self._storage if self._tiers is None else self._tiers.local
+        self._notices = Notices()
+        self._tiers = self._tiers_of(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps))
+        target = self._tiers.local
         self._options = SaveOptions(cast, compression_for(compression, target), chunk_bytes, inline_bytes)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
@@ -235,11 +216,10 @@ class Checkpointer:
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._progress = progress
         self._monitored = monitored_metrics(policy, save_policy)
-        self._notices = Notices()
         self._template_check = TemplateCheck(train_state, self._match, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
-        environment = Environment(clock, preempted, self._is_saving)
-        self._schedule = SaveSchedule(save_policy, self._coordinator, self._facts, environment, self._notices)
+        environment = Environment(clock, preempted, lambda: self._pending is not None and not self._pending.done())
+        self._schedule = SaveSchedule(save_policy, self._coordinator, self._tiers.facts, environment, self._notices)
         self._is_closed = False
         self.restored_step: int | None = None
         """The step of this run that ``restore_or_init`` restored."""
@@ -265,23 +245,16 @@ class Checkpointer:
             f'the checkpointer of {self.checkpoints_dir} cannot be pickled or copied. Make one in the other process.'
         )
 
-    def _two_tiers(self, options: TierOptions | None) -> Tiers | None:
+    def _tiers_of(self, options: TierOptions | None) -> OneTier | Tiers:
+        """Where the steps are; chosen once."""
         if options is None:
-            return None
+            return OneTier(self._storage, self._retention, self._clock, self._notices)
         # Imported here, so that nobody else pays for it.
         from t5ckpt.tiers.tiers import Tiers
 
         require_directory(self._storage)
-
-        def count() -> int:
-            return self._coordinator.processes_of_job().count
-
-        return Tiers(options, self._storage, self._retention, self._clock, count, read_only=self._is_read_only)
-
-    @property
-    def _facts(self) -> RunFacts:
-        """The steps of the run, in both tiers if there are two."""
-        return self._retention if self._tiers is None else self._tiers
+        run = self._storage, self._retention, self._clock
+        return Tiers(options, *run, self._coordinator, read_only=self._is_read_only)
 
     @property
     def storage(self) -> Storage:
@@ -424,13 +397,10 @@ class Checkpointer:
           SaveFailedError: an earlier save failed; raised when the next one is due.
         """
         at, state = in_order(step, train_state, 'maybe_save')
-
-        def save(numbers: Mapping[str, float]) -> PendingSave:
-            return self.save_async(
-                state, state_transformation_fns, step=at, metrics=numbers, custom_metadata=custom_metadata
-            )
-
-        return self._schedule.save_if_due(int(at), metrics, save)
+        save = functools.partial(
+            self.save_async, state, state_transformation_fns, step=at, custom_metadata=custom_metadata
+        )
+        return self._schedule.save_if_due(int(at), metrics, lambda numbers: save(metrics=numbers))
 
     @property
     def should_stop(self) -> bool:
@@ -446,18 +416,16 @@ class Checkpointer:
             )
         self.wait_until_finished()
         save_round = self._round('a save' if call.step is None else f'the save of step {call.step}')
-        try:
+        with save_round.failing_together(Phase.PLAN):
             self.check_for_errors()
             table = flatten_state(state).table
-            tiers = self._tiers
-            if tiers is not None:
-                tiers.begin_save()
+            self._tiers.begin_save()
             request = SaveRequest(
-                storage=self._storage if tiers is None else tiers.local,
+                storage=self._tiers.local,
                 step=step_to_save(state, table, call.step),
                 call=call,
                 options=self._options,
-                retention=self._retention if tiers is None else tiers.retention,
+                retention=self._tiers.retention,
                 staging=self._staging,
                 in_background=in_background,
                 reuse=self._reuse,
@@ -470,8 +438,7 @@ class Checkpointer:
                 site=CallSite.here(),
                 keep=self._retention.policy,
             )
-            if tiers is not None:
-                request = tiers.persisting(request, preempted=self.should_stop)
+            request = self._tiers.persisting(request, preempted=self.should_stop)
             if save_round.is_leader:
                 missing = self._retention.missing_metrics(request.step, call.metrics)
                 warn_of_missing_metrics(self._notices, missing)
@@ -480,18 +447,12 @@ class Checkpointer:
             if self._partitioner is None and save_round.is_leader:
                 self._template_check.look_at_shardings(table, request.step)
             prepared = prepare_save(request, table, self._axes)
-        except BaseException as error:
-            save_round.fail(Phase.PLAN, error)
-            raise
         self._pending = pending = PendingSave(request.step, prepared)  # known before it is started
         return pending
 
-    def _is_saving(self) -> bool:
-        return self._pending is not None and not self._pending.done()
-
     def _match(self, leaves: LeafTable, keys: Mapping[Path, str]) -> None:
         """Matches leaves with the template, as a restore without options does."""
-        options = RestoreOptions(self._restore_cast(), keys=keys, strict=self._strictness(None))
+        options = RestoreOptions(self._restore_cast(), keys=keys, strict=strictness(None, is_t5x=self._is_t5x))
         fit_leaves(leaves, 'the state', self._train_state, self._partitioner, options)
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
@@ -529,8 +490,7 @@ class Checkpointer:
         """
         self.wait_until_finished()
         self.check_for_errors()
-        if self._tiers is not None:
-            self._tiers.wait_until_persisted(None if step is None else integer('step', step))
+        self._tiers.wait_until_persisted(None if step is None else integer('step', step))
 
     def close(self) -> None:
         """Waits for saves, uploads and deletions in the background, and raises the error of a save that no call has raised yet.
@@ -539,8 +499,7 @@ class Checkpointer:
         """
         self._is_closed = True
         self.wait_until_finished()
-        if self._tiers is not None:
-            self._tiers.close()
+        self._tiers.close()
         self._retention.wait()
         self.check_for_errors()
         if self._pending is not None:
@@ -600,7 +559,7 @@ class Checkpointer:
             fallback=fallback_state,
             lazy=lazy_parameters,
             resize=Resize(resize),
-            strict=self._strictness(strict),
+            strict=strictness(strict, is_t5x=self._is_t5x),
             donate=donate,
             leaves_iterator=not restore_iterator,
         )
@@ -617,15 +576,8 @@ class Checkpointer:
             reading=self._reading,
             notices=self._notices,
         )
-        if self._tiers is None or call.path is not None:
-            return run_restore(request, self._train_state, self._partitioner, self._dataset)
-        from t5ckpt.tiers.restore import restore_from_tiers
-
-        if self._prefetch is not None:
-            self._prefetch.wait()
-        return restore_from_tiers(
-            self._tiers, request, lambda each: run_restore(each, self._train_state, self._partitioner, self._dataset)
-        )
+        template = self._train_state, self._partitioner, self._dataset
+        return self._tiers.restore(request, lambda each: run_restore(each, *template))
 
     def prefetch(self) -> None:
         """Begins to fetch the newest step in the background, for a :meth:`restore` that follows; needs no state.
@@ -633,21 +585,7 @@ class Checkpointer:
         A local step is read into memory, as far as the kernel has room, and a step of ``checkpoints_dir`` is copied to
         ``local_dir``. An error is logged, and ``restore`` reads the step itself.
         """
-        if self._tiers is None:
-            text = 'prefetch has no effect without local_dir. Pass local_dir= to the constructor, or leave it out.'
-            self._notices.warn('prefetch', NoEffectWarning(text))
-        elif self._prefetch is None:
-            from t5ckpt.tiers.restore import Prefetch
-
-            self._prefetch = Prefetch(self._tiers)
-
-    def _strictness(self, strict: str | None) -> str:
-        """The strictness of a call; None takes T5X's default if the state or the partitioner is that of T5X."""
-        if strict is None:
-            is_t5x = self._partitioner is not None or isinstance(self._train_state, TrainState)
-            return 'contains' if is_t5x else 'up_to_dtype'
-        check_word('strict', strict, STRICTNESS)
-        return strict
+        self._tiers.prefetch()
 
     def restore_leaves(
         self,
@@ -671,7 +609,7 @@ class Checkpointer:
             path=path,
             transforms=state_transformation_fns,
             resize=Resize(resize),
-            strict=self._strictness(strict),
+            strict=strictness(strict, is_t5x=self._is_t5x),
             leaves_iterator=True,
             only=frozenset(leaves),
         )
@@ -694,12 +632,9 @@ class Checkpointer:
         from t5ckpt.convert.tf.model import restore_tf
 
         restore_round = self._round('a restore')
-        try:
+        with restore_round.failing_together(Phase.RESTORE):
             found = tf_leaves(open_tf(path_or_dir), translator)
             restored = restore_tf(found, self._restore_cast(), self._train_state, self._partitioner, strict=strict)
-        except BaseException as error:
-            restore_round.fail(Phase.RESTORE, error)
-            raise
         restore_round.reduce_on_leader(Phase.RESTORE, None, lambda _: None)
         return restored
 
@@ -747,9 +682,7 @@ class Checkpointer:
 
     def _restore_cast(self) -> Cast | None:
         # Made anew, because callers may set ``restore_dtype``, as in T5X.
-        if _is_template(self.restore_dtype):
-            return Cast.to_template(self._cast_leaves, 'restore_dtype')
-        return _cast(self.restore_dtype, self._cast_leaves, 'restore_dtype')
+        return Cast.of_restore(self.restore_dtype, self._cast_leaves)
 
     # --- asking and deleting -----------------------------------------------------------------------------------------
 
@@ -785,7 +718,7 @@ class Checkpointer:
           CheckpointNotFoundError: there is no such step.
         """
         self.wait_until_finished()
-        return dict(self._facts.metrics_at(None if step is None else integer('step', step)))
+        return dict(self._tiers.facts.metrics_at(None if step is None else integer('step', step)))
 
     def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
         """The step with the best value of a metric; the newest of equal ones. NaN is never the best.
@@ -802,8 +735,7 @@ class Checkpointer:
         """
         self.wait_until_finished()
         self._schedule.is_used = True
-        name, best = monitored(self._monitored, metric, mode, self._facts)
-        return best_of(infos_with(self._facts, name), name, best)
+        return best_step_of(self._tiers.facts, self._monitored, metric, mode)
 
     def delete(self, step: int) -> None:
         """Deletes one step: makes it invisible in one atomic operation, and then removes it. Waits for a running save.
@@ -822,10 +754,7 @@ class Checkpointer:
         def decide(votes: Sequence[Any]) -> int | None:
             if any(vote != at for vote in votes):
                 raise DisagreementError(f'the processes were asked to delete different steps: {votes}.')
-            if self._tiers is None:
-                delete_step(self._storage, at, self._clock)
-            else:
-                self._tiers.delete(at)
+            self._tiers.delete(at)
             return self.latest_step()
 
         self._schedule.forget(at, self._round(f'the deletion of step {at}').reduce_on_leader(Phase.DELETE, at, decide))
@@ -841,36 +770,24 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """The complete steps, ascending."""
-        return steps.steps_in(self._storage) if self._tiers is None else self._tiers.steps()
+        return self._tiers.catalog.steps()
 
     def latest_step(self) -> int | None:
         """The largest complete step, or None."""
-        if self._tiers is not None:
-            return self._tiers.choose(None).step
-        found = steps.newest(self._storage)
-        return None if found is None else found.step
+        return self._tiers.catalog.latest()
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps with data-iterator state, ascending."""
-        return steps.dataset_steps_in(self._storage) if self._tiers is None else self._tiers.dataset_steps()
+        return self._tiers.catalog.dataset_steps()
 
     def steps_to_restore(self) -> list[int]:
         """The steps that ``restore_or_init`` tries, ascending; one that cannot be inspected ends them."""
-        return listing(self._storage).to_restore if self._tiers is None else self._tiers.to_restore()
+        return self._tiers.catalog.to_restore()
 
     def storage_with(self, step: int) -> Storage:
         """The storage that ``restore(step)`` reads: the local directory if it has the step, or else the run's directory."""
-        has_local = self._tiers is not None and self._tiers.has_local(step)
-        return self._tiers.local if self._tiers is not None and has_local else self._storage
-
-
-def _cast(dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast | None:
-    return None if dtype is None else Cast.of(dtype, leaves, option)
+        return self._tiers.catalog.storage_with(step)
 
 
 def _latest(keep: int | None) -> KeepPolicy:
     return KeepAll() if keep is None else KeepLatest(integer('keep', keep, 1, 'None keeps all.'))
-
-
-def _is_template(restore_dtype: Any) -> bool:
-    return isinstance(restore_dtype, str) and restore_dtype == 'template'

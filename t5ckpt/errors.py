@@ -30,21 +30,15 @@
     ├── ProcessMissingError       TimeoutError                    a process did not arrive within the time-out
     ├── CoordinationError         RuntimeError                    a process died, or JAX's coordination service failed
     ├── RemoteError               RuntimeError                    another process failed, and the job's save or restore with it
+    ├── LocalDirError             RuntimeError                    local_dir is in use, or has the steps of another run
+    ├── NotPersistedError         RuntimeError                    a step of local_dir is not in the run's storage
     ├── UnsupportedTopologyError  RuntimeError                    the processes or devices at hand are not supported
     ├── NotEnoughMemoryError      MemoryError                     an array is larger than this machine's memory
     └── MissingDependencyError    ImportError                     an optional extra is not installed
 
-And every warning, each given once per cause; ``warnings.simplefilter('error', t5ckpt.T5CkptWarning)`` turns them into errors.
-
-    T5CkptWarning                 UserWarning
-    ├── MissingMetricWarning                                  the keep policy needs a metric that the steps do not have
-    ├── NarrowedDtypeWarning                                  64-bit leaves that JAX narrows on a device
-    ├── NoEffectWarning                                       an option without an effect in this call
-    ├── ObsoleteArgumentWarning   DeprecationWarning          an argument of older versions of T5X, which has no effect
-    ├── StepMismatchWarning                                   the step of a save differs from the step in the state
-    ├── TemplateMismatchWarning                               the saved state does not match the checkpointer's template
-    ├── UnreadLayoutWarning                                   a new run in a directory with steps in a layout that is not read
-    └── UnshardedTemplateWarning                              a template without shardings for leaves of several devices
+Every warning is a ``T5CkptWarning``, a UserWarning, and is given once per cause: MetricModeWarning, MissingMetricWarning,
+NarrowedDtypeWarning, NoEffectWarning, ObsoleteArgumentWarning (also DeprecationWarning), StepMismatchWarning,
+TemplateMismatchWarning, UnreadLayoutWarning and UnshardedTemplateWarning.
 
 Each error is also the builtin that callers of T5X already catch. ``TreeMismatchError.problems`` holds the differences as data, so
 that a program does not have to parse the text.

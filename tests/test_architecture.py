@@ -25,7 +25,7 @@ MAX_BODY_LINES = 50
 MAX_PARAMETERS = 6
 # The one class that users hold in their hands: each of its methods is a docstring and a few lines that pass its
 # arguments on. Splitting it would hide the interface, not shorten it. errors.py is a list of classes, one a cause.
-LONGER_MODULES = {'checkpointer': 880, 'errors': 500}
+LONGER_MODULES = {'checkpointer': 800, 'errors': 480}
 # Signatures that T5X's callers use by position and keyword, and what orders their arguments; everything else groups its
 # parameters in a type.
 T5X_SIGNATURES = {

@@ -234,8 +234,17 @@ class CoordinationRound:
             raise RemoteError(f'{self._action} failed in {phase.value!r}: process 0: {decision["error"]}', (0,))
         return decision['value']
 
-    def fail(self, phase: Phase, error: BaseException) -> None:
-        """Tells the other processes that this one cannot go on; returns when they know, or after the time-out."""
+    @contextlib.contextmanager
+    def failing_together(self, phase: Phase) -> Generator[None]:
+        """Sends an error of this process to the others, which would otherwise wait for it until the time-out."""
+        try:
+            yield
+        except BaseException as error:
+            self._send_failure(phase, error)
+            raise
+
+    def _send_failure(self, phase: Phase, error: BaseException) -> None:
+        """Votes with an error; returns when the other processes have it, or after the time-out."""
         # After these errors the others cannot be reached, or have failed themselves.
         is_known = any(isinstance(each, (ProcessMissingError, CoordinationError)) for each in (error, error.__cause__))
         if not self.is_single_process and not is_known:

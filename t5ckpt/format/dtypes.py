@@ -166,14 +166,23 @@ class Cast:
         return None if wanted is None else cls(wanted, leaves, option)
 
     @classmethod
-    def to_template(cls, leaves: str | re.Pattern[str] | None, option: str) -> Cast:
-        """A cast to the dtypes of the template.
+    def of_restore(cls, dtype: Any, leaves: str | re.Pattern[str] | None) -> Cast | None:
+        """Parses the cast of a restore, whose dtype may be 'template'; None if there is no dtype.
 
         Raises:
-          ValueError: the pattern is not a regular expression.
+          ValueError: the dtype is not floating, or the pattern is not a regular expression.
         """
+        if dtype is None:
+            return None
+        if not isinstance(dtype, str) or dtype != 'template':
+            return cls.of(dtype, leaves, 'restore_dtype')
         check_patterns([] if leaves is None else [leaves], 'cast_leaves')
-        return cls(None, leaves, option)
+        return cls(None, leaves, 'restore_dtype')
+
+    @property
+    def requested(self) -> np.dtype | str:
+        """The dtype, or 'template'."""
+        return 'template' if self.dtype is None else self.dtype
 
     def touches(self, path: Path) -> bool:
         """Whether the cast applies to a leaf with this path, provided that the leaf is floating."""

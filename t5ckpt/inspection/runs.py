@@ -29,7 +29,7 @@ from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.curves import curves
 from t5ckpt.plots import plot_series
 from t5ckpt.policies import KeepAll
-from t5ckpt.save.monitored import best_of, infos_with, monitored, monitored_metrics
+from t5ckpt.save.monitored import best_step_of, monitored_metrics
 from t5ckpt.storage import Storage
 
 __all__ = ['Run', 'Series', 'open_run']
@@ -136,8 +136,7 @@ class Run(Mapping[int, CheckpointView]):
           ValueError: the policy does not say which metric or mode; or steps have other metrics, but not this one.
         """
         retention = self._retention()
-        name, best = monitored(monitored_metrics(retention.policy, None), metric, mode, retention)
-        return best_of(infos_with(retention, name), name, best)
+        return best_step_of(retention, monitored_metrics(retention.policy, None), metric, mode)
 
     def _retention(self) -> Retention:
         """Knows the metrics of the steps, under the keep policy that the latest was saved with."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5ckpt.core.arguments import check_word
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import LeafProblem, mismatch_error, near_names
@@ -36,16 +37,24 @@ from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaf_values import as_instance
 from t5ckpt.tree.template import LeafTemplate, canonical_dtype
 
-__all__ = ['STRICTNESS', 'InlineRead', 'RestoreOptions', 'RestorePlan', 'StoredRead', 'plan_restore']
+__all__ = ['InlineRead', 'RestoreOptions', 'RestorePlan', 'StoredRead', 'plan_restore', 'strictness']
 
 # How closely the two must match: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
 # 'contains' also allows a checkpoint with more leaves than the template.
-STRICTNESS = ('exact', 'up_to_dtype', 'contains')
+_STRICTNESS = ('exact', 'up_to_dtype', 'contains')
 # The kinds of template leaves that leave out the checkpoint's leaf.
 _LEFT_OUT = ('skip', 'unread')
 _NO_PLACE = ('none', 'empty', *_LEFT_OUT)
 # Number of leaves for which close names are searched, which takes milliseconds each.
 _HINTED = 20
+
+
+def strictness(strict: str | None, *, is_t5x: bool) -> str:
+    """The strictness of a call; None takes T5X's default if the state or the partitioner is that of T5X."""
+    if strict is None:
+        return 'contains' if is_t5x else 'up_to_dtype'
+    check_word('strict', strict, _STRICTNESS)
+    return strict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +115,7 @@ class RestoreOptions:
       keys: the implementation of typed PRNG keys, by path, from the sidecar; None for checkpoints of other programs, in
         which any uint32 array may be keys.
       lenient_keys: accept an array that is not in ``keys`` as keys, because a transform may have made it.
-      strict: one of STRICTNESS.
+      strict: see :func:`strictness`.
       resize: leaves that may be padded or truncated to the template's shape.
       places: whether leaves are put on devices; a lazy restore does not, and ignores shardings.
     """

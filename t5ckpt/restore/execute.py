@@ -51,20 +51,13 @@ def run_restore(
 ) -> Any:
     """Restores a state with the structure of ``state``."""
     started, before = time.monotonic(), request.storage.requests()
-    try:
+    with request.round.failing_together(Phase.READ if request.reading.share_replicated else Phase.RESTORE):
         finish = _read(request, state, partitioner, dataset)
-    except BaseException as error:
-        # Otherwise the other processes would continue, and wait for this one in their first step.
-        request.round.fail(Phase.READ if request.reading.share_replicated else Phase.RESTORE, error)
-        raise
     if request.reading.share_replicated and not request.round.is_single_process:
         # A collective follows, which must not begin before all processes are known to have succeeded.
         request.round.reduce_on_leader(Phase.READ, None, lambda _: None)
-    try:
+    with request.round.failing_together(Phase.RESTORE):
         restored = finish()
-    except BaseException as error:
-        request.round.fail(Phase.RESTORE, error)
-        raise
     if not request.round.is_single_process:
         request.round.reduce_on_leader(Phase.RESTORE, None, lambda _: None)
     seconds = time.monotonic() - started

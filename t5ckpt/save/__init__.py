@@ -2,7 +2,7 @@
 
 from t5ckpt.core.notices import Notices
 from t5ckpt.save.arguments import SaveCall, in_order, metric_numbers
-from t5ckpt.save.monitored import best_of, infos_with, monitored, monitored_metrics
+from t5ckpt.save.monitored import best_step_of, monitored_metrics
 from t5ckpt.save.request import Reuse, SaveRequest
 from t5ckpt.save.template_check import TemplateCheck
 
@@ -12,10 +12,8 @@ __all__ = [
     'SaveCall',
     'SaveRequest',
     'TemplateCheck',
-    'best_of',
+    'best_step_of',
     'in_order',
-    'infos_with',
     'metric_numbers',
-    'monitored',
     'monitored_metrics',
 ]

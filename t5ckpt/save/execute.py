@@ -64,14 +64,11 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
                 return None
             if not request.round.is_leader:
                 stack.push(lambda kind, *_: kind is not None and _note_files(request))
-            try:
+            with request.round.failing_together(Phase.WRITE):
                 written, entry = _write(job, started)
                 report = written.below(started['generation'])
                 manifest = _manifest_bytes(job, report) if request.round.is_leader else b''
                 check_caller()
-            except BaseException as error:
-                request.round.fail(Phase.WRITE, error)
-                raise
             parents = parents_of(job.dataset)
             vote = {
                 'integrity': list(entry),

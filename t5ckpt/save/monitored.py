@@ -11,7 +11,7 @@ from t5ckpt.core.arguments import MODES, check_kind, check_word
 from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
 
-__all__ = ['best_of', 'candidates', 'infos_with', 'monitored', 'monitored_metrics']
+__all__ = ['best_of', 'best_step_of', 'candidates', 'monitored_metrics']
 
 
 def monitored_metrics(keep: KeepPolicy, save: SavePolicy | None) -> tuple[tuple[str, str], ...]:
@@ -29,7 +29,13 @@ def _parts(policy: KeepPolicy) -> Iterator[KeepPolicy]:
         yield policy
 
 
-def monitored(
+def best_step_of(facts: RunFacts, known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> int | None:
+    """The best step of a run, see ``Checkpointer.best_step``; ``known`` are the (metric, mode) of its policies."""
+    name, best = _monitored(known, metric, mode, facts)
+    return best_of(_infos_with(facts, name), name, best)
+
+
+def _monitored(
     known: Sequence[tuple[str, str]], metric: str | None, mode: str | None, facts: RunFacts
 ) -> tuple[str, str]:
     """The metric to rank by, and its mode; what the caller leaves open is taken from the policies.
@@ -53,7 +59,7 @@ def monitored(
     found = candidates(known, metric, mode)
     if len(found) != 1:
         if metric is not None:
-            infos_with(facts, metric)
+            _infos_with(facts, metric)
         example = f'best_step({metric or "eval/loss"!r}, {mode or "min"!r})'
         missing = f'the {"mode" if metric else "metric and the mode"}, such as {example}'
         held = ', '.join(f'{name} ({best})' for name, best in known) or 'none'
@@ -63,7 +69,7 @@ def monitored(
     return found[0]
 
 
-def infos_with(facts: RunFacts, metric: str) -> list[StepInfo]:
+def _infos_with(facts: RunFacts, metric: str) -> list[StepInfo]:
     """The facts of the steps.
 
     Raises:

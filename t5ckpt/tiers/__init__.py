@@ -1,1 +1,1 @@
-"""Two tiers: saves go to a local directory, and are uploaded to the run's storage in the background."""
+"""Where the steps of a run are: in its storage, or first in a local directory, from which uploads follow in the background."""

@@ -91,9 +91,9 @@ class LocalDir:
     def __init__(self, local: Storage, run: Storage, keep: int, *, read_only: bool):
         """Reads and creates nothing."""
         self.storage = local
-        self._run = run
+        self.run = run
         self._keep = keep
-        self._read_only = read_only
+        self.read_only = read_only
         self._record: TierRecord | None = None
         self._lock: Any = None
         # The id that the run's storage has; '' if it has none, None before the first look.
@@ -110,7 +110,7 @@ class LocalDir:
             local.make_dir('')
         elif local.kind('') is None:
             return False
-        if self._lock is None and not self._read_only:
+        if self._lock is None and not self.read_only:
             self._lock = _locked(local)
             if self._lock is None:
                 raise LocalDirError(
@@ -128,8 +128,8 @@ class LocalDir:
         text = None
         if record is None and listing(local).steps:
             text = f'{local.url()} has checkpoints, but no {_RECORD} that names their run.'
-        if record is not None and record.run != self._run.url():
-            text = f'{local.url()} has the local checkpoints of {record.run}, and this run is {self._run.url()}.'
+        if record is not None and record.run != self.run.url():
+            text = f'{local.url()} has the local checkpoints of {record.run}, and this run is {self.run.url()}.'
         if text is not None:
             self._record = None
             self._release()
@@ -147,18 +147,18 @@ class LocalDir:
         record = self._record
         if record is None or record.id == self._run_id or not (self._run_id or record.is_shared):
             return
-        if self._run_id and not self._read_only and not listing(self.storage).steps:
-            self._write(TierRecord(self._run.url(), self._run_id, True, self._keep))
+        if self._run_id and not self.read_only and not listing(self.storage).steps:
+            self._write(TierRecord(self.run.url(), self._run_id, True, self._keep))
             return
         found = f'has the id {self._run_id}' if self._run_id else 'has none, as if it was deleted'
         raise LocalDirError(
-            f'{self.storage.url()} has the local checkpoints of an earlier run at {self._run.url()}: their run has the id '
+            f'{self.storage.url()} has the local checkpoints of an earlier run at {self.run.url()}: their run has the id '
             f'{record.id}, and the run there {found}. {_cures(self.storage)}'
         )
 
     def _read_run_id(self) -> str:
         try:
-            return self._run.read(_RUN_ID).decode().strip()
+            return self.run.read(_RUN_ID).decode().strip()
         except CheckpointNotFoundError:
             return ''
 
@@ -172,7 +172,7 @@ class LocalDir:
             except StorageError:
                 # A run that cannot be reached gets the id later.
                 self._run_id = ''
-        self._write(TierRecord(self._run.url(), self._run_id or secrets.token_hex(8), bool(self._run_id), self._keep))
+        self._write(TierRecord(self.run.url(), self._run_id or secrets.token_hex(8), bool(self._run_id), self._keep))
         self._run_id = self._run_id or None
 
     def share_id(self) -> None:
@@ -186,8 +186,8 @@ class LocalDir:
             return
         self._run_id = self._read_run_id()
         if not self._run_id and not record.is_shared:
-            self._run.make_dir(INDEX)
-            is_written = self._run.replace(_RUN_ID, record.id.encode(), None) is not None
+            self.run.make_dir(INDEX)
+            is_written = self.run.replace(_RUN_ID, record.id.encode(), None) is not None
             self._run_id = record.id if is_written else self._read_run_id()
         self.check_id()
         self._write(dataclasses.replace(self._record or record, is_shared=True))
@@ -200,7 +200,7 @@ class LocalDir:
 
     def end(self) -> None:
         """Releases the lock; later calls only read."""
-        self._read_only = True
+        self.read_only = True
         self._release()
 
     def _release(self) -> None:

@@ -29,8 +29,8 @@ from t5ckpt.errors import (
 from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
 from t5ckpt.restore.request import RestoreRequest
+from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.complete import complete_from
-from t5ckpt.tiers.tiers import Tiers
 
 __all__ = ['Prefetch', 'restore_from_tiers']
 
@@ -51,7 +51,9 @@ class _Counted:
             self._progress(done, total)
 
 
-def restore_from_tiers(tiers: Tiers, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any]) -> Any:
+def restore_from_tiers(
+    tiers: TierCatalog, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any]
+) -> Any:
     """Restores a step of either tier, and logs which, and how many bytes each tier gave.
 
     Raises:
@@ -87,7 +89,7 @@ def restore_from_tiers(tiers: Tiers, request: RestoreRequest, run_restore: Calla
     return restored
 
 
-def _mended(tiers: Tiers, step: int, error: T5CkptError) -> int | None:
+def _mended(tiers: TierCatalog, step: int, error: T5CkptError) -> int | None:
     """Finds the step elsewhere after its local files failed.
 
     Returns:
@@ -111,7 +113,7 @@ def _mended(tiers: Tiers, step: int, error: T5CkptError) -> int | None:
     return nbytes
 
 
-def _put_aside(tiers: Tiers, step: int) -> None:
+def _put_aside(tiers: TierCatalog, step: int) -> None:
     """Renames a damaged local step, which the run's storage has whole."""
     if tiers.read_only:
         return
@@ -127,9 +129,10 @@ def _put_aside(tiers: Tiers, step: int) -> None:
 class Prefetch:
     """Fetches the step to restore in a thread: from the run's storage to the local disk, or from the disk to memory."""
 
-    def __init__(self, tiers: Tiers):
-        """Begins at once."""
+    def __init__(self, tiers: TierCatalog, begin_fetch: Callable[[], None]):
+        """Begins at once; ``begin_fetch`` makes the local directory ready."""
         self._tiers = tiers
+        self._begin_fetch = begin_fetch
         self._thread: threading.Thread | None = start_thread(self._run, 't5ckpt-prefetch', daemon=True)
 
     def wait(self) -> None:
@@ -152,7 +155,7 @@ class Prefetch:
             located = locate_step(tiers.run, choice.step)
             if tiers.read_only or not located.manifest:
                 return
-            tiers.begin_fetch()
+            self._begin_fetch()
             source = Identity.now(located)
             with source.checked_on_failure('fetched'):
                 done = Transfer(source, tiers.local, choice.step, TransferOptions()).run(tiers.clock)

@@ -1,0 +1,188 @@
+"""The steps of both tiers, and their facts; the deletion of a step from both."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+from t5ckpt.catalog.listing import dataset_steps_in, has_step, listing, newest, steps_in
+from t5ckpt.catalog.step_summaries import summaries
+from t5ckpt.commit.deletion import decide_deletion, delete_step
+from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.removal import kept_error
+from t5ckpt.commit.retention import Retention
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.policies import KeepPolicy, StepInfo
+from t5ckpt.storage import Storage
+from t5ckpt.tiers.choose import Choice, choose
+from t5ckpt.tiers.local_dir import LocalDir
+
+__all__ = ['TierCatalog']
+
+_T = TypeVar('_T')
+_log = logging.getLogger('t5ckpt')
+
+
+class TierCatalog:
+    """The complete steps of the local directory and of the run's storage.
+
+    Attributes:
+      local: the local directory.
+      run: the run's storage.
+      clock: unix seconds.
+      read_only: whether nothing is written.
+    """
+
+    def __init__(
+        self, directory: LocalDir, opened: Callable[[], bool], retention: Retention, of_run: Retention, clock: Clock
+    ):
+        """Reads nothing.
+
+        Args:
+          directory: the local directory.
+          opened: opens it, and returns whether it exists.
+          retention: of the local directory.
+          of_run: of the run's storage.
+          clock: unix seconds.
+        """
+        self.local, self.run, self.clock = directory.storage, directory.run, clock
+        self.read_only = directory.read_only
+        self._dir = directory
+        self._opened = opened
+        self._retention = retention
+        self._of_run = of_run
+        # Of the retention of the run, which the thread of the uploads carries out.
+        self._guard = threading.Lock()
+        self._is_away = False
+
+    def _asked_run(self, ask: Callable[[], _T], otherwise: Callable[[], _T | None]) -> _T:
+        """Asks the run's storage. While it does not answer, the local directory answers, with one warning per outage.
+
+        Raises:
+          StorageError: it does not answer, and ``otherwise`` is None: the local directory has no step.
+        """
+        try:
+            answer = ask()
+        except StorageError as error:
+            local = otherwise()
+            if local is None:
+                raise
+            if not self._is_away:
+                _log.warning('t5ckpt: only the steps of %s are used: %s', self.local.url(), error)
+            self._is_away = True
+            return local
+        self._is_away = False
+        return answer
+
+    def _local_steps(self) -> list[int]:
+        """The complete local steps, ascending. One that cannot be read counts as not there."""
+        return [each.step for each in listing(self.local).steps] if self._opened() else []
+
+    def steps(self) -> list[int]:
+        """The complete steps of both tiers, ascending."""
+        local = self._local_steps()
+        return sorted({*local, *self._asked_run(lambda: steps_in(self.run), lambda: local or None)})
+
+    def dataset_steps(self) -> list[int]:
+        """The steps with states of data iterators, ascending."""
+        local = dataset_steps_in(self.local) if self._opened() else []
+        return sorted({*local, *self._asked_run(lambda: dataset_steps_in(self.run), lambda: local or None)})
+
+    def to_restore(self) -> list[int]:
+        """The steps of both tiers that ``restore_or_init`` tries, ascending."""
+        local = self._local_steps()
+
+        def of_run() -> list[int]:
+            self._dir.check_id()
+            return listing(self.run).to_restore
+
+        return sorted({*local, *self._asked_run(of_run, lambda: local or None)})
+
+    def choose(self, step: int | None) -> Choice:
+        """The step to restore, and its tier."""
+        local = self._local_steps()
+
+        def newest_of_run() -> list[int]:
+            self._dir.check_id()
+            found = newest(self.run) if step is None else None
+            return [] if found is None else [found.step]
+
+        return choose(local, self._asked_run(newest_of_run, lambda: [] if local else None), step)
+
+    def latest(self) -> int | None:
+        """The largest step, or None."""
+        return self.choose(None).step
+
+    def storage_with(self, step: int) -> Storage:
+        """The local directory if it has a step, or else the run's storage."""
+        return self.local if _has(self.local, step) else self.run
+
+    def unusable(self) -> dict[int, str]:
+        """Why local steps are not complete, by step."""
+        try:
+            found = summaries(self.local)
+        except T5CkptError:
+            return {}
+        return {each.step: f'{each.path} is {each.state}' for each in found if not each.complete or each.reason}
+
+    @property
+    def policy(self) -> KeepPolicy:
+        """The keep policy of the run."""
+        return self._of_run.policy
+
+    def infos_in_any_layout(self, names: Collection[str] | None = None) -> list[StepInfo]:
+        """The facts of the steps of both tiers, ascending."""
+        local = self._retention.infos_in_any_layout(names) if self._opened() else []
+        with self._guard:
+            run = self._asked_run(lambda: self._of_run.infos_in_any_layout(names), lambda: local or None)
+        return [info for _, info in sorted({info.step: info for info in [*run, *local]}.items())]
+
+    def metrics_at(self, step: int | None) -> Mapping[str, float]:
+        """The metrics of a step of either tier; None takes the latest.
+
+        Raises:
+          CheckpointNotFoundError: there is no such step.
+        """
+        infos = {info.step: info for info in self.infos_in_any_layout()}
+        wanted = max(infos, default=None) if step is None else step
+        return infos[wanted].metrics if wanted in infos else self._of_run.metrics_at(step)
+
+    def retain(self, step: int) -> None:
+        """Runs garbage collection and retention on the run's storage after the upload of a step."""
+        _, index = collect(self.run, self.clock)
+        with self._guard:
+            self._of_run.note_index(index)
+            self._of_run.carry_out(step)
+
+    def delete(self, step: int) -> None:
+        """Deletes a step from both tiers.
+
+        Raises:
+          CheckpointNotFoundError: neither has it.
+          StepKeptError: it is pinned or has a read lease in one of them; nothing was deleted.
+          StorageError: the run's storage does not answer; nothing was deleted.
+        """
+        tiers = self._tiers_with(step)
+        for storage in tiers:
+            self._check_not_kept(storage, step)
+        for storage in tiers or [self.run]:
+            delete_step(storage, step, self.clock, even_waiting=True)
+
+    def _check_not_kept(self, storage: Storage, step: int) -> None:
+        found = decide_deletion(storage, step, self.clock, even_waiting=True)
+        if found.keep:
+            raise kept_error(storage, step, found.reason, 'deleted')
+
+    def _tiers_with(self, step: int) -> Sequence[Storage]:
+        """The storages that have a step; the run's first, since that one may not answer."""
+        return [storage for storage in (self.run, self.local) if _has(storage, step)]
+
+
+def _has(storage: Storage, step: int) -> bool:
+    try:
+        return has_step(storage, step)
+    except CheckpointNotFoundError:
+        return False

@@ -18,7 +18,7 @@ help:
 	@echo 'make test         tests that take seconds       make test-all     all tests (make test-slow: the others)'
 	@echo 'make lint         ruff, import-linter, pyright            make format       rewrite the sources with ruff'
 	@echo 'make versions     of transformers and zarr-python, which tests run beside those of the environment'
-	@echo 'make soak         faults at random for 30 minutes, power cuts, 3,000 raced steps, a million simulated schedules (hours)'
+	@echo 'make soak         faults at random for 30 minutes, power cuts, 3,000 raced steps, broken jobs, a million simulated schedules (hours)'
 	@echo 'make fuzz         a million hostile inputs to every decoder'
 	@echo 'make bench        against Orbax and raw I/O     make constraints  pin the newest versions (needs uv)'
 	@echo 'make docs         the site, in build/site'
@@ -79,6 +79,7 @@ soak: $(VENV)/installed-test
 	$(BIN)/python tests/crash/campaign.py --minutes 30 --seed $$(date +%s) $(ARGS)
 	$(BIN)/python tests/crash/campaign.py --power --randoms 20 --seed $$(date +%s)
 	T5CKPT_RACE_STEPS=1000 T5CKPT_RACE_SEED=$$(date +%s) $(PYTEST) tests/commit/test_raced_steps.py
+	$(BIN)/python tests/multiprocess/chaos.py --seconds 600 --seed $$(date +%s)
 	T5CKPT_SCHEDULES=1000000 T5CKPT_FIRST_SEED=$$(date +%s) $(PYTEST) tests/simulation/test_protocols.py
 
 # A distribution may ship Python without ensurepip; its own pip then fills the environment.

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from t5ckpt.catalog.foreign_layouts import foreign_layout
 from t5ckpt.catalog.layouts import is_orbax
+from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_table, run_at, say
 from t5ckpt.cli.paths import RUN
-from t5ckpt.cli.verb import Verb
+from t5ckpt.cli.tiers import BOTH, LOCAL, PERSISTENT, record_in, tier_option, tier_paths
+from t5ckpt.cli.verb import Exit, Verb, code_of
 from t5ckpt.core.text import human_age, human_bytes, some_of
-from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.inspection.kept import with_reasons
+from t5ckpt.policies import KeepLatest
+from t5ckpt.storage import open_storage
+
+if TYPE_CHECKING:
+    from t5ckpt.tiers.local_dir import TierRecord
 
 __all__ = ['command']
 
@@ -27,23 +35,56 @@ __all__ = ['command']
     is_flag=True,
     help='Also what is no complete checkpoint: unfinished, broken, set aside as damaged.',
 )
+@tier_option(both=True)
 @json_option
-def command(path: str, show_all: bool, as_json: bool) -> None:
+def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
     """Lists the steps of the run at PATH: size, age, metrics, why each is kept.
 
     A step is listed when it is complete, in whichever layout; a column names it where one is not T5X's. A step that cannot
     be read is listed with the reason. Sizes, times and metrics come from the sidecars that t5ckpt writes; sizes and
     times of what others wrote are those of the files. Why a step stays is what the keep policy says, under which the
-    latest step was saved.
+    latest step was saved. A local directory (local_dir=) is listed with the run that its steps are uploaded to.
 
     \b
-    Example:
+    Examples:
       t5ckpt ls run
+      t5ckpt ls /ssd/run --tier local
     """
-    storage = run_at(path)
+    paths = tier_paths(path, tier, default=BOTH)
+    record = None if None in paths else record_in(path)
+    found: list[_Row] = []
+    code = Exit.DONE
+    for name, place in paths.items():
+        try:
+            found += [_Row(name, entry) for entry in _steps_at(place, show_all, name, record)]
+        except T5CkptError as error:
+            if name != PERSISTENT or len(paths) == 1:
+                raise
+            say(f'only the local steps are listed: {error}', err=True)
+            code = code_of(error)
+    found.sort(key=lambda row: row.entry.step)
+    if as_json:
+        print_json([{**fields_of(row.entry), **({} if row.tier is None else {'tier': row.tier})} for row in found])
+        return code
+    _print_rows(found)
+    if not found:
+        say(f'no complete checkpoint in {" or ".join(open_storage(place).url() for place in paths.values())}', err=True)
+    return code
+
+
+class _Row(NamedTuple):
+    """A step, and the tier that has it; None if there is one."""
+
+    tier: str | None
+    entry: StepSummary
+
+
+def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | None) -> list[StepSummary]:
+    """The steps to list of one run or local directory, with why each stays."""
+    storage = run_at(path) if tier != PERSISTENT else open_run_storage(path)
     entries = summaries(storage)
     found = [entry for entry in entries if entry.complete or entry.reason or show_all]
-    if not found:
+    if not found and (record is None or (tier == PERSISTENT and record.is_shared)):
         check_exists(storage)
     foreign = None if found else foreign_layout(storage)
     if foreign is not None:
@@ -52,30 +93,34 @@ def command(path: str, show_all: bool, as_json: bool) -> None:
         raise CheckpointNotFoundError(
             f'{path} is one checkpoint of Orbax, not a run. t5ckpt show {path} lists its leaves.'
         )
-    found = with_reasons(storage, found)
+    found = with_reasons(storage, found, KeepLatest(record.keep) if record is not None and tier == LOCAL else None)
     broken = [str(entry.step) for entry in entries if entry.state == 'broken' and entry not in found]
     if broken:
         say(f'broken, and therefore not listed: {some_of(broken, 10)}. t5ckpt ls --all lists every entry.', err=True)
-    if as_json:
-        print_json([fields_of(entry) for entry in found])
-        return
+    return found
+
+
+def _print_rows(found: list[_Row]) -> None:
     now = time.time()
-    names = sorted({name for entry in found for name in entry.metrics})
-    columns = [Column('step', right=True), Column('size', right=True), Column('age', right=True)]
+    entries = [row.entry for row in found]
+    names = sorted({name for entry in entries for name in entry.metrics})
+    has_tiers = any(row.tier is not None for row in found)
+    columns = [Column('step', right=True), *[Column('tier')] * has_tiers]
+    columns += [Column('size', right=True), Column('age', right=True)]
     columns += [Column(name, right=True) for name in names]
-    has_layouts = any(entry.layout != 't5x' for entry in found)
+    has_layouts = any(entry.layout != 't5x' for entry in entries)
     columns += [Column('layout')] * has_layouts + [Column('state'), Column('kept because')]
-    print_table(columns, [_row(entry, names, now, has_layouts) for entry in found])
-    if not found:
-        say(f'no complete checkpoint in {storage.url()}', err=True)
+    print_table(columns, [_cells(row, names, now, has_layouts) for row in found])
 
 
-def _row(entry: StepSummary, names: list[str], now: float, has_layouts: bool) -> list[str]:
+def _cells(row: _Row, names: list[str], now: float, has_layouts: bool) -> list[str]:
+    tier, entry = row
     age = '' if entry.created is None else human_age(now - entry.created)
     metrics = ['' if name not in entry.metrics else f'{entry.metrics[name]:.6g}' for name in names]
     layout = [entry.layout] * has_layouts
     return [
         str(entry.step),
+        *([] if tier is None else [tier]),
         human_bytes(entry.nbytes),
         age,
         *metrics,

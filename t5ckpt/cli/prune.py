@@ -23,6 +23,7 @@ from t5ckpt.cli.output import (
     say,
 )
 from t5ckpt.cli.paths import RUN
+from t5ckpt.cli.tiers import tier_option, tier_paths
 from t5ckpt.cli.verb import Exit, Verb
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_facts import missing_from_all
@@ -61,6 +62,7 @@ __all__ = ['command']
 @click.option('--other-layouts', is_flag=True, help='Count and delete steps of Orbax and Flax, too.')
 @click.option('--dry-run', is_flag=True, help='Only say what would be done.')
 @click.option('--yes', is_flag=True, help='Do not ask.')
+@tier_option(both=False)
 @json_option
 def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> None:
     """Deletes the steps of the run at PATH that no rule keeps, and says why each goes or stays.
@@ -81,7 +83,8 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     Example:
       t5ckpt prune run --keep 3 --best eval/accuracy --every 10000 --dry-run
     """
-    storage = run_at(path)
+    (place,) = tier_paths(path, keep.pop('tier')).values()
+    storage = run_at(place)
     try:
         retention = Retention(
             storage, KeepAll(), time.time, None, TensorBoardMetrics(storage), prune_others=other_layouts

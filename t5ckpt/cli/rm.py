@@ -6,12 +6,16 @@ import dataclasses
 import re
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import click
 
 from t5ckpt.catalog.layouts import inspect_name
+from t5ckpt.catalog.listing import has_step
+from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.cli.output import confirm, json_option, print_decisions, print_json, run_at, say, steps_option
 from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.tiers import tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
 from t5ckpt.commit.deletion import decide_deletion, delete_step
 from t5ckpt.core.text import counted
@@ -34,8 +38,9 @@ _NUMBER = re.compile(r'-?[0-9]+')
 @click.option('--force', is_flag=True, help='Delete steps that wait for their upload, too.')
 @click.option('--dry-run', is_flag=True, help='Only say what would be done.')
 @click.option('--yes', is_flag=True, help='Do not ask.')
+@tier_option(both=True)
 @json_option
-def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], as_json: bool, **how: bool) -> int:
+def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: str | None, **how: Any) -> int:
     """Deletes the step at PATH, or steps of the run at PATH: each STEP is a number, or named like PATH.
 
     Each becomes invisible in one atomic operation, and is then removed. If one of them is pinned, held by a reader, or waits for
@@ -52,23 +57,30 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], as_json:
       t5ckpt rm run/checkpoint_3000 --yes
     """
     storage, chosen = _chosen(path, others, steps)
+    targets = _targets(storage, chosen, tier)
+    as_json = how['as_json']
     even = {'even_pinned': how['pinned'], 'even_waiting': how['force']}
-    plan = [decide_deletion(storage, step, time.time, **even) for step in chosen]
+    plan = [decide_deletion(each.storage, each.step, time.time, **even) for each in targets]
     if not as_json:
         print_decisions(plan)
     kept = [each.step for each in plan if each.keep]
     deleted: list[int] = []
     failed: dict[int, str] = {}
     if not kept and not how['dry_run']:
-        confirm(f'Delete {counted(len(plan), "step")} of {storage.url()}?', how['yes'])
-        for step in chosen:
+        places = ' and '.join(dict.fromkeys(each.storage.url() for each in targets))
+        confirm(f'Delete {counted(len(chosen), "step")} of {places}?', how['yes'])
+        for each in targets:
             try:
-                delete_step(storage, step, time.time, **even)
-                deleted.append(step)
+                delete_step(each.storage, each.step, time.time, **even)
+                deleted.append(each.step)
             except StepKeptError as error:
-                failed[step] = str(error)
+                failed[each.step] = str(error)
     if as_json:
-        decisions = [dataclasses.asdict(decision) for decision in plan]
+        decisions = [
+            {**dataclasses.asdict(decision), **({} if each.tier is None else {'tier': each.tier})}
+            for decision, each in zip(plan, targets, strict=True)
+        ]
+        deleted = list(dict.fromkeys(deleted))
         print_json({'plan': decisions, 'deleted': deleted, 'kept': kept, 'failed': failed, 'dry_run': how['dry_run']})
     elif kept:
         cures = {'pinned': '' if how['pinned'] else ' To delete pinned steps, pass --pinned.', WAITS: _TO_FORCE}
@@ -77,6 +89,23 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], as_json:
     for text in failed.values():
         say(text, err=True)
     return 1 if kept or failed else 0
+
+
+class _Target(NamedTuple):
+    """A step to delete, and its tier."""
+
+    tier: str | None
+    storage: Storage
+    step: int
+
+
+def _targets(storage: Storage, steps: Sequence[int], tier: str | None) -> list[_Target]:
+    """The steps in each tier; the run's first, since that one may not answer. One of both tiers may lack a step."""
+    places = {name: open_run_storage(place) for name, place in tier_paths(storage.url(), tier).items()}
+    found = [_Target(name, places[name], step) for name in sorted(places, key=str, reverse=True) for step in steps]
+    there = [each for each in found if len(places) == 1 or has_step(each.storage, each.step)]
+    absent = set(steps) - {each.step for each in there}
+    return [*there, *(each for each in found if each.step in absent)]
 
 
 def _chosen(path: str, others: Sequence[str], numbers: Sequence[int]) -> tuple[Storage, list[int]]:

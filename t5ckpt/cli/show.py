@@ -18,6 +18,7 @@ from t5ckpt.cli.output import (
     step_option,
 )
 from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.tiers import tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import counted, human_bytes
@@ -45,6 +46,7 @@ _COLUMNS = (
 @click.option(
     '--sort', type=click.Choice(['tree', 'name', 'size']), default='tree', help='size: the largest first, flat.'
 )
+@tier_option(both=False)
 @json_option
 def command(path: str, step: int | None, depth: int | None, pattern: str | None, as_json: bool, **how: Any) -> int:
     """Shows the leaves of a checkpoint as a tree: dtype, shape, values, bytes, and where the values lie.
@@ -59,7 +61,8 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
     """
     if depth is not None and (how['sort'] != 'tree' or as_json):
         raise click.UsageError('--depth goes with the tree, not with --sort or --json.')
-    view = open_checkpoint(path, step, follow_links=how['follow_links'])
+    (place,) = tier_paths(path, how['tier']).values()
+    view = open_checkpoint(place, step, follow_links=how['follow_links'])
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
     if pattern is not None and not infos:
         meant = meant_pattern(pattern, [info.name for info in view.infos()], anywhere=True)

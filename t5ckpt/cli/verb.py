@@ -12,6 +12,7 @@ import click
 
 from t5ckpt.cli.interrupts import INTERRUPTED, Interrupts
 from t5ckpt.cli.paths import named_paths, paths_of, remote_paths
+from t5ckpt.cli.tiers import recorded_run
 from t5ckpt.cli.waiting import Waiting
 from t5ckpt.cli.words import in_words
 from t5ckpt.core.text import did_you_mean, lines
@@ -141,6 +142,8 @@ class Verb(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the verb."""
         given = paths_of(self, ctx.params)
+        if 'tier' in ctx.params:
+            given += [run for path in given if (run := recorded_run(path)) is not None]
         text = 'interrupted; the same command resumes' if self._resumes else 'interrupted'
         if isinstance(ctx.obj, Interrupts):
             ctx.obj.text = text

@@ -6,8 +6,10 @@ import click
 
 from t5ckpt.cli.output import fields_of, follow_links_option, json_option, print_json, progress, step_option
 from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.tiers import BOTH, tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
 from t5ckpt.cli.words import in_words
+from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.integrity.verify import verify
 
 __all__ = ['command']
@@ -18,8 +20,9 @@ __all__ = ['command']
 @step_option
 @click.option('--full', is_flag=True, help='Read every byte and compare its checksum, at the speed of the disk.')
 @follow_links_option
+@tier_option(both=True)
 @json_option
-def command(path: str, step: int | None, full: bool, follow_links: bool, as_json: bool) -> int:
+def command(path: str, step: int | None, full: bool, follow_links: bool, as_json: bool, tier: str | None) -> int:
     """Checks that every file of a checkpoint is there in its full size; with --full, that every byte is what was written.
 
     Of checkpoints without checksums (T5X, Orbax) --full decodes every chunk. Exits with 1 if anything is wrong.
@@ -30,10 +33,18 @@ def command(path: str, step: int | None, full: bool, follow_links: bool, as_json
       t5ckpt verify run/checkpoint_1000 --full
       t5ckpt verify run --full --json | jq '.damages[].file'
     """
-    with progress('verifying') as report:
-        found = verify(path, step, full=full, follow_links=follow_links, progress=report)
-    if as_json:
-        print_json({'ok': found.ok, **fields_of(found)})
+    found: dict[str | None, VerifyReport] = {}
+    for name, place in tier_paths(path, tier).items():
+        with progress('verifying') as report:
+            found[name] = verify(place, step, full=full, follow_links=follow_links, progress=report)
+    is_ok = all(each.ok for each in found.values())
+    if as_json and tier != BOTH:
+        (one,) = found.values()
+        print_json({'ok': one.ok, **fields_of(one)})
+    elif as_json:
+        tiers = [{'tier': name, 'ok': each.ok, **fields_of(each)} for name, each in found.items()]
+        print_json({'ok': is_ok, 'tiers': tiers})
     else:
-        click.echo(in_words(str(found), click.get_current_context().command))
-    return 0 if found.ok else 1
+        for each in found.values():
+            click.echo(in_words(str(each), click.get_current_context().command))
+    return 0 if is_ok else 1

@@ -41,6 +41,7 @@ __all__ = [
     'READ_LEASE_PREFIX',
     'SIDECAR',
     'STEP_PREFIX',
+    'TIER_RECORD',
     'TO_PERSIST',
     'TRAIN_DS_PREFIX',
     'Leftover',
@@ -86,6 +87,7 @@ DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds-'
 STEP_PREFIX = 'checkpoint_'
 INDEX = '.t5ckpt'
+TIER_RECORD = '.t5ckpt/tier.json'
 TO_PERSIST = '.t5ckpt/to_persist'
 READ_LEASE_PREFIX = 'held_'
 DELETING_PREFIX = 'deleting_'

@@ -10,7 +10,7 @@ from t5ckpt.catalog.step_summaries import StepSummary
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import WAITS, Decision, StepInfo, retention_plan
+from t5ckpt.policies import WAITS, Decision, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
 __all__ = ['GOES', 'with_reasons']
@@ -20,10 +20,16 @@ GOES = 'goes with the next save: '
 _NO_POLICY = 'no keep policy is recorded'
 
 
-def with_reasons(storage: Storage, found: list[StepSummary]) -> list[StepSummary]:
-    """The summaries with the reasons of the keep policy under which the latest step was saved, or that none is recorded."""
+def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy | None = None) -> list[StepSummary]:
+    """The summaries with the reasons of the keep policy, or that none is recorded.
+
+    Args:
+      storage: the run.
+      found: its steps.
+      policy: None takes that under which the latest step was saved.
+    """
     complete = [entry for entry in found if entry.complete and entry.layout == 't5x']
-    policy = policy_of(complete[-1].policy) if complete else None
+    policy = policy or (policy_of(complete[-1].policy) if complete else None)
     waiting = waiting_steps(storage)
     if policy is None:
         none = {entry.step: WAITS if entry.step in waiting else _NO_POLICY for entry in complete if not entry.kept}

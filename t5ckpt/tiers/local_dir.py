@@ -20,12 +20,11 @@ from typing import Any
 
 from t5ckpt.catalog.listing import listing
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, StorageError
-from t5ckpt.format.names import INDEX
+from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
 from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['LocalDir', 'TierRecord', 'open_local', 'read_record']
 
-_RECORD = f'{INDEX}/tier.json'
 _RUN_ID = f'{INDEX}/run_id'
 
 

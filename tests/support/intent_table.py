@@ -364,7 +364,7 @@ pattern | error | neither has such a leaf
     'export npz': '--select | error | matches nothing',
     'export safetensors': '--select | error | matches nothing',
     'import hf': '--config | error | it does not fit\n--scanned --split-heads | hint | the layout to write',
-    'ls': '--all | hint | there is nothing else',
+    'ls': '--all | hint | there is nothing else\n--tier | error | not a local directory',
     'pin': '--why | hint | without it, the reason that is there stays',
     'prune': """
 --keep --every --every-hours | report | all stay: the table says why
@@ -372,6 +372,7 @@ pattern | error | neither has such a leaf
 --keep-best --mode | error | without --best
 --other-layouts | hint | no step in another layout
 --keep-step | error | there is no such step: exit 2, and nothing is deleted
+--tier | error | not a local directory
 """,
     'repair': """
 output --in-place | error | both or neither
@@ -382,10 +383,16 @@ output --in-place | error | both or neither
 --output | error | it exists
 --sample | error | no size; a larger one than the checkpoint reads all
 """,
-    'rm': 'others | error | no such step\n--pinned | hint | none is pinned\n--force | hint | none waits for its upload',
+    'rm': """
+others | error | no such step
+--pinned | hint | none is pinned
+--force | hint | none waits for its upload
+--tier | error | not a local directory
+""",
     'show': """
 --depth | error | with --sort or --json
 --grep | error | matches no name: exit 1, and unmatched in --json
+--tier | error | not a local directory
 --sort | hint | how it looks
 --follow-links | warning | not on a local file system
 """,
@@ -394,7 +401,11 @@ leaves | error | matches nothing
 --fail-on-nan | hint | there is none: exit 0
 --follow-links | warning | not on a local file system
 """,
-    'verify': '--full | report | no checksums: the report says so\n--follow-links | warning | not on a local file system',
+    'verify': """
+--full | report | no checksums: the report says so
+--follow-links | warning | not on a local file system
+--tier | error | not a local directory
+""",
 }
 
 # What the library makes and returns, or passes to a policy or a callback; nobody else calls these.

@@ -1,0 +1,81 @@
+"""The tiers of a local directory, for verbs: the directory, and the run that its steps are uploaded to.
+
+``.t5ckpt/tier.json`` of a local directory names the run. A verb without ``--tier`` works on the directory that it is given, as on
+any run; ``ls`` lists both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from t5ckpt.format.names import TIER_RECORD
+from t5ckpt.storage import open_storage, split_path
+
+if TYPE_CHECKING:
+    from t5ckpt.tiers.local_dir import TierRecord
+
+__all__ = ['BOTH', 'LOCAL', 'PERSISTENT', 'record_in', 'recorded_run', 'tier_option', 'tier_paths']
+
+LOCAL, PERSISTENT, BOTH = 'local', 'persistent', 'all'
+
+
+def tier_option(*, both: bool) -> Any:
+    """``--tier``; ``both``: whether the verb takes both tiers at once."""
+    choices = [LOCAL, PERSISTENT, *[BOTH] * both]
+    text = 'Where PATH is in a local directory: its own steps, or those of the run that they are uploaded to'
+    return click.option('--tier', type=click.Choice(choices), help=f'{text}, or both.' if both else f'{text}.')
+
+
+def record_in(directory: str) -> TierRecord | None:
+    """The record of a local directory; None for other directories, files and buckets.
+
+    Raises:
+      LocalDirError: it is damaged.
+    """
+    storage = open_storage(directory)
+    if storage.local_path('') is None or not storage.is_file(TIER_RECORD):
+        return None
+    from t5ckpt.tiers.local_dir import read_record
+
+    return read_record(storage)
+
+
+def recorded_run(path: str) -> str | None:
+    """The place in the run that belongs to a local directory, or to a step of one; None for other paths.
+
+    Raises:
+      LocalDirError: the record of the directory is damaged.
+    """
+    for directory, name in ((path, ''), split_path(path)):
+        record = record_in(directory)
+        if record is not None:
+            return f'{record.run.rstrip("/")}/{name}' if name else record.run
+    return None
+
+
+def tier_paths(path: str, tier: str | None, *, default: str = LOCAL) -> dict[str | None, str]:
+    """The paths that a verb works on, by the names of their tiers.
+
+    Args:
+      path: a run, a local directory, or a step of either.
+      tier: of ``--tier``.
+      default: the tier for None.
+
+    Returns:
+      The path alone, under None, if it is not in a local directory.
+
+    Raises:
+      click.UsageError: ``tier`` is given, and the path is not in a local directory.
+    """
+    run = recorded_run(path)
+    if run is None:
+        if tier is not None:
+            raise click.UsageError(
+                f'--tier is for local directories (local_dir=), and {path} has no {TIER_RECORD}. Leave it out.'
+            )
+        return {None: path}
+    paths: dict[str | None, str] = {LOCAL: path, PERSISTENT: run}
+    wanted = tier or default
+    return paths if wanted == BOTH else {wanted: paths[wanted]}

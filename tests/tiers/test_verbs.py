@@ -1,0 +1,161 @@
+"""The verbs on a local directory find the run that its steps are uploaded to."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from support.cli import t5ckpt_cli
+
+import t5ckpt
+
+SMALL = {'inline_bytes': 64}
+
+
+def state(step):
+    return {'w': np.full((32, 64), step, np.float32), 'step': np.int32(step)}
+
+
+@pytest.fixture
+def local(tmp_path):
+    """A local directory with the steps 3 and 4; the run has 1 and 4."""
+    local, policy = tmp_path / 'local', t5ckpt.SaveAt([1, 4])
+    with t5ckpt.Checkpointer(
+        state(0), None, tmp_path / 'run', local_dir=local, persist_policy=policy, keep=2, **SMALL
+    ) as ck:
+        for step in (1, 2, 3, 4):
+            ck.save(state(step), metrics={'loss': step})
+            ck.wait_until_persisted()
+    return local
+
+
+@pytest.fixture
+def run(local):
+    return local.parent / 'run'
+
+
+def damage(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def rows(*words, code=0):
+    return [(each['step'], each['tier']) for each in json.loads(t5ckpt_cli('ls', *words, '--json', code=code))]
+
+
+def test_ls_lists_both(local, run):
+    assert rows(local) == [(1, 'persistent'), (3, 'local'), (4, 'local'), (4, 'persistent')]
+    assert rows(local, '--tier', 'local') == [(3, 'local'), (4, 'local')]
+    assert rows(local, '--tier', 'persistent') == [(1, 'persistent'), (4, 'persistent')]
+    assert rows(local, '--tier', 'all') == rows(local)
+    table = t5ckpt_cli('ls', local).splitlines()
+    assert table[0].split()[:2] == ['step', 'tier']
+    assert [line.split()[:2] for line in table[1:]] == [[str(step), tier] for step, tier in rows(local)]
+    kept = {(each['step'], each['tier']): each['kept'] for each in json.loads(t5ckpt_cli('ls', local, '--json'))}
+    assert kept[3, 'local'] == 'one of the latest 2', 'local_keep, not the policy of the run'
+    assert 'tier' not in t5ckpt_cli('ls', run), 'a run knows nothing of local directories'
+    assert 'tier' not in json.loads(t5ckpt_cli('ls', run, '--json'))[0]
+
+
+def test_ls_of_a_local_directory_whose_run_is_away(local, run):
+    shutil.rmtree(run)
+    said = t5ckpt_cli('ls', local, code=3)
+    assert [line.split()[0] for line in said.splitlines() if ' complete ' in line] == ['3', '4']
+    assert 'only the local steps are listed' in said
+
+
+def test_ls_before_the_first_upload(run_dir, tmp_path):
+    local = tmp_path / 'local'
+    with t5ckpt.Checkpointer(state(0), None, run_dir, local_dir=local, persist_policy=t5ckpt.SaveAt([9])) as ck:
+        ck.save(state(1))
+    assert rows(local) == [(1, 'local')]
+
+
+def test_a_damaged_record(local):
+    (local / '.t5ckpt/tier.json').write_text('{', encoding='ascii')
+    assert 'tier.json is damaged' in t5ckpt_cli('ls', local, code=3)
+    assert 'tier.json is damaged' in t5ckpt_cli('verify', local, code=3)
+
+
+def test_show(local, run):
+    for path, tier, shown in [
+        (local, None, local / 'checkpoint_4/checkpoint'),
+        (local, 'local', local / 'checkpoint_4/checkpoint'),
+        (local, 'persistent', run / 'checkpoint_4/checkpoint'),
+        (f'{local}@4', 'persistent', run / 'checkpoint_4/checkpoint'),
+        (local / 'checkpoint_4', 'persistent', run / 'checkpoint_4/checkpoint'),
+    ]:
+        words = ['show', path, '--json', *(['--tier', tier] if tier else [])]
+        assert json.loads(t5ckpt_cli(*words))['path'] == str(shown), words
+    assert json.loads(t5ckpt_cli('show', local, '--step', 1, '--tier', 'persistent', '--json'))['step'] == 1
+    assert 'step 1' in t5ckpt_cli('show', local, '--step', 1, code=3)
+
+
+@pytest.mark.parametrize('damaged', [None, 'local', 'run'])
+def test_verify(local, run, damaged):
+    if damaged is not None:
+        damage(local.parent / damaged / 'checkpoint_4/w/0.0')
+    for tier, place in (('local', local), ('persistent', run)):
+        code = int(damaged == place.name)
+        assert str(place) in t5ckpt_cli('verify', local, '--full', '--tier', tier, code=code)
+    code = int(damaged is not None)
+    said = t5ckpt_cli('verify', local, '--full', '--tier', 'all', '--json', code=code)
+    found = json.loads(said)
+    assert [each['tier'] for each in found['tiers']] == ['local', 'persistent']
+    assert [each['ok'] for each in found['tiers']] == [damaged != 'local', damaged != 'run']
+    assert found['ok'] == (damaged is None)
+    text = t5ckpt_cli('verify', local, '--full', '--tier', 'all', code=code)
+    assert str(local) in text
+    assert str(run) in text
+
+
+def test_prune(local, run):
+    t5ckpt_cli('prune', local, '--keep', 1, '--yes', '--tier', 'persistent')
+    assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([3, 4], [4])
+    t5ckpt_cli('prune', local, '--keep', 1, '--yes')
+    assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([4], [4])
+
+
+@pytest.mark.parametrize(
+    ('tier', 'left'),
+    [(None, ([3], [1, 4])), ('local', ([3], [1, 4])), ('persistent', ([3, 4], [1])), ('all', ([3], [1]))],
+)
+def test_rm(local, run, tier, left):
+    words = ['rm', local, 4, '--yes', '--json', *(['--tier', tier] if tier else [])]
+    found = json.loads(t5ckpt_cli(*words))
+    assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == left
+    assert found['deleted'] == [4]
+    tiers = {None: ['local'], 'all': ['persistent', 'local']}.get(tier, [tier])
+    assert [each['tier'] for each in found['plan']] == tiers
+
+
+def test_rm_of_both_deletes_nothing_if_one_is_pinned(local, run):
+    t5ckpt.pin_checkpoint(run / 'checkpoint_4')
+    assert 'pinned' in t5ckpt_cli('rm', local, 3, 4, '--yes', '--tier', 'all', code=1)
+    assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([3, 4], [1, 4])
+    t5ckpt_cli('rm', local, 1, 3, 4, '--yes', '--tier', 'all', '--pinned')
+    assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([], [])
+    assert 'step 9 does not exist' in t5ckpt_cli('rm', local, 9, '--yes', '--tier', 'all', code=3)
+
+
+@pytest.mark.parametrize('verb', ['ls', 'show', 'verify', 'prune', 'rm'])
+def test_tier_of_another_run_is_an_error(run, local, verb):
+    more = {'prune': ['--keep', 1, '--yes'], 'rm': [4, '--yes']}.get(verb, [])
+    said = t5ckpt_cli(verb, run, *more, '--tier', 'local', code=2)
+    assert '--tier is for local directories' in said
+    assert t5ckpt.all_steps(run) == [1, 4]
+
+
+def test_the_run_is_a_bucket(bucket, tmp_path):
+    run, local = bucket.url(), tmp_path / 'local'
+    with t5ckpt.Checkpointer(state(0), None, run, local_dir=local, inline_bytes=64) as ck:
+        ck.save(state(1))
+    assert rows(local, '--timeout', 9) == [(1, 'local'), (1, 'persistent')]
+    assert t5ckpt_cli('verify', local, '--tier', 'all', '--full').count('checkpoint_1') >= 2
+    bucket.proxy.choose = lambda kind, key: '503'
+    said = t5ckpt_cli('ls', local, '--timeout', 1, code=4)
+    assert 'only the local steps are listed' in said
+    bucket.proxy.choose = lambda kind, key: None
+    t5ckpt_cli('rm', local, 1, '--tier', 'all', '--yes')
+    assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([], [])

@@ -1,9 +1,11 @@
-"""Kills a trainer with two tiers at its file-system calls, and judges each time what the next start makes of it.
+"""Kills a trainer with two tiers at its file-system calls, or fails them, and judges what the next start makes of it.
 
-Started by test_kills.py with faultshim.so in LD_PRELOAD: ``kill_program.py <every> <directory>``; prints a JSON object. This
-process starts no thread, so it may fork; the trainers and the judges are its children.
+Started by test_killed_trainers.py with faultshim.so in LD_PRELOAD: ``kill_program.py <every> <directory> <mode>``; prints a JSON
+object. The modes are ``kill``, ``EIO`` (one call fails) and ``full`` (every write fails from the call on). This process starts no
+thread, so it may fork; the trainers and the judges are its children.
 """
 
+import errno
 import json
 import logging
 import os
@@ -18,7 +20,7 @@ import jax  # noqa: F401
 import numpy as np
 import tensorstore  # noqa: F401
 from support import faultshim
-from support.faultshim import CREATE, KILL, LINK, LOCK, REMOVE, RENAME, SYNC, WRITE
+from support.faultshim import CREATE, FAIL, KILL, LINK, LOCK, REMOVE, RENAME, SYNC, WRITE
 
 import t5ckpt
 import t5ckpt.checkpointer
@@ -28,6 +30,8 @@ import t5ckpt.tiers.tiers
 
 SHIM = faultshim.Shim()
 CHANGES = CREATE | WRITE | SYNC | RENAME | LINK | REMOVE | LOCK
+# How a call is hit: mode, error, and the classes of the calls that fail after it.
+MODES = {'kill': (KILL, 0, 0), 'EIO': (FAIL, errno.EIO, 0), 'full': (FAIL, errno.ENOSPC, CREATE | WRITE)}
 
 
 def state(step):
@@ -129,12 +133,13 @@ class Campaign:
         assert code == 0, said
         return [index for index, call in enumerate(SHIM.calls()) if call.kind & CHANGES]
 
-    def kill(self, at):
-        """Kills a trainer at a call; whether it came to that, and what broke."""
+    def hit(self, at, mode):
+        """Kills a trainer at a call, or fails the call; whether it came to that, and what broke."""
         self.reset()
 
         def victim():
-            SHIM.arm(self.root, at, KILL)
+            kind, error, sticky = MODES[mode]
+            SHIM.arm(self.root, at, kind, error, CHANGES, sticky)
             self.act()
 
         in_child(victim)
@@ -147,9 +152,9 @@ def main():
     logging.getLogger('t5ckpt').addHandler(logging.NullHandler())
     logging.getLogger('t5ckpt').propagate = False
     campaign = Campaign(pathlib.Path(sys.argv[2]))
-    results = [campaign.kill(at) for at in campaign.calls()[:: int(sys.argv[1])]]
+    results = [campaign.hit(at, sys.argv[3]) for at in campaign.calls()[:: int(sys.argv[1])]]
     broken = [each for _, found in results for each in found]
-    sys.stdout.write(json.dumps({'killed': sum(killed for killed, _ in results), 'broken': broken}))
+    sys.stdout.write(json.dumps({'hit': sum(hit for hit, _ in results), 'broken': broken}))
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""SIGKILL at the file-system calls of local saves, intents, uploads and the retention of both tiers."""
+"""SIGKILL, EIO and a full disk at the file-system calls of local saves, intents, uploads and the retention of both tiers."""
 
 import json
 import os
@@ -11,11 +11,12 @@ from support import faultshim
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-# Each fifth call that changes something; ``kill_program.py 1 DIRECTORY`` takes all.
-EVERY = 5
+# One call of so many that change something; ``kill_program.py 1 DIRECTORY MODE`` takes all.
+EVERY = {'kill': 5, 'EIO': 9, 'full': 15}
 
 
-def test_a_killed_trainer_loses_nothing(tmp_path):
+@pytest.mark.parametrize('mode', EVERY)
+def test_a_trainer_that_is_killed_or_whose_disk_fails_loses_nothing(tmp_path, mode):
     library = faultshim.build(tmp_path)
     environment = os.environ | {'LD_PRELOAD': str(library), 'JAX_PLATFORMS': 'cpu', 'OPENBLAS_NUM_THREADS': '1'}
     environment |= {
@@ -24,7 +25,7 @@ def test_a_killed_trainer_loses_nothing(tmp_path):
     }
     program = str(pathlib.Path(__file__).with_name('kill_program.py'))
     done = subprocess.run(
-        [sys.executable, program, str(EVERY), str(tmp_path)],
+        [sys.executable, program, str(EVERY[mode]), str(tmp_path), mode],
         env=environment,
         capture_output=True,
         text=True,
@@ -33,4 +34,4 @@ def test_a_killed_trainer_loses_nothing(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
     assert report['broken'] == []
-    assert report['killed'] >= 50
+    assert report['hit'] >= 250 // EVERY[mode]

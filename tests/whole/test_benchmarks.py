@@ -67,6 +67,7 @@ def test_only_the_report_is_left(results: pathlib.Path) -> None:
         'profiles.py small save 2 --short --act',
         'scaling.py --hosts 8 --tensor 8 --layers 2 --all',
         'stores.py listing 2 5',
+        'tiers.py 1 1 1',
     ],
 )
 def test_the_others_run(words: str) -> None:

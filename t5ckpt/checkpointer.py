@@ -19,7 +19,7 @@ from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.commit.dataset_files import dataset_count
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_callables, check_flags, integer, number
+from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.leaf_path import Path
@@ -550,7 +550,9 @@ class Checkpointer:
           FormatError, StorageError: the checkpoint cannot be read.
         """
         check_source(step, path)
+        check_flags(lazy_parameters=lazy_parameters, donate=donate, restore_iterator=restore_iterator)
         check_transforms(state_transformation_fns)
+        check_kind('fallback_state', fallback_state, Mapping, "{'params': {...}}")
         call = RestoreCall(
             step=step,
             # T5X's programs pass the empty path instead of None.

@@ -7,6 +7,7 @@ from typing import Any
 
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.transaction import CommittedCheckpoint
+from t5ckpt.core.arguments import check_path, check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Partitioner, leaf_pattern, meant_pattern
 from t5ckpt.format.dtypes import Cast, check_cast
@@ -49,6 +50,9 @@ def export_weights(
       ValueError: no leaf matches ``take``, or ``dtype`` is given and none of the matching leaves is floating.
     """
     check_no_directory('Write export_weights(train_state, directory).', train_state=train_state)
+    if not isinstance(directory, Storage):
+        check_path('directory', directory)
+    check_patterns([take], 'take')
     cast = None if dtype is None else Cast.of(dtype, take, 'dtype')
 
     def weights(state_dict: Any, parameter_infos: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name
@@ -34,6 +35,7 @@ _IN_FLIGHT_BYTES = 4 * 2**30
 _PYTHON: Mapping[str, type] = {'int': int, 'float': float, 'bool': bool, 'complex': complex}
 
 
+@checks_kinds
 def load_t5x_checkpoint(
     path: str | os.PathLike[str],
     step: int | None = None,

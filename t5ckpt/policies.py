@@ -16,6 +16,7 @@ from typing import Any
 from t5ckpt.core.arguments import (
     MAX,
     MODES,
+    check_flags,
     check_joined_policies,
     check_word,
     given_steps,
@@ -165,6 +166,8 @@ class KeepBest(KeepPolicy):
         if self.period is not None:
             set_fields(self, period=integer('period', self.period, 1))
         check_metric_name(self.metric)
+        if self.keep_without_metric is not None:
+            check_flags(keep_without_metric=self.keep_without_metric)
         set_fields(self, mode=best_mode('mode', self.mode, self.metric))
 
     @property

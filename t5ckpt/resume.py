@@ -21,12 +21,12 @@ from t5ckpt.catalog.foreign_layouts import unread_contents
 from t5ckpt.catalog.listing import listing
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import rename_damaged
-from t5ckpt.core.arguments import check_patterns, given_step
+from t5ckpt.core.argument_kinds import checks_kinds, checks_options
+from t5ckpt.core.arguments import check_path, check_patterns, check_word, given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
-from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -42,7 +42,7 @@ from t5ckpt.errors import (
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.names import step_dir
 from t5ckpt.planning.new_state import check_new_state
-from t5ckpt.planning.resizing import Patterns
+from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.steps import find_checkpoint
 from t5ckpt.storage.base import Storage
 from t5ckpt.translate import assigned
@@ -81,7 +81,7 @@ _OWN_CURES = {
 }
 
 
-@explains_fields
+@checks_options
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
     r"""The leaves to take from another run's checkpoint; the others come from ``init_fn``.
@@ -110,9 +110,9 @@ class WarmStart:
     resize: Patterns | None = None
 
     def __post_init__(self) -> None:
-        if self.missing not in ('error', 'init'):
-            raise ValueError(f"missing must be 'error' or 'init', got {self.missing!r:.40}.")
+        check_word('missing', self.missing, ('error', 'init'))
         given_step(self.step)
+        Resize(self.resize)
         for field, pattern in (('take', self.take), ('leave', self.leave)):
             check_patterns(() if pattern is None else (pattern,), f'WarmStart: {field}')
         rules: Any = self.rename
@@ -147,9 +147,10 @@ class WarmStart:
         return unflatten({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
 
 
+@checks_kinds
 def restore_or_init(
     checkpointer: Checkpointer,
-    init_fn: Callable[[], Any],
+    init_fn: Callable[[], Any] | None,
     *,
     fallback: str | None = 'older',
     initial_checkpoint: str | os.PathLike[str] | WarmStart | Sequence[str | os.PathLike[str] | WarmStart] | None = None,
@@ -175,12 +176,8 @@ def restore_or_init(
       UnsupportedFormatError: another program wrote the latest checkpoint, and t5ckpt does not read it.
       TreeMismatchError: checkpoint and template differ.
     """
-    if init_fn is not None and not callable(init_fn):
-        raise ValueError(
-            f'init_fn must be a function that makes the state, got a {type(init_fn).__name__}. Pass lambda: state.'
-        )
-    if fallback not in ('older', None):
-        raise ValueError(f"fallback must be 'older' or None, got {fallback!r:.40}.")
+    check_word('fallback', fallback, ('older', None))
+    sources = _sources(initial_checkpoint)
     steps: list[int] = checkpointer.agree('restore_or_init', None, lambda _: checkpointer.steps_to_restore())
     failed: dict[int, str] = {}
     for step in reversed(steps):
@@ -208,18 +205,23 @@ def restore_or_init(
             'one, or move them away to start anew.'
         )
     _warn_of_unread(checkpointer)
-    if initial_checkpoint is None:
+    if sources is None:
         return _new_state(init_fn)
-    given = (
-        [initial_checkpoint] if isinstance(initial_checkpoint, (str, os.PathLike, WarmStart)) else [*initial_checkpoint]
-    )
-    if not given:
-        raise ValueError('initial_checkpoint is empty. Pass a path, a WarmStart, a list of these, or None.')
-    warm = [source if isinstance(source, WarmStart) else WarmStart(source) for source in given]
     try:
-        return _warm_start(checkpointer, init_fn, warm, donate)
+        return _warm_start(checkpointer, init_fn, sources, donate)
     except TreeMismatchError as error:
         raise with_cures(error, _WARM_CURES) from error.__cause__
+
+
+def _sources(given: Any) -> list[WarmStart] | None:
+    if given is None:
+        return None
+    listed: list[Any] = [given] if isinstance(given, (str, bytes, os.PathLike, WarmStart)) else [*given]
+    if not listed:
+        raise ValueError('initial_checkpoint is empty. Pass a path, a WarmStart, a list of these, or None.')
+    for path in (each for each in listed if not isinstance(each, WarmStart)):
+        check_path('initial_checkpoint', path)
+    return [each if isinstance(each, WarmStart) else WarmStart(each) for each in listed]
 
 
 def _warn_of_unread(checkpointer: Checkpointer) -> None:
@@ -290,7 +292,7 @@ class _Share:
 
 
 def _warm_start(
-    checkpointer: Checkpointer, init_fn: Callable[[], Any], sources: Sequence[WarmStart], donate: bool
+    checkpointer: Checkpointer, init_fn: Callable[[], Any] | None, sources: Sequence[WarmStart], donate: bool
 ) -> Any:
     template = flatten_state(checkpointer.template).table
     places: list[str] = checkpointer.agree(

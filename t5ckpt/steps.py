@@ -22,9 +22,10 @@ from t5ckpt.catalog.listing import dataset_steps_in, newest, steps_in
 from t5ckpt.catalog.locate import locate
 from t5ckpt.catalog.pin_file import NO_REASON, is_pinned_at, unpin_at
 from t5ckpt.commit.pins import pin_in
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.format.names import step_dir
-from t5ckpt.storage import open_storage, split_path
+from t5ckpt.storage import Storage, open_storage, split_path
 
 __all__ = [
     'all_dataset_checkpoint_steps',
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 
+@checks_kinds
 def get_checkpoint_dir(
     checkpoints_dir: str | os.PathLike[str], step: int, step_format_fixed_length: int | None = None
 ) -> str:
@@ -54,8 +56,9 @@ def get_checkpoint_dir(
     return os.path.join(os.fspath(checkpoints_dir), name)
 
 
+@checks_kinds
 def all_steps(
-    checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:
     """The steps of all complete checkpoints, ascending; empty when the directory is empty or absent.
 
@@ -69,8 +72,9 @@ def all_steps(
     return steps_in(open_storage(checkpoints_dir, storage_options))
 
 
+@checks_kinds
 def latest_step(
-    checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> int | None:
     """The largest complete step, or None if there is none. Step 0 is a step.
 
@@ -85,8 +89,9 @@ def latest_step(
     return None if found is None else found.step
 
 
+@checks_kinds
 def all_dataset_checkpoint_steps(
-    checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:
     """The steps whose directory holds data-iterator state (``train_ds-*``), ascending.
 
@@ -97,6 +102,7 @@ def all_dataset_checkpoint_steps(
     return dataset_steps_in(open_storage(checkpoints_dir, storage_options))
 
 
+@checks_kinds
 def find_checkpoint(
     path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> str:
@@ -125,6 +131,7 @@ def find_checkpoint(
 # --- pins ------------------------------------------------------------------------------------------------------------
 
 
+@checks_kinds
 def pin_checkpoint(
     ckpt_dir: str | os.PathLike[str], txt: str = NO_REASON, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
@@ -153,6 +160,7 @@ def pin_checkpoint(
     pin_in(run, name, txt, time.time)
 
 
+@checks_kinds
 def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Unpins a step. If it is not pinned, nothing is done, which is logged.
 
@@ -163,6 +171,7 @@ def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mappi
     unpin_at(open_storage(ckpt_dir, storage_options))
 
 
+@checks_kinds
 def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Whether a step is pinned.
 

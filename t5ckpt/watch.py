@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.storage import Storage, open_storage
 
 __all__ = ['checkpoints_iterator']
 
 
+@checks_kinds
 def checkpoints_iterator(
     directory: str | os.PathLike[str] | Storage,
     *,

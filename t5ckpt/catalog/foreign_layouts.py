@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
@@ -152,6 +153,7 @@ class CheckpointTypes(enum.Enum):
     T5X_TF = 'T5X_TF'
 
 
+@checks_kinds
 def detect_checkpoint_type(
     checkpoint_path: str | os.PathLike[str],
     expected: CheckpointTypes | None = None,

@@ -10,6 +10,7 @@ from t5ckpt.catalog.directory_catalog import DirectoryCatalog
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_orbax
 from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.catalog.step_index import IndexCatalog
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.format.names import (
     MANIFEST,
@@ -93,6 +94,7 @@ def step_of(name: str) -> int | None:
     return parse_padded_step(name) if step is None else step
 
 
+@checks_kinds
 def reindex_steps(
     checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:

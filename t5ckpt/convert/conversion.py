@@ -10,13 +10,13 @@ from typing import Any
 
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.convert.export_options import ImportOptions
+from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import check_word, given_step
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
-from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.format.dtypes import Cast
@@ -31,7 +31,7 @@ from t5ckpt.tree.train_state import MAX_STEP
 __all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish', 'warn_no_optimizer', 'write_import']
 
 
-@explains_fields
+@checks_options
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
     """The options of a conversion.

@@ -12,8 +12,8 @@ from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_with
 from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.transfer import Transfer, TransferOptions
+from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import CheckpointExistsError, UnsupportedFormatError
 from t5ckpt.format.names import parse_step_dir, step_dir
 from t5ckpt.reading.identity import Identity
@@ -22,7 +22,7 @@ from t5ckpt.storage import split_path
 __all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
 
 
-@explains_fields
+@checks_options
 @dataclasses.dataclass(frozen=True)
 class CopyOptions:
     """The options of a copy.
@@ -72,6 +72,7 @@ class CopyReport:
     left_out: tuple[str, ...] = ()
 
 
+@checks_kinds
 def copy_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
-from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import OutputExistsError
 from t5ckpt.format.dtypes import Cast
 from t5ckpt.storage import foreign_errors
@@ -39,7 +39,7 @@ class _Checked:
         return Cast.of(self.dtype, self.cast_leaves, 'dtype')
 
 
-@explains_fields
+@checks_options
 @dataclasses.dataclass(frozen=True)
 class ExportOptions(_Checked):
     """The options of an export.
@@ -67,7 +67,7 @@ class ExportOptions(_Checked):
     cast_leaves: str | re.Pattern[str] | None = None
 
 
-@explains_fields
+@checks_options
 @dataclasses.dataclass(frozen=True)
 class ImportOptions(_Checked):
     """The options of an import.

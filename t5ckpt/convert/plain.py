@@ -29,6 +29,7 @@ from t5ckpt.convert.export_options import (
 )
 from t5ckpt.convert.files.safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
 from t5ckpt.convert.source_arrays import Source, cast, open_sources, slices_of
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.dtypes import cast_dtype, check_cast
@@ -48,6 +49,7 @@ _Item = tuple[TensorSpec, Iterator[_Piece]]
 # --- out -------------------------------------------------------------------------------------------------------------
 
 
+@checks_kinds
 def export_safetensors(
     checkpoint: str | os.PathLike[str],
     file: str | os.PathLike[str],
@@ -69,6 +71,7 @@ def export_safetensors(
     return _export(checkpoint, file, options, _write_safetensors)
 
 
+@checks_kinds
 def export_npz(
     checkpoint: str | os.PathLike[str],
     file: str | os.PathLike[str],
@@ -174,6 +177,7 @@ def _write_npy(member: IO[bytes], spec: TensorSpec, pieces: Iterator[_Piece]) ->
 # --- in --------------------------------------------------------------------------------------------------------------
 
 
+@checks_kinds
 def import_safetensors(
     file: str | os.PathLike[str],
     checkpoints_dir: str | os.PathLike[str],
@@ -200,6 +204,7 @@ def import_safetensors(
     return _import(path, checkpoints_dir, options, arrays)
 
 
+@checks_kinds
 def import_npz(
     file: str | os.PathLike[str],
     checkpoints_dir: str | os.PathLike[str],

@@ -18,12 +18,12 @@ import numpy as np
 from t5ckpt.catalog.locate import Located, locate, refuse_within
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves, stamp_of
+from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of, root_names
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import lines
-from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.dtypes import kind
@@ -40,7 +40,7 @@ __all__ = ['Changes', 'rewrite_checkpoint']
 _PARAMETERS = ('target', 'params')
 
 
-@explains_fields
+@checks_options
 @dataclasses.dataclass(frozen=True)
 class Changes:
     r"""The changes of a copy, in the order in which they are applied.
@@ -71,6 +71,7 @@ class Changes:
                 raise ValueError(f'rename: {new!r} does not fit the pattern {pattern!r}: {error}.') from error
 
 
+@checks_kinds
 def rewrite_checkpoint(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     directory: str | os.PathLike[str] | Storage,

@@ -20,6 +20,7 @@ from t5ckpt.catalog.locate import Located, locate
 from t5ckpt.commit.output_files import check_output, local_output, output
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.trees import optimizer_leaves, stamp_of
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
 from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
@@ -39,6 +40,7 @@ __all__ = ['convert_to_orbax', 'convert_to_orbax_run', 'recorded_source', 'sourc
 _ITEM = 'default'
 
 
+@checks_kinds
 def convert_to_orbax(
     source: str | os.PathLike[str], directory: str | os.PathLike[str], options: ConvertOptions | None = None
 ) -> Conversion:

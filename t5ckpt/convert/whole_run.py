@@ -19,6 +19,7 @@ from t5ckpt.commit.step_facts import known_sidecar
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
 from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of
 from t5ckpt.convert.trees import open_tree, tell_left_out
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import check_word, given_steps
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import some_of
@@ -51,6 +52,7 @@ class RunConversion:
     gone: tuple[int, ...] = ()
 
 
+@checks_kinds
 def convert_run(
     kind: str,
     source: str | os.PathLike[str],

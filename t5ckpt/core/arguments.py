@@ -23,6 +23,7 @@ __all__ = [
     'check_flags',
     'check_joined_policies',
     'check_kind',
+    'check_path',
     'check_patterns',
     'check_word',
     'given_step',
@@ -187,14 +188,24 @@ def check_word(name: str, value: Any, words: Sequence[str | None]) -> None:
         raise ValueError(f'{name} must be one of {", ".join(map(repr, words))}, got {shown(value)}.{hint}')
 
 
+def check_path(name: str, value: Any) -> None:
+    """Raises ValueError unless an option is text or a path."""
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        order = ' The path comes before the step.' if isinstance(value, int) else ''
+        raise ValueError(f'{name}: A path is text or a pathlib.Path, got {shown(value)}.{order}')  # noqa: TRY004 - as for all options
+
+
 def check_kind(name: str, value: Any, kind: type[Any], example: str) -> None:
     """Raises ValueError unless an option is an object of a class, or None."""
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f'{name} must be a {kind.__name__} such as {example}, got {shown(value)}.')
+        article = 'an' if kind.__name__.startswith(tuple('AEIO')) else 'a'
+        raise ValueError(f'{name} must be {article} {kind.__name__} such as {example}, got {shown(value)}.')
 
 
 def check_joined_policies(policies: Any, kind: type[Any], owner: str) -> None:
     """Raises ValueError unless ``policies`` has at least one element and all are instances of ``kind``."""
+    if not isinstance(policies, Collection) or isinstance(policies, str):
+        raise ValueError(f'{owner}: policies must be a list or a tuple, got {shown(policies)}.')  # noqa: TRY004 - as for all options
     if not policies:
         raise ValueError(f'{owner} needs at least one policy, got none in policies={shown(policies)}.')
     wrong = next((policy for policy in policies if not isinstance(policy, kind)), None)

@@ -12,6 +12,7 @@ from t5ckpt.catalog.foreign_layouts import not_a_run
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.commit.retention import Retention
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, human_bytes, printable
@@ -35,6 +36,7 @@ from t5ckpt.storage import Storage
 __all__ = ['Run', 'Series', 'open_run']
 
 
+@checks_kinds
 def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Run:
     """Opens a run's directory; each access lists its steps anew.
 
@@ -156,6 +158,7 @@ class Run(Mapping[int, CheckpointView]):
     def __len__(self) -> int:
         return len(self.steps)
 
+    @checks_kinds
     def series(self, name: str, fn: Callable[[LazyArray], Any], *, since: int = 0) -> Series:
         """Applies a function, such as ``lambda x: float(np.linalg.norm(x))``, to a leaf at every step that has it.
 
@@ -189,6 +192,7 @@ class Run(Mapping[int, CheckpointView]):
             raise missing
         return Series(name, values)
 
+    @checks_kinds
     def report(
         self,
         output: str | os.PathLike[str],

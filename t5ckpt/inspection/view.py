@@ -8,6 +8,7 @@ import os
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, corrected, counted, did_you_mean, human_bytes, printable, shown
@@ -30,6 +31,7 @@ __all__ = ['CheckpointView', 'open_checkpoint']
 _SHOWN = 60
 
 
+@checks_kinds
 def open_checkpoint(
     path: str | os.PathLike[str],
     step: int | None = None,
@@ -134,6 +136,7 @@ class CheckpointView(Mapping[str, LazyArray]):
             [[getattr(info, field) for field in fields] for info in self.infos()], columns=[*fields]
         )
 
+    @checks_kinds
     def stats(self, bins: int = BINS, progress: Progress | None = None) -> CheckpointStats:
         """Mean, standard deviation, extremes, norm, zeros, NaN and infinite values of every array; see :class:`LeafStats`.
 
@@ -149,6 +152,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         with self._contents.identity.reading():
             yield CheckpointView(self._contents, self._reader.in_one(), self._leaves, self._prefix)
 
+    @checks_kinds
     def report(
         self,
         output: str | os.PathLike[str],
@@ -177,6 +181,7 @@ class CheckpointView(Mapping[str, LazyArray]):
             facts = step_report(view, largest(view.infos()), sample_bytes, progress)
         return write_report(local, self._title(), {'steps': [], 'checkpoint': {'step': self.step, **facts}}, force)
 
+    @checks_kinds
     def heatmap(self, name: str, ax: Any = None) -> Any:
         """Plots a leaf with its last dimension to the right and zero in white; returns the matplotlib axes."""
         return plot_heatmap(self[name], name, ax)
@@ -209,6 +214,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         where = f'{leaf_name(self._prefix)}/{name}' if self._prefix else name
         raise KeyError(f'{where if len(where) <= 200 else shown(where)}: no such leaf in {self.path}.{hint}')
 
+    @checks_kinds
     def select(self, pattern: str) -> CheckpointView:
         """A view of the leaves of a name, a group or a pattern.
 

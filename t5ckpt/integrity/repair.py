@@ -20,6 +20,7 @@ from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.transaction import Transaction, write_checksums, writer_facts
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.errors import (
@@ -69,6 +70,7 @@ class RepairReport:
     seconds: float
 
 
+@checks_kinds
 def repair(
     path: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,

@@ -15,11 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
+from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Clock, leaf_pattern
 from t5ckpt.core.text import lines, some_of
-from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_names
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.file_checksums import FileChecksums
@@ -43,7 +43,7 @@ from t5ckpt.tree.leaf_table import flatten_nested, unflatten
 __all__ = ['RepairOptions', 'RepairPlan', 'plan_repair', 'unrecoverable_error']
 
 
-@explains_fields
+@checks_options
 @dataclasses.dataclass(frozen=True)
 class RepairOptions:
     """The options of a repair.

@@ -19,6 +19,7 @@ from typing import Any
 
 from t5ckpt.catalog.layouts import sidecars_in
 from t5ckpt.catalog.locate import Located, locate, with_links
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.core.protocols import Progress
@@ -60,6 +61,7 @@ __all__ = ['locate_or_broken', 'verify', 'verify_located']
 _OWN = {SIDECAR, MANIFEST, PINNED, DATASET_REMOVED}
 
 
+@checks_kinds
 def verify(
     path: str | os.PathLike[str],
     step: int | None = None,

@@ -62,7 +62,8 @@ def check_source(step: Any, path: Any) -> None:
     """
     template = 'The structure to restore goes to the constructor: Checkpointer(state, checkpoints_dir=...).'
     if path is not None and not isinstance(path, (str, bytes, os.PathLike)):
-        raise ValueError(f'path must be the path of a checkpoint, got a {type(path).__name__}. {template}')
+        given = f'a {type(path).__name__}' if isinstance(path, Mapping) else shown(path)
+        raise ValueError(f'path must be the path of a checkpoint, got {given}. {template}')
     if step is not None and path is not None:
         raise ValueError(f'step={shown(step)} and path={os.fspath(path)!r} both say what to restore: pass one of them.')
     if step is not None and not hasattr(step, '__index__'):

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5ckpt.commit.retention import RunFacts
+from t5ckpt.core.arguments import check_kind
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.distributed.coordinator import Coordinator
@@ -179,6 +180,7 @@ class SaveSchedule:
         processes use the state of the latest check-in and do not communicate.
         """
         policy = self._given_policy('should_save')
+        check_kind('metrics', metrics, Mapping, "{'loss': 0.5}")
         view = self._view
         if self._channel is None or view is None:
             view = copy.copy(self)._looked(step)  # noqa: SLF001 - of this class

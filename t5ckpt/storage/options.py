@@ -141,9 +141,9 @@ def storage_defaults(options: Mapping[str, Any]) -> Generator[None]:
 
 def unknown_options(path: str, names: Sequence[str], known: Collection[str]) -> ValueError:
     """The error for options that a storage does not have."""
-    can = f'only {sorted(known)}' if known else 'none'
+    can = f'Its options are {", ".join(sorted(known))}.' if known else 'It has none.'
     meant = did_you_mean(names[0], known)
-    return ValueError(f'storage_options: {path} has no option {", ".join(names)}; {can} can be given.{meant}')
+    return ValueError(f'storage_options: {path} has no option {", ".join(names)}.{meant} {can}')
 
 
 def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) -> Any:

@@ -270,7 +270,7 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
         with pytest.raises(TreeMismatchError, match='Near: params/dens/kernel') as raised:
             restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path / 'pretrained')
         assert {problem.kind for problem in raised.value.problems} == {'missing', 'unexpected'}
-    with pytest.raises(ValueError, match="'error' or 'init'"):
+    with pytest.raises(ValueError, match="'error', 'init'"):
         WarmStart('x', missing='ignore')
 
 

@@ -408,7 +408,7 @@ def test_preemption_without_a_notice_is_refused(tmp_path):
             r'resumed\(.*is_resuming\) cannot be called .*functools.partial\(resumed, is_resuming=...\)',
         ),
         (lambda ck, state: ck.save(state, [lambda tree: tree]), 'cannot be called with two arguments.*two parameters'),
-        (t5ckpt.restore_or_init, 'init_fn must be a function .* got a dict'),
+        (t5ckpt.restore_or_init, 'init_fn must be a function or None, got {'),
         (lambda ck, state: t5ckpt.Checkpointer('runs/a'), "train_state is 'runs/a', which looks like a directory"),
         (lambda ck, state: t5ckpt.Checkpointer('run', state), "train_state is 'run', which looks like a directory"),
         (lambda ck, state: t5ckpt.Checkpointer(state, checkpoints_dir=5), 'A path is text or a pathlib.Path, got 5'),

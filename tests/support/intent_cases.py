@@ -867,7 +867,11 @@ FUNCTIONS: list[Case] = [
             ('YoungDaly', 'first_cost_seconds', lambda: t5ckpt.YoungDaly(1, -1)),
             ('YoungDaly', 'min_step', lambda: t5ckpt.YoungDaly(1, min_step=-1)),
             ('WarmStart', 'missing', lambda: WarmStart('a', missing='no')),
-            ('restore_or_init', 'fallback', lambda: t5ckpt.restore_or_init(None, dict, fallback='no')),
+            (
+                'restore_or_init',
+                'fallback',
+                lambda: t5ckpt.restore_or_init(t5ckpt.Checkpointer(STATE), dict, fallback='no'),
+            ),
             ('training.Watchdog', 'seconds', lambda: Watchdog(0)),
             ('training.Watchdog', 'first_seconds', lambda: Watchdog(1, first_seconds=0)),
         )

@@ -153,7 +153,7 @@ class ManifestTransaction(Transaction):
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         del directories
         self._write_sidecar_of(manifest, sidecar)
-        looked = self._clock()
+        renewed = self._lease.renewed
         if self._overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
             self._lease.note(action=REPLACE)
@@ -168,7 +168,7 @@ class ManifestTransaction(Transaction):
         if version is None:
             change = 'replaced or deleted' if self._overwrites else 'saved'
             raise AlreadyCommittedError(f'{self.storage.url(self._key)} was {change} by another writer in the meantime')
-        was_stopped = self._clock() - looked > TAKE_OVER_SECONDS
+        was_stopped = self._clock() - renewed > TAKE_OVER_SECONDS
         if was_stopped:
             self._withdraw_if_lost(version, sidecar)
         self._finish(version, was_stopped=was_stopped)
@@ -199,7 +199,7 @@ class ManifestTransaction(Transaction):
             raise
 
     def _withdraw_if_lost(self, version: Any, sidecar: bytes | None) -> None:
-        """Removes the manifest if its files may have been removed, because the write took so long that the lease expired.
+        """Removes the manifest if its files may have been removed, because the lease had expired before it was written.
 
         Another writer that took the step over leaves them, and finds the manifest. If it has committed an equal manifest, that
         of a checkpoint without arrays, the sidecar is its own.

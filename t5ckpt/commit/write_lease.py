@@ -182,8 +182,13 @@ class WriteLease:
             return False
         return True
 
+    @property
+    def renewed(self) -> float:
+        """When the record was last written. It may be taken over from ``TAKE_OVER_SECONDS`` later on, at any moment."""
+        return self._beat
+
     def is_ours(self) -> bool:
-        """Returns whether this lease wrote the record on storage, and no other process can have taken the step over."""
+        """Returns whether the record on storage is that of this lease. An expired one may be taken over right after."""
         return not self._is_lost and self.rival() is None
 
     def rival(self) -> Owner | None:

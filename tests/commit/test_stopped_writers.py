@@ -144,6 +144,33 @@ def test_in_place_after_garbage_collection(stops_at):
     assert is_whole(run, 2.0)
 
 
+def test_in_place_garbage_collection_between_the_last_look_and_the_manifest():
+    """The writer has looked at its lease after it went on; a lease that has expired may be taken over right after that."""
+    run, clock = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
+    looked = Elsewhere(run, '/checkpoint', lambda: collect_leftovers(run, clock))
+    assert save(Elsewhere(looked, '.json', lambda: clock.advance(4000)), 1.0, clock) is None
+    assert t5ckpt.all_steps(run.url()) == []
+    assert list(run.walk('checkpoint_1')) == []
+    save(run, 2.0, clock)
+    assert is_whole(run, 2.0)
+
+
+def test_in_place_garbage_collection_and_another_writer():
+    """Another writer has the lease, and the files of the stopped one are gone all the same."""
+    found = []
+
+    def collect_and_begin(run, clock):
+        assert collect_leftovers(run, clock) == (['checkpoint_1'])
+        found.append(begin_transaction(run, 1, clock, {'pid': 1}, None))
+
+    run, clock, late = stopped('/checkpoint', collect_and_begin)
+    assert late is None
+    found[0].rollback()
+    assert t5ckpt.all_steps(run.url()) == []
+    save(run, 2.0, clock)
+    assert is_whole(run, 2.0)
+
+
 def test_in_place_two_writers_at_once():
     """The other has taken the step over and not committed: the first manifest counts, and has all of its files."""
     found = []

@@ -1,15 +1,19 @@
 """What codecs save and cost: bytes and seconds, on the disk and behind a network of limited speed.
 
-    python benchmarks/codecs.py disk [MB] [ROUNDS]
-    python benchmarks/codecs.py network [MB] [ROUNDS] [SCHEME]      SCHEME is s3 or gs
+    python benchmarks/codecs.py [MB] [ROUNDS] [PART...] [STATE...]
 
-`disk` saves and restores states of MB megabytes: bfloat16, float32, master weights (float32 that holds bfloat16 values), and the
-states of Adam and Adafactor. Peers are Orbax (OCDBT with zstd), T5X's zstd and gzip, safetensors, and ZipNN where it is
-installed, which compresses in memory. The least seconds of ROUNDS turns are shown.
+PART is disk, gs or s3; by default disk and gs.
 
-`network` passes the requests to the server of the tests through a proxy that lets 100 MB/s, then 1 GB/s pass in each direction.
-"limit" is how much faster a save or restore is than its uncompressed bytes at that rate. The servers are slower than the
-services: their own rate is the first row, without a limit. 64 MB and one round take less than five minutes on two quiet cores.
+Each part saves and restores states of MB megabytes: bfloat16, float32, master weights (float32 that holds bfloat16 values), and
+the states of Adam and Adafactor; STATE is adam, adafactor, bfloat16, float32 or master, and by default each. The least seconds of
+ROUNDS turns are shown. 64 MB and one round take less than five minutes on two quiet cores.
+
+`disk` compares with Orbax (OCDBT with zstd), T5X's zstd and gzip, safetensors, and ZipNN where it is installed, which compresses
+in memory.
+
+`gs` and `s3` pass the requests to the server of the tests through a proxy that lets 100 MB/s, then 1 GB/s pass in each
+direction. "x" is how much faster a save or restore is than its uncompressed bytes at that rate. The servers are slower than the
+services: their own rate is the first row, without a limit.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -90,12 +94,12 @@ def _ours(compression: str | None) -> type[peers.Peer]:
     return Ours
 
 
-def disk(megabytes: int, rounds: int) -> None:
+def disk(megabytes: int, rounds: int, names: Sequence[str]) -> None:
     """Each state with each peer."""
     makers = [_ours(compression) for compression in (None, 'auto', 'lz4', 'zstd')] + [
         peers.PEERS[name] for name in _PEERS
     ]
-    for name in STATES:
+    for name in names:
         for make in makers:
             least, size, nbytes = [float('inf')] * 2, 0, 0
             for seed in range(rounds):
@@ -144,34 +148,36 @@ class _Line:
         self._rate = rate
         self._lock = threading.Lock()
         self._free = 0.0
+        self.carried = 0
 
     def take(self, nbytes: int) -> None:
         """Waits until the line has carried the bytes."""
         with self._lock:
+            self.carried += nbytes
             self._free = max(self._free, time.perf_counter()) + nbytes / self._rate
             end = self._free
         time.sleep(max(0.0, end - time.perf_counter()))
 
 
-def _limit(front: Any, rate: float) -> None:
-    """Has a proxy carry bodies at a rate in each direction."""
+def _limit(front: Any, rate: float) -> _Line:
+    """Has a proxy carry bodies at a rate in each direction; the line of what is sent."""
     front.reset()
     up, down = _Line(rate), _Line(rate)
     front.watch = lambda *request: up.take(len(request[-1]))
     front.record = lambda request: down.take(request.received)
+    return up
 
 
-def network(megabytes: int, rounds: int, scheme: str) -> None:
-    """Saves and restores through the proxy, with plain chunks and by default."""
+def network(megabytes: int, rounds: int, names: Sequence[str], scheme: str) -> None:
+    """Saves and restores through the proxy: plain chunks, the default, and the zstd of T5X and Orbax."""
     with tempfile.TemporaryDirectory() as directory, store(scheme, pathlib.Path(directory)) as front:
         for rate in (float('inf'), 1e8, 1e9):
-            _limit(front, rate)
-            for name in ('bfloat16', 'float32', 'master') if rate < float('inf') else ('float32',):
-                for compression in (None, 'default'):
-                    least, nbytes = [float('inf')] * 2, 0
+            for name in names if rate < float('inf') else names[:1]:
+                for compression in (None, 'default', 'zstd'):
+                    up, least, nbytes = _limit(front, rate), [float('inf')] * 2, 0
                     for seed in range(rounds):
-                        state = _state(name, megabytes, seed)
-                        nbytes = _nbytes(state)
+                        state = _state(name, megabytes, 10 * seed)
+                        nbytes += _nbytes(state)
                         url = f'{scheme}://{BUCKET}/{name}{rate}{compression}{seed}'
                         with t5ckpt.Checkpointer(
                             state, checkpoints_dir=url, compression=compression, chunk_bytes=4 * 2**20
@@ -181,22 +187,24 @@ def network(megabytes: int, rounds: int, scheme: str) -> None:
                             _same(ck.restore(), state)
                             ck.delete(1)
                         least = [min(least[0], saved), min(least[1], restored)]
-                    plain = nbytes / rate
+                    plain = nbytes / rounds / rate
                     print(
-                        f'{rate / 1e6:6.0f} MB/s {name:9} {compression!s:8} save {least[0]:6.2f} s ({plain / least[0]:4.2f} of '
-                        f'limit), restore {least[1]:6.2f} s ({plain / least[1]:4.2f} of limit)',
+                        f'{scheme} {rate / 1e6:5.0f} MB/s {name:9} {compression!s:8} {up.carried / nbytes:6.3f} of the bytes, '
+                        f'save {least[0]:6.2f} s ({plain / least[0]:4.2f}x), '
+                        f'restore {least[1]:6.2f} s ({plain / least[1]:4.2f}x)',
                         flush=True,
                     )
 
 
 def main() -> None:
     """See the top."""
-    what, *numbers = sys.argv[1:] or ['disk']
-    megabytes, rounds, *rest = (*numbers, *('64', '1')[len(numbers) :]) if len(numbers) < 2 else tuple(numbers)
-    if what == 'disk':
-        disk(int(megabytes), int(rounds))
-    else:
-        network(int(megabytes), int(rounds), *(rest or ['s3']))
+    megabytes, rounds, *words = (*sys.argv[1:], *('64', '1')[len(sys.argv) - 1 :])
+    names = [word for word in words if word in STATES] or list(STATES)
+    for part in [word for word in words if word not in STATES] or ('disk', 'gs'):
+        if part == 'disk':
+            disk(int(megabytes), int(rounds), names)
+        else:
+            network(int(megabytes), int(rounds), names, part)
 
 
 if __name__ == '__main__':

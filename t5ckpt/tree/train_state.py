@@ -22,6 +22,8 @@ __all__ = ['MAX_STEP', 'OWN_STEPS', 'StateView', 'flatten_state', 'step_to_save'
 
 
 MAX_STEP = 10**18
+# Deeper than a state that can be saved, and shallower than the stack of Python.
+_MOST_LEVELS = 400
 
 
 # The paths of the step in states of T5X and Flax.
@@ -63,6 +65,7 @@ def _view_pytree(tree: Any) -> StateView:
 def _flattened(tree: Any) -> StateView:
     import jax
 
+    _check_depth(tree)
     try:
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_kept)
     except ValueError as error:
@@ -108,6 +111,24 @@ def _path_of_single(state: Any) -> Path:
     is_value = isinstance(state, (bool, int, float, complex, str, np.generic))
     cure = 'Pass a dict: {"x": x}.' if is_value else 'It is not a pytree: pass the tree of arrays itself.'
     raise UnsupportedLeafError(f'the state is a single {type(state).__name__}, a checkpoint holds a tree. {cure}')
+
+
+def _check_depth(tree: Any) -> None:
+    """Rejects a tree that contains itself. JAX's recursion into it would leave Python without stack for all later calls."""
+    level = [tree] if isinstance(tree, (dict, list, tuple)) else []
+    for _ in range(_MOST_LEVELS):
+        below = {
+            id(child): child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, (dict, list, tuple))
+        }
+        if not below:
+            return
+        level = list(below.values())
+    raise UnsupportedLeafError(
+        f'the state contains itself, or is nested more than {_MOST_LEVELS} deep. A checkpoint holds a tree: remove the reference.'
+    )
 
 
 def _clash_text(path: Path) -> str:

@@ -135,6 +135,25 @@ def plain_values():
     return np.arange(3)
 
 
+@pytest.mark.parametrize('kind', ['a dict in itself', 'a list in itself', 'deep'])
+def test_a_state_without_an_end_is_refused_and_the_process_goes_on(tmp_path, kind):
+    state = {'w': np.zeros(3)}
+    if kind == 'a dict in itself':
+        state['again'] = {'first': state, 'second': state}
+    elif kind == 'a list in itself':
+        state['again'] = [[], [state['w']]]
+        state['again'][0].append(state['again'])
+    else:
+        for _ in range(5000):
+            state = {'deeper': state}
+    for _ in range(3):
+        with pytest.raises(errors.UnsupportedLeafError, match='contains itself'):
+            t5ckpt.Checkpointer(None, checkpoints_dir=tmp_path / 'run').save(state, step=1)
+    assert len(jax.tree_util.tree_leaves([[[1]], [2]], is_leaf=lambda node: node is None)) == 2
+    with t5ckpt.Checkpointer(None, checkpoints_dir=tmp_path / 'run') as ck:
+        assert ck.save({'w': np.zeros(3)}, step=1) is not None
+
+
 def test_what_does_not_pickle_says_so(tmp_path):
     state = {'a': {'w': np.ones(10_000, np.float32), 'b': np.ones(3)}}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as ck:

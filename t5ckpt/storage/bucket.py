@@ -139,14 +139,15 @@ class BucketStorage(Storage):
                 raise
 
     def replace(self, key: str, data: bytes, version: Any) -> Any:
-        if self._conditional.is_ignored:
+        expected = ABSENT if version is None else version
+        if self._conditional.are_ignored(expected):
             return super().replace(key, data, version)
         try:
-            written = self._conditional.write(self._key(key), data, ABSENT if version is None else version)
+            written = self._conditional.write(self._key(key), data, expected)
         except AccessDeniedError:
             raise
         except StorageError:
-            if self._conditional.is_ignored:
+            if self._conditional.are_ignored(expected):
                 return super().replace(key, data, version)
             if not self._holds(key, data):
                 raise
@@ -169,8 +170,13 @@ class BucketStorage(Storage):
     def _delete_if_unchanged(self, key: str, version: Any) -> bool | None:
         """Deletes a key that has this version; returns False if it was refused, None if no condition can be sent."""
         if self._compares_deletions:
-            is_ignored = self._conditional.is_ignored
-            return None if is_ignored else bool(self._conditional.write(self._key(key), None, version))
+            try:
+                if not self._conditional.are_ignored(version):
+                    return bool(self._conditional.write(self._key(key), None, version))
+            except StorageError:
+                if not self._conditional.are_ignored(version):
+                    raise
+            return None
         with bucket_errors(self.url(key)):
             return None if self._requests is None else self._requests.delete_unchanged(self._key(key), version)
 

@@ -20,23 +20,24 @@ __all__ = ['ABSENT', 'ConditionalWrites']
 
 ABSENT = b'\x02'
 """TensorStore's version of a key that does not exist."""
-# Of an answer to a header that the server does not know.
-_NOT_IMPLEMENTED = '501'
+# In TensorStore's error, of an answer to a header that the server does not know.
+_NOT_IMPLEMENTED = "[http_response_code='501']"
 _log = logging.getLogger('t5ckpt')
 
 
 class ConditionalWrites:
-    """The conditional writes of one connection.
-
-    Attributes:
-      is_ignored: whether the server does not compare versions, as far as it is known.
-    """
+    """The conditional writes of one connection."""
 
     def __init__(self, connection: Connection):
         """Takes the connection; sends nothing."""
-        self.is_ignored = False
-        self._is_known = False
+        self._is_ignored = self._is_known = False
+        # Whether the server refuses the condition that an object is unchanged, and knows the one that there is none.
+        self._refuses_changes = False
         self._connection = connection
+
+    def are_ignored(self, version: bytes) -> bool:
+        """Whether the server does not compare this version, ``ABSENT`` or that of an object, as far as it is known."""
+        return self._is_ignored or (self._refuses_changes and version != ABSENT)
 
     def write(self, path: str, data: bytes | None, version: bytes) -> bytes:
         """Writes or deletes a key of the bucket if it has this version; returns the new version, b'' if it was refused.
@@ -49,8 +50,10 @@ class ConditionalWrites:
         except AccessDeniedError:
             raise
         except StorageError as error:
-            if not self._is_known and _NOT_IMPLEMENTED in str(error):
-                self._note(is_ignored=True)
+            if _NOT_IMPLEMENTED in str(error.__cause__):
+                self._refuses_changes = True
+                if not self._is_known:
+                    self._note(is_ignored=True)
             raise
         if not self._is_known and written and version == ABSENT:
             again = self._write(path, data, version)
@@ -67,7 +70,7 @@ class ConditionalWrites:
             return self._connection.wait(request, is_conditional=True).generation
 
     def _note(self, *, is_ignored: bool) -> None:
-        self._is_known, self.is_ignored = True, is_ignored
+        self._is_known, self._is_ignored = True, is_ignored
         if is_ignored:
             _log.warning(
                 't5ckpt: the server of %s does not check the conditions of writes (If-None-Match, ifGenerationMatch), so a '

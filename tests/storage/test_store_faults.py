@@ -360,6 +360,43 @@ def test_an_answer_that_says_nothing_of_a_key_is_the_storage_s_error(bucket, sta
         assert type(caught.value) is errors.StorageError
 
 
+@pytest.mark.parametrize('condition', ['create', 'change', 'both'])
+@pytest.mark.parametrize('action', ['501', 'strip'])
+def test_a_server_that_refuses_conditions_or_a_proxy_that_strips_them(bucket, action, condition, caplog):
+    """Saves, overwrites and deletions go through, as they did before there were conditions."""
+    url, clock = bucket.url(), FakeClock()
+    met = set()
+
+    def conditions(asked):
+        met.add(asked)
+        return action if condition in (asked, 'both') else None
+
+    bucket.proxy.conditions = conditions
+    with checkpointer(url, clock) as ck:
+        ck.save(state(1), step=501)
+        ck.save(state(2), step=501, overwrite=True)
+        assert np.array_equal(np.asarray(t5ckpt.open_checkpoint(url)['w']), state(2)['w'])
+        ck.save(state(3), step=502)
+        ck.delete(501)
+        ck.save(state(4), step=501)
+        assert ck.all_steps() == [501, 502]
+    assert 'create' in met
+    assert ('does not check the conditions' in caplog.text) == (condition != 'change')
+    assert t5ckpt.verify(url, 501, full=True).ok
+    assert [key for key, _ in open_storage(url).walk('.t5ckpt') if '/busy/' in key] == []
+
+
+def test_a_failure_of_a_key_with_501_in_its_name_is_no_refusal_of_conditions(bucket, caplog):
+    url = bucket.url()
+    with checkpointer(url, FakeClock(), storage_options={'retry_seconds': 1}) as ck:
+        bucket.proxy.choose = lambda kind, key: '503' if kind == 'write' else None
+        with pytest.raises(errors.StorageError):
+            ck.save(state(1), step=501)
+        bucket.proxy.choose = lambda kind, key: None
+        assert ck.save(state(1), step=501) is not None
+    assert 'does not check the conditions' not in caplog.text
+
+
 def every_way_in(url):
     """The calls with which a run is opened, by name."""
     ck = checkpointer(url, FakeClock(), storage_options={'retry_seconds': 2})

@@ -87,6 +87,8 @@ class Proxy:
         self.requests: list[Request] = []
         self.choose: Callable[[str, str], str | None] = lambda kind, key: None
         self.watch: Callable[[str, str, bytes], None] = lambda kind, key, body: None
+        # What is done to a condition, 'create' (that there is no object) or 'change': '501', 'strip' or nothing.
+        self.conditions: Callable[[str], str | None] = lambda condition: None
         self.held: list[tuple[str, str, bytes, dict[str, str]]] = []
         self._lock = threading.Lock()
         # One conditional request at a time: the comparison and the write are two requests to the server.
@@ -130,6 +132,7 @@ class Proxy:
         self.held.clear()
         self.choose = lambda kind, key: None
         self.watch = lambda kind, key, body: None
+        self.conditions = lambda condition: None
         self.clear()
 
     def close(self) -> None:
@@ -170,6 +173,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             body, length = self.rfile.read(length), 0
             key = '\n'.join(xml.sax.saxutils.unescape(name) for name in _KEYS.findall(body.decode()))
         fault = next(filter(None, (self.owner.choose(kind, each) for each in key.split('\n'))), None)
+        fault = self._meet_condition() or fault
         body += self.rfile.read(length // 2 if fault == 'cut' else length)
         self.owner.watch(kind, key, body)
         if fault == 'late':
@@ -197,6 +201,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if fault == 'short':
             data = data[: len(data) // 2]
         self._reply(reply.status, reply.getheaders(), data, fault, length)
+        return None
+
+    def _meet_condition(self) -> str | None:
+        """The fault of a request with a condition; strips the condition if the test wants this."""
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
+        [generation] = query.get('ifGenerationMatch', [None])
+        if not (
+            self.command in ('PUT', 'POST', 'DELETE')
+            and (generation or 'If-Match' in self.headers or 'If-None-Match' in self.headers)
+        ):
+            return None
+        action = self.owner.conditions('create' if generation == '0' or 'If-None-Match' in self.headers else 'change')
+        if action != 'strip':
+            return action
+        del self.headers['If-Match'], self.headers['If-None-Match']
+        self.path = re.sub('&?ifGenerationMatch=[0-9]+', '', self.path)
         return None
 
     def _ask_server(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:

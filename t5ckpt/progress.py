@@ -85,8 +85,15 @@ def progress_text(label: str, done: int, total: int, seconds: float) -> str:
     if seconds <= 0 or done <= 0:
         return text
     rate = done / seconds
-    left = f', {(total - done) / rate:.1f} s left' if done < total else ''
+    # The rate of the first bytes says nothing about the others.
+    left = f', {_time((total - done) / rate)} left' if done < total and share >= 1 else ''
     return f'{text}, {_size(rate)}/s{left}'
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f'{seconds:.1f} s'
+    return f'{seconds / 60:.0f} min' if seconds < 6000 else f'{seconds / 3600:.0f} h'
 
 
 def _size(count: float) -> str:

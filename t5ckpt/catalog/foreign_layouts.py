@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import os
@@ -15,10 +16,10 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.manifest import is_whole
-from t5ckpt.format.names import MANIFEST
+from t5ckpt.format.names import MANIFEST, parse_step_dir
 from t5ckpt.format.orbax_names import TREE_METADATA
 from t5ckpt.format.safetensors import WHOLE_NAMES
-from t5ckpt.storage import Storage, open_storage, split_path
+from t5ckpt.storage import Entry, Storage, open_storage, split_path
 
 __all__ = [
     'CheckpointTypes',
@@ -28,11 +29,14 @@ __all__ = [
     'model_file',
     'no_checkpoint',
     'not_a_run',
+    'runs_below',
     'unread_contents',
 ]
 
 _log = logging.getLogger('t5ckpt')
 
+# A listing for each is a request to a bucket.
+_MAX_RUNS = 20
 _STEP = re.compile(r'(?:step[_-])?([0-9]+)')
 # A directory is described by the first pattern that matches one of the names in it.
 _MARKS = (
@@ -120,9 +124,28 @@ def model_file(storage: Storage) -> str | None:
 
 def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
     """The error for a directory without a checkpoint; it lists the contents and names a file that can be read."""
-    model = model_file(storage)
-    cure = 'Check the path.' if model is None else f'Give the path of the file: {storage.url(model)}'
-    return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {_contents_text(storage)}. {cure}')
+    model, runs = model_file(storage), runs_below(storage)
+    cure = 'Check the path.'
+    if model is not None:
+        cure = f'Give the path of the file: {storage.url(model)}'
+    elif runs:
+        cure = f'Give the path of one: {storage.url(runs[0])}'
+    held = f'it holds {counted(len(runs), "run")}: {some_of(runs, 5)}' if runs else _contents_text(storage)
+    return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {held}. {cure}')
+
+
+def runs_below(storage: Storage) -> list[str]:
+    """The directories with steps in a directory that is not a run; at most so many are looked into."""
+    found: list[str] = []
+    for entry in storage.entries()[:_MAX_RUNS]:
+        with contextlib.suppress(T5CkptError):
+            if entry.is_dir and any(_is_step(below) for below in storage.entries(entry.name)):
+                found.append(entry.name)
+    return found
+
+
+def _is_step(entry: Entry) -> bool:
+    return entry.is_dir and (parse_step_dir(entry.name) is not None or entry.name.isdigit())
 
 
 def _contents_text(storage: Storage) -> str:

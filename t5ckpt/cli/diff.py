@@ -26,6 +26,8 @@ from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 
 __all__ = ['command']
 
+_NUMBERS = ('leaves', 'relative', 'largest')
+
 
 @click.command('diff', cls=Verb)
 @click.argument('a', type=CHECKPOINT)
@@ -74,9 +76,18 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
     say(found.title)
     rows = layers if how['by_layer'] else leaves
     if rows:
-        shown = dataclasses.replace(found, leaves=tuple(rows))
-        print_table([Column(name, right=name in ('relative', 'largest')) for name in found.columns], shown.rows())
+        _print_rows(dataclasses.replace(found, leaves=tuple(rows)), by_layer=how['by_layer'])
     return int(bool(found))
+
+
+def _print_rows(found: CheckpointDiff, *, by_layer: bool) -> None:
+    titles: tuple[str, ...] = tuple(found.columns)
+    # A column of equal cells takes the room of the names.
+    rows = [(name, what, a, 'same' if a == b else b, *sizes) for name, what, a, b, *sizes in found.rows()]
+    if by_layer:
+        titles = ('layer', 'leaves', *titles[-2:])
+        rows = [(name, a.split()[0], *sizes) for name, _, a, _, *sizes in rows]
+    print_table([Column(title, right=title in _NUMBERS) for title in titles], rows)
 
 
 def _selected(views: Sequence[CheckpointView], pattern: str | None) -> list[CheckpointView]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from t5ckpt.catalog.foreign_layouts import foreign_layout
+from t5ckpt.catalog.foreign_layouts import foreign_layout, no_checkpoint, runs_below
 from t5ckpt.catalog.layouts import is_orbax
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
@@ -66,8 +66,9 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
     if as_json:
         print_json([{**fields_of(row.entry), **({} if row.tier is None else {'tier': row.tier})} for row in found])
         return code
-    _print_rows(found)
-    if not found:
+    if found:
+        _print_rows(found)
+    else:
         say(f'no complete checkpoint in {" or ".join(open_storage(place).url() for place in paths.values())}', err=True)
     return code
 
@@ -86,6 +87,8 @@ def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | 
     found = [entry for entry in entries if entry.complete or entry.reason or show_all]
     if not found and (record is None or (tier == PERSISTENT and record.is_shared)):
         check_exists(storage)
+        if runs_below(storage):
+            raise no_checkpoint(storage)
     foreign = None if found else foreign_layout(storage)
     if foreign is not None:
         raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')

@@ -124,7 +124,9 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
                 'mode': mode,
             }
         )
-    elif failed:
+    elif deleted:
+        say(f'deleted: {", ".join(str(decision.step) for decision in deleted)}')
+    if failed and not as_json:
         click.echo(f'not deleted: {", ".join(map(str, failed))}', err=True)
     if failed:
         # The storage did not delete a step that may be deleted and still exists; the library has logged the error.

@@ -86,6 +86,8 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
         cures = {'pinned': '' if how['pinned'] else ' To delete pinned steps, pass --pinned.', WAITS: _TO_FORCE}
         cure = ''.join(text for reason, text in cures.items() if any(each.reason.startswith(reason) for each in plan))
         say(f'nothing was deleted: {", ".join(map(str, kept))} must stay.{cure}', err=True)
+    elif deleted:
+        say(f'deleted: {", ".join(map(str, deleted))}')
     for text in failed.values():
         say(text, err=True)
     return 1 if kept or failed else 0

@@ -149,6 +149,7 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
 def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | None) -> None:
     """Writes a tree or, with the sidecar of a step, an item with the tree beside its metrics."""
     try:
+        import jax
         import orbax.checkpoint as ocp
     except ImportError as error:
         raise MissingDependencyError(
@@ -169,6 +170,8 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | No
         (LazyArray, LazyHandler(deepcopy_host_arrays=False)),
         *((kind, handlers.ScalarHandler()) for kind in (int, float)),
         (str, handlers.StringHandler()),
+        # For no leaf: without a handler of jax.Array, Orbax logs a warning for each step.
+        (jax.Array, handlers.ArrayHandler(array_metadata_store=None)),
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     try:

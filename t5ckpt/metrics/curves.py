@@ -46,9 +46,12 @@ class Curve:
 
 
 def curves(storage: Storage) -> list[Curve]:
-    """The curves of a run on a local file system, by name; none of a run elsewhere, whose directories are not listed."""
+    """The curves of a run on a local file system, by name; none of a run elsewhere, which a log line says."""
     root = storage.local_path('')
     if root is None:
+        _log.warning(
+            't5ckpt: %s: event files are read on local file systems only; their curves are not drawn', storage.url()
+        )
         return []
     found: dict[str, dict[int, tuple[float, float]]] = {}
     for name in _chosen(root):

@@ -15,6 +15,7 @@ from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    InvalidPathError,
     NoSpaceError,
     NotADirectoryStorageError,
     StorageError,
@@ -45,7 +46,7 @@ UNMET_CONDITION = (
 
 _OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
 _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
-_REFUSED = 'Check the credentials, and what they may do in this bucket.'
+_REFUSED = 'Check the credentials, and what they may do in this bucket. Without credentials, requests are anonymous.'
 # Internal details in TensorStore's messages; the answer of the server follows them.
 _SPEC = re.compile(r" \[(tensorstore_spec|http_response_body)='(?:[^'\\]|\\.)*'\]")
 _REFUSALS = ('PERMISSION_DENIED', 'UNAUTHENTICATED')
@@ -59,6 +60,7 @@ _LAST_ATTEMPT = re.compile(rf'{_RETRIED}: (?:Unknown ?)?(.*)', re.DOTALL)
 # The HTTP codes that describe the key. All others do not depend on its contents.
 _OF_THE_KEY = {'404', '416'}
 _HTTP_CODE = re.compile(r" ?\[http_response_code='(\d+)'\]")
+_BUCKET_NAME = re.compile(r'Invalid \w+ bucket name: (".*")')
 _NO_BUCKET = "The server's answer is not that of a bucket: check the bucket's name, the endpoint and the network."
 # The answer to a HEAD has no text.
 _OR_RENEW = 'Where the credentials may have expired, renew them.'
@@ -147,6 +149,9 @@ def map_bucket_error(error: Exception, where: str) -> T5CkptError:
 
     These operations do not decode bytes, so no answer of a server means that a checkpoint is damaged.
     """
+    name = _BUCKET_NAME.search(str(error))
+    if name is not None:
+        return InvalidPathError(f'{where}: a bucket cannot have the name {name[1]}. Check the URL.')
     mapped = map_tensorstore_error(error, where, writing=True)
     if type(mapped) is not StorageError or _RETRIED in str(error) or str(error) == UNMET_CONDITION:
         return mapped

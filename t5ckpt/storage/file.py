@@ -248,7 +248,7 @@ class FileStorage(Storage):
                 if exclusive:
                     return False
                 if not stat.S_ISDIR(os.stat(path).st_mode):
-                    raise NotADirectoryError(errno.ENOTDIR, 'a file stands where a directory should be') from None
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
         return True
 
     def try_lock(self, key: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -256,6 +257,32 @@ def test_diff_answers_with_its_exit_code(run_dir, tmp_path):
     found = json.loads(t5ckpt_cli('diff', run_dir, tmp_path, '--json', '--top', 1, code=1))
     assert [leaf['name'] for leaf in found['leaves']] == ['target/mlp/kernel']
     assert 'no such file' in t5ckpt_cli('diff', run_dir, tmp_path / 'nope', code=3)
+
+
+def test_diff_does_not_say_the_same_thing_twice(tmp_path):
+    """The dtype and shape that did not change, and the empty columns of a layer."""
+    state = {'layers_0': {'w': np.ones((4, 4), np.float32)}, 'bias': np.ones(2, np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+        checkpointer.save({**state, 'layers_0': {'w': np.full((4, 4), 3, np.float32)}}, step=2)
+    rows = t5ckpt_cli('diff', f'{tmp_path}@1', f'{tmp_path}@2', code=1).splitlines()[1:]
+    assert rows[1].split() == ['layers_0/w', 'values', 'float32', '(4,', '4)', 'same', '2', '2']
+    rows = t5ckpt_cli('diff', f'{tmp_path}@1', f'{tmp_path}@2', '--by-layer', code=1).splitlines()[1:]
+    assert [row.split() for row in rows] == [['layer', 'leaves', 'relative', 'largest'], ['layers_0', '1', '2', '2']]
+
+
+def test_a_directory_of_runs_names_them(run_dir, tmp_path):
+    shutil.copytree(run_dir, tmp_path / 'first')
+    shutil.copytree(run_dir / 'checkpoint_100', tmp_path / 'second' / '100')
+    (tmp_path / 'other').mkdir()
+    for verb in ('ls', 'show', 'verify'):
+        text = t5ckpt_cli(verb, tmp_path, code=3)
+        assert f'it holds 2 runs: first, second. Give the path of one: {tmp_path / "first"}' in text
+
+
+def test_ls_of_a_run_without_steps_prints_no_empty_table(tmp_path):
+    assert t5ckpt_cli('ls', tmp_path) == ''
+    assert t5ckpt_cli('ls', tmp_path, '--json') == '[]\n'
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,13 @@ def test_prune_says_what_it_would_do_and_does_that(tmp_path):
     assert json.loads(t5ckpt_cli(*words, '--json'))['deleted'] == [], 'nothing to do is nothing to ask'
 
 
+def test_the_last_line_says_what_was_deleted(tmp_path):
+    save(tmp_path, range(5))
+    assert t5ckpt_cli('prune', tmp_path, '--keep', 3, '--yes').splitlines()[-1] == 'deleted: 0, 1'
+    assert t5ckpt_cli('rm', tmp_path, 2, 3, '--yes').splitlines()[-1] == 'deleted: 2, 3'
+    assert 'deleted' not in t5ckpt_cli('rm', tmp_path, 4, '--dry-run')
+
+
 def test_why_a_step_is_pinned_stays_and_is_shown(tmp_path):
     def run(*words):
         done = CliRunner().invoke(app, [*map(str, words)])

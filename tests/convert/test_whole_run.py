@@ -1,6 +1,9 @@
 """Conversions of all steps of a run: from Orbax and Flax, back to Orbax, resumed, and what stands in the way."""
 
 import json
+import subprocess
+import sys
+import time
 
 import flax.serialization
 import numpy as np
@@ -117,6 +120,32 @@ def test_steps_that_a_trainer_deletes_meanwhile_are_named(run, tmp_path):
     assert (done.gone, [each.step for each in done.converted]) == ((20,), [10, 30])
 
 
+def test_a_conversion_that_was_killed_resumes(tmp_path):
+    """SIGKILL in the middle of several steps; the steps are then equal to those of a conversion in one go."""
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics['loss'])
+    with ocp.CheckpointManager(tmp_path / 'run', options=options) as manager:
+        for step in range(12):
+            manager.save(step, args=ocp.args.StandardSave(tree(step)), metrics={'loss': 1.0 / (step + 1)})
+    words = [sys.executable, '-m', 't5ckpt', 'convert', 'orbax', tmp_path / 'run', tmp_path / 'new', '--all']
+    for count in (1, 4, 8):
+        with subprocess.Popen([*map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+            while child.poll() is None and not any((tmp_path / 'new').glob(f'checkpoint_{count}*')):
+                time.sleep(0.001)
+            child.kill()
+        found = t5ckpt.all_steps(tmp_path / 'new')
+        assert found == list(range(len(found))), 'in order, and nothing that was there is lost'
+        for step in found:
+            check(tmp_path / 'new', step)
+    found = t5ckpt.all_steps(tmp_path / 'new')
+    assert 0 < len(found) < 12, 'it was killed in the middle'
+    done = convert_run('orbax', tmp_path / 'run', tmp_path / 'new')
+    assert (list(done.there), [each.step for each in done.converted]) == (found, [*range(len(found), 12)])
+    for step in range(12):
+        assert check(tmp_path / 'new', step).metrics == {'loss': 1.0 / (step + 1)}
+        assert t5ckpt.verify(tmp_path / 'new', step, full=True).ok
+    assert not [path for path in (tmp_path / 'new').iterdir() if '.tmp-' in path.name]
+
+
 def test_wrong_arguments(run, tmp_path):
     with pytest.raises(
         errors.CheckpointNotFoundError, match=r'has no step 7 in the layout of orbax; there are: 10.*30'
@@ -145,7 +174,7 @@ def test_files_of_flax(tmp_path):
         check(tmp_path / 'new', step)
 
 
-def test_back_to_a_run_that_orbax_manages(run, tmp_path):
+def test_back_to_a_run_that_orbax_manages(run, tmp_path, caplog):
     convert_run('orbax', run, tmp_path / 'new')
     done = convert_run('to-orbax', tmp_path / 'new', tmp_path / 'back')
     assert [each.path for each in done.converted] == [str(tmp_path / f'back/{step}') for step in LOSSES]
@@ -162,6 +191,7 @@ def test_back_to_a_run_that_orbax_manages(run, tmp_path):
     assert t5ckpt.open_run(tmp_path / 'back').best_step('loss', 'min') == 20
     convert_run('to-orbax', tmp_path / 'new', tmp_path / 'back', ConvertOptions(overwrite=True), steps=[10])
     convert_to_orbax(tmp_path / 'new', tmp_path / 'one')
+    assert 'TypeHandlerRegistry' not in caplog.text, 'a warning of Orbax that no user can follow'
     assert set(t5ckpt.open_checkpoint(tmp_path / 'one')) == {'params/w', 'opt_state/mu', 'step'}
 
 

@@ -63,3 +63,15 @@ def test_events_and_one_log_line(tmp_path, caplog):
     assert ours == ['/jax/checkpoint/write/durations_sec', '/jax/checkpoint/read/durations_sec']
     assert len(lines) == 1
     assert lines[0].startswith(f'Saved checkpoint for step 3 to {tmp_path}/checkpoint_3: ')
+
+
+def test_the_time_that_is_left_is_not_guessed_from_the_first_bytes():
+    stream, times = io.StringIO(), iter([0.0, 10.0, 20.0, 40.0])
+    report = t5ckpt.ProgressReporter('save', stream, every=0.0, clock=lambda: next(times))
+    for done in (0, 4, 10_000, 50_000_000):
+        report(done, 1_000_000)
+    assert [line.rpartition(', ')[2] for line in stream.getvalue().split('\r')[2:]] == [
+        '0 B/s',
+        '33 min left',
+        '1.2 MB/s\n',
+    ]

@@ -124,6 +124,21 @@ def test_a_path_that_names_no_place_makes_nothing(elsewhere, path, words):
     assert list(elsewhere.iterdir()) == []
 
 
+@pytest.mark.parametrize('url', ['s3://Bad_Bucket!/run', 's3://ab/run', 'gs://Bad_Bucket!/run'])
+def test_a_name_that_no_bucket_can_have(url):
+    with pytest.raises(
+        errors.InvalidPathError, match=f'{url}.* a bucket cannot have the name "[A-Za-z_!]+". Check the URL'
+    ):
+        t5ckpt.all_steps(url, storage_options={'anonymous': True})
+
+
+def test_an_error_of_the_system_says_it_once(tmp_path):
+    (tmp_path / 'file').touch()
+    with pytest.raises(errors.NotADirectoryStorageError) as caught:
+        t5ckpt.Checkpointer({'w': 1}, checkpoints_dir=tmp_path / 'file').save({'w': 1}, step=1)
+    assert str(caught.value).count('stands where') == 1, caught.value
+
+
 def test_an_empty_path_is_not_the_current_directory(elsewhere):
     for way in (t5ckpt.all_steps, t5ckpt.open_checkpoint, t5ckpt.open_run, t5ckpt.latest_step):
         with pytest.raises(errors.InvalidPathError, match='is empty'):

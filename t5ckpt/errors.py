@@ -383,7 +383,7 @@ _CURES = {
     'jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)) with a mesh of '
     'jax.make_mesh, or jax.eval_shape(jax.jit(init, out_shardings=...)).',
     'missing': 'Pass initial values for new leaves as fallback_state=, nested dicts like the template.',
-    'shape': 'Change the template, cut or pad the leaf with resize=, or reshape it in a state_transformation_fn. To initialise '
+    'shape': 'Change the template, cut or pad the leaf with resize=, or reshape it in a state_transformation_fn. To initialize '
     'it anew, drop it there and pass fallback_state=.',
     'sharding': 'Use None for such a dimension in the PartitionSpec (by the rules of a partitioner), or a mesh whose axis '
     'divides it.',

@@ -59,8 +59,11 @@ def app() -> None:
     Exit codes: 0 done; 1 the answer is no (they differ, damaged, nothing matches,
     is there already, must stay); 2 wrong usage; 3 no such checkpoint, or it cannot
     be read; 4 the storage or standard output refused; 5 a library or memory is
-    missing; 130 interrupted; 141 the output's reader ended. Shell completion: eval "$(_T5CKPT_COMPLETE=bash_source t5ckpt)"
-    (zsh_source, fish_source).
+    missing; 130 interrupted; 141 the output's reader ended.
+
+    \b
+    Shell completion (or zsh_source, fish_source):
+      eval "$(_T5CKPT_COMPLETE=bash_source t5ckpt)"
     """
 
 

@@ -40,7 +40,7 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: bool, as_json: bool) -> None:
     """Prints the values of a leaf, or of a slice of it; only the chunks that the slice touches are read.
 
-    On paper a large array is shortened in the middle, as numpy does; --json and --npy give every value. bfloat16 and
+    A large array is shortened in the middle, as NumPy does; --json and --npy print every value. bfloat16 and
     other dtypes that .npy does not know are written as float32.
 
     \b

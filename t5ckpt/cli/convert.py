@@ -56,10 +56,10 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
     """Converts the checkpoint at SRC to T5X's format, as a step of the run DST.
 
     FORMAT is tf, orbax, flax, jax or seqax. No model is needed: the structure is that of the checkpoint. Tensors are read
-    one after another, so memory does not depend on the checkpoint's size. A conversion that was interrupted goes on where
-    it was when it is started again.
+    one after another, so memory does not depend on the checkpoint's size. To resume an interrupted conversion,
+    run the same command again.
 
-    to-orbax is the way back: SRC is a checkpoint of ours, DST the directory that Orbax makes.
+    to-orbax is the way back: SRC is a checkpoint of T5X's format, DST the directory that Orbax makes.
 
     Of a run, the latest step is converted. --step names another; --all, or --step several times, converts the run
     step by step, with metrics, times and custom metadata. For to-orbax DST is then the directory of a run of Orbax's

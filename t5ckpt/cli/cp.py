@@ -65,7 +65,7 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
     """Copies the checkpoint at SOURCE into the run at TARGET: byte for byte, or with changes.
 
     Both may be on any storage: a path, gs://bucket/run, s3://bucket/run. Files are compared with their checksums on the
-    way, and the copy shows when it is whole. Called again after it was stopped, it goes on where it was. With changes it
+    way, and the copy shows when it is whole. To resume a copy that was stopped, run the same command again. With changes it
     is one pass in bounded memory, and what stays as it is, is hard-linked on the same file system.
 
     \b

@@ -97,7 +97,7 @@ def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | 
             f'{path} is one checkpoint of Orbax, not a run. t5ckpt show {path} lists its leaves.'
         )
     found = with_reasons(storage, found, KeepLatest(record.keep) if record is not None and tier == LOCAL else None)
-    broken = [str(entry.step) for entry in entries if entry.state == 'broken' and entry not in found]
+    broken = [str(entry.step) for entry in entries if entry.state == 'broken' and not (entry.reason or show_all)]
     if broken:
         say(f'broken, and therefore not listed: {some_of(broken, 10)}. t5ckpt ls --all lists every entry.', err=True)
     return found

@@ -61,7 +61,7 @@ _F = TypeVar('_F', bound=Callable[..., Any])
 # One rule for all verbs: --step names the step to work on, --as-step the one to write as.
 step_option = click.option('--step', type=int, help='Which step, where the path is a run; the latest without it.')
 steps_option = click.option(
-    '--step', 'steps', type=int, multiple=True, help='Which step, where PATH is a run; may be repeated.'
+    '--step', 'steps', type=int, multiple=True, help='Which step, where the path is a run; may be repeated.'
 )
 as_step_option = click.option(
     '--as-step', type=click.IntRange(0), metavar='STEP', help="Write as this step instead of the source's."

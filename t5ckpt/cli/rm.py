@@ -44,7 +44,7 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     """Deletes the step at PATH, or steps of the run at PATH: each STEP is a number, or named like PATH.
 
     Each becomes invisible in one atomic operation, and is then removed. If one of them is pinned, held by a reader, or waits for
-    its upload, nothing is deleted. Which steps go by a rule instead, prune says.
+    its upload, nothing is deleted. To delete steps by a rule, use t5ckpt prune.
 
     \b
     Exit codes: 0 done; 1 a step is pinned, held or waits, or could not be deleted; 3 there is no such step.

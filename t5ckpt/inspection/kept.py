@@ -28,13 +28,13 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
       found: its steps.
       policy: None takes that under which the latest step was saved.
     """
-    complete = [entry for entry in found if entry.complete and entry.layout == 't5x']
+    complete = [entry for entry in found if _has_policy(entry)]
     policy = policy or (policy_of(complete[-1].policy) if complete else None)
     waiting = waiting_steps(storage)
     if policy is None:
         none = {entry.step: WAITS if entry.step in waiting else _NO_POLICY for entry in complete if not entry.kept}
         return [
-            dataclasses.replace(entry, kept=none[entry.step]) if entry in complete and entry.step in none else entry
+            dataclasses.replace(entry, kept=none[entry.step]) if _has_policy(entry) and entry.step in none else entry
             for entry in found
         ]
     steps = [entry.step for entry in complete]
@@ -56,9 +56,13 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
     kept = {step: _reason(decision, waits=step in waiting) for step, decision in plan.items()}
     # A pinned step has the reason for its pin already.
     return [
-        dataclasses.replace(entry, kept=kept[entry.step]) if entry in complete and not entry.pinned else entry
+        dataclasses.replace(entry, kept=kept[entry.step]) if _has_policy(entry) and not entry.pinned else entry
         for entry in found
     ]
+
+
+def _has_policy(entry: StepSummary) -> bool:
+    return entry.complete and entry.layout == 't5x'
 
 
 def _reason(decision: Decision, *, waits: bool) -> str:

@@ -225,7 +225,7 @@ def below(names: Iterable[str], locations: Collection[str]) -> set[str]:
 
 def unrecoverable_text(damages: Sequence[Damage]) -> Lines:
     """The damages that cannot be repaired, as text."""
-    return lines('not to be repaired:', *listed(damages))
+    return lines('cannot be repaired:', *listed(damages))
 
 
 def _is_unrecoverable(damage: Damage, manifest: str) -> bool:

@@ -19,7 +19,7 @@ __all__ = ['ChecksumVerifier']
 
 _CURE = (
     'Restore an older step, or copy the checkpoint again; "t5ckpt verify --full" lists all that is damaged, verify=\'quick\' '
-    'reads it all the same.'
+    'reads it without the comparison.'
 )
 
 

@@ -1,8 +1,10 @@
 """The view of a checkpoint: names, globs, attributes, lazy arrays handed to others, and how it shows itself."""
 
 import copy
+import dataclasses
 import operator
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,8 +14,12 @@ import pytest
 from support.programs import need
 
 import t5ckpt
+from t5ckpt.catalog.step_summaries import StepSummary
 from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.format.keep_policy import fields_of
+from t5ckpt.inspection.kept import with_reasons
 from t5ckpt.inspection.leaf_tree import glob_regex
+from t5ckpt.storage import open_storage
 
 KERNEL = np.arange(48 * 64, dtype=np.float32).reshape(48, 64)
 
@@ -295,3 +301,42 @@ def test_a_lazy_array_is_a_number_a_truth_and_equal_where_numpys_array_is(tmp_pa
         bool(view['row'])
     with pytest.raises(ValueError, match='without a copy'):
         np.asarray(view['row'], dtype=np.float32, copy=False)
+
+
+@pytest.mark.parametrize('keep', [None, 3])
+def test_the_work_of_a_listing_grows_with_the_steps_and_not_with_their_square(tmp_path, keep):
+    """Counted in calls, for the steps of a run with and without a keep policy that says why each stays."""
+
+    def calls(count):
+        entries = [
+            StepSummary(
+                **{each.name: None for each in dataclasses.fields(StepSummary)}
+                | {
+                    'step': step,
+                    'path': '',
+                    'complete': True,
+                    'layout': 't5x',
+                    'metrics': {},
+                    'kept': '',
+                    'pinned': False,
+                }
+                | {'policy': None if keep is None else fields_of(t5ckpt.KeepLatest(keep)), 'reason': ''}
+            )
+            for step in range(count)
+        ]
+        counted = 0
+
+        def count_one(*_):
+            nonlocal counted
+            counted += 1
+
+        sys.setprofile(count_one)
+        try:
+            found = with_reasons(open_storage(tmp_path), entries)
+        finally:
+            sys.setprofile(None)
+        assert len(found) == count
+        return counted
+
+    calls(10)
+    assert calls(800) < 3 * calls(400)

@@ -565,7 +565,7 @@ function cards(facts) {
     rows.push(['Steps', whole(complete.length), latest ? `latest ${whole(latest.step)}` : ''], ['All steps on disk', bytes(steps.reduce((all, step) => all + (step.bytes ?? 0), 0)), '']);
     if (latest) rows.push(['Last saved', moment(latest.created).slice(0, 10), latest.created === null ? '' : `${moment(latest.created).slice(11)} UTC`]);
   }
-  rows.push([checkpoint.step === null ? 'Arrays in memory' : `Arrays of step ${whole(checkpoint.step)}`, bytes(checkpoint.bytes), ''], ['Leaves', whole(checkpoint.all_leaves), ''], ['Values', checkpoint.size >= 1e6 ? `${(checkpoint.size / 1e6).toLocaleString('en-US', { maximumFractionDigits: 1 })} M` : whole(checkpoint.size), whole(checkpoint.size)]);
+  rows.push([checkpoint.step === null ? 'Arrays in memory' : `Arrays of step ${whole(checkpoint.step)}`, bytes(checkpoint.bytes), ''], ['Leaves', whole(checkpoint.all_leaves), ''], ['Values', checkpoint.size >= 1e6 ? `${(checkpoint.size / 1e6).toLocaleString('en-US', { maximumFractionDigits: 1 })} M` : whole(checkpoint.size), checkpoint.size >= 1e6 ? whole(checkpoint.size) : '']);
   return make('dl', { class: 'cards' }, rows.map(([name, value, small]) => make('div', {}, make('dt', {}, name), make('dd', {}, value, small ? make('small', {}, small) : null))));
 }
 

@@ -443,9 +443,9 @@ class Checkpointer:
                 missing = self._retention.missing_metrics(request.step, call.metrics)
                 warn_of_missing_metrics(self._notices, missing)
             if not call.transforms:
-                self._template_check.look(state, table, request.step, warns=save_round.is_leader)
+                self._template_check.check(state, table, request.step, warns=save_round.is_leader)
             if self._partitioner is None and save_round.is_leader:
-                self._template_check.look_at_shardings(table, request.step)
+                self._template_check.check_shardings(table, request.step)
             prepared = prepare_save(request, table, self._axes)
         self._pending = pending = PendingSave(request.step, prepared)  # known before it is started
         return pending

@@ -72,7 +72,7 @@ def run(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = 
 
     With ``interrupts``, the handler of this process, an interrupted verb ends the process without waiting for its threads.
     """
-    warnings.showwarning = _say_warning
+    warnings.showwarning = _print_warning
     try:
         code = app.main(arguments, prog_name='t5ckpt', standalone_mode=False, obj=interrupts)
         sys.stdout.flush()
@@ -80,7 +80,7 @@ def run(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = 
     except click.exceptions.Abort as error:
         if interrupts is not None:
             interrupts.end()
-        _fail(error.said if isinstance(error, Interrupted) else 'interrupted', Exit.INTERRUPTED)
+        _fail(error.message if isinstance(error, Interrupted) else 'interrupted', Exit.INTERRUPTED)
     except click.ClickException as error:
         text = io.StringIO()
         # The message has input of the user and names from a checkpoint. The other line breaks are click's.
@@ -98,7 +98,7 @@ def run(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = 
         _fail(in_words(str(error), vars(error).get('verb')), code_of(error))
 
 
-def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
+def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Shows a warning of the library in terms of the command line, without a source line."""
     context = click.get_current_context(silent=True)
     text = in_words(str(message), None if context is None else context.command)

@@ -95,15 +95,15 @@ def _selected(views: Sequence[CheckpointView], pattern: str | None) -> list[Chec
     if pattern is None:
         return [*views]
     found: list[CheckpointView | None] = []
-    said = ''
+    message = ''
     for view in views:
         try:
             found.append(view.select(pattern))
         except CheckpointNotFoundError as error:
             found.append(None)
-            said = str(error)
+            message = str(error)
     if all(each is None for each in found):
-        fail(said, Exit.NO)
+        fail(message, Exit.NO)
     return [view.without_leaves() if each is None else each for view, each in zip(views, found, strict=True)]
 
 

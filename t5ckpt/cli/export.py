@@ -58,7 +58,7 @@ def command() -> None:
 def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_json: bool, **options: Any) -> None:
     """Writes a T5 as the directory OUT, which transformers loads with from_pretrained.
 
-    T5 1.0 and 1.1, mT5, Flan-T5, ByT5, UMT5, LongT5 with transient global attention, Switch and encoders alone are told by
+    T5 1.0 and 1.1, mT5, Flan-T5, ByT5, UMT5, LongT5 with transient global attention, Switch and encoders alone are recognized by
     their names and shapes. What those do not say goes into --config.
 
     \b

@@ -76,9 +76,9 @@ def fail(text: str, code: Exit) -> NoReturn:
 class Interrupted(click.Abort):
     """Ctrl-C."""
 
-    def __init__(self, said: str):
-        super().__init__(said)
-        self.said = said
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.message = message
 
 
 class _Seconds(click.FloatRange):

@@ -29,7 +29,7 @@ class Waiting:
         """Prepares the thread, which starts with the block."""
         self._remote = remote
         self._seconds = seconds
-        self._started = self._spoke = time.monotonic()
+        self._started = self._printed_at = time.monotonic()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name='t5ckpt-waiting', daemon=True)
         self._show: Callable[[str], object] = lambda text: click.echo(text, err=True)
@@ -52,11 +52,11 @@ class Waiting:
 
     def touch(self) -> None:
         """Records that output was printed just now."""
-        self._spoke = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(max(0.05, self._spoke + self._seconds - time.monotonic())):
-            if time.monotonic() - self._spoke < self._seconds:
+        while not self._is_over.wait(max(0.05, self._printed_at + self._seconds - time.monotonic())):
+            if time.monotonic() - self._printed_at < self._seconds:
                 continue
             self.touch()
             self._show(printable(self._text(time.monotonic() - self._started)))

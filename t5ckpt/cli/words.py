@@ -73,16 +73,18 @@ def in_words(text: str, command: click.Command | None) -> str:
     """A message of the library in terms of a verb; ``Lines`` stay ``Lines``."""
     options = _options_of(command)
     links = 'pass --follow-links' if '--follow-links' in options.values() else 'copy it with t5ckpt cp --follow-links'
-    said = text.replace('pass follow_links=True', links)
+    result = text.replace('pass follow_links=True', links)
     for pattern, words in _RULES:
-        said = pattern.sub(words, said)
+        result = pattern.sub(words, result)
     for name, option in options.items():
-        said = re.sub(rf'(?<![\w.-]){name}=(\[{_TEXT}(?:, {_TEXT})*\])', functools.partial(_once_each, option), said)
+        result = re.sub(
+            rf'(?<![\w.-]){name}=(\[{_TEXT}(?:, {_TEXT})*\])', functools.partial(_once_each, option), result
+        )
         # 'workers=0: ...' and 'drop: ...' and 'save_dtype must be ...'; a word of the text that only looks like a name stays.
-        said = re.sub(rf'(?<![\w.-]){name}=(?=\S)', f'{option} ', said)
-        said = re.sub(rf'(?<![\w.-]){name}=', option, said)
-        said = re.sub(rf'\A{name}(?=:| must | is one of | has no effect)', option, said)
-    return Lines(said) if isinstance(text, Lines) else said
+        result = re.sub(rf'(?<![\w.-]){name}=(?=\S)', f'{option} ', result)
+        result = re.sub(rf'(?<![\w.-]){name}=', option, result)
+        result = re.sub(rf'\A{name}(?=:| must | is one of | has no effect)', option, result)
+    return Lines(result) if isinstance(text, Lines) else result
 
 
 def _once_each(option: str, found: re.Match[str]) -> str:

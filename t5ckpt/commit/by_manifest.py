@@ -10,7 +10,7 @@ of another writer, however late, writes or deletes a file of this one, except fo
 the positions of data iterators (T5X's names), and the files of a copy, which have the names that they have in its source.
 
 A writer removes files of others only after its own commit. So if a writer was stopped and another one has taken over its step,
-the first manifest to arrive commits, with all of its files, and the other writer is told that the step exists. Only deletion and
+the first manifest to arrive commits, with all of its files, and the other writer finds that the step exists. Only deletion and
 garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and gone after the write of
 its manifest removes the manifest again.
 

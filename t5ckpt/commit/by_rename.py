@@ -178,9 +178,9 @@ class RenameTransaction(Transaction):
         self._lock.close()
 
     def _remove(self) -> None:
-        remove_checkpoint(self.storage, self._out_of_the_way(), self.step, time.time)
+        remove_checkpoint(self.storage, self._hide(), self.step, time.time)
 
-    def _out_of_the_way(self) -> str:
+    def _hide(self) -> str:
         """Renames the directory so that garbage collection removes it, also half deleted. Returns the name."""
         leftover = parse_leftover(self.directory)
         if leftover is not None:

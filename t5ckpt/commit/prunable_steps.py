@@ -32,11 +32,11 @@ class StayLog:
     def __init__(self, storage: Storage):
         """Takes the run."""
         self._storage = storage
-        self._told: set[tuple[int, str]] = set()
+        self._logged: set[tuple[int, str]] = set()
 
     def _is_new(self, step: int, reason: str) -> bool:
-        is_new = (step, reason) not in self._told
-        self._told.add((step, reason))
+        is_new = (step, reason) not in self._logged
+        self._logged.add((step, reason))
         return is_new
 
     def note(self, decision: Decision) -> None:

@@ -227,10 +227,10 @@ class Retention:
                 done.append(decision)
                 continue
             except T5CkptError as error:
-                self._tell_failure(decision.step, error)
+                self._log_failure(decision.step, error)
                 continue
             if found is None:
-                self._tell_kept(decision.step, others.get(decision.step))
+                self._log_kept(decision.step, others.get(decision.step))
             else:
                 hidden.append(found)
                 done.append(decision)
@@ -245,7 +245,7 @@ class Retention:
                 self._remove(hidden)
         return done
 
-    def _tell_kept(self, step: int, other: ListedStep | None) -> None:
+    def _log_kept(self, step: int, other: ListedStep | None) -> None:
         name = step_dir(step) if other is None else other.name
         reason = None if other is None else reason_to_stay(self._storage, other)
         if reason is not None:
@@ -274,7 +274,7 @@ class Retention:
             return self._coverage.missing()
         return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
 
-    def _tell_failure(self, step: int, error: T5CkptError) -> None:
+    def _log_failure(self, step: int, error: T5CkptError) -> None:
         """Logs that a step could not be deleted; once for a step that a newer program wrote."""
         if isinstance(error, UnsupportedFormatError):
             self._log.note(Decision(step, True, str(error), overruled=True))

@@ -40,7 +40,7 @@ from t5ckpt.storage import Storage, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['TREE_FORMATS', 'convert_tree', 'open_tree', 'optimizer_leaves', 'stamp_of', 'tell_left_out']
+__all__ = ['TREE_FORMATS', 'convert_tree', 'log_left_out', 'open_tree', 'optimizer_leaves', 'stamp_of']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -84,7 +84,7 @@ def convert_tree(
     """
     options = ConvertOptions() if options is None else options
     found = open_tree(kind, source, options.optimizer)
-    tell_left_out(found, source)
+    log_left_out(found, source)
     return finish(found, directory, options)
 
 
@@ -115,7 +115,7 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
     return dataclasses.replace(found, sidecar=known, left_out=contents.left_out)
 
 
-def tell_left_out(found: Found, source: str | os.PathLike[str]) -> None:
+def log_left_out(found: Found, source: str | os.PathLike[str]) -> None:
     """Logs the items of a step of Orbax that a conversion leaves out."""
     if found.left_out:
         storage = open_storage(found.source['path'])
@@ -145,7 +145,7 @@ def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], opti
 def _open_orbax(source: str) -> Contents:
     located = locate(source)
     if located.manifest and not is_orbax(located.storage, located.directory):
-        contents = read_contents(located, tells=False)
+        contents = read_contents(located, logs_items=False)
         if contents.sidecar.format or _is_t5x(contents):
             raise UnsupportedFormatError(f"{located.url} is in T5X's format. Copy it with t5ckpt cp.")
         return contents
@@ -154,7 +154,7 @@ def _open_orbax(source: str) -> Contents:
         parent, name = split_path(located.url)
         number = name if name.isdecimal() else split_path(parent)[1]
         located = dataclasses.replace(located, step=int(number) if re.fullmatch('[0-9]{1,18}', number) else None)
-    return read_contents(located, tells=False)
+    return read_contents(located, logs_items=False)
 
 
 def _is_t5x(contents: Contents) -> bool:

@@ -18,7 +18,7 @@ from t5ckpt.catalog.locate import locate, open_run_storage
 from t5ckpt.commit.step_facts import known_sidecar
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
 from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of
-from t5ckpt.convert.trees import open_tree, tell_left_out
+from t5ckpt.convert.trees import log_left_out, open_tree
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import check_word, given_steps
 from t5ckpt.core.protocols import Progress
@@ -87,11 +87,11 @@ def convert_run(
     rest = [each for each in wanted if each.step not in there]
     done: list[Conversion] = []
     gone: list[int] = []
-    told: set[tuple[str, ...]] = set()
+    logged: set[tuple[str, ...]] = set()
     for each in rest:
         part = dataclasses.replace(options, progress=_part(options.progress, len(done) + len(gone), len(rest)))
         try:
-            done.append(_convert(kind, run, each, target, part, told))
+            done.append(_convert(kind, run, each, target, part, logged))
         except CheckpointNotFoundError:
             if inspect_step(run, each.step) is not None:
                 raise
@@ -158,16 +158,16 @@ def _source(kind: str, source: str) -> Mapping[str, Any]:
 
 
 def _convert(
-    kind: str, run: Storage, each: ListedStep, target: Storage, options: ConvertOptions, told: set[tuple[str, ...]]
+    kind: str, run: Storage, each: ListedStep, target: Storage, options: ConvertOptions, logged: set[tuple[str, ...]]
 ) -> Conversion:
-    """Converts a step; logs what it leaves out unless ``told`` has the same names."""
+    """Converts a step; logs what it leaves out unless ``logged`` has the same names."""
     source = run.url(each.name)
     if kind == TO_ORBAX:
         return convert_to_orbax_run(source, target.url(), each.step, options)
     found = dataclasses.replace(open_tree(kind, source, options.optimizer), step=each.step)
-    if found.left_out not in told:
-        told.add(found.left_out)
-        tell_left_out(found, source)
+    if found.left_out not in logged:
+        logged.add(found.left_out)
+        log_left_out(found, source)
     return finish(found, target, options)
 
 

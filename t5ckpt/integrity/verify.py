@@ -281,7 +281,7 @@ class _Check:
 
     def _contents(self) -> Contents:
         try:
-            return read_contents(self.located, self.raw, tells=False)
+            return read_contents(self.located, self.raw, logs_items=False)
         except CorruptCheckpointError:
             if self.raw.sidecar is None:
                 raise

@@ -30,7 +30,7 @@ from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.format.stored_leaf import checkpoint_leaves, with_facts
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.orbax import has_placeholders, read_orbax, resolve_placeholders, tell_of_items
+from t5ckpt.reading.orbax import has_placeholders, log_items, read_orbax, resolve_placeholders
 from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.reading.safetensors import decode_tensors
 from t5ckpt.storage import Storage
@@ -82,13 +82,13 @@ class Contents:
         return checkpoint_leaves(self.manifest.state, self.manifest.version, self.sidecar.tree)
 
 
-def read_contents(located: Located, raw: RawFiles | None = None, *, tells: bool = True) -> Contents:
+def read_contents(located: Located, raw: RawFiles | None = None, *, logs_items: bool = True) -> Contents:
     """Decodes the manifest, of any layout, and the sidecar if there is one.
 
     Args:
       located: the checkpoint.
       raw: its files, if they have been read already.
-      tells: logs the items of Orbax that are not read.
+      logs_items: logs the items of Orbax that are not read.
 
     Raises:
       FormatError: the manifest or the sidecar does not decode, or is in another format.
@@ -96,15 +96,15 @@ def read_contents(located: Located, raw: RawFiles | None = None, *, tells: bool 
     """
     raw = read_raw(located) if raw is None else raw
     with Identity(located, raw.versions).checked_on_failure():
-        return _decoded(located, raw, tells)
+        return _decoded(located, raw, logs_items)
 
 
-def _decoded(located: Located, raw: RawFiles, tells: bool = True) -> Contents:
+def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Contents:
     storage, directory = located.storage, located.directory
     if raw.manifest is None:
         manifest, left_out = read_orbax(storage, directory, follow_links=located.follow_links)
-        if tells:
-            tell_of_items(storage, directory, left_out)
+        if logs_items:
+            log_items(storage, directory, left_out)
         return Contents(located, manifest, _orbax_facts(located), left_out=left_out)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)

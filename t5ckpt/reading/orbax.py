@@ -33,7 +33,7 @@ from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, flatten_nested, unflatten
 
-__all__ = ['array_leaves', 'has_placeholders', 'read_orbax', 'resolve_placeholders', 'tell_of_items']
+__all__ = ['array_leaves', 'has_placeholders', 'log_items', 'read_orbax', 'resolve_placeholders']
 
 _log = logging.getLogger('t5ckpt')
 
@@ -73,7 +73,7 @@ def _items(storage: Storage, directory: str, read: Collection[str]) -> tuple[str
     return tuple(sorted(name for name in found if name not in read and name != METRICS.partition('/')[0]))
 
 
-def tell_of_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
+def log_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
     """Logs the items of a step that are not read: a warning if one of them is a tree of arrays."""
     trees = [name for name in names if storage.is_file(join(directory, name, TREE_METADATA))]
     if trees:

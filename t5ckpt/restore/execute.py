@@ -35,6 +35,7 @@ from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.restore.resolve import find_checkpoint_to_restore
 from t5ckpt.restore.warnings import warn_if_local, warn_if_narrowed, warn_if_unsharded
+from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaf_values import is_jax_array
 from t5ckpt.tree.template import LeafTemplate
@@ -62,7 +63,7 @@ def run_restore(
         request.round.reduce_on_leader(Phase.RESTORE, None, lambda _: None)
     seconds = time.monotonic() - started
     record_duration(READ_EVENT, seconds)
-    sent = request.storage.requests_since(before)
+    sent = requests_between(before, request.storage.requests())
     if sent:
         _log.info('t5ckpt: restored from %s in %.2f s%s', request.storage.url(), seconds, sent)
     return restored

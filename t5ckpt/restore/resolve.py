@@ -33,7 +33,7 @@ def _verifies_checksums(request: RestoreRequest, located: Located) -> bool:
     return request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
 
 
-def _asked(request: RestoreRequest) -> str:
+def _requested(request: RestoreRequest) -> str:
     if request.call.path is not None:
         return os.fspath(request.call.path)
     return f'{"the latest step" if request.call.step is None else f"step {int(request.call.step)}"} of {request.storage.url()}'
@@ -51,7 +51,7 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
             files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.checksum_lists or {})}
             held = [[name, len(data)] for name, data in files.items() if data is not None]
             place = [located.directory, located.manifest, located.step]
-            head = {'url': located.url, 'place': place, 'held': held, 'asked': _asked(request)}
+            head = {'url': located.url, 'place': place, 'held': held, 'requested': _requested(request)}
         except Exception as error:
             request.round.share('found', json.dumps({'error': lines_of_error(error)}).encode())
             raise
@@ -61,10 +61,10 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
     head = json.loads(request.round.share('found', None))
     if 'error' in head:
         raise RemoteError(f'process 0 found no checkpoint to restore: {head["error"]}', (0,))
-    if head['asked'] != _asked(request):
+    if head['requested'] != _requested(request):
         raise DisagreementError(
-            f'process 0 was asked to restore {head["asked"]}, process {request.round.processes.index} {_asked(request)}. Every '
-            'process has to restore the same step of the same directory.'
+            f'process 0 was asked to restore {head["requested"]}, process {request.round.processes.index} '
+            f'{_requested(request)}. Every process has to restore the same step of the same directory.'
         )
     data = request.round.share('files', None)
     shared: dict[str, bytes] = {}

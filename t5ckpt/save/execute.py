@@ -33,6 +33,7 @@ from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.prepare import PreparedSave, is_free, is_replaced
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
+from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.train_state import OWN_STEPS
 
@@ -89,7 +90,7 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     seconds = time.monotonic() - request.started
     record_duration(WRITE_EVENT, seconds)
     if request.round.is_leader:
-        _finish(request, report, done['bytes'], seconds, request.storage.requests_since(before))
+        _finish(request, report, done['bytes'], seconds, requests_between(before, request.storage.requests()))
     if request.reuse is not None:
         arrays = join(step_dir(request.step), started['generation'])
         request.reuse.previous = _previous(job, arrays, written, done['sidecar_checksum'])

@@ -194,7 +194,7 @@ class SaveSchedule:
         if self._coordinator.processes_of_job().count > 1:
             # Before the first check-in each process knows only its own flag.
             self._preempted = _never
-        return self._look(step, {})
+        return self._observe(step, {})
 
     def is_preempted(self, step: int) -> bool:
         """Whether a process of the job is preempted; the same at the same step in all processes."""
@@ -205,7 +205,7 @@ class SaveSchedule:
             self._find_processes()
         channel = self._channel
         self._view = view = (
-            self._look(step, {})
+            self._observe(step, {})
             if channel is None
             else self._receive(channel, step, {}, self._previous is not None and step < self._previous)
         )
@@ -248,7 +248,7 @@ class SaveSchedule:
             self._watched.warn_if_missing(step, metrics)
         channel = self._channel
         self._view = view = (
-            self._look(step, watched)
+            self._observe(step, watched)
             if channel is None
             else self._receive(channel, step, watched, self._previous is not None and step <= self._previous)
         )
@@ -282,7 +282,7 @@ class SaveSchedule:
 
     # --- process 0's view --------------------------------------------------------------------------------------------
 
-    def _look(self, step: int, watched: Mapping[str, Any]) -> _SharedState:
+    def _observe(self, step: int, watched: Mapping[str, Any]) -> _SharedState:
         """The state that process 0 observes now."""
         metrics = metric_numbers(watched)
         now, view = self._clock(), self._view
@@ -335,7 +335,7 @@ class SaveSchedule:
         if self._is_leader:
             try:
                 self._adapt_interval(step)
-                seen = self._look(step, watched)
+                seen = self._observe(step, watched)
                 seen.preempted = seen.preempted or channel.was_signalled('preempted')
             except Exception as error:
                 channel.broadcast(name, json.dumps([None, lines_of_error(error)]).encode(), action)

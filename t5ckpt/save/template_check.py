@@ -56,7 +56,7 @@ class TemplateCheck:
         self._problems: Sequence[LeafProblem] = ()
         self._has_looked_at_shardings = False
 
-    def look(self, state: Any, table: LeafTable, step: int, *, warns: bool) -> None:
+    def check(self, state: Any, table: LeafTable, step: int, *, warns: bool) -> None:
         """Warns once about each difference that would make a restore fail; ``warns`` is set in one process of a job.
 
         Raises:
@@ -71,7 +71,7 @@ class TemplateCheck:
         if self._problems and (warns or self._is_strict):
             self._warn(step)
 
-    def look_at_shardings(self, table: LeafTable, step: int) -> None:
+    def check_shardings(self, table: LeafTable, step: int) -> None:
         """Warns, at the first save, of leaves on several devices that have no sharding in an abstract template."""
         if self._has_looked_at_shardings:
             return

@@ -6,7 +6,7 @@ Only this package knows URL schemes and TensorStore drivers.
 from __future__ import annotations
 
 from t5ckpt.storage.absent import AbsentStorage, require_directory
-from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.base import Entry, Storage, requests_between
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, foreign_errors
 from t5ckpt.storage.open import is_same_kind, open_storage, option_values, split_path
 from t5ckpt.storage.options import storage_defaults
@@ -20,6 +20,7 @@ __all__ = [
     'is_same_kind',
     'open_storage',
     'option_values',
+    'requests_between',
     'require_directory',
     'split_path',
     'storage_defaults',

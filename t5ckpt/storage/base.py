@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _METHODS = ('PUT', 'COPY', 'GET', 'LIST', 'DELETE')
 
-__all__ = ['Entry', 'Storage', 'foreign_errors']
+__all__ = ['Entry', 'Storage', 'foreign_errors', 'requests_between']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,13 @@ class Entry:
     is_dir: bool
     size: int | None = 0
     mtime: float = 0.0
+
+
+def requests_between(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """The text of a log line for the requests between two results of ``Storage.requests``; empty if there were none."""
+    sent = {method: count - before.get(method, 0) for method, count in after.items()}
+    named = ', '.join(f'{sent[method]} {method}' for method in _METHODS if sent.get(method, 0) > 0)
+    return f'; requests: {named}' if named else ''
 
 
 class Storage(ABC):
@@ -78,14 +85,9 @@ class Storage(ABC):
         return self.read(key)[start:stop]
 
     def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
-        """Reads a key through the cache of this machine, if the storage has one (``caches``).
+        """As :meth:`read`, through the cache of this machine, if the storage has one (``caches``).
 
-        Args:
-          key: the file.
-          is_good: returns whether cached bytes are those of the file; None compares the file's version instead.
-
-        Raises:
-          CheckpointNotFoundError: the key does not exist.
+        ``is_good`` returns whether cached bytes are those of the file; None compares the file's version instead.
         """
         del is_good
         return self.read(key)
@@ -155,17 +157,11 @@ class Storage(ABC):
         return None
 
     def modified(self, key: str) -> float | None:
-        """Returns when a file was last written, in unix seconds of the file server's clock.
-
-        None where the file does not exist, and where the storage has no such time, as on an object store.
-        """
+        """When a file was last written, by the file server's clock; None if there is no file or, as in buckets, no such time."""
         del key
 
     def version(self, key: str) -> Any:
-        """Returns a value that changes when a file is replaced, also by one with equal bytes; None if it does not exist.
-
-        On an object store this is one small request.
-        """
+        """A value that changes when a file is replaced, also by one with equal bytes; None if it does not exist."""
         return self.stamp(key)
 
     def read_with_version(self, key: str) -> tuple[bytes, Any]:
@@ -285,12 +281,6 @@ class Storage(ABC):
     def requests(self) -> Mapping[str, int]:
         """How many requests of each method this process has sent to servers of this kind; empty without a server."""
         return {}
-
-    def requests_since(self, before: Mapping[str, int]) -> str:
-        """The text of a log line for the requests since an earlier ``requests``; empty if there were none."""
-        sent = {method: count - before.get(method, 0) for method, count in self.requests().items()}
-        named = ', '.join(f'{sent[method]} {method}' for method in _METHODS if sent.get(method, 0) > 0)
-        return f'; requests: {named}' if named else ''
 
     def open_kvstore(self, key: str) -> ts.KvStore:
         """The TensorStore kvstore of the directory ``key``, for many small concurrent writes."""

@@ -22,8 +22,9 @@ from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.conditional_writes import ABSENT, ConditionalWrites
 from t5ckpt.storage.connection import NOTHING, Connection
 from t5ckpt.storage.error_mapping import bucket_errors
-from t5ckpt.storage.file_cache import CachedFile, FileCache
+from t5ckpt.storage.file_cache import FileCache
 from t5ckpt.storage.key_listing import KeyListing, key_range
+from t5ckpt.storage.key_reader import KeyReader
 from t5ckpt.storage.process_locks import ProcessLock
 from t5ckpt.storage.server_requests import ServerRequests
 
@@ -31,9 +32,6 @@ __all__ = ['BucketStorage']
 
 # A key that is never written. Reading it shows whether the server answers and grants access.
 _PROBE = '.t5ckpt/probe'
-
-# The status in TensorStore's error for a range of bytes beyond the end of the file.
-_BEYOND_THE_END = 'OUT_OF_RANGE'
 
 
 class BucketStorage(Storage):
@@ -55,7 +53,7 @@ class BucketStorage(Storage):
     ):
         """Takes the bucket, the prefix, and the connection, which belongs to this storage; sends nothing."""
         self.caches = cache is not None
-        self._cache = cache
+        self._reader = KeyReader(connection, cache)
         self._bucket = bucket
         self._prefix = prefix.strip('/')
         self._connection = connection
@@ -90,43 +88,17 @@ class BucketStorage(Storage):
         return self.read_with_version(key)[0]
 
     def read_with_version(self, key: str) -> tuple[bytes, Any]:
-        found = self._found(key)
+        found = self._reader.read(self._key(key), self.url(key))
         return bytes(found.value), found.stamp.generation
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
-        # If the range is refused, reads to the end of the file. A range that begins beyond the end is refused again.
-        for last in (stop, None):
-            try:
-                return bytes(self._found(key, byte_range=slice(start, last)).value)
-            except StorageError as error:
-                if _BEYOND_THE_END not in str(error):
-                    raise
-        return b''
-
-    def _found(self, key: str, known: bytes | None = None, **options: Any) -> Any:
-        """Reads a key; the state of the result is 'unspecified' if the key has the version ``known``."""
-        with bucket_errors(self.url(key)):
-            request = self._kvstore().read(self._key(key), if_not_equal=known, **options)
-            found = self._connection.wait(request, is_conditional=known is not None)
-        if found.state == 'missing':
-            raise CheckpointNotFoundError(f'{self.url(key)}: no such key')
-        return found
+        return self._reader.read_range(self._key(key), self.url(key), start, stop)
 
     def version(self, key: str) -> Any:
-        with bucket_errors(self.url(key)):
-            found = self.wait(self._kvstore().read(self._key(key), byte_range=NOTHING))
-        return found.stamp.generation if found.state == 'value' else None
+        return self._reader.version(self._key(key), self.url(key))
 
     def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
-        if self._cache is None:
-            return self.read(key)
-
-        def fetch(known: bytes | None) -> CachedFile | None:
-            found = self._found(key, known)
-            return CachedFile(bytes(found.value), found.stamp.generation) if found.state == 'value' else None
-
-        # Buckets at different endpoints may have the same name.
-        return self._cache.read(f'{self._connection.spec} {self._key(key)}', is_good, fetch)
+        return self._reader.read_cached(self._key(key), self.url(key), is_good)
 
     def write(self, key: str, data: bytes) -> None:
         try:
@@ -135,7 +107,7 @@ class BucketStorage(Storage):
         except AccessDeniedError:
             raise
         except StorageError:
-            if not self._holds(key, data):
+            if not self._has_data(key, data):
                 raise
 
     def replace(self, key: str, data: bytes, version: Any) -> Any:
@@ -149,11 +121,11 @@ class BucketStorage(Storage):
         except StorageError:
             if self._conditional.are_ignored(expected):
                 return super().replace(key, data, version)
-            if not self._holds(key, data):
+            if not self._has_data(key, data):
                 raise
             written = b''
         # If the first attempt was applied and its reply was lost, the retry finds its own version.
-        return written or (self.version(key) if self._holds(key, data) else None)
+        return written or (self.version(key) if self._has_data(key, data) else None)
 
     def delete_unchanged(self, key: str, version: Any) -> bool:
         try:
@@ -191,7 +163,7 @@ class BucketStorage(Storage):
         sent = collections.Counter(self._connection.requests())
         return sent if self._requests is None else sent + self._requests.sent
 
-    def _holds(self, key: str, data: bytes) -> bool:
+    def _has_data(self, key: str, data: bytes) -> bool:
         try:
             return self.read(key) == data
         except T5CkptError:

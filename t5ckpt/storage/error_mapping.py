@@ -128,14 +128,14 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
         return AccessDeniedError(errno.EACCES, f'{where}: {text}. {cure}')
     if 'not a directory' in lowered or 'is a directory' in lowered:
         return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move the file that stands there away.')
-    if not writing and _tells_of_damage(text):
+    if not writing and _means_damage(text):
         return CorruptCheckpointError(
             f'{where}: {text}. A part of the checkpoint is missing or damaged; restore an older step, or copy it again.'
         )
     return StorageError(errno.EIO, f'{where}: {text}')
 
 
-def _tells_of_damage(text: str) -> bool:
+def _means_damage(text: str) -> bool:
     status = _HTTP_CODE.search(text)
     if status is not None and status[1] not in _OF_THE_KEY:
         return False
@@ -166,8 +166,8 @@ def transient_answer(error: Exception) -> str | None:
     match = _LAST_ATTEMPT.search(text)
     if match is None:
         return None
-    code, said = _HTTP_CODE.search(text), _HTTP_CODE.sub('', match[1]).strip()
-    return ' '.join(part for part in (f'HTTP {code[1]}' if code else '', said.rstrip('.')) if part)
+    code, message = _HTTP_CODE.search(text), _HTTP_CODE.sub('', match[1]).strip()
+    return ' '.join(part for part in (f'HTTP {code[1]}' if code else '', message.rstrip('.')) if part)
 
 
 @contextlib.contextmanager

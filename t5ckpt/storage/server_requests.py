@@ -107,7 +107,7 @@ class ServerRequests(ABC):
             self.sent[kind] += 1
             attempts += 1
             try:
-                status, data = self._ask(method, target, self.signed(method, target, headers, body), body)
+                status, data = self._exchange(method, target, self.signed(method, target, headers, body), body)
                 if 200 <= status < 300:
                     return data
                 text = f"{data[:300].decode(errors='replace')} [http_response_code='{status}']"
@@ -121,7 +121,7 @@ class ServerRequests(ABC):
             time.sleep(pause)
             delay = min(2 * delay, _LAST_DELAY)
 
-    def _ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+    def _exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
         try:
             connection = self._idle.pop()
         except IndexError:

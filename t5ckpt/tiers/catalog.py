@@ -58,16 +58,16 @@ class TierCatalog:
         self._guard = threading.Lock()
         self._is_away = False
 
-    def _asked_run(self, ask: Callable[[], _T], otherwise: Callable[[], _T | None]) -> _T:
+    def _query_run(self, query: Callable[[], _T], fallback: Callable[[], _T | None]) -> _T:
         """Asks the run's storage. While it does not answer, the local directory answers, with one warning per outage.
 
         Raises:
-          StorageError: it does not answer, and ``otherwise`` is None: the local directory has no step.
+          StorageError: it does not answer, and ``fallback`` is None: the local directory has no step.
         """
         try:
-            answer = ask()
+            answer = query()
         except StorageError as error:
-            local = otherwise()
+            local = fallback()
             if local is None:
                 raise
             if not self._is_away:
@@ -84,12 +84,12 @@ class TierCatalog:
     def steps(self) -> list[int]:
         """The complete steps of both tiers, ascending."""
         local = self._local_steps()
-        return sorted({*local, *self._asked_run(lambda: steps_in(self.run), lambda: local or None)})
+        return sorted({*local, *self._query_run(lambda: steps_in(self.run), lambda: local or None)})
 
     def dataset_steps(self) -> list[int]:
         """The steps with states of data iterators, ascending."""
         local = dataset_steps_in(self.local) if self._opened() else []
-        return sorted({*local, *self._asked_run(lambda: dataset_steps_in(self.run), lambda: local or None)})
+        return sorted({*local, *self._query_run(lambda: dataset_steps_in(self.run), lambda: local or None)})
 
     def to_restore(self) -> list[int]:
         """The steps of both tiers that ``restore_or_init`` tries, ascending."""
@@ -99,7 +99,7 @@ class TierCatalog:
             self._dir.check_id()
             return listing(self.run).to_restore
 
-        return sorted({*local, *self._asked_run(of_run, lambda: local or None)})
+        return sorted({*local, *self._query_run(of_run, lambda: local or None)})
 
     def choose(self, step: int | None) -> Choice:
         """The step to restore, and its tier."""
@@ -110,7 +110,7 @@ class TierCatalog:
             found = newest(self.run) if step is None else None
             return [] if found is None else [found.step]
 
-        return choose(local, self._asked_run(newest_of_run, lambda: [] if local else None), step)
+        return choose(local, self._query_run(newest_of_run, lambda: [] if local else None), step)
 
     def latest(self) -> int | None:
         """The largest step, or None."""
@@ -137,7 +137,7 @@ class TierCatalog:
         """The facts of the steps of both tiers, ascending."""
         local = self._retention.infos_in_any_layout(names) if self._opened() else []
         with self._guard:
-            run = self._asked_run(lambda: self._of_run.infos_in_any_layout(names), lambda: local or None)
+            run = self._query_run(lambda: self._of_run.infos_in_any_layout(names), lambda: local or None)
         return [info for _, info in sorted({info.step: info for info in [*run, *local]}.items())]
 
     def metrics_at(self, step: int | None) -> Mapping[str, float]:

@@ -123,7 +123,7 @@ def test_a_run_without_a_policy_says_so(tmp_path):
     assert [each['kept'] for each in told] == ['no keep policy is recorded', 'latest']
 
 
-def test_prune_must_be_told_what_to_keep(tmp_path):
+def test_prune_needs_an_option_of_what_to_keep(tmp_path):
     assert 'say what to keep' in t5ckpt_cli('prune', tmp_path, code=2)
     for hours in ('0', 'inf', 'nan'):
         assert 'must be a finite number above 0' in pruned(tmp_path, '--every-hours', hours, code=2)

@@ -621,7 +621,7 @@ def test_read_only(tmp_path):
     assert os.listdir(tmp_path) == ['checkpoint_1']
 
 
-def test_a_save_that_failed_is_told_once(slow):
+def test_the_error_of_a_save_is_raised_once(slow):
     """Also where a callback has looked at it."""
     ck = Checkpointer(state(), checkpoints_dir=slow)
     slow.fails = True

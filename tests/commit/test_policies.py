@@ -301,7 +301,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda policy: type(policy).__name__)
-def test_a_policy_is_told_in_json(policy):
+def test_a_policy_is_recorded_in_json(policy):
     told = json.loads(json.dumps(fields_of(policy)))
     again = policy_of(told)
     facts = [StepInfo(step, created_unix=step * 1000.0, metrics={'loss': step % 4}) for step in range(12)]
@@ -309,7 +309,7 @@ def test_a_policy_is_told_in_json(policy):
     assert again.choose(facts) == policy.choose(facts)
 
 
-def test_a_policy_of_somebody_else_is_not_told():
+def test_a_policy_of_another_package_is_not_recorded():
     class Mine(KeepPolicy):
         def choose(self, infos):
             return []

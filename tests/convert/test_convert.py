@@ -116,7 +116,7 @@ def test_a_checkpoint_of_ours_is_not_orbax(golden, tmp_path):
         convert('orbax', cases.by_name('case01').step_dir(golden), tmp_path)
 
 
-def test_orbax_directories_say_their_step(tmp_path):
+def test_orbax_directories_have_their_step(tmp_path):
     """By their number, also through an item; and what was converted to Orbax comes back, empty tuples too."""
     state = {'params': {'w': np.ones((64, 64), np.float32)}, 'opt_state': ({'mu': np.zeros(3, np.float32)}, (), [])}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:

@@ -139,7 +139,7 @@ def test_long_t5_with_transient_global_attention(tmp_path: pathlib.Path):
     assert same(tree['target'], t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
 
 
-def test_long_t5_with_local_attention_is_told_from_t5_by_its_configuration(tmp_path: pathlib.Path):
+def test_long_t5_with_local_attention_is_distinguished_from_t5_by_its_configuration(tmp_path: pathlib.Path):
     tree = long_t5(transient_global=False)
     run = write(tmp_path / 'run', tree)
     given = {'model_type': 'longt5', 'encoder_attention_type': 'local', 'local_radius': 63}

@@ -285,7 +285,7 @@ def test_an_iterator_that_writes_nothing_is_saved_without(run_dir, caplog):
     assert list(run_dir.glob('checkpoint_1/train_ds-*')) == []
 
 
-def test_an_iterator_of_another_kind_is_told_so(run_dir):
+def test_an_iterator_of_another_kind_is_an_error(run_dir):
     with checkpointer(run_dir, Files()) as ck:
         ck.save(STATE, step=1)
     with (

@@ -35,7 +35,7 @@ def test_all_save_the_same_steps_and_a_signal_to_one_stops_all_at_one_step(four,
     assert t5ckpt.all_steps(tmp_path) == saved
 
 
-def test_processes_at_other_steps_are_told(four, tmp_path):
+def test_processes_at_other_steps_get_an_error(four, tmp_path):
     four.start('loops_apart', tmp_path)
     answers = four.answers()
     assert 'process 0 is at step 1, process 1 at step 2' in answers[1]['error'][1]

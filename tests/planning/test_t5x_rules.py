@@ -168,7 +168,7 @@ def test_leaves_of_which_the_partitioner_says_nothing(run_dir):
     assert_reads_back(step_dir, flat)
 
 
-def test_save_transforms_say_what_is_inlined(run_dir):
+def test_save_transforms_decide_what_is_inlined(run_dir):
     """T5X: a leaf is stored if its info has a ts_spec, and where the spec says."""
     flat = wide_arrays()
     parts = partitioner.Partitioner(partitioner.mesh(), wide_rules)

@@ -121,7 +121,7 @@ def test_typed_keys_come_back_as_keys_after_a_conversion(tmp_path):
         assert np.array_equal(jax.random.key_data(restored['rng']), jax.random.key_data(state['rng']))
 
 
-def test_a_checkpoint_without_a_run_is_told_from_a_run(tmp_path):
+def test_a_checkpoint_without_a_run_is_distinguished_from_a_run(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / 'weights', TREE['params'])
     assert 'one checkpoint of Orbax, not a run. t5ckpt show' in t5ckpt_cli('ls', tmp_path / 'weights', code=3)

@@ -102,7 +102,7 @@ ROWS = NamedSharding(partitioner.mesh((4,), ('x',)), PartitionSpec('x'))
 SHARDINGS = {'w': ROWS, 'step': NamedSharding(ROWS.mesh, PartitionSpec())}
 
 
-def test_a_template_without_shardings_is_told_at_the_first_save_and_at_a_restore_once(tmp_path):
+def test_a_template_without_shardings_gives_one_warning_at_the_first_save_and_one_at_a_restore(tmp_path):
     sharded_init = jax.jit(init, out_shardings=SHARDINGS)
     state = sharded_init()
     told = 'names no sharding, so each is restored to one device'

@@ -738,7 +738,7 @@ FORKED = """
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('where', ['run', 'memory://forked/run'])
-def test_a_process_forked_after_a_save_is_told_to_spawn(tmp_path, where):
+def test_a_process_forked_after_a_save_works(tmp_path, where):
     done = run_python(FORKED.replace('sys.argv[-1]', repr(where)), tmp_path)
     uses = ('save', 'another save', 'background', 'restore', 'load', 'view')
     assert done.stdout.splitlines() == [*(f'{use} 0' for use in uses), '[1, 9]'], done.stdout + done.stderr

@@ -130,7 +130,7 @@ def test_the_retained_sets_are_those_of_t5x_after_every_save(name, tmp_path):
 
 
 @pytest.mark.parametrize('name', CONFIGURATIONS)
-def test_t5xs_own_event_files_say_what_t5x_reads(name, golden):
+def test_t5xs_own_event_files_give_what_t5x_reads(name, golden):
     case = CONFIGURATIONS[name]
     config = case['config']
     found = TensorBoardMetrics(golden / name).by_step(config['metric_name_to_monitor'], config['steps'])

@@ -212,7 +212,7 @@ def test_either_order(tmp_path, step):
         (lambda ck: ck.save(STATE, same, step=1), 'is a list of functions'),
     ],
 )
-def test_arguments_that_cannot_be_told_apart(tmp_path, call, text):
+def test_arguments_that_are_ambiguous(tmp_path, call, text):
     with Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=SaveEvery(1)) as ck:
         with pytest.raises(ValueError, match=text):
             call(ck)
@@ -272,7 +272,7 @@ def test_a_state_that_does_not_fit_the_template(tmp_path, caught, abstract):
         assert ck.all_steps() == [0, 1, 2, 3, 4]
 
 
-def test_a_leaf_that_grows_is_told_once(tmp_path, caught):
+def test_a_leaf_that_grows_gives_one_warning(tmp_path, caught):
     with Checkpointer({'buffer': np.zeros(1)}, checkpoints_dir=tmp_path) as ck:
         for step in range(2, 6):
             ck.save({'buffer': np.zeros(step)}, step=step)

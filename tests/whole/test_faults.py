@@ -175,7 +175,7 @@ def age(storage, key, seconds):
 
 
 @pytest.mark.parametrize('pid', [None, 1, 2**22])
-def test_host_names_say_nothing(tmp_path, pid):
+def test_host_names_are_not_compared(tmp_path, pid):
     """A save of longer than an hour, too: the heartbeat counts and not the time in the name."""
     storage, clock = open_storage(tmp_path), FakeClock()
     directory = unfinished(storage, clock, place='other-boot/pid:[1]', pid=pid or os.getpid())

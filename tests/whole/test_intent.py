@@ -277,7 +277,7 @@ def test_an_optimizer_that_tensorflow_has_not_is_warned_of():
     assert found.without_effect == ('optimizer',)
 
 
-def test_the_command_line_casts_what_it_is_told_to(run, tmp_path):
+def test_the_command_line_casts_the_leaves_of_its_options(run, tmp_path):
     _, error = cli('cp', run, tmp_path / 'a', '--save-dtype', 'bfloat16', code=1)
     assert "the leaves to cast: --cast-leaves 'model/.*'." in error
     _, error = cli('cp', run, tmp_path / 'a', '--save-dtype=bfloat16', '--cast-leaves=model/.*', '--no-optimizer')

@@ -9,7 +9,7 @@ point at which the schedule decides who goes on, and whether a process crashes, 
 change of the storage the *observer* (``world.py``) checks that
 
 - each step that is listed is whole, and stays so until a process that was meant to delete it does;
-- a step has one writer, and only a process whose checkpoint is listed is told that it saved;
+- a step has one writer, and a save returns a checkpoint only if that is listed;
 - a reader with a read lease finds its step, and all of its chunks;
 - a pinned step stays;
 - a save that has returned survives every crash;

@@ -88,13 +88,13 @@ class CoordinationService:
 class SimulatedProcesses(Processes):
     """The job as one of its processes sees it.
 
-    A thread that was told that the others cannot be reached may not wait for them again.
+    A thread whose call failed because the others cannot be reached may not wait for them again.
     """
 
     def __init__(self, service: CoordinationService, index: int, count: int):
         super().__init__()
         self.service, self.index, self.count = service, index, count
-        self._told: set[str] = set()
+        self._cut_off: set[str] = set()
 
     def put(self, key: str, value: bytes, timeout_seconds: float) -> None:
         def apply() -> None:
@@ -172,14 +172,14 @@ class SimulatedProcesses(Processes):
         return apply()
 
     def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
-        if current_task().name in self._told and seconds > _GRACE_SECONDS and not is_over():
+        if current_task().name in self._cut_off and seconds > _GRACE_SECONDS and not is_over():
             scheduler = active()
             assert scheduler is not None
-            scheduler.fail(f'process {self.index} waits for the others again, after it was told that it cannot')
+            scheduler.fail(f'process {self.index} waits for the others again, after a call failed')
         wait_until(is_over, seconds)
 
     def _failed(self, error: Exception) -> Exception:
-        self._told.add(current_task().name)
+        self._cut_off.add(current_task().name)
         return error
 
 

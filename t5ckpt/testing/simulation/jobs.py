@@ -118,7 +118,7 @@ class Job:
             late = scheduler.now - max(began, self._service.first_death) - self._timeout - _OWN_SECONDS
             is_stopped = any(each.action not in ('run', 'crash') for each in scheduler.taken)
             if late > 0 and not is_stopped and not current_task().process.is_dead:
-                scheduler.fail(f'a process was not told for {self._timeout + late:.0f} s that another one had died')
+                scheduler.fail(f'a process was not notified for {self._timeout + late:.0f} s that another one had died')
 
     def saver(self, steps: Sequence[int], *, how: str = 'save') -> Callable[[int], Callable[[], None]]:
         """Each process saves the steps; ``how`` is 'save' or 'async'."""
@@ -139,14 +139,14 @@ class Job:
 
         return program
 
-    def preempted(self, first: int, *, at: int, told: int) -> Callable[[int], Callable[[], None]]:
-        """Each process trains from a step on, until process ``told`` gets a notice at step ``at`` and all of them save."""
+    def preempted(self, first: int, *, at: int, notified: int) -> Callable[[int], Callable[[], None]]:
+        """Each process trains from a step on, until process ``notified`` gets a notice at step ``at`` and all of them save."""
 
         def program(index: int) -> Callable[[], None]:
             def run() -> None:
                 reached = [0]
-                is_told = index == told
-                options = {'save_policy': SaveOnPreemption(), 'preempted': lambda: is_told and reached[0] >= at}
+                is_notified = index == notified
+                options = {'save_policy': SaveOnPreemption(), 'preempted': lambda: is_notified and reached[0] >= at}
                 with self._noting_failure(), self._checkpointer(index, **options) as ck, self._in_time():
                     for step in range(first, at + 1000):
                         if not self._has_trained(index, step):

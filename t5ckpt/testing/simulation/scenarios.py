@@ -181,7 +181,7 @@ def _stopped_job(world: World) -> Sequence[Task]:
 def _preempted(world: World) -> Sequence[Task]:
     """Process 1 of a job with retention is preempted, while an evaluator reads the step that goes."""
     job = Job(world, 2, 1, keep=1)
-    tasks = job.start('job', job.preempted(3, at=5, told=1), may_delete=lambda step: step < 3)
+    tasks = job.start('job', job.preempted(3, at=5, notified=1), may_delete=lambda step: step < 3)
     return [*tasks, world.start('reader', reader(world, 2), machine='b')]
 
 

@@ -99,7 +99,7 @@ class Observer:
         if self.visible.get(step) != value and not self.is_deletable(step):
             self._scheduler.fail(f'save({step}) returned, and the step is {self.visible.get(step)}, not {value}')
         if self.saved.get(step, value) != value and not self.is_deletable(step):
-            self._scheduler.fail(f'two processes were told that they saved step {step}')
+            self._scheduler.fail(f'two processes returned a checkpoint of step {step}')
         if self.visible.get(step) == value:
             self.saved[step] = value
 

@@ -62,7 +62,8 @@ def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: boo
             )
         if npy or index is not None:
             raise click.UsageError(f'{name} is {value!r:.80}, not an array: it has no .npy format and no slices.')
-        print_json(value) if as_json else say(repr(value))
+        # The keys are those of an array.
+        print_json({'name': name, 'dtype': '', 'shape': (), 'values': value}) if as_json else say(repr(value))
         return
     array = np.asarray(value if index is None else _sliced(value, index, name))
     if npy:

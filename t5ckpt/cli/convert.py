@@ -29,7 +29,7 @@ from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.core.text import counted, human_bytes, lines, some_of
 from t5ckpt.translate import CheckpointTranslator
 
-__all__ = ['command', 'print_conversion']
+__all__ = ['command', 'conversion_fields', 'print_conversion']
 
 _SHOWN = 8
 
@@ -93,7 +93,7 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
         else:
             done = convert_checkpoint(kind, source, directory, options, translator)
     if as_json:
-        print_json({**fields_of(done), 'written': not options.dry_run})
+        print_json({**conversion_fields(done), 'dry_run': options.dry_run})
     else:
         print_conversion(done, options.dry_run)
 
@@ -116,8 +116,8 @@ def _check_steps(kind: str, steps: Sequence[int], *, everything: bool, as_step: 
 
 def _print_run(done: RunConversion, *, as_json: bool, dry_run: bool) -> None:
     if as_json:
-        converted = [fields_of(each) for each in done.converted]
-        print_json({**fields_of(done), 'converted': converted, 'written': not dry_run})
+        converted = [conversion_fields(each) for each in done.converted]
+        print_json({**fields_of(done), 'converted': converted, 'dry_run': dry_run})
         return
     if done.there:
         say(f'already there: step {some_of(list(map(str, done.there)), _SHOWN, ", ")}')
@@ -130,7 +130,7 @@ def _print_run(done: RunConversion, *, as_json: bool, dry_run: bool) -> None:
     if dropped:
         _say_some(f'dropped {counted(len(dropped), "name")}', dropped)
     _say_idle({name for each in done.converted for name in each.left_out}, 'left out: ')
-    _say_idle({f'{name}=False' for each in done.converted for name in each.without_effect}, 'without effect: ')
+    _say_idle({option for each in done.converted for option in _idle(each)}, 'without effect: ')
 
 
 def _translator(path: str) -> CheckpointTranslator:
@@ -148,6 +148,15 @@ def _translator(path: str) -> CheckpointTranslator:
     return found
 
 
+def conversion_fields(done: Conversion) -> dict[str, Any]:
+    """The fields of a conversion for JSON, with the command line's names of options."""
+    return {**fields_of(done), 'without_effect': _idle(done)}
+
+
+def _idle(done: Conversion) -> list[str]:
+    return [f'--no-{name}' for name in done.without_effect]
+
+
 def print_conversion(done: Conversion, dry_run: bool) -> None:
     """Prints the summary of a conversion."""
     what = 'would be written' if dry_run else f'written: {human_bytes(done.nbytes)} in {done.seconds:.1f} s'
@@ -157,7 +166,7 @@ def print_conversion(done: Conversion, dry_run: bool) -> None:
     _say_some(f'added {counted(len(done.added), "leaf", "leaves")}', done.added)
     _say_some(f'dropped {counted(len(done.dropped), "name")}', done.dropped)
     _say_idle(done.left_out, 'left out: ')
-    _say_idle([f'{option}=False' for option in done.without_effect], 'without effect: ')
+    _say_idle(_idle(done), 'without effect: ')
 
 
 def _say_idle(names: Collection[str], head: str) -> None:

@@ -87,7 +87,7 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
         )
         done = copy_checkpoint(source, target, step, options=options, progress=report)
     if as_json:
-        print_json({**fields_of(done), 'written': not options.dry_run})
+        print_json({**fields_of(done), 'dry_run': options.dry_run})
         return
     resumed = f', {done.resumed_files} of them already there' if done.resumed_files else ''
     how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s{resumed}'
@@ -98,7 +98,7 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
 
 def _with_changes(source: str, target: str, step: int | None, as_json: bool, words: dict[str, Any]) -> None:
     # Imported here, since a plain copy needs no jax.
-    from t5ckpt.cli.convert import print_conversion
+    from t5ckpt.cli.convert import conversion_fields, print_conversion
     from t5ckpt.convert import ConvertOptions
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
     from t5ckpt.steps import find_checkpoint
@@ -123,6 +123,6 @@ def _with_changes(source: str, target: str, step: int | None, as_json: bool, wor
         sources = [*words['average'], found] if words['average'] else found
         done = rewrite_checkpoint(sources, target, changes, options)
     if as_json:
-        print_json({**fields_of(done), 'written': not options.dry_run})
+        print_json({**conversion_fields(done), 'dry_run': options.dry_run})
     else:
         print_conversion(done, options.dry_run)

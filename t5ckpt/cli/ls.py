@@ -64,7 +64,7 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
             code = code_of(error)
     found.sort(key=lambda row: row.entry.step)
     if as_json:
-        print_json([{**fields_of(row.entry), **({} if row.tier is None else {'tier': row.tier})} for row in found])
+        print_json([{**fields_of(row.entry), 'tier': row.tier} for row in found])
         return code
     if found:
         _print_rows(found)

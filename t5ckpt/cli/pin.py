@@ -38,9 +38,9 @@ def command(paths: tuple[str, ...], steps: tuple[int, ...], why: str, as_json: b
     places = checkpoints_of(paths, steps)
     for place in places:
         pin_checkpoint(place, why)
+    reasons = {place: pin_text(open_storage(place), '') for place in places}
     if as_json:
-        print_json({'pinned': places})
+        print_json({'paths': places, 'why': reasons})
     else:
-        for place in places:
-            text = pin_text(open_storage(place), '')
+        for place, text in reasons.items():
             say(f'pinned {place}: {text}' if text else f'pinned {place}')

@@ -102,45 +102,50 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
         check_exists(storage)
     _check_present(keep['steps'], [decision.step for decision in plan])
     doomed = [decision.step for decision in plan if not decision.keep]
+    others = [] if other_layouts else _others(storage)
     if not as_json:
         if told is not None:
             say(told)
         print_decisions(plan)
-        if not other_layouts:
-            _say_others(storage)
+        _say_others(others)
     deleted: list[Decision] = []
     if doomed and not dry_run:
         confirm(f'Delete {len(doomed)} of {counted(len(plan), "step")}?', yes)
         deleted = retention.carry_out(confirmed=doomed)
         retention.wait()
     # Steps that another process has deleted in the meantime do not count as failed.
-    failed = [] if dry_run or not doomed else sorted(set(doomed) & {each.step for each in retention.plan()})
+    left = [] if dry_run or not doomed else [each for each in retention.plan() if each.step in doomed]
+    failed = {each.step: each.reason if each.keep else 'the storage did not delete it' for each in left}
     if as_json:
         print_json(
             {
                 'plan': [dataclasses.asdict(decision) for decision in plan],
                 'deleted': [decision.step for decision in deleted],
                 'failed': failed,
+                'not_counted': others,
                 'mode': mode,
+                'dry_run': dry_run,
             }
         )
     elif deleted:
         say(f'deleted: {", ".join(str(decision.step) for decision in deleted)}')
     if failed and not as_json:
-        click.echo(f'not deleted: {", ".join(map(str, failed))}', err=True)
+        say(f'not deleted: {", ".join(f"{step} ({reason})" for step, reason in failed.items())}', err=True)
     if failed:
-        # The storage did not delete a step that may be deleted and still exists; the library has logged the error.
-        refused = {decision.step for decision in retention.plan() if not decision.keep}
-        raise click.exceptions.Exit(Exit.STORAGE if refused & {*failed} else Exit.NO)
+        raise click.exceptions.Exit(Exit.NO if all(each.keep for each in left) else Exit.STORAGE)
 
 
-def _say_others(storage: Storage) -> None:
-    """Names the option that counts steps of Orbax and Flax, where it works."""
-    others = [each.step for each in listing(storage).steps if not each.is_t5x]
-    if others and storage.local_path('') is not None:
+def _say_others(others: Sequence[int]) -> None:
+    if others:
         say(
-            f'not counted: {counted(len(others), "step")} of Orbax or Flax. --other-layouts counts and deletes them, too.'
+            f'not counted: {counted(len(others), "step")} of Orbax or Flax ({some_of(list(map(str, others)), 10)}). '
+            '--other-layouts counts and deletes them, too.'
         )
+
+
+def _others(storage: Storage) -> list[int]:
+    """The steps of Orbax and Flax, where --other-layouts works."""
+    return [] if storage.local_path('') is None else [each.step for each in listing(storage).steps if not each.is_t5x]
 
 
 def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:

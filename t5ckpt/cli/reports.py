@@ -31,7 +31,8 @@ def words() -> Generator[None]:
 def print_report(report: ExportReport, as_json: bool) -> None:
     """Prints one line for the written arrays and one for the dropped ones, or all names as JSON."""
     if as_json:
-        print_json(fields_of(report))
+        # 'files' counts files in every verb.
+        print_json({**fields_of(report), 'files': len(report.files), 'file_names': report.files})
         return
     verb = 'would write' if report.dry_run else 'wrote'
     tensors = sum(len(names) for names in report.mapped.values())

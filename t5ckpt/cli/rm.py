@@ -77,11 +77,12 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
                 failed[each.step] = str(error)
     if as_json:
         decisions = [
-            {**dataclasses.asdict(decision), **({} if each.tier is None else {'tier': each.tier})}
-            for decision, each in zip(plan, targets, strict=True)
+            {**dataclasses.asdict(decision), 'tier': each.tier} for decision, each in zip(plan, targets, strict=True)
         ]
         deleted = list(dict.fromkeys(deleted))
-        print_json({'plan': decisions, 'deleted': deleted, 'kept': kept, 'failed': failed, 'dry_run': how['dry_run']})
+        print_json(
+            {'plan': decisions, 'deleted': deleted, 'must_stay': kept, 'failed': failed, 'dry_run': how['dry_run']}
+        )
     elif kept:
         cures = {'pinned': '' if how['pinned'] else ' To delete pinned steps, pass --pinned.', WAITS: _TO_FORCE}
         cure = ''.join(text for reason, text in cures.items() if any(each.reason.startswith(reason) for each in plan))

@@ -69,7 +69,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
         say(f'--grep {pattern!r} matches no name in {view.path}.{meant}', err=True)
     if how['sort'] != 'tree':
         infos.sort(key=lambda info: info.name if how['sort'] == 'name' else (-info.nbytes, info.name))
-    unmatched = [f'--grep {pattern}'] if pattern is not None and not infos else []
+    unmatched = [pattern] if pattern is not None and not infos else []
     code = len(unmatched)
     if as_json:
         leaves = [_fields(info) for info in infos]

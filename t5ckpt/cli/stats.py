@@ -13,6 +13,7 @@ from t5ckpt.cli.output import (
     print_json,
     print_table,
     progress,
+    say,
     step_option,
     without_nan,
 )
@@ -52,12 +53,15 @@ def command(
             fail(str(error), Exit.NO)
     with progress('reading') as report:
         stats = view.stats(bins=0, progress=report)
+    left_out = [info.name for info in view.infos() if info.name not in stats]
     bad = [name for name, leaf in stats.items() if leaf.nan or leaf.inf]
     if as_json:
-        fields = {name: _plain(dataclasses.asdict(leaf)) for name, leaf in stats.items()}
-        print_json({'path': view.path, 'step': view.step, 'leaves': fields, 'not_finite': bad})
+        fields = [{'name': name, **_plain(dataclasses.asdict(leaf))} for name, leaf in stats.items()]
+        print_json({'path': view.path, 'step': view.step, 'leaves': fields, 'not_finite': bad, 'left_out': left_out})
     else:
         print_table([Column(name, right=name != 'name') for name in stats.columns], stats.rows())
+        if left_out:
+            say(f'left out, since they hold no numbers: {", ".join(left_out)}')
     return 1 if bad and fail_on_nan else 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from t5ckpt.cli.output import fields_of, follow_links_option, json_option, print_json, progress, step_option
@@ -40,11 +42,17 @@ def command(path: str, step: int | None, full: bool, follow_links: bool, as_json
     is_ok = all(each.ok for each in found.values())
     if as_json and tier != BOTH:
         (one,) = found.values()
-        print_json({'ok': one.ok, **fields_of(one)})
+        print_json(_fields(one))
     elif as_json:
-        tiers = [{'tier': name, 'ok': each.ok, **fields_of(each)} for name, each in found.items()]
+        tiers = [{'tier': name, **_fields(each)} for name, each in found.items()]
         print_json({'ok': is_ok, 'tiers': tiers})
     else:
         for each in found.values():
             click.echo(in_words(str(each), click.get_current_context().command))
     return 0 if is_ok else 1
+
+
+def _fields(report: VerifyReport) -> dict[str, Any]:
+    fields = fields_of(report)
+    # 'leaves' lists leaves in every verb.
+    return {'ok': report.ok, 'arrays': fields.pop('leaves'), **fields}

@@ -242,7 +242,7 @@ def test_what_orbax_cannot_hold(tmp_path, leaf):
 def test_the_verb(tf_golden, tmp_path):
     source, run = tf_golden / 'tf_t5_1_1_gated', tmp_path / 'run'
     would = json.loads(t5ckpt_cli('convert', 'tf', source, run, '--dry-run', '--json'))
-    assert (would['written'], would['step'], len(would['mapped']), len(would['added'])) == (False, 1000700, 105, 156)
+    assert (would['dry_run'], would['step'], len(would['mapped']), len(would['added'])) == (True, 1000700, 105, 156)
     assert not run.exists()
     text = t5ckpt_cli('convert', 'tf', source, run, '--save-dtype', 'float32', '--no-optimizer')
     for word in ('checkpoint_1000700 written', 'mapped 53 names', 'added 0', 'dropped 52 names', 'k_slot_v'):

@@ -214,7 +214,7 @@ def test_the_verb_with_changes(tmp_path):
     done = json.loads(
         t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--save-dtype', 'bfloat16', '--json')
     )
-    assert (done['step'], done['written'], done['dropped']) == (2, True, ['opt_state/ema/w'])
+    assert (done['step'], done['dry_run'], done['dropped']) == (2, False, ['opt_state/ema/w'])
     assert read('weights')['params']['w'].dtype == 'bfloat16'
     assert 'there already' in t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', code=1)
     t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--force')

@@ -199,7 +199,7 @@ def test_the_verb(run, tmp_path):
     new = tmp_path / 'new'
     would = json.loads(t5ckpt_cli('convert', 'orbax', run, new, '--all', '--dry-run', '--json'))
     assert [each['step'] for each in would['converted']] == [10, 20, 30]
-    assert (would['written'], would['there'], new.exists()) == (False, [], False)
+    assert (would['dry_run'], would['there'], new.exists()) == (True, [], False)
     assert 'checkpoint_20 written' in t5ckpt_cli('convert', 'orbax', run, new, '--step', '10', '--step', '20')
     said = t5ckpt_cli('convert', 'orbax', run, new, '--all')
     assert 'already there: step 10, 20' in said

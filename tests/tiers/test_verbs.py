@@ -55,7 +55,7 @@ def test_ls_lists_both(local, run):
     kept = {(each['step'], each['tier']): each['kept'] for each in json.loads(t5ckpt_cli('ls', local, '--json'))}
     assert kept[3, 'local'] == 'one of the latest 2', 'local_keep, not the policy of the run'
     assert 'tier' not in t5ckpt_cli('ls', run), 'a run knows nothing of local directories'
-    assert 'tier' not in json.loads(t5ckpt_cli('ls', run, '--json'))[0]
+    assert json.loads(t5ckpt_cli('ls', run, '--json'))[0]['tier'] is None
 
 
 def test_ls_of_a_local_directory_whose_run_is_away(local, run):

@@ -578,7 +578,7 @@ def verb(*words):
 def test_what_was_not_done_is_told(run, tmp_path):
     done = verb('show', run, '--grep', 'kernl', '--json')
     assert done.return_value == 1
-    assert json.loads(done.stdout)['unmatched'] == ['--grep kernl']
+    assert json.loads(done.stdout)['unmatched'] == ['kernl']
     assert json.loads(verb('show', run, '--json').stdout)['unmatched'] == []
     assert "--grep 'kernl' matches no name" in done.stderr
     t5ckpt.pin_checkpoint(run / 'checkpoint_2')

@@ -202,13 +202,13 @@ class ManifestTransaction(Transaction):
         """Removes the manifest if its files may have been removed, because the lease had expired before it was written.
 
         Another writer that took the step over leaves them, and finds the manifest. If it has committed an equal manifest, that
-        of a checkpoint without arrays, the sidecar is its own. If garbage collection came before that writer, there is none.
+        of a checkpoint without arrays, the sidecar is its own. Garbage collection removes the sidecar first.
         """
         others = actions_of_others(self.storage, self.step, self._lease, self._clock)
         found = None if sidecar is None else _read_if_there(self.storage, self._sidecar)
         if found not in (sidecar, None):
             raise AlreadyCommittedError(f'{self.storage.url(self._key)} was saved by another writer in the meantime')
-        is_left = self.generation and found == sidecar and others and others <= {SAVE, REPLACE}
+        is_left = self.generation and found is not None and others <= {SAVE, REPLACE}
         if is_left or self._lease.is_ours():
             return
         self.storage.delete_unchanged(self._key, version)

@@ -21,7 +21,7 @@ from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, is_swap_sidecar, step_dir
 from t5ckpt.storage import Storage
 
 __all__ = ['Hidden', 'collect_in_place', 'hide_in_place', 'remove_in_place', 'remove_step']
@@ -56,7 +56,10 @@ def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
     if MANIFEST in keys or not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{storage.url(directory)} was written by another process in the meantime')
     unmark_step(storage, step)
-    remove_own_keys(storage, directory, keys)
+    # First, since a writer that goes on looks for its sidecar after its manifest (``by_manifest``).
+    sidecars = set(filter(is_swap_sidecar, keys))
+    storage.delete_files([join(directory, key) for key in sorted(sidecars)])
+    remove_own_keys(storage, directory, [key for key in keys if key not in sidecars])
 
 
 def hide_in_place(

@@ -155,6 +155,17 @@ def test_in_place_garbage_collection_between_the_last_look_and_the_manifest():
     assert is_whole(run, 2.0)
 
 
+def test_in_place_another_writer_that_has_stepped_back():
+    """It has taken the step over, and is gone before the manifest arrives: the files are there, so the step is saved."""
+
+    def begin_and_step_back(run, clock):
+        begin_transaction(run, 1, clock, {'pid': 1}, None).rollback()
+
+    run, _, late = stopped('/checkpoint', begin_and_step_back)
+    assert late.step == 1
+    assert is_whole(run, 1.0)
+
+
 def test_in_place_garbage_collection_and_another_writer():
     """Another writer has the lease, and the files of the stopped one are gone all the same."""
     found = []

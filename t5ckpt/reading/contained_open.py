@@ -7,6 +7,7 @@ caller asks to follow links. Only regular files are read, since a FIFO would blo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -20,6 +21,8 @@ __all__ = ['ContainedDirectory', 'check_size', 'open_source', 'read_source']
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 _MAX_DEPTH = 64
+# That of an array with 32 dimensions has less than a kilobyte.
+_MAX_ZARRAY_BYTES = 2**20
 
 
 def open_source(path: str) -> BinaryIO:
@@ -127,6 +130,10 @@ class ContainedDirectory:
             mode = self._check_link(each, leaf)
             if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise self._irregular(leaf, self._path(each))
+        # TensorStore allocates what the file claims to have, and ends the process where this fails.
+        metadata = os.path.join(self._path(name), '.zarray')
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            check_size(os.stat(metadata).st_size, _MAX_ZARRAY_BYTES, f'{leaf}: {metadata}')
 
     @staticmethod
     def _irregular(leaf: str, path: str) -> CorruptCheckpointError:

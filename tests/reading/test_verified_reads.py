@@ -285,3 +285,14 @@ def test_orbax_links_that_lead_out(tmp_path):
         with pytest.raises(errors.UnsafeSpecError, match='follow_links'):
             load(path, mmap=False)
         assert_same(load(path, mmap=False, follow_links=True)['a']['w'], tree['a']['w'])
+
+
+@pytest.mark.parametrize('mmap', [True, False])
+def test_an_array_s_metadata_that_claims_to_be_huge(tmp_path, mmap):
+    """TensorStore ends the process if it cannot allocate the size of a file."""
+    state = {'w': np.ones((600, 700), np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+        ck.save(state, step=1)
+    os.truncate(tmp_path / 'checkpoint_1' / 'w' / '.zarray', 2**40)
+    with pytest.raises(t5ckpt.errors.CorruptCheckpointError, match=r'has [0-9,]+ bytes'):
+        t5ckpt.load_t5x_checkpoint(tmp_path, 1, mmap=mmap)

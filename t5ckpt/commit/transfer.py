@@ -155,7 +155,9 @@ class Transfer:
         return Transferred(len(sizes), nbytes, len(kept), checked, left_out)
 
     def _read(self, name: str, checksums: FileChecksums | None) -> bytes:
-        data = self._files.read(name)
+        # A damaged file may be larger than the memory.
+        entry = None if checksums is None else checksums.get(name)
+        data = self._files.read(name, None if entry is None else entry[0])
         if checksums is not None:
             self._compare(name, data, checksums)
         return data

@@ -103,6 +103,12 @@ class FileStorage(Storage):
         return self._path(key)
 
     def read(self, key: str) -> bytes:
+        return self._read(key, 0, -1)
+
+    def read_range(self, key: str, start: int, stop: int) -> bytes:
+        return self._read(key, start, stop - start)
+
+    def _read(self, key: str, start: int, count: int) -> bytes:
         with foreign_errors(self.url(key)):
             # Non-blocking, since opening a FIFO would wait for its writer.
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -110,7 +116,8 @@ class FileStorage(Storage):
                 mode = os.fstat(fd).st_mode
                 if not stat.S_ISREG(mode):
                     raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, 'not a regular file')
-                return file.read()
+                file.seek(start)
+                return file.read(count)
 
     def write(self, key: str, data: bytes) -> None:
         path = self._path(key)

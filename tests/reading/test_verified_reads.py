@@ -296,3 +296,18 @@ def test_an_array_s_metadata_that_claims_to_be_huge(tmp_path, mmap):
     os.truncate(tmp_path / 'checkpoint_1' / 'w' / '.zarray', 2**40)
     with pytest.raises(t5ckpt.errors.CorruptCheckpointError, match=r'has [0-9,]+ bytes'):
         t5ckpt.load_t5x_checkpoint(tmp_path, 1, mmap=mmap)
+
+
+def test_files_that_are_larger_than_the_memory(tmp_path):
+    """A pin's text is read to its limit, and a copy compares the size of a file before it reads it."""
+    state = {'w': np.ones((600, 700), np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', inline_bytes=0) as ck:
+        ck.save(state, step=1)
+    step = tmp_path / 'run' / 'checkpoint_1'
+    (step / 'PINNED').write_bytes(b'')
+    os.truncate(step / 'PINNED', 2**43)
+    assert 'pinned' in str(t5ckpt.open_run(tmp_path / 'run'))
+    (step / 'PINNED').unlink()
+    os.truncate(step / 'w' / '0.0', 2**43)
+    with pytest.raises(errors.CorruptCheckpointError, match='8,796,093,022,208 bytes'):
+        t5ckpt.copy_checkpoint(step, tmp_path / 'other')

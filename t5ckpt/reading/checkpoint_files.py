@@ -27,6 +27,7 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import T5CkptError
 from t5ckpt.reading.contained_open import ContainedDirectory, check_size
 from t5ckpt.storage import Storage, foreign_errors
+from t5ckpt.storage.memory_limit import check_whole_read
 
 __all__ = ['CheckpointFiles', 'in_threads']
 
@@ -69,11 +70,14 @@ class CheckpointFiles:
         Raises:
           CheckpointNotFoundError, StorageError, FormatError: from the storage or from ``reading/contained_open.py``.
           CorruptCheckpointError: the file has more than ``limit`` bytes. In a bucket its size is known only after the read.
+          NotEnoughMemoryError: it does not fit in memory.
         """
-        if limit is not None:
+        if self._contained is not None:
             key = join(self.directory, file)
-            size = self.storage.size(key) if self._contained is not None else None
-            check_size(size or 0, limit, self.storage.url(key))
+            size = self.storage.size(key) or 0
+            if limit is not None:
+                check_size(size, limit, self.storage.url(key))
+            check_whole_read(size, self.storage.url(key))
         return b''.join(bytes(block) for block in self._blocks(file))
 
     def read_with_version(self, file: str) -> tuple[bytes, Any]:

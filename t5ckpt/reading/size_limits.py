@@ -8,17 +8,16 @@ than the machine has is refused, before the kernel kills the process.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from t5ckpt.errors import CorruptCheckpointError, NotEnoughMemoryError
+from t5ckpt.storage.memory_limit import memory_limit
 
 __all__ = ['check_chunk', 'check_count', 'check_memory']
 
 _NEEDS_NO_PROOF = 256 * 2**20
 _MAX_RATIO = 2**17
 _MANY = 2**14
-_CGROUP = '/sys/fs/cgroup'
 
 
 def check_chunk(chunk_bytes: int, file_bytes: Callable[[], int], where: str) -> None:
@@ -65,24 +64,3 @@ def check_count(chunks: int, files: Callable[[], int], where: str) -> None:
             f'{where}: the metadata claims {chunks:,} chunks, and there are {found:,} files. It is damaged or made up; '
             'restore an older step, or copy the checkpoint again.'
         )
-
-
-def memory_limit() -> int | None:
-    """The memory limit of this process in bytes, from the machine or its control group; None if unknown."""
-    limits = [_sysconf()] if hasattr(os, 'sysconf') else []
-    for name in ('memory.max', 'memory/memory.limit_in_bytes'):
-        try:
-            with open(os.path.join(_CGROUP, name), encoding='ascii') as file:
-                limits.append(int(file.read()))
-        except (OSError, ValueError):
-            # Another version of control groups, or no limit ("max").
-            continue
-    known = [limit for limit in limits if limit is not None]
-    return min(known, default=None)
-
-
-def _sysconf() -> int | None:
-    try:
-        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    except (OSError, ValueError):
-        return None

@@ -26,6 +26,7 @@ from t5ckpt.storage.directory_lock import lock_directory
 from t5ckpt.storage.durable import exchange_durably, rename_durably, sync_dir, write_synced
 from t5ckpt.storage.error_mapping import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
+from t5ckpt.storage.memory_limit import check_whole_read
 from t5ckpt.storage.options import FileOptions, parse_options
 
 if TYPE_CHECKING:
@@ -113,9 +114,11 @@ class FileStorage(Storage):
             # Non-blocking, since opening a FIFO would wait for its writer.
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             with open(fd, 'rb') as file:
-                mode = os.fstat(fd).st_mode
-                if not stat.S_ISREG(mode):
-                    raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, 'not a regular file')
+                found = os.fstat(fd)
+                if not stat.S_ISREG(found.st_mode):
+                    raise OSError(errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL, 'not a regular file')
+                if count < 0:
+                    check_whole_read(found.st_size, self.url(key))
                 file.seek(start)
                 return file.read(count)
 

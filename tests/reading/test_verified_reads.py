@@ -311,3 +311,18 @@ def test_files_that_are_larger_than_the_memory(tmp_path):
     os.truncate(step / 'w' / '0.0', 2**43)
     with pytest.raises(errors.CorruptCheckpointError, match='8,796,093,022,208 bytes'):
         t5ckpt.copy_checkpoint(step, tmp_path / 'other')
+
+
+@pytest.mark.parametrize('name', ['checkpoint', 't5ckpt.json', 'integrity.0.json'])
+def test_a_file_that_is_read_whole_and_is_larger_than_the_memory(tmp_path, name):
+    """It is an error that names the file, and no listing of the run reads it."""
+    state = {'w': np.ones((600, 700), np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+        ck.save(state, step=1)
+        ck.save(state, step=2)
+    os.truncate(tmp_path / 'checkpoint_2' / name, 2**43)
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as ck:
+        with pytest.raises(errors.NotEnoughMemoryError, match=rf'{name} has 8,796,093,022,208 bytes'):
+            ck.restore(2)
+        np.testing.assert_array_equal(ck.restore(1)['w'], state['w'])
+    assert 1 in t5ckpt.open_run(tmp_path).steps

@@ -1,0 +1,49 @@
+"""The memory of this machine, and the size of files that are read whole."""
+
+from __future__ import annotations
+
+import os
+
+from t5ckpt.errors import NotEnoughMemoryError
+
+__all__ = ['check_whole_read', 'memory_limit']
+
+_CGROUP = '/sys/fs/cgroup'
+_NEEDS_NO_PROOF = 256 * 2**20
+
+
+def check_whole_read(nbytes: int, where: str) -> None:
+    """Checks the size of a file before it is read whole: its bytes, and what is decoded of them, must fit in memory.
+
+    Raises:
+      NotEnoughMemoryError: the file is larger than half of the memory.
+    """
+    if nbytes <= _NEEDS_NO_PROOF:
+        return
+    limit = memory_limit()
+    if limit is not None and nbytes > limit // 2:
+        raise NotEnoughMemoryError(
+            f'{where} has {nbytes:,} bytes and is read whole, which takes more than the {limit:,} bytes of memory that this '
+            'machine has. If no program of yours has written so large a file, copy the checkpoint again.'
+        )
+
+
+def memory_limit() -> int | None:
+    """The memory limit of this process in bytes, from the machine or its control group; None if unknown."""
+    limits = [_sysconf()] if hasattr(os, 'sysconf') else []
+    for name in ('memory.max', 'memory/memory.limit_in_bytes'):
+        try:
+            with open(os.path.join(_CGROUP, name), encoding='ascii') as file:
+                limits.append(int(file.read()))
+        except (OSError, ValueError):
+            # Another version of control groups, or no limit ("max").
+            continue
+    known = [limit for limit in limits if limit is not None]
+    return min(known, default=None)
+
+
+def _sysconf() -> int | None:
+    try:
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (OSError, ValueError):
+        return None

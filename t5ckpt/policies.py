@@ -191,7 +191,7 @@ class KeepBest(KeepPolicy):
         if info.pinned:
             return 'pinned'
         if info.step == latest:
-            return 'the latest'
+            return 'latest'
         if self.period is not None and info.step % self.period == 0:
             return f'a multiple of {self.period}'
         if self.keep_without_metric is not False and self.metric not in info.metrics:
@@ -361,7 +361,7 @@ def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: in
             'pinned': info.pinned,
             HELD: info.held,
             WAITS: info.waits,
-            'the latest': info.step == latest,
+            'latest': info.step == latest,
             'just saved': info.step == just_saved,
         }
         rule = next((reason for reason, holds in rules.items() if holds), None)

@@ -114,7 +114,7 @@ def test_reasons_say_why():
         2: 'm 0.25, not among the best 1 (max); not a multiple of 100',
         3: 'm nan, not among the best 1 (max); not a multiple of 100',
         4: 'pinned',
-        5: 'the latest',
+        5: 'latest',
     }
 
 

@@ -120,7 +120,7 @@ def test_the_policy_of_the_page_stops_what_would_be_injected_all_the_same(page):
 def test_the_run_its_steps_and_their_metrics(page):
     rows = page.run('[...document.querySelectorAll("#run tbody tr")].map((row) => row.innerText)')
     assert [row.split('\t')[0].strip() for row in rows] == ['300', '200', '100']
-    assert 'the latest' in rows[0]
+    assert 'one of the latest 5; latest' in rows[0]
     assert 'eval/loss 0.5, among the best 2' in rows[1]
     assert 'described below' in rows[0]
     assert 'compared' in rows[1]
@@ -232,6 +232,8 @@ def test_the_tree_by_keyboard(page):
     assert text_of(page, 'h3') == 'target/layers_1/kernel'
     assert page.run('document.activeElement.getAttribute("aria-selected")') == 'true'
     assert page.run('document.querySelector("#leaf-plot").data[0].y.reduce((a, b) => a + b)') == 48 * 64
+    sizes = '[...document.querySelectorAll("#leaf-plot .%stick text")].map((text) => getComputedStyle(text).fontSize)'
+    assert set(page.run(sizes % 'x')) == set(page.run(sizes % 'y')), 'the labels of both axes have one size'
     page.press('ArrowLeft')
     assert page.run(focused) == 'layers_1'
     page.press('ArrowLeft')

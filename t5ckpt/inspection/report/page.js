@@ -415,7 +415,7 @@ function leafSection(facts) {
       details.lastElementChild.after(figure('leaf-plot', `Histogram of ${leaf.name} from ${digits(stats.low)} to ${digits(stats.high)}`, `Values of the leaf in ${stats.counts.length} bins; the counts have a logarithmic axis.`, 170));
       const [low, high] = [number(stats.low), number(stats.high)];
       const width = high / stats.counts.length - low / stats.counts.length;
-      draw('leaf-plot', () => ({ data: [{ type: 'bar', x: stats.counts.map((_, at) => low + (at + 0.5) * width), y: stats.counts, width, marker: { color: css('--c0') }, hoverinfo: 'text', textposition: 'none', hovertext: stats.counts.map((count, at) => `${digits(low + at * width)} to ${digits(low + (at + 1) * width)}<br>${counted(count, 'value')}`) }], layout: { bargap: 0, margin: { l: 52, r: 8, t: 6, b: 28 }, xaxis: axis({ nticks: 7 }), yaxis: axis({ type: 'log', dtick: 1, exponentformat: 'power' }) } }));
+      draw('leaf-plot', () => ({ data: [{ type: 'bar', x: stats.counts.map((_, at) => low + (at + 0.5) * width), y: stats.counts, width, marker: { color: css('--c0') }, hoverinfo: 'text', textposition: 'none', hovertext: stats.counts.map((count, at) => `${digits(low + at * width)} to ${digits(low + (at + 1) * width)}<br>${counted(count, 'value')}`) }], layout: { bargap: 0, margin: { l: 52, r: 8, t: 6, b: 28 }, xaxis: axis({ nticks: 7 }), yaxis: axis({ type: 'log', dtick: 1, exponentformat: 'SI' }) } }));
     }
     mark(leaf);
   }

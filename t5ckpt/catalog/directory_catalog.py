@@ -8,7 +8,6 @@ from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
 from t5ckpt.catalog.run_catalog import Index, RunCatalog
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.names import parse_prefixed_step, parse_step_dir, step_dir
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.storage import Entry
 
 __all__ = ['DirectoryCatalog']
@@ -79,10 +78,8 @@ class DirectoryCatalog(RunCatalog):
         found = self._storage.entries(entry.name) if entry.is_dir else [entry]
         return {item.name: item for item in found} or None
 
-    def nbytes(self, name: str, sidecar: Sidecar, files: Mapping[str, Entry]) -> int | None:
-        # The sidecar counts the files in the arrays' directories.
-        top = sum(item.size or 0 for item in files.values())
-        if sidecar.bytes is not None:
-            return sidecar.bytes + top
+    def nbytes(self, name: str, recorded: int | None, files: Mapping[str, Entry]) -> int | None:
+        if recorded is not None:
+            return recorded
         listed = [size or 0 for _, size in self._storage.walk(name)]
-        return sum(listed) if listed else top
+        return sum(listed) if listed else sum(item.size or 0 for item in files.values())

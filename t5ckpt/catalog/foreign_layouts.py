@@ -7,16 +7,17 @@ import enum
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.manifest import is_whole
-from t5ckpt.format.names import MANIFEST, parse_step_dir
+from t5ckpt.format.names import MANIFEST, parse_step_dir, step_dir
 from t5ckpt.format.orbax_names import TREE_METADATA
 from t5ckpt.format.safetensors import WHOLE_NAMES
 from t5ckpt.storage import Entry, Storage, open_storage, split_path
@@ -28,6 +29,7 @@ __all__ = [
     'foreign_layout',
     'model_file',
     'no_checkpoint',
+    'no_step',
     'not_a_run',
     'runs_below',
     'unread_contents',
@@ -132,6 +134,16 @@ def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
         cure = f'Give the path of one: {storage.url(runs[0])}'
     held = f'it holds {counted(len(runs), "run")}: {some_of(runs, 5)}' if runs else _contents_text(storage)
     return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {held}. {cure}')
+
+
+def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str) -> T5CkptError:
+    """The error for a step that a run lacks, with its complete steps and how to name one of them."""
+    if not steps and not catalog_of(storage).exists():
+        return not_a_run(storage)
+    where = f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are'
+    if not steps:
+        return CheckpointNotFoundError(f'{where}: none.')
+    return CheckpointNotFoundError(f'{where}: {", ".join(str(each.step) for each in steps[-10:])}. {cure}')
 
 
 def runs_below(storage: Storage) -> list[str]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.foreign_layouts import foreign_file, model_file, no_checkpoint, not_a_run
+from t5ckpt.catalog.foreign_layouts import foreign_file, model_file, no_checkpoint, no_step, not_a_run
 from t5ckpt.catalog.layouts import is_orbax
 from t5ckpt.catalog.listing import catalog_of, inspect_step, listing, newest, step_around, step_of
 from t5ckpt.core.arguments import given_step
@@ -204,11 +204,7 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     if found is not None:
         # On an object store, steps with a prefix in their names are found only by a listing.
         return Located(storage, found.directory, found.manifest, found.step)
-    shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
-    raise CheckpointNotFoundError(
-        f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are: {shown}. Pass one of them, or None '
-        'for the latest.'
-    )
+    raise no_step(storage, step, steps, 'Pass one of them, or None for the latest.')
 
 
 def refuse_within(target: Storage | None, located: Located) -> None:

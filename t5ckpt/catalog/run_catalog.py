@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing
 from t5ckpt.format.names import ReadLease, WriteLeaseName
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.storage import Entry, Storage
 
 __all__ = ['Index', 'RunCatalog']
@@ -100,5 +99,5 @@ class RunCatalog(ABC):
         """The entries of a step's directory, on an object store only ``PINNED``; None if the step is gone."""
 
     @abstractmethod
-    def nbytes(self, name: str, sidecar: Sidecar, files: Mapping[str, Entry]) -> int | None:
-        """The bytes of a step's files; None if neither the sidecar nor a listing has them."""
+    def nbytes(self, name: str, recorded: int | None, files: Mapping[str, Entry]) -> int | None:
+        """The bytes of a step's files; None if neither the sidecar (``recorded``) nor a listing has them."""

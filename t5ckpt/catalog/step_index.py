@@ -30,14 +30,11 @@ from typing import Any
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
 from t5ckpt.catalog.run_catalog import Index, RunCatalog
 from t5ckpt.core.keys import join
-from t5ckpt.errors import FormatError
-from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import is_tensorflow_state
 from t5ckpt.format.names import (
     INDEX,
     MANIFEST,
     PINNED,
-    SIDECAR,
     STEP_PREFIX,
     index_complete,
     is_index_complete,
@@ -51,7 +48,6 @@ from t5ckpt.format.names import (
     step_dir,
     step_marker,
 )
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.storage import Entry, Storage
 
 __all__ = [
@@ -233,11 +229,6 @@ class IndexCatalog(RunCatalog):
     def files(self, entry: Entry) -> dict[str, Entry] | None:
         return {PINNED: Entry(PINNED, False)} if self._storage.is_file(join(entry.name, PINNED)) else {}
 
-    def nbytes(self, name: str, sidecar: Sidecar, files: Mapping[str, Entry]) -> int | None:
-        # From the sidecar: ``digests`` has the files that ``bytes`` does not count, without the sidecar itself.
+    def nbytes(self, name: str, recorded: int | None, files: Mapping[str, Entry]) -> int | None:
         del name, files
-        try:
-            files_beside = FileChecksums.recorded_by(sidecar, SIDECAR).values()
-        except FormatError:
-            return None
-        return None if sidecar.bytes is None else sidecar.bytes + sum(size for size, _ in files_beside)
+        return recorded

@@ -16,6 +16,7 @@ from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
@@ -41,7 +42,8 @@ class StepSummary:
       complete: whether readers can see it.
       state: ``'complete'``, ``'unreadable'``, ``'unfinished'``, ``'being deleted'``, ``'broken'``, ``'damaged'`` (renamed by a
         restore that could not read it), or ``'moved aside'`` (renamed by a save because it holds files of other programs).
-      nbytes: the bytes of all its files; None if neither a sidecar nor a listing has them.
+      nbytes: the bytes of its arrays, manifest, file checksums and sidecar; without a sidecar, on file systems, of all its
+        files. None if neither a sidecar nor a listing has them.
       created: when it was saved, in unix seconds; without a sidecar, the modification time of the manifest; or None.
       metrics: the metrics passed to ``save``.
       pinned: whether it is pinned.
@@ -131,7 +133,7 @@ def _summary(
     storage: Storage, catalog: RunCatalog, entry: Entry, named: _Named, latest: int | None
 ) -> StepSummary | None:
     is_orbax = named.layout == ORBAX
-    sidecar, damage = (_orbax_facts if is_orbax else _sidecar)(storage, entry)
+    sidecar, recorded, damage = (_orbax_facts if is_orbax else _sidecar)(storage, entry)
     files = catalog.files(entry)
     if files is None:
         return None
@@ -141,7 +143,7 @@ def _summary(
     if created is None:
         created = manifest.mtime if manifest is not None and manifest.mtime else None
     # Keep policies apply only to T5X's layout.
-    kept = [f'in the layout of {named.layout}'] if named.layout != T5X else []
+    kept = ['no keep policy applies'] if named.layout != T5X else []
     kept += [pin_reason(storage, entry.name)] if pinned else []
     kept += ['latest'] * (named.is_complete and named.step == latest)
     return StepSummary(
@@ -149,7 +151,7 @@ def _summary(
         path=storage.url(entry.name),
         complete=named.is_complete,
         state='unreadable' if damage and named.is_complete and not is_orbax else named.state,
-        nbytes=catalog.nbytes(entry.name, sidecar, files),
+        nbytes=catalog.nbytes(entry.name, recorded, files),
         created=created,
         metrics=sidecar.metrics,
         pinned=pinned,
@@ -161,22 +163,33 @@ def _summary(
     )
 
 
-def _orbax_facts(storage: Storage, entry: Entry) -> tuple[Sidecar, str]:
+def _orbax_facts(storage: Storage, entry: Entry) -> tuple[Sidecar, None, str]:
     """What Orbax records beside the arrays, and the text of the error if it does not decode."""
     try:
-        return read_orbax_facts(storage, entry.name), ''
+        return read_orbax_facts(storage, entry.name), None, ''
     except FormatError as error:
-        return NO_SIDECAR, f'its metrics and times are not read: {error}'
+        return NO_SIDECAR, None, f'its metrics and times are not read: {error}'
 
 
-def _sidecar(storage: Storage, entry: Entry) -> tuple[Sidecar, str]:
-    """A step's sidecar, and the text of the error if it is damaged."""
+def _sidecar(storage: Storage, entry: Entry) -> tuple[Sidecar, int | None, str]:
+    """A step's sidecar, the bytes of the files that it records with its own, and the text of the error if it is damaged."""
     key = join(entry.name, SIDECAR)
     if not entry.is_dir:
-        return NO_SIDECAR, ''
+        return NO_SIDECAR, None, ''
     try:
-        return decode_sidecar(read_sidecar(storage, entry.name), storage.url(key)), ''
+        data = read_sidecar(storage, entry.name)
+        sidecar = decode_sidecar(data, storage.url(key))
     except CheckpointNotFoundError:
-        return NO_SIDECAR, ''
+        return NO_SIDECAR, None, ''
     except FormatError as error:
-        return NO_SIDECAR, str(error)
+        return NO_SIDECAR, None, str(error)
+    return sidecar, _recorded_bytes(sidecar, len(data)), ''
+
+
+def _recorded_bytes(sidecar: Sidecar, own: int) -> int | None:
+    """The bytes of the arrays' files, of the manifest and the file checksums (``digests``), and of the sidecar itself."""
+    try:
+        beside = FileChecksums.recorded_by(sidecar, SIDECAR).values()
+    except FormatError:
+        return None
+    return None if sidecar.bytes is None else sidecar.bytes + own + sum(size for size, _ in beside)

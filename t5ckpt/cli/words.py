@@ -27,6 +27,7 @@ _RULES = tuple(
         (r'\bin_place=True', '--in-place'),
         (r'\bfull=True', '--full'),
         (r'Pass one of them, or None for the latest', 'Name one of them, or run@latest'),
+        (r'(complete steps are: [\d, ]+)\. Pass one of them', r'\1. Name one of them'),
         (r'\btrust_files=True', '--trust-files'),
         (r'Changes\(drop=\.\.\.\)', 't5ckpt cp --drop'),
         (r'(Convert|Import)Options\(step=\.\.\.\)', '--as-step'),

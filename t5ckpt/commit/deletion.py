@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 
+from t5ckpt.catalog.foreign_layouts import no_step
 from t5ckpt.catalog.layouts import inspect_name, other_layout
 from t5ckpt.catalog.listing import listing, waiting_steps
 from t5ckpt.catalog.pin_file import pin_reason
@@ -25,7 +26,7 @@ from t5ckpt.commit.removal import (
 from t5ckpt.commit.step_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.errors import StorageError, T5CkptError
 from t5ckpt.format.names import MANIFEST, PINNED, aside_dir, parse_leftover, step_dir, to_persist_file
 from t5ckpt.policies import HELD, WAITS, Decision
 from t5ckpt.storage import Storage
@@ -129,10 +130,7 @@ def decide_deletion(
             if each.step == step and not each.is_t5x:
                 cure = 'Remove it with the program that wrote it.'
                 raise other_layout(storage.url(each.name), each.layout, 'which t5ckpt does not delete', cure)
-        shown = ', '.join(str(each.step) for each in steps[-10:]) or 'none'
-        raise CheckpointNotFoundError(
-            f'{storage.url(directory)}: step {step} does not exist, complete steps are: {shown}.'
-        )
+        raise no_step(storage, step, steps, 'Pass one of them.')
     check_known(storage, directory)
     if not even_pinned and is_pinned(storage, directory):
         return Decision(step, True, pin_reason(storage, directory))

@@ -162,6 +162,9 @@ def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplo
     assert {key: data for key, data in tree(run_dir).items() if not key.startswith('checkpoint_9')} == before
     pruned = CliRunner().invoke(app, ['prune', str(run_dir), '--keep', '1', '--yes'])
     assert f'in the layout of {layout}' in pruned.output
+    listed = CliRunner().invoke(app, ['ls', str(run_dir)]).output
+    assert 'no keep policy applies' in listed
+    assert listed.count(layout) == 1, 'the column says it'
     assert t5ckpt.all_steps(run_dir) == [7, 9]
 
 

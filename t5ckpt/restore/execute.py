@@ -127,7 +127,12 @@ def _read(
 def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
     """Logs the leaves that differ from the checkpoint: not cast, resized, or left out."""
     if plan.notes:
-        _log.warning('t5ckpt: restored as in the checkpoint (restore_dtype casts): %s', some_of(plan.notes, 5, '; '))
+        how = (
+            ' (restore_dtype casts)'
+            if request.cast is None
+            else ', since restore_dtype and cast_leaves do not change them'
+        )
+        _log.warning('t5ckpt: restored as in the checkpoint%s: %s', how, some_of(plan.notes, 5, '; '))
     if plan.resized:
         _log.warning('t5ckpt: padded with zeros or truncated: %s', some_of(plan.resized, 20, '; '))
     elif request.call.resize:

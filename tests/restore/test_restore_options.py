@@ -17,6 +17,7 @@ from support.partitioner import Partitioner, T5XState
 import t5ckpt
 from t5ckpt import Checkpointer
 from t5ckpt.errors import (
+    CheckpointNotFoundError,
     ShardingMismatch,
     TreeMismatchError,
     UnexpectedLeaves,
@@ -265,11 +266,28 @@ def test_floating_leaves_in_the_dtype_of_the_template(tmp_path, caplog):
     assert 'restored as in the checkpoint' not in caplog.text
 
 
+def test_a_cast_that_leaves_a_dtype_as_it_is_does_not_advise_a_cast(tmp_path, caplog):
+    save(tmp_path, {'w': jnp.ones(4, jnp.bfloat16)})
+    restore(tmp_path, {'w': jnp.ones(4)}, options={'restore_dtype': 'bfloat16', 'cast_leaves': 'w'})
+    assert 'restored as in the checkpoint, since restore_dtype and cast_leaves do not change them' in caplog.text
+    assert 'restore_dtype casts' not in caplog.text
+
+
+def test_a_directory_that_is_not_there_is_said_to_be_missing(tmp_path):
+    with Checkpointer({'w': 0}, checkpoints_dir=tmp_path / 'nowhere') as checkpointer:
+        with pytest.raises(CheckpointNotFoundError, match='nowhere: there is no such directory'):
+            checkpointer.restore(step=43)
+        (tmp_path / 'nowhere').mkdir()
+        with pytest.raises(CheckpointNotFoundError, match='step 43 does not exist, complete steps are: none'):
+            checkpointer.restore(step=43)
+
+
 def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path, caplog):
     save(tmp_path, {'w': jnp.ones(4)})
     with Checkpointer({'w': jnp.ones(4, jnp.bfloat16)}, checkpoints_dir=tmp_path) as checkpointer:
         assert checkpointer.restore()['w'].dtype == jnp.float32
         assert 'w: checkpoint float32, template bfloat16' in caplog.text
+        assert '(restore_dtype casts)' in caplog.text
         checkpointer.restore_dtype = 'template'
         assert checkpointer.restore()['w'].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match='restore_dtype'):

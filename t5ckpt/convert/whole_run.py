@@ -87,7 +87,7 @@ def convert_run(
     rest = [each for each in wanted if each.step not in there]
     done: list[Conversion] = []
     gone: list[int] = []
-    logged: set[tuple[str, ...]] = set()
+    logged: set[str] = set()
     for each in rest:
         part = dataclasses.replace(options, progress=_part(options.progress, len(done) + len(gone), len(rest)))
         try:
@@ -158,16 +158,16 @@ def _source(kind: str, source: str) -> Mapping[str, Any]:
 
 
 def _convert(
-    kind: str, run: Storage, each: ListedStep, target: Storage, options: ConvertOptions, logged: set[tuple[str, ...]]
+    kind: str, run: Storage, each: ListedStep, target: Storage, options: ConvertOptions, logged: set[str]
 ) -> Conversion:
-    """Converts a step; logs what it leaves out unless ``logged`` has the same names."""
+    """Converts a step; logs the items that it leaves out and that are not in ``logged``."""
     source = run.url(each.name)
     if kind == TO_ORBAX:
         return convert_to_orbax_run(source, target.url(), each.step, options)
     found = dataclasses.replace(open_tree(kind, source, options.optimizer), step=each.step)
-    if found.left_out not in logged:
-        logged.add(found.left_out)
-        log_left_out(found, source)
+    new = tuple(name for name in found.left_out if name not in logged)
+    logged.update(new)
+    log_left_out(dataclasses.replace(found, left_out=new), source)
     return finish(found, target, options)
 
 

@@ -80,6 +80,14 @@ def read_all(folder):
     return {name: tensor.get() for name, tensor in open_tf(folder).tensors.items()}
 
 
+def test_a_checkpoint_that_needs_no_conversion(tmp_path):
+    with t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path / 'run') as checkpointer:
+        checkpointer.save({'w': np.ones(3)}, step=1)
+    for path in (tmp_path / 'run', tmp_path / 'run/checkpoint_1'):
+        with pytest.raises(errors.UnsupportedFormatError, match="in T5X's format already and needs no conversion"):
+            convert_tf(path, tmp_path / 'out')
+
+
 def test_damage_anywhere_in_the_index_is_seen(tf_golden, tmp_path):
     """Whichever byte is another: an error of ours, or, where the byte means nothing, the same tensors."""
     folder = shutil.copytree(tf_golden / NAMES[2], tmp_path / 'copy', ignore=shutil.ignore_patterns('converted'))

@@ -301,6 +301,18 @@ def test_items_that_are_not_converted_are_named_once(items, tmp_path, caplog):
     assert 'config' in caplog.text
 
 
+def test_an_item_of_a_later_step_is_named_without_those_of_earlier_steps(items, tmp_path, caplog):
+    with ocp.CheckpointManager(items) as manager:
+        state, extra = ocp.args.StandardSave(tree(3)), ocp.args.JsonSave({'a': 1})
+        manager.save(3, args=ocp.args.Composite(state=state, ema=state, extra=extra))
+    convert_run('orbax', items, tmp_path / 'new')
+    told = [record.message for record in caplog.records if 'not converted' in record.message]
+    assert [message.partition(': items of Orbax that are not converted: ')[2][:11] for message in told] == [
+        'config, ema',
+        'extra.',
+    ]
+
+
 def test_what_orbax_has_no_place_for_is_named(tmp_path):
     with t5ckpt.Checkpointer(tree(0), checkpoints_dir=tmp_path / 'run') as ck:
         ck.save(tree(3), metrics={'loss': 1.0}, custom_metadata={'a': 1})

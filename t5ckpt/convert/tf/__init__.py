@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.catalog.locate import locate
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
 from t5ckpt.convert.files.tf_bundle import read_bundle
 from t5ckpt.convert.tf.rules import (
@@ -30,10 +31,13 @@ from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingDependencyError,
+    T5CkptError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.names import MANIFEST
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contained_open import read_source
+from t5ckpt.reading.contents import read_contents
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
@@ -119,10 +123,27 @@ def _latest_in(directory: str) -> str:
         # Only the base name counts, since the directory may have been copied.
         if match is not None and os.path.basename(match[1]) in found:
             return os.path.join(directory, os.path.basename(match[1]))
+    if not found:
+        _refuse_readable(directory)
     if len(found) != 1:
         held = f'several TensorFlow checkpoints: {", ".join(found[:10])}. Pass one' if found else 'no file *.index'
         raise CheckpointNotFoundError(f'{directory} has {held}.')
     return os.path.join(directory, found[0])
+
+
+def _refuse_readable(directory: str) -> None:
+    """Raises UnsupportedFormatError if t5ckpt reads the directory, so that TensorFlow's conversion is not what it needs."""
+    try:
+        located = locate(directory)
+        read_contents(located)
+    except T5CkptError:
+        return
+    what = (
+        "in T5X's format already and needs no conversion"
+        if located.manifest == MANIFEST
+        else 'in the layout of Orbax or Flax. Convert it from that format'
+    )
+    raise UnsupportedFormatError(f'{directory} has no file *.index: it is {what}.')
 
 
 def _open_with_tensorflow(path: str) -> TfCheckpoint:

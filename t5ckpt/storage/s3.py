@@ -6,10 +6,14 @@ the environment, a profile or a role. A manifest is the same as on a disk, so T5
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt.errors import InvalidPathError
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.connection import Connection, http_contexts
 from t5ckpt.storage.error_mapping import bucket_errors
@@ -26,6 +30,12 @@ from t5ckpt.storage.options import (
 from t5ckpt.storage.s3_requests import etag_version, s3_requests
 
 __all__ = ['S3Storage', 'open_at']
+
+_log = logging.getLogger('t5ckpt')
+
+# docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html
+_NAME = re.compile(r'[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]')
+_RULES = 'Its names have 3 to 63 lowercase letters, digits, dots and hyphens.'
 
 
 class S3Storage(BucketStorage):
@@ -73,4 +83,28 @@ class S3Storage(BucketStorage):
 
 def open_at(bucket: str, prefix: str, given: Mapping[str, Any] | None) -> S3Storage:
     """Opens ``s3://bucket/prefix`` with ``storage_options``."""
-    return S3Storage(bucket, prefix, parse_options(S3Options, given, f's3://{bucket}/{prefix}'))
+    url = f's3://{bucket}/{prefix}'
+    options = parse_options(S3Options, given, url)
+    _check_name(bucket, url, s3_endpoint(options, os.environ))
+    return S3Storage(bucket, prefix, options)
+
+
+def _check_name(bucket: str, url: str, endpoint: str | None) -> None:
+    """Compares a name with Amazon's rules for buckets. Other servers may allow more, so there it is only a warning.
+
+    Amazon has buckets of before 2018 with other names. They are addressed by path, with an endpoint.
+    """
+    if _NAME.fullmatch(bucket) and '..' not in bucket:
+        return
+    if endpoint is not None:
+        _warn_of_name(bucket, endpoint)
+        return
+    raise InvalidPathError(
+        f'{url}: a bucket cannot have the name "{bucket}". Check the URL. For a bucket from before 2018, pass '
+        "storage_options={'endpoint': 'https://s3.us-east-1.amazonaws.com'}."
+    )
+
+
+@functools.cache
+def _warn_of_name(bucket: str, endpoint: str) -> None:
+    _log.warning('t5ckpt: s3://%s: S3 gives no new bucket this name; %s may have one. %s', bucket, endpoint, _RULES)

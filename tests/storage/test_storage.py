@@ -124,12 +124,21 @@ def test_a_path_that_names_no_place_makes_nothing(elsewhere, path, words):
     assert list(elsewhere.iterdir()) == []
 
 
-@pytest.mark.parametrize('url', ['s3://Bad_Bucket!/run', 's3://ab/run', 'gs://Bad_Bucket!/run'])
+@pytest.mark.parametrize(
+    'url', ['s3://Bad_Bucket!/run', 's3://Bad_Bucket/run', 's3://a..b/run', 's3://ab/run', 'gs://Bad_Bucket!/run']
+)
 def test_a_name_that_no_bucket_can_have(url):
     with pytest.raises(
-        errors.InvalidPathError, match=f'{url}.* a bucket cannot have the name "[A-Za-z_!]+". Check the URL'
+        errors.InvalidPathError, match=f'{url}.* a bucket cannot have the name "[A-Za-z_!.]+". Check the URL'
     ):
         t5ckpt.all_steps(url, storage_options={'anonymous': True})
+
+
+def test_a_name_that_only_another_server_may_allow_is_a_warning(caplog):
+    for _ in range(2):
+        open_storage('s3://Other_Name/run', {'endpoint': 'http://127.0.0.1:9', 'anonymous': True})
+    (record,) = caplog.records
+    assert 's3://Other_Name: S3 gives no new bucket this name; http://127.0.0.1:9 may have one' in record.message
 
 
 def test_an_error_of_the_system_says_it_once(tmp_path):

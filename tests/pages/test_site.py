@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from support.chromium import chromium, need_chromium
 from support.pages import python_of
 
 import t5ckpt
@@ -32,6 +33,18 @@ def site(tmp_path_factory) -> pathlib.Path:
 def test_every_page_is_there(site):
     pages = {path.relative_to(ROOT / 'docs').with_suffix('.html') for path in (ROOT / 'docs').glob('*.md')}
     assert {page for page in pages if not (site / page).is_file()} == set()
+
+
+@pytest.mark.parametrize('width', [390, 1280])
+def test_no_line_of_code_is_cut(site, tmp_path, width):
+    need_chromium()
+    cut = """[...document.querySelectorAll('.md-typeset pre > code')]
+        .filter((code) => code.scrollWidth > code.clientWidth + 1).map((code) => code.innerText)"""
+    with chromium(tmp_path) as page:
+        page.size(width, 900)
+        for name in ('index.html', 'looking.html', 'errors.html', 'notebooks/how-did-the-weights-move.html'):
+            page.open(site / name, f'location.pathname.endsWith({name!r}) && document.readyState === "complete"')
+            assert page.run(cut) == [], name
 
 
 def test_every_page_is_in_the_navigation_once():

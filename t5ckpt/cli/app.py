@@ -6,7 +6,7 @@ import importlib
 import io
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import click
 
@@ -37,7 +37,7 @@ class _Verbs(click.Group):
         except click.UsageError as error:
             # click compares with the verbs that are loaded.
             if not args[0].startswith('-'):
-                vars(error)['message'] += did_you_mean(args[0], VERBS)
+                vars(error)['message'] += _with_verb(args[0]) or did_you_mean(args[0], VERBS)
             raise
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -45,6 +45,18 @@ class _Verbs(click.Group):
         if cmd_name not in VERBS:
             return None
         return importlib.import_module(f't5ckpt.cli.{VERBS[cmd_name]}').command
+
+
+def _with_verb(word: str) -> str:
+    """The verbs that take a word as their first, such as a format, as a hint."""
+    from t5ckpt.cli.convert import command as convert
+    from t5ckpt.cli.export import command as export
+    from t5ckpt.cli.import_ import command as import_
+
+    words: dict[str, Collection[str]] = {'export': export.commands, 'import': import_.commands}
+    words['convert'] = next(each.type.choices for each in convert.params if isinstance(each.type, click.Choice))
+    found = [f't5ckpt {verb} {word}' for verb, formats in words.items() if word in formats]
+    return f' Did you mean {" or ".join(found)}?' if found else ''
 
 
 @click.group(cls=_Verbs, context_settings={'help_option_names': ['-h', '--help']})

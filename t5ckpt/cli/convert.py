@@ -49,7 +49,7 @@ _SHOWN = 8
 @click.option('--compression', type=click.Choice(CODEC_NAMES), help='By default nothing is compressed.')
 @click.option('--rules', metavar='FILE.py', help='For tf: Python that defines `translator`. It is run.')
 @click.option('--concurrent-gb', type=float, default=ConvertOptions.concurrent_gb, help='Values in flight.')
-@click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the new one is whole.')
+@click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the new one is complete.')
 @click.option('--dry-run', is_flag=True, help='Say what would be written; read no tensor, write nothing.')
 @json_option
 def command(kind: str, source: str, directory: str, rules: str | None, as_json: bool, **words: Any) -> None:

@@ -13,6 +13,7 @@ from t5ckpt.cli.output import (
     fields_of,
     follow_links_option,
     json_option,
+    moved_option,
     print_json,
     progress,
     say,
@@ -44,6 +45,11 @@ _CHANGES = (
 @click.argument('source', type=CHECKPOINT)
 @click.argument('target', type=RUN)
 @step_option
+@moved_option(
+    '--all',
+    'it copies one step. Call it for each step of a run: t5ckpt cp run@100 TARGET.',
+    is_flag=True,
+)
 @click.option('--workers', type=int, help='How many files are under way at once; 16 without it.')
 @dtype_option('save_dtype')
 @cast_leaves_option
@@ -58,15 +64,15 @@ _CHANGES = (
 @click.option('--compression', metavar='CODEC', help='Write with this codec, or auto.')
 @as_step_option
 @follow_links_option
-@click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the copy is whole.')
+@click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the copy is complete.')
 @click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.')
 @json_option
 def command(source: str, target: str, step: int | None, as_json: bool, **words: Any) -> None:
     """Copies the checkpoint at SOURCE into the run at TARGET: byte for byte, or with changes.
 
     Both may be on any storage: a path, gs://bucket/run, s3://bucket/run. Files are compared with their checksums on the
-    way, and the copy shows when it is whole. To resume a copy that was stopped, run the same command again. With changes it
-    is one pass in bounded memory, and what stays as it is, is hard-linked on the same file system.
+    way, and the copy is visible once it is complete. To resume a copy that was stopped, run the same command again. With
+    changes it is one pass in bounded memory, and unchanged files are hard-linked on the same file system.
 
     \b
     Examples:

@@ -17,7 +17,7 @@ from t5ckpt.cli.output import (
 )
 from t5ckpt.cli.paths import CHECKPOINT, PLACE
 from t5ckpt.cli.reports import print_report, words
-from t5ckpt.cli.verb import Verb
+from t5ckpt.cli.verb import Verb, VerbGroup
 from t5ckpt.convert.export_options import ExportOptions
 
 __all__ = ['command']
@@ -37,7 +37,7 @@ _named = with_options(
 )
 
 
-@click.group('export')
+@click.group('export', cls=VerbGroup)
 def command() -> None:
     """Writes a checkpoint in another format: Hugging Face's, safetensors, npz.
 

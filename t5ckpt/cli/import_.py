@@ -9,7 +9,7 @@ import click
 from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, moved_option, progress, with_options
 from t5ckpt.cli.paths import PLACE, RUN
 from t5ckpt.cli.reports import print_report, words
-from t5ckpt.cli.verb import Verb
+from t5ckpt.cli.verb import Verb, VerbGroup
 from t5ckpt.convert.export_options import ImportOptions
 
 __all__ = ['command']
@@ -33,7 +33,7 @@ _common = with_options(
 )
 
 
-@click.group('import')
+@click.group('import', cls=VerbGroup)
 def command() -> None:
     """Writes a checkpoint from another format: Hugging Face's, safetensors, npz.
 

@@ -40,10 +40,11 @@ __all__ = ['command']
 def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
     """Lists the steps of the run at PATH: size, age, metrics, why each is kept.
 
-    A step is listed when it is complete, in whichever layout; a column names it where one is not T5X's. A step that cannot
-    be read is listed with the reason. Sizes, times and metrics come from the sidecars that t5ckpt writes; a size counts
-    what the save wrote. Sizes and times of what others wrote are those of the files. Why a step stays is what the keep policy says, under which the
-    latest step was saved. A local directory (local_dir=) is listed with the run that its steps are uploaded to.
+    A step is listed when it is complete, in whichever layout; a column names it where one is not T5X's. A step that
+    cannot be read is listed with the reason. Sizes, times and metrics come from the sidecars that t5ckpt writes; a
+    size counts what the save wrote. Sizes and times of what others wrote are those of the files. Why a step stays is
+    what the keep policy says, under which the latest step was saved. A local directory (local_dir=) is listed with
+    the run that its steps are uploaded to.
 
     \b
     Examples:

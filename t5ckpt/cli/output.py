@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -25,6 +25,9 @@ from t5ckpt.core.text import aligned, printable
 from t5ckpt.policies import Decision
 from t5ckpt.progress import progress_text
 from t5ckpt.storage import Storage
+
+if TYPE_CHECKING:
+    from t5ckpt.inspection.view import CheckpointView
 
 __all__ = [
     'Column',
@@ -44,6 +47,7 @@ __all__ = [
     'progress',
     'run_at',
     'say',
+    'say_what_is_read',
     'size_of',
     'step_option',
     'steps_option',
@@ -100,12 +104,13 @@ class Column:
     right: bool = False
 
 
-def moved_option(old: str, cure: str) -> Any:
-    """An option that had another meaning in earlier versions; its use is an error with a cure.
+def moved_option(old: str, cure: str, *, is_flag: bool = False) -> Any:
+    """An option of earlier versions, or of other verbs; its use is an error with a cure.
 
     Args:
       old: the option.
       cure: a sentence with the replacement.
+      is_flag: whether it takes no value.
     """
 
     def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
@@ -113,7 +118,8 @@ def moved_option(old: str, cure: str) -> Any:
             raise click.UsageError(f'{ctx.command_path} takes no {param.opts[0]}: {cure}', ctx)
 
     # A separate parameter name, since click confuses options that share one.
-    return click.option(old, 'moved', type=str, multiple=True, hidden=True, expose_value=False, callback=refuse)
+    kind: dict[str, Any] = {'is_flag': True} if is_flag else {'type': str, 'multiple': True}
+    return click.option(old, 'moved', **kind, hidden=True, expose_value=False, callback=refuse)
 
 
 def size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
@@ -128,6 +134,11 @@ def size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
 def say(text: str, *, err: bool = False) -> None:
     """Prints one line, with control characters escaped."""
     click.echo(printable(text), err=err)
+
+
+def say_what_is_read(view: CheckpointView) -> None:
+    """Prints the path and the step of a checkpoint, since the path of a run does not name the step."""
+    say(view.path if view.step is None else f'{view.path}: step {view.step}')
 
 
 def print_json(value: Any) -> None:
@@ -175,9 +186,36 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
             rich.text.Text(printable(column.title)), justify='right' if column.right else 'left', overflow='fold'
         )
     for row in rows:
-        # Names may hold square brackets, which are rich's markup.
-        table.add_row(*[rich.text.Text(printable(cell)) for cell in row])
+        table.add_row(*[_Cell(printable(cell)) for cell in row])
     console.print(table)
+
+
+class _Cell:
+    """Text for rich that wraps after the words and the slashes of a name, and within a key only if the key is too long."""
+
+    def __init__(self, text: str):
+        self._parts = re.findall(r' *[^/ ]+[/ ]*|[/ ]+', text)
+
+    def __rich_console__(self, console: Any, options: Any) -> Generator[Any]:
+        from rich.cells import cell_len
+        from rich.text import Text
+
+        del console
+        rows = ['']
+        for part in self._parts:
+            if rows[-1] and cell_len((rows[-1] + part).rstrip(' ')) > options.max_width:
+                rows.append('')
+            rows[-1] += part
+        # As Text, since names may hold square brackets, which are rich's markup.
+        yield Text('\n'.join(row.rstrip(' ') for row in rows), overflow='fold')
+
+    def __rich_measure__(self, console: Any, options: Any) -> Any:
+        from rich.cells import cell_len
+        from rich.measure import Measurement
+
+        del console
+        widths = [cell_len(part) for part in self._parts]
+        return Measurement(max(widths, default=0), sum(widths)).with_maximum(options.max_width)
 
 
 def print_decisions(plan: Iterable[Decision]) -> None:

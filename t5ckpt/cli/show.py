@@ -15,6 +15,7 @@ from t5ckpt.cli.output import (
     print_json,
     print_table,
     say,
+    say_what_is_read,
     step_option,
 )
 from t5ckpt.cli.paths import CHECKPOINT
@@ -77,6 +78,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
             {'path': view.path, 'step': view.step, 'metrics': view.metrics, 'leaves': leaves, 'unmatched': unmatched}
         )
         return code
+    say_what_is_read(view)
     tree = build_tree(infos)
     rows = _tree_rows(tree, depth, 0) if how['sort'] == 'tree' else [_leaf_row(info.name, info) for info in infos]
     total = ('total', '', counted(tree.leaves, 'leaf', 'leaves'), f'{tree.size:,}', human_bytes(tree.nbytes), '')

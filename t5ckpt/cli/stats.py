@@ -14,6 +14,7 @@ from t5ckpt.cli.output import (
     print_table,
     progress,
     say,
+    say_what_is_read,
     step_option,
     without_nan,
 )
@@ -59,6 +60,7 @@ def command(
         fields = [{'name': name, **_plain(dataclasses.asdict(leaf))} for name, leaf in stats.items()]
         print_json({'path': view.path, 'step': view.step, 'leaves': fields, 'not_finite': bad, 'left_out': left_out})
     else:
+        say_what_is_read(view)
         print_table([Column(name, right=name != 'name') for name in stats.columns], stats.rows())
         if left_out:
             say(f'left out, since they hold no numbers: {", ".join(left_out)}')

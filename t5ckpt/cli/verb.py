@@ -31,7 +31,9 @@ from t5ckpt.errors import (
 )
 from t5ckpt.storage import option_values, storage_defaults
 
-__all__ = ['Exit', 'Interrupted', 'Verb', 'code_of', 'fail']
+__all__ = ['Exit', 'Interrupted', 'Verb', 'VerbGroup', 'code_of', 'fail']
+
+_LONGEST_SUMMARY = 300
 
 
 class Exit(enum.IntEnum):
@@ -92,7 +94,20 @@ class _Seconds(click.FloatRange):
         return seconds
 
 
-class Verb(click.Command):
+class Summarized(click.Command):
+    """A command whose whole first sentence is its summary in a list of commands, where click would cut it."""
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first sentence of the help."""
+        del limit
+        return super().get_short_help_str(_LONGEST_SUMMARY)
+
+
+class VerbGroup(Summarized, click.Group):
+    """The verbs of a word: ``export hf``, ``export npz``."""
+
+
+class Verb(Summarized):
     """A verb, with the options of storages."""
 
     def __init__(self, *args: Any, resumes: bool = False, **kwargs: Any):

@@ -1,4 +1,4 @@
-"""``t5ckpt verify``: is a checkpoint whole?"""
+"""``t5ckpt verify``: is a checkpoint complete and intact?"""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ class VerifyReport:
     def __str__(self) -> str:
         how = 'every byte read' if self.full else 'presence and sizes'
         how += '' if self.has_checksums else ', no checksums recorded'
-        result = 'whole' if self.ok else f'damaged in {counted(len(self.damages), "place")}'
+        intact = 'complete and intact' if self.full else 'complete'
+        result = intact if self.ok else f'damaged in {counted(len(self.damages), "place")}'
         size = f'{counted(self.leaves, "array")}, {counted(self.files, "file")}, {counted(self.nbytes, "byte")}'
         head = f'{self.path}: {result} ({how}; {size})'
         unread = ['the bytes were not compared: full=True reads every one'] if self.ok and not self.full else []

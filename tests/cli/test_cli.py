@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,15 @@ def test_ls_says_what_the_trainers_policy_says(tmp_path):
     assert told[1]['metrics']['eval/accuracy'] == 0.5
 
 
+def test_ls_gives_a_step_the_same_size_on_a_disk_and_in_a_bucket(run_dir, s3):
+    files = [path for path in (run_dir / 'checkpoint_100').rglob('*') if path.is_file()]
+    url = s3.url()
+    t5ckpt_cli('cp', run_dir, url, '--step', 100)
+    (there,) = json.loads(t5ckpt_cli('ls', url, '--json'))
+    assert there['bytes'] == json.loads(t5ckpt_cli('ls', run_dir, '--json'))[1]['bytes']
+    assert there['bytes'] == sum(path.stat().st_size for path in files)
+
+
 def test_ls_all_shows_what_is_not_complete(run_dir):
     entries = json.loads(t5ckpt_cli('ls', run_dir, '--all', '--json'))
     assert {entry['step']: entry['state'] for entry in entries} == {
@@ -132,6 +142,39 @@ def test_wrong_words_are_exit_code_2(run_dir):
     assert 'No such command' in t5ckpt_cli('list', run_dir, code=2)
 
 
+@pytest.mark.parametrize(
+    ('word', 'meant'),
+    [
+        ('to-orbax', ['convert to-orbax']),
+        ('orbax', ['convert orbax']),
+        ('hf', ['export hf', 'import hf']),
+        ('npz', ['export npz', 'import npz']),
+    ],
+)
+def test_a_format_in_the_place_of_a_verb_is_answered_with_the_verb(word, meant):
+    said = t5ckpt_cli(word, 'run', code=2)
+    assert f'No such command {word!r}' in said
+    assert all(f't5ckpt {verb}' in said for verb in meant)
+
+
+@pytest.mark.parametrize('words', [[], ['export'], ['import']])
+def test_summaries_of_verbs_are_not_cut(words, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '80')
+    summaries = t5ckpt_cli(*words, '--help').partition('Commands:')[2]
+    assert summaries
+    assert not any(line.endswith('...') for line in summaries.splitlines())
+
+
+def test_cp_of_a_whole_run_says_how(run_dir, tmp_path):
+    said = t5ckpt_cli('cp', run_dir, tmp_path / 'copy', '--all', code=2)
+    assert 'Call it for each step of a run: t5ckpt cp run@100 TARGET.' in said
+    assert 'Did you mean' not in said
+
+
+def test_rm_of_a_step_that_is_not_there_says_what_to_name(run_dir):
+    assert 'complete steps are: 0, 100, 200. Name one of them.' in t5ckpt_cli('rm', run_dir, 7, '--yes', code=3)
+
+
 def test_a_reader_that_stops_early_gets_no_traceback(run_dir):
     done = subprocess.run(
         ['bash', '-c', f'{sys.executable} -m t5ckpt ls --all {run_dir} | true; exit ${{PIPESTATUS[0]}}'],
@@ -144,12 +187,13 @@ def test_a_reader_that_stops_early_gets_no_traceback(run_dir):
     assert done.stderr == ''
 
 
-def test_on_a_terminal_the_table_has_lines(run_dir):
+def on_a_terminal(*words, columns):
+    """What a verb prints to a terminal."""
     parent, child = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, '-m', 't5ckpt', 'ls', str(run_dir)],
+        [sys.executable, '-m', 't5ckpt', *map(str, words)],
         stdout=child,
-        env={**os.environ, 'PYTHONPATH': str(ROOT), 'TERM': 'xterm', 'COLUMNS': '100'},
+        env={**os.environ, 'PYTHONPATH': str(ROOT), 'TERM': 'xterm', 'COLUMNS': str(columns)},
     ) as process:
         os.close(child)
         text = b''
@@ -160,7 +204,21 @@ def test_on_a_terminal_the_table_has_lines(run_dir):
             pass
         assert process.wait() == 0
     os.close(parent)
-    assert '─' in text.decode()
+    return text.decode()
+
+
+def test_on_a_terminal_the_table_has_lines(run_dir):
+    assert '─' in on_a_terminal('ls', run_dir, columns=100)
+
+
+def test_on_a_narrow_terminal_names_break_after_a_slash(tmp_path):
+    state = {'decoder': {'layers_0': {'encoder_decoder_attention': {'query_[b]': np.ones((4, 4), np.float32)}}}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    said = on_a_terminal('stats', tmp_path, columns=100)
+    for part in ('decoder/layers_0/', 'encoder_decoder_attention/', 'query_[b]'):
+        assert part in said
+    assert re.search('\n *encoder_decoder_attention/', said), said
 
 
 def test_shell_completion_is_there():
@@ -190,10 +248,11 @@ def test_without_its_extra_the_command_says_what_to_install():
 
 
 def test_show_sums_up_groups(run_dir):
-    lines = t5ckpt_cli('show', run_dir).splitlines()
+    read, *lines = t5ckpt_cli('show', run_dir).splitlines()
+    assert read == f'{run_dir}/checkpoint_200/checkpoint: step 200'
     assert [line.split()[0] for line in lines] == ['name', 'target', 'scale', 'mlp', 'kernel', 'total']
     assert 'stored in chunks of (64, 128)' in lines[4]
-    assert [line.split()[0] for line in t5ckpt_cli('show', run_dir, '--depth', 1).splitlines()] == [
+    assert [line.split()[0] for line in t5ckpt_cli('show', run_dir, '--depth', 1).splitlines()[1:]] == [
         'name',
         'target',
         'total',
@@ -201,7 +260,7 @@ def test_show_sums_up_groups(run_dir):
 
 
 def test_show_sorts_and_greps(run_dir):
-    by_size = t5ckpt_cli('show', run_dir, '--sort', 'size').splitlines()
+    by_size = t5ckpt_cli('show', run_dir, '--sort', 'size').splitlines()[1:]
     assert [line.split()[0] for line in by_size] == ['name', 'target/mlp/kernel', 'target/scale', 'total']
     found = json.loads(t5ckpt_cli('show', run_dir, '--step', 100, '--grep', 'scale$', '--json'))
     assert found['step'] == 100
@@ -240,7 +299,9 @@ def test_cat_refuses_what_is_not_there(run_dir, leaf, code, text):
 def test_stats_counts_and_fails_on_nan(run_dir, tmp_path):
     found = json.loads(t5ckpt_cli('stats', run_dir, '--json'))
     assert {leaf['name']: leaf['max'] for leaf in found['leaves']}['target/mlp/kernel'] == 8191.0
-    assert 'target/scale' in t5ckpt_cli('stats', run_dir, 'target/scale')
+    read, _, scale = t5ckpt_cli('stats', run_dir, 'target/scale', '--step', 100).splitlines()
+    assert read == f'{run_dir}/checkpoint_100/checkpoint: step 100'
+    assert scale.startswith('target/scale')
     with t5ckpt.Checkpointer({'w': np.full(3, np.nan)}, checkpoints_dir=tmp_path) as checkpointer:
         checkpointer.save({'w': np.full(3, np.nan)}, step=1)
     assert json.loads(t5ckpt_cli('stats', tmp_path, '--json'))['not_finite'] == ['w']

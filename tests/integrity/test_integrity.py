@@ -35,7 +35,7 @@ def test_a_whole_checkpoint(run_dir, compression, full):
     assert report.files == len(files_of(step_dir))
     assert report.nbytes == sum(path.stat().st_size for path in files_of(step_dir))
     report.raise_if_damaged()
-    assert 'whole' in str(report)
+    assert f'{report.path}: {"complete and intact" if full else "complete"} (' in str(report)
 
 
 def test_every_kind_of_path(run_dir):
@@ -288,7 +288,7 @@ def test_the_verb(run_dir):
     command = [sys.executable, '-W', 'error', '-m', 't5ckpt', 'verify', str(run_dir), '--full']
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, '')
-    assert 'whole (every byte read' in done.stdout
+    assert 'complete and intact (every byte read' in done.stdout
     flip(step_dir / 'params.w' / '0.0', random.Random(0))
     done = subprocess.run([*command, '--json'], capture_output=True, text=True, check=False)
     assert done.returncode == 1

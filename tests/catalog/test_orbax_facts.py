@@ -106,7 +106,7 @@ def test_pruning_other_layouts_keeps_the_best(run):
     words = ['prune', str(run), '--best', 'loss', '--mode', 'min', '--yes']
     assert CliRunner().invoke(app, [*words, '--other-layouts', '--dry-run']).exit_code == 0
     assert t5ckpt.all_steps(run) == [1, 2, 3]
-    cure = 'not counted: 3 steps of Orbax or Flax. --other-layouts counts'
+    cure = 'not counted: 3 steps of Orbax or Flax (1, 2, 3). --other-layouts counts'
     assert cure in CliRunner().invoke(app, ['prune', str(run), '--keep', '1', '--dry-run']).output
     said = CliRunner().invoke(app, [*words, '--other-layouts']).output
     assert 'loss 0.5, not among the best 1' in said

@@ -136,12 +136,13 @@ class ManifestTransaction(Transaction):
     def _find_others(self, may_replace: Callable[[], bool]) -> None:
         """Records what the directory has: a complete checkpoint, or leftovers, whose fixed names are removed."""
         storage = self.storage
+        if storage.is_file(self._key):
+            # Before the look at its contents: another manifest that arrives after it is not replaced.
+            self._old, self._version = storage.read_with_version(self._key)
         found = occupant(storage, self.step)
         if found is not None and not (found.is_t5x and may_replace()):
             raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
         self._has_others, self._overwrites = True, found is not None
-        if storage.is_file(self._key):
-            self._old, self._version = storage.read_with_version(self._key)
         self._lease.note(replaces=True)
         if not self._overwrites:
             self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(TRAIN_DS_PREFIX))
@@ -204,7 +205,7 @@ class ManifestTransaction(Transaction):
         Another writer that took the step over leaves them, and finds the manifest. If it has committed an equal manifest, that
         of a checkpoint without arrays, the sidecar is its own. Garbage collection removes the sidecar first.
         """
-        others = actions_of_others(self.storage, self.step, self._lease, self._clock)
+        others = actions_of_others(self.storage, self.step, self._lease)
         found = None if sidecar is None else _read_if_there(self.storage, self._sidecar)
         if found not in (sidecar, None):
             raise AlreadyCommittedError(f'{self.storage.url(self._key)} was saved by another writer in the meantime')

@@ -175,11 +175,10 @@ def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Cl
     return bool(live)
 
 
-def actions_of_others(storage: Storage, step: int, lease: WriteLease, clock: Clock) -> set[str]:
-    """Returns the actions of the other live leases of a step."""
+def actions_of_others(storage: Storage, step: int, lease: WriteLease) -> set[str]:
+    """Returns the actions of the other leases of a step, lingering records apart. The owners of expired ones may go on."""
     others = [each for each in write_leases_of(storage, step) if each.key != lease.key]
-    now = lease_clock(storage, clock)
-    return {owner.action for owner in _owners(storage, others) if not owner.is_dead(now, TAKE_OVER_SECONDS)}
+    return {owner.action for owner in _owners(storage, others) if owner.pid}
 
 
 def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:

@@ -15,7 +15,7 @@ import t5ckpt
 from t5ckpt.commit.begin import begin as begin_transaction
 from t5ckpt.commit.garbage_collection import collect_leftovers
 from t5ckpt.commit.lease_files import write_lease_key
-from t5ckpt.commit.lease_owner import EXPIRED, process_facts
+from t5ckpt.commit.lease_owner import EXPIRED, MEND, process_facts
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.commit.superseded import remove_superseded
 from t5ckpt.storage import open_storage
@@ -166,6 +166,19 @@ def test_in_place_another_writer_that_has_stepped_back():
     assert is_whole(run, 1.0)
 
 
+def test_in_place_garbage_collection_that_is_stopped_as_well():
+    """It has listed the files before the manifest arrives, and removes them after its own lease has expired."""
+
+    def collect_slowly(run, clock):
+        third = Elsewhere(Elsewhere(run, ' ', None), ' ', None)
+        acquire_lease(third, 1, clock, MEND, stale_after=3600)
+        clock.advance(700)
+
+    run, _, late = stopped('/checkpoint', collect_slowly)
+    assert late is None
+    assert t5ckpt.all_steps(run.url()) == []
+
+
 def test_in_place_garbage_collection_and_another_writer():
     """Another writer has the lease, and the files of the stopped one are gone all the same."""
     found = []
@@ -236,6 +249,21 @@ def test_in_place_a_collector_that_is_stopped_removes_nothing_of_a_later_save(ca
     assert stops
     assert 'could not collect' in caplog.text
     assert is_whole(run, 2.0)
+
+
+def test_in_place_a_manifest_that_arrives_while_the_files_are_listed():
+    """It is that of a writer that goes on after its lease has expired. Its checkpoint stays."""
+    run, source = (open_storage(f'memory://{uuid.uuid4().hex}/run') for _ in range(2))
+    save(source, 1.0)
+    run.write('checkpoint_1/t5ckpt-0123456789abcdef/w/0', b'left by a dead writer')
+
+    def arrive():
+        if list(run.walk('.t5ckpt/busy')) and not run.is_file('checkpoint_1/checkpoint'):
+            for key, _ in source.walk('checkpoint_1'):
+                run.write(key, source.read(key))
+
+    assert save(StoppedAtListing(run, arrive), 2.0) is None
+    assert is_whole(run, 1.0)
 
 
 def test_in_place_an_overwrite_that_is_stopped_removes_nothing_of_a_later_one():

@@ -33,10 +33,10 @@ MISTAKES = []
 HEAD = """\
 # Errors
 
-Find the message that you got, with the mistake that causes it and a link to its cure. Each error of t5ckpt is a
-`t5ckpt.errors.T5CkptError` and a builtin exception: the [list of classes](api.md#errors) has both. Invalid arguments raise
-`ValueError` or `KeyError`. [Many hosts](many-hosts.md#errors) has the errors of jobs of several processes, and
-[the command line](looking.md#on-the-command-line) its exit codes. `docs/make_errors.py` makes the mistakes and writes this page.
+This page shows common error messages, each with code that causes it and a link to the fix. Each error of t5ckpt is a
+`t5ckpt.errors.T5CkptError` and a builtin exception; the [list of classes](api.md#errors) has both. Invalid arguments raise
+`ValueError` or `KeyError`. [Many hosts](many-hosts.md#errors) lists the errors of jobs of several processes, and
+[the command line](looking.md#on-the-command-line) lists the exit codes. `docs/make_errors.py` runs the code and writes this page.
 
 All examples use this run in `/data`:
 

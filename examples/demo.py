@@ -1,4 +1,4 @@
-"""Kills a training run in the middle and shows that nothing was lost. `make demo` runs this.
+"""Kills a training run, resumes it, and shows that nothing was lost. `make demo` runs this program.
 
     python examples/demo.py [RUN_DIR] [--steps 100] [--save-every 20] [--kill-at 75]
 
@@ -21,11 +21,11 @@ import t5ckpt
 TRAINER = Path(__file__).with_name('train_t5.py')
 WEIGHT = 'params/token_embedder/embedding'
 LETTERS = slice(ord('a') + 3, ord('z') + 4)  # rows of the embedding; 3 rows come before byte 0
-PATIENCE = 300.0  # seconds for the trainer to get to the step where it is killed
+PATIENCE = 300.0  # seconds that the trainer may take to reach the step at which it is killed
 
 
 def read_losses(run_dir: Path) -> list[tuple[int, str]]:
-    """(step, loss as a hexadecimal float) in the order written, without a last line that was cut off."""
+    """(step, loss as a hexadecimal float) in the order written, without an incomplete last line."""
     log = run_dir / 'losses.jsonl'
     text = log.read_text(encoding='utf-8') if log.exists() else ''
     records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith('\n')]
@@ -103,7 +103,7 @@ def plot(run_dir: Path, before: list[tuple[int, str]], after: list[tuple[int, st
 
 
 def suggest(run_dir: Path) -> None:
-    """Prints commands that look at the run of the demo, and one that continues it."""
+    """Prints commands that inspect the run of the demo, and one that continues it."""
     python, command = (os.path.relpath(Path(sys.executable).with_name(name)) for name in ('python', 't5ckpt'))
     first, *_, last = (os.path.join(run_dir, f'checkpoint_{step}') for step in t5ckpt.all_steps(run_dir))
     steps = t5ckpt.latest_step(run_dir) + 50
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument('--kill-at', type=int, default=75)
     args = parser.parse_args()
     shutil.rmtree(args.run_dir, ignore_errors=True)
-    sys.stdout.reconfigure(line_buffering=True)  # or, into a pipe, the trainer's lines would come before ours
+    sys.stdout.reconfigure(line_buffering=True)  # in a pipe, the trainer's lines would otherwise come before these
 
     print(f'1. Training a tiny T5 on 4 devices, saving each {args.save_every} steps; SIGKILL at step {args.kill_at}')
     train(args, kill_at=args.kill_at)

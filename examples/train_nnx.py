@@ -40,7 +40,7 @@ SEED = 0
 
 
 class Windows:
-    """A text as sequences of LENGTH + 1 bytes, for `grain.MapDataset.source`."""
+    """A text, split into sequences of LENGTH + 1 bytes, for `grain.MapDataset.source`."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Reads all files."""
@@ -114,7 +114,7 @@ class Model(nnx.Module):
 
 
 def make() -> dict[str, nnx.Module]:
-    """A new model and its optimizer. As `params` and `opt_state`, t5ckpt knows which leaves are weights (`t5ckpt.MODEL`)."""
+    """A new model and its optimizer. The key `params` marks the weights (`t5ckpt.MODEL`)."""
     model = Model(nnx.Rngs(params=SEED, dropout=SEED + 1))
     return {'params': model, 'opt_state': nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)}
 
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     jax.set_mesh(mesh)
     graph, shapes = nnx.split(nnx.eval_shape(make))
     init = jax.jit(lambda: nnx.state(make()), out_shardings=nnx.get_named_sharding(shapes, mesh))
-    # Shapes, dtypes and shardings: a restore allocates the state, and nothing is allocated before.
+    # The template has shapes, dtypes and shardings but no arrays, so the state is allocated only by the restore.
     template = jax.eval_shape(init)
     batches = make_batches(args.text)
     args.run_dir.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for step in range(start, args.steps):
             batch = jax.make_array_from_process_local_data(NamedSharding(mesh, P('data')), next(batches))
             loss = float(train_step(model, optimizer, batch))
-            # Returns at once: the next step may be given the arrays of this one while they are being written.
+            # Returns immediately: the arrays may be donated to the next step while they are being written.
             checkpointer.maybe_save(step + 1, nnx.state(objects))
             print(json.dumps({'step': step, 'loss': loss.hex()}), file=log, flush=True)
             if step % 10 == 0:

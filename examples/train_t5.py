@@ -1,14 +1,14 @@
-"""Trains a tiny T5 on text files, saving as it goes; started again, it goes on where it stopped, to the bit.
+"""Trains a tiny T5 on text files and saves it; started again, it continues with the same bits.
 
     python train_t5.py RUN_DIR [--steps 100] [--save-every 20] [--eval-every 20] [--text FILE ...]
 
 The model is a T5 1.1 encoder-decoder in Flax linen, with T5X's parameter names, trained by span corruption on bytes
 (Raffel et al. 2020, arXiv:1910.10683; ByT5: Xue et al. 2022, arXiv:2105.13626), sharded over a mesh of all devices.
 
-What makes a run resumable to the bit is not in the checkpointer alone: the dropout of a step depends on nothing but the
-step's number, and the position of the input pipeline is part of each checkpoint. SIGTERM saves and ends the run; SIGKILL
-loses what came after the last checkpoint. RUN_DIR has the checkpoints, losses.jsonl with one line for each step,
-TensorBoard's events in train/ and eval/, and what the state is made of in trainer_state_tree.txt.
+A resumed run computes the same bits because the dropout of a step depends only on the step's number, and because each
+checkpoint contains the position of the input pipeline. SIGTERM saves and ends the run. After SIGKILL, the steps since the
+last checkpoint are trained again. RUN_DIR receives the checkpoints, losses.jsonl with one line for each step, TensorBoard's
+events in train/ and eval/, and trainer_state_tree.txt, which describes the leaves of the state.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-# Four devices on any machine. Both are read once, when jax starts.
+# Four devices on any machine. JAX reads both variables once, when it starts.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=4')
 
@@ -37,7 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import t5ckpt
 from t5ckpt.training import MetricWriter, Watchdog, write_state_summary
 
-VOCAB = 384  # pad 0, end 1, unknown 2, then 256 bytes, then sentinels that count down from 383: ByT5's
+VOCAB = 384  # pad 0, end 1, unknown 2, then 256 bytes, then sentinels that count down from 383, as in ByT5
 WIDTH, HEADS, LAYERS = 128, 4, 2
 BATCH, LENGTH = 8, 96
 NOISE, SPANS = 15, 5  # of 96 bytes, 15 are hidden in 5 spans
@@ -58,7 +58,7 @@ class Windows:
     """A text in pieces of LENGTH tokens."""
 
     def __init__(self, text: np.ndarray) -> None:
-        """Leaves out what is left at the end."""
+        """Drops the remainder at the end of the text."""
         self._text = text
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Windows:
 
 
 def split_randomly(rng: np.random.Generator, total: int, parts: int) -> np.ndarray:
-    """`parts` positive lengths that sum to `total`, every way equally likely."""
+    """`parts` positive lengths that sum to `total`, all combinations equally likely."""
     cuts = np.sort(rng.choice(np.arange(1, total), parts - 1, replace=False))
     return np.diff(cuts, prepend=0, append=total)
 
@@ -88,7 +88,7 @@ def corrupt_spans(tokens: np.ndarray, rng: np.random.Generator) -> dict[str, np.
 
 
 def make_batches(text: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
-    """This process's share of each batch, for ever, shuffled anew in every epoch; the iterator knows its position."""
+    """This process's share of an endless stream of batches, reshuffled in every epoch; the iterator records its position."""
     data = grain.MapDataset.source(Windows(text))[jax.process_index() :: jax.process_count()]
     data = data.seed(SEED).shuffle().repeat().random_map(corrupt_spans).batch(BATCH // jax.process_count())
     return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
@@ -98,7 +98,7 @@ def make_batches(text: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
 
 
 def dense(features: int, name: str, scale: float = 1.0) -> nn.Dense:
-    """A layer without bias, as all of T5's are, with first weights of variance `scale` / fan-in."""
+    """A layer without bias, like all layers of T5; the initial weights have variance `scale` / fan-in."""
     return nn.Dense(
         features, use_bias=False, kernel_init=nn.initializers.variance_scaling(scale, 'fan_in', 'normal'), name=name
     )
@@ -113,7 +113,7 @@ class RelativeBias(nn.Module):
 
     @nn.compact
     def __call__(self, length: int) -> jax.Array:
-        """(1, heads, length, length): what query i adds to its score of key j."""
+        """(1, heads, length, length): the bias of query i for key j."""
         distance = np.arange(length)[None, :] - np.arange(length)[:, None]
         half = self.buckets // 2 if self.bidirectional else self.buckets
         offset = half * (distance > 0) if self.bidirectional else 0
@@ -126,7 +126,7 @@ class RelativeBias(nn.Module):
 
 
 class Attention(nn.Module):
-    """Dot-product attention. T5 scales the first weights of the query instead of the scores."""
+    """Dot-product attention. T5 scales the initial weights of the query instead of the scores."""
 
     @nn.compact
     def __call__(self, x: jax.Array, memory: jax.Array, bias: jax.Array | float = 0.0) -> jax.Array:
@@ -151,7 +151,7 @@ class Mlp(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, each normalised before and added after."""
+    """Attention and feed-forward layer, each with normalization before it and a residual connection."""
 
     drop: nn.Dropout
 
@@ -165,7 +165,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """As the encoder's, with attention to what was encoded in between."""
+    """The encoder's layer, with attention to the output of the encoder in between."""
 
     drop: nn.Dropout
 
@@ -181,7 +181,7 @@ class DecoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """All layers share the bias of the first, as T5's do."""
+    """All layers share the bias of the first layer, as in T5."""
 
     drop: nn.Dropout
 
@@ -195,7 +195,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Sees only what came before."""
+    """Each position attends only to earlier positions."""
 
     drop: nn.Dropout
 
@@ -211,7 +211,7 @@ class Decoder(nn.Module):
 
 
 class T5(nn.Module):
-    """Inputs and targets in, logits for each target out."""
+    """Returns the logits of each target, given inputs and targets."""
 
     @nn.compact
     def __call__(self, inputs: jax.Array, targets: jax.Array, deterministic: bool = True) -> jax.Array:
@@ -225,8 +225,8 @@ class T5(nn.Module):
 
 # --- training ------------------------------------------------------------------------------------------------------
 
-# The first rule that is found in a leaf's path says how it is split; Adam's moments have their parameter's path in
-# theirs. Attention and MLP are split over 'model' as in Megatron: by columns on the way in, by rows on the way out.
+# The first rule whose pattern is in a leaf's path defines its sharding. The paths of Adam's moments contain the path of the
+# parameter. Attention and MLP are split over 'model' as in Megatron: input layers by columns, output layers by rows.
 SPLITS = (
     (r'embedding$|(query|key|value|wi_\d|logits_dense)/kernel$', P(None, 'model')),
     (r'(out|wo)/kernel$', P('model', None)),
@@ -235,36 +235,36 @@ SPLITS = (
 
 
 def sharding_of(path: tuple, mesh: Mesh) -> NamedSharding:
-    """Where the leaf at `path` lives."""
+    """The sharding of the leaf at `path`."""
     name = jax.tree_util.keystr(path, simple=True, separator='/')
     return NamedSharding(mesh, next(spec for pattern, spec in SPLITS if re.search(pattern, name)))
 
 
 def make_state(batch: dict) -> TrainState:
-    """A fresh state, to be traced."""
+    """A new state; called by `jax.eval_shape` and under `jax.jit`."""
     variables = T5().init(jax.random.key(SEED), batch['inputs'], batch['targets'])
     optimizer = optax.adamw(optax.warmup_constant_schedule(0.0, 3e-3, 20))
     return TrainState.create(apply_fn=T5().apply, params=variables['params'], tx=optimizer)
 
 
 def loss_of(params: dict, batch: dict, apply: Callable, **options: object) -> jax.Array:
-    """In nats a byte."""
+    """The mean loss, in nats per byte."""
     logits = apply({'params': params}, **batch, **options)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch['targets']).mean()
 
 
 def train_step(state: TrainState, batch: dict) -> tuple[TrainState, jax.Array]:
-    """One update and the loss before it."""
+    """Returns the updated state and the loss before the update."""
     dropout = {'dropout': jax.random.fold_in(jax.random.key(SEED), state.step)}
     loss, grads = jax.value_and_grad(loss_of)(state.params, batch, state.apply_fn, deterministic=False, rngs=dropout)
     return state.apply_gradients(grads=grads), loss
 
 
 class Program:
-    """What is compiled, and where things live: a mesh of all devices, in pairs that split the model."""
+    """The compiled functions and their shardings, over a mesh of all devices, in pairs that split the model."""
 
     def __init__(self, batch: dict[str, np.ndarray]) -> None:
-        """Takes one process's share of a batch, for its shapes."""
+        """`batch` is one process's share of a batch; only its shapes are used."""
         devices = jax.device_count()
         pair = 2 if devices % 2 == 0 else 1
         mesh = jax.make_mesh((devices // pair, pair), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -281,7 +281,7 @@ class Program:
         )
 
     def put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The global batch of which this process has a share."""
+        """The global batch, from this process's share of it."""
         return {name: jax.make_array_from_process_local_data(self.by_batch, array) for name, array in batch.items()}
 
 
@@ -292,7 +292,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--save-every', type=int, default=20)
     parser.add_argument('--eval-every', type=int, default=20)
-    # Python's own reference manual, as help() shows it: some 450 kB of English.
+    # Python's reference manual, as help() shows it: about 450 kB of English.
     parser.add_argument('--text', type=Path, nargs='+', default=[Path(pydoc_data.topics.__file__)])
     return parser.parse_args(arguments)
 
@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     losses = [float(program.evaluate(state, batch)) for batch in held_out]
                     metrics = {'eval/loss': sum(losses) / len(losses)}
                     eval_metrics.write(step + 1, {'loss': metrics['eval/loss']})
-                # Returns at once: the state may be donated to the next step while it is still being written.
+                # Returns immediately: the state may be donated to the next step while it is being written.
                 checkpointer.maybe_save(step + 1, state, metrics=metrics)
                 train_metrics.write(step, {'loss': loss})
                 print(json.dumps({'step': step, 'loss': float(loss).hex()}), file=log, flush=True)

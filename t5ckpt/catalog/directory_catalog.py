@@ -10,8 +10,6 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.format.names import parse_prefixed_step, parse_step_dir, step_dir
 from t5ckpt.storage import Entry
 
-__all__ = ['DirectoryCatalog']
-
 
 class DirectoryCatalog(RunCatalog):
     """A run on a file system."""

@@ -22,19 +22,6 @@ from t5ckpt.format.orbax_names import TREE_METADATA
 from t5ckpt.format.safetensors import WHOLE_NAMES
 from t5ckpt.storage import Entry, Storage, open_storage, split_path
 
-__all__ = [
-    'CheckpointTypes',
-    'detect_checkpoint_type',
-    'foreign_file',
-    'foreign_layout',
-    'model_file',
-    'no_checkpoint',
-    'no_step',
-    'not_a_run',
-    'runs_below',
-    'unread_contents',
-]
-
 _log = logging.getLogger('t5ckpt')
 
 # A listing for each is a request to a bucket.

@@ -44,23 +44,6 @@ from t5ckpt.format.names import (
 from t5ckpt.format.orbax_names import COMMITTED, OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
 from t5ckpt.storage import Storage
 
-__all__ = [
-    'FLAX',
-    'ORBAX',
-    'PADDED',
-    'T5X',
-    'ListedStep',
-    'Listing',
-    'has_placeholder',
-    'inspect_name',
-    'is_orbax',
-    'one_a_step',
-    'orbax_marks',
-    'other_layout',
-    'read_sidecar',
-    'sidecars_in',
-]
-
 T5X, ORBAX, FLAX, PADDED = 't5x', 'orbax', 'flax', 't5x-padded'
 # Larger manifests count as complete without being read, because a listing must not read gigabytes.
 _WALKED_BYTES = 64 * 2**20

@@ -23,20 +23,6 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.storage import Storage, open_storage
 
-__all__ = [
-    'catalog_of',
-    'dataset_steps_in',
-    'has_step',
-    'inspect_step',
-    'listing',
-    'newest',
-    'reindex_steps',
-    'step_around',
-    'step_of',
-    'steps_in',
-    'waiting_steps',
-]
-
 
 def catalog_of(storage: Storage) -> RunCatalog:
     """How the steps of a run are found. Where directories can be renamed, listing them is cheap, and there is no index."""

@@ -23,17 +23,6 @@ from t5ckpt.format.names import (
 from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
-__all__ = [
-    'Located',
-    'locate',
-    'locate_step',
-    'no_links_text',
-    'open_run_storage',
-    'refuse_within',
-    'refuse_within_step',
-    'with_links',
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Located:

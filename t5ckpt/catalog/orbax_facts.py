@@ -15,8 +15,6 @@ from t5ckpt.format.orbax_names import LEGACY_RUN_METADATA, METRICS, RUN_METADATA
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.storage import Storage
 
-__all__ = ['read_orbax_facts']
-
 _MAX_BYTES = 16 * 2**20
 
 

@@ -9,8 +9,6 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.format.names import PINNED
 from t5ckpt.storage import Storage
 
-__all__ = ['NO_REASON', 'is_pinned_at', 'pin_reason', 'pin_text', 'unpin_at']
-
 NO_REASON = '1'
 """The contents of the file of a pin without a reason (T5X's)."""
 _TEXT_BYTES = 1000

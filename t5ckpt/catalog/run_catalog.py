@@ -10,8 +10,6 @@ from t5ckpt.catalog.layouts import ListedStep, Listing
 from t5ckpt.format.names import ReadLease, WriteLeaseName
 from t5ckpt.storage import Entry, Storage
 
-__all__ = ['Index', 'RunCatalog']
-
 
 @dataclasses.dataclass(frozen=True)
 class Index:

@@ -50,15 +50,6 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.storage import Entry, Storage
 
-__all__ = [
-    'IndexCatalog',
-    'ensured_index',
-    'indexed_steps',
-    'mark_step',
-    'read_index',
-    'unmark_step',
-]
-
 # The directory of a step in an Orbax CheckpointManager is its number.
 _STEP_PREFIXES = (STEP_PREFIX, *'0123456789')
 _log = logging.getLogger('t5ckpt')

@@ -29,8 +29,6 @@ from t5ckpt.format.names import (
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar
 from t5ckpt.storage import Entry, Storage
 
-__all__ = ['StepSummary', 'summaries']
-
 
 @dataclasses.dataclass(frozen=True)
 class StepSummary:

@@ -19,8 +19,6 @@ from t5ckpt.cli.words import in_words
 from t5ckpt.core.text import did_you_mean, lines, printable
 from t5ckpt.errors import T5CkptError
 
-__all__ = ['app', 'run']
-
 
 class _Verbs(click.Group):
     """Imports a verb's module when it is used."""

@@ -8,11 +8,9 @@ import os
 import click
 
 from t5ckpt.cli.best_step import chosen
-from t5ckpt.cli.output import check_exists, json_option, print_json, run_at, say
+from t5ckpt.cli.output import check_exists, json_option, print_json, print_line, run_at
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.verb import Exit, Verb
-
-__all__ = ['command']
 
 
 @click.command('best', cls=Verb)
@@ -49,7 +47,7 @@ def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> N
     if as_json:
         print_json(dataclasses.asdict(best))
     elif best.step is not None:
-        say(str(best.step))
+        print_line(str(best.step))
     if best.step is None:
-        say(f'{storage.url()}: no step has a value of {best.metric}', err=True)
+        print_line(f'{storage.url()}: no step has a value of {best.metric}', err=True)
         raise click.exceptions.Exit(Exit.NO)

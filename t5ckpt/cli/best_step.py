@@ -14,8 +14,6 @@ from t5ckpt.policies import KeepAll, StepInfo
 from t5ckpt.save.monitored import best_of, candidates, monitored_metrics
 from t5ckpt.storage import Storage
 
-__all__ = ['Best', 'chosen']
-
 
 @dataclasses.dataclass(frozen=True)
 class Best:

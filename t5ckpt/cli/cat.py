@@ -9,14 +9,12 @@ from typing import Any
 import click
 import numpy as np
 
-from t5ckpt.cli.output import follow_links_option, json_option, print_json, say, step_option
+from t5ckpt.cli.output import follow_links_option, json_option, print_json, print_line, step_option
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.core.text import counted
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
-
-__all__ = ['command']
 
 _LEAF = re.compile(r'(?P<name>.*?)(\[(?P<index>[0-9:, .\-]*)\])?', re.DOTALL)
 
@@ -63,7 +61,7 @@ def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: boo
         if npy or index is not None:
             raise click.UsageError(f'{name} is {value!r:.80}, not an array: it has no .npy format and no slices.')
         # The keys are those of an array.
-        print_json({'name': name, 'dtype': '', 'shape': (), 'values': value}) if as_json else say(repr(value))
+        print_json({'name': name, 'dtype': '', 'shape': (), 'values': value}) if as_json else print_line(repr(value))
         return
     array = np.asarray(value if index is None else _sliced(value, index, name))
     if npy:

@@ -16,8 +16,8 @@ from t5ckpt.cli.output import (
     fields_of,
     json_option,
     print_json,
+    print_line,
     progress,
-    say,
     steps_option,
 )
 from t5ckpt.cli.paths import CHECKPOINT, RUN, step_path
@@ -28,8 +28,6 @@ from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.core.text import counted, human_bytes, lines, some_of
 from t5ckpt.translate import CheckpointTranslator
-
-__all__ = ['command', 'conversion_fields', 'print_conversion']
 
 _SHOWN = 8
 
@@ -120,12 +118,12 @@ def _print_run(done: RunConversion, *, as_json: bool, dry_run: bool) -> None:
         print_json({**fields_of(done), 'converted': converted, 'dry_run': dry_run})
         return
     if done.there:
-        say(f'already there: step {some_of(list(map(str, done.there)), _SHOWN, ", ")}')
+        print_line(f'already there: step {some_of(list(map(str, done.there)), _SHOWN, ", ")}')
     for each in done.converted:
         how = 'would be written' if dry_run else f'written: {human_bytes(each.nbytes)} in {each.seconds:.1f} s'
-        say(f'{each.path} {how}')
+        print_line(f'{each.path} {how}')
     if done.gone:
-        say(f'deleted from the source meanwhile: {", ".join(map(str, done.gone))}')
+        print_line(f'deleted from the source meanwhile: {", ".join(map(str, done.gone))}')
     dropped = sorted({name for each in done.converted for name in each.dropped})
     if dropped:
         _say_some(f'dropped {counted(len(dropped), "name")}', dropped)
@@ -160,7 +158,7 @@ def _idle(done: Conversion) -> list[str]:
 def print_conversion(done: Conversion, dry_run: bool) -> None:
     """Prints the summary of a conversion."""
     what = 'would be written' if dry_run else f'written: {human_bytes(done.nbytes)} in {done.seconds:.1f} s'
-    say(f'{done.path} {what}')
+    print_line(f'{done.path} {what}')
     renamed = [f'{old} -> {new}' for old, new in done.mapped.items() if old != new]
     _say_some(f'mapped {counted(len(done.mapped), "name")}, {len(renamed)} renamed', renamed)
     _say_some(f'added {counted(len(done.added), "leaf", "leaves")}', done.added)
@@ -171,9 +169,9 @@ def print_conversion(done: Conversion, dry_run: bool) -> None:
 
 def _say_idle(names: Collection[str], head: str) -> None:
     if names:
-        say(f'{head}{some_of(sorted(names), _SHOWN)}')
+        print_line(f'{head}{some_of(sorted(names), _SHOWN)}')
 
 
 def _say_some(head: str, names: Sequence[str]) -> None:
     more = [f'and {len(names) - _SHOWN} more (--json lists all)'] if names[_SHOWN:] else []
-    say(lines(f'{head}:', *names[:_SHOWN], *more, between='\n  ') if names else head)
+    print_line(lines(f'{head}:', *names[:_SHOWN], *more, between='\n  ') if names else head)

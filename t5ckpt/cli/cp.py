@@ -15,8 +15,8 @@ from t5ckpt.cli.output import (
     json_option,
     moved_option,
     print_json,
+    print_line,
     progress,
-    say,
     step_option,
 )
 from t5ckpt.cli.paths import CHECKPOINT, RUN
@@ -24,8 +24,6 @@ from t5ckpt.cli.reports import words as words_of
 from t5ckpt.cli.verb import Verb
 from t5ckpt.convert.copy import CopyOptions, copy_checkpoint
 from t5ckpt.core.text import counted, human_bytes
-
-__all__ = ['command']
 
 _CHANGES = (
     'save_dtype',
@@ -97,9 +95,9 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
         return
     resumed = f', {done.resumed_files} of them already there' if done.resumed_files else ''
     how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s{resumed}'
-    say(f'{done.path}: {counted(done.files, "file")}, {human_bytes(done.nbytes)} {how}')
+    print_line(f'{done.path}: {counted(done.files, "file")}, {human_bytes(done.nbytes)} {how}')
     if done.left_out:
-        say(f'left out: {", ".join(done.left_out)}')
+        print_line(f'left out: {", ".join(done.left_out)}')
 
 
 def _with_changes(source: str, target: str, step: int | None, as_json: bool, words: dict[str, Any]) -> None:

@@ -13,9 +13,9 @@ from t5ckpt.cli.output import (
     json_option,
     moved_option,
     print_json,
+    print_line,
     print_table,
     progress,
-    say,
     without_nan,
 )
 from t5ckpt.cli.paths import CHECKPOINT
@@ -23,8 +23,6 @@ from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.diff import CheckpointDiff, LeafDiff, diff
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
-
-__all__ = ['command']
 
 _NUMBERS = ('leaves', 'relative', 'largest')
 
@@ -73,7 +71,7 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
         counts = {'same': found.same, 'different': len(found.leaves)}
         print_json({'a': found.a, 'b': found.b, **counts, 'leaves': fields, 'layers': sums})
         return int(bool(found))
-    say(found.title)
+    print_line(found.title)
     rows = layers if how['by_layer'] else leaves
     if rows:
         _print_rows(dataclasses.replace(found, leaves=tuple(rows)), by_layer=how['by_layer'])

@@ -20,8 +20,6 @@ from t5ckpt.cli.reports import print_report, words
 from t5ckpt.cli.verb import Verb, VerbGroup
 from t5ckpt.convert.export_options import ExportOptions
 
-__all__ = ['command']
-
 _common = with_options(
     click.argument('path', type=CHECKPOINT),
     click.argument('out', type=PLACE),

@@ -12,8 +12,6 @@ from t5ckpt.cli.reports import print_report, words
 from t5ckpt.cli.verb import Verb, VerbGroup
 from t5ckpt.convert.export_options import ImportOptions
 
-__all__ = ['command']
-
 _common = with_options(
     click.argument('path', type=PLACE),
     click.argument('out', type=RUN),

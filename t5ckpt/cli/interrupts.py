@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 
 from t5ckpt.cli.streams import OutputError
 
-__all__ = ['INTERRUPTED', 'Interrupts']
-
 INTERRUPTED = 130
 _UNDO_SECONDS = 0.5
 _SHOW_CURSOR = '\r\n\x1b[?25h'

@@ -11,7 +11,7 @@ from t5ckpt.catalog.foreign_layouts import foreign_layout, no_checkpoint, runs_b
 from t5ckpt.catalog.layouts import is_orbax
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
-from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_table, run_at, say
+from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_line, print_table, run_at
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.tiers import BOTH, LOCAL, PERSISTENT, record_in, tier_option, tier_paths
 from t5ckpt.cli.verb import Exit, Verb, code_of
@@ -23,8 +23,6 @@ from t5ckpt.storage import open_storage
 
 if TYPE_CHECKING:
     from t5ckpt.tiers.local_dir import TierRecord
-
-__all__ = ['command']
 
 
 @click.command('ls', cls=Verb)
@@ -61,7 +59,7 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
         except T5CkptError as error:
             if name != PERSISTENT or len(paths) == 1:
                 raise
-            say(f'only the local steps are listed: {error}', err=True)
+            print_line(f'only the local steps are listed: {error}', err=True)
             code = code_of(error)
     found.sort(key=lambda row: row.entry.step)
     if as_json:
@@ -70,7 +68,9 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
     if found:
         _print_rows(found)
     else:
-        say(f'no complete checkpoint in {" or ".join(open_storage(place).url() for place in paths.values())}', err=True)
+        print_line(
+            f'no complete checkpoint in {" or ".join(open_storage(place).url() for place in paths.values())}', err=True
+        )
     return code
 
 
@@ -100,7 +100,9 @@ def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | 
     found = with_reasons(storage, found, KeepLatest(record.keep) if record is not None and tier == LOCAL else None)
     broken = [str(entry.step) for entry in entries if entry.state == 'broken' and not (entry.reason or show_all)]
     if broken:
-        say(f'broken, and therefore not listed: {some_of(broken, 10)}. t5ckpt ls --all lists every entry.', err=True)
+        print_line(
+            f'broken, and therefore not listed: {some_of(broken, 10)}. t5ckpt ls --all lists every entry.', err=True
+        )
     return found
 
 

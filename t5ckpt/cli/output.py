@@ -29,31 +29,6 @@ from t5ckpt.storage import Storage
 if TYPE_CHECKING:
     from t5ckpt.inspection.view import CheckpointView
 
-__all__ = [
-    'Column',
-    'ProgressLines',
-    'as_step_option',
-    'cast_leaves_option',
-    'check_exists',
-    'confirm',
-    'dtype_option',
-    'fields_of',
-    'follow_links_option',
-    'json_option',
-    'moved_option',
-    'print_decisions',
-    'print_json',
-    'print_table',
-    'progress',
-    'run_at',
-    'say',
-    'say_what_is_read',
-    'size_of',
-    'step_option',
-    'steps_option',
-    'with_options',
-    'without_nan',
-]
 
 _UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
 # A verb that ends within two seconds prints no progress.
@@ -131,14 +106,14 @@ def size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return size
 
 
-def say(text: str, *, err: bool = False) -> None:
+def print_line(text: str, *, err: bool = False) -> None:
     """Prints one line, with control characters escaped."""
     click.echo(printable(text), err=err)
 
 
 def say_what_is_read(view: CheckpointView) -> None:
     """Prints the path and the step of a checkpoint, since the path of a run does not name the step."""
-    say(view.path if view.step is None else f'{view.path}: step {view.step}')
+    print_line(view.path if view.step is None else f'{view.path}: step {view.step}')
 
 
 def print_json(value: Any) -> None:
@@ -279,7 +254,7 @@ class ProgressLines:
             if now < self._due:
                 return
             self._due = now + _LINE_SECONDS
-        say(progress_text(self._title, done, total, now - self._started), err=True)
+        print_line(progress_text(self._title, done, total, now - self._started), err=True)
         if self._waiting is not None:
             self._waiting.touch()
 

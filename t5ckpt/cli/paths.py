@@ -14,18 +14,6 @@ from t5ckpt.catalog.locate import locate, open_run_storage
 from t5ckpt.errors import T5CkptError
 from t5ckpt.storage import Storage, open_storage
 
-__all__ = [
-    'CHECKPOINT',
-    'PLACE',
-    'RUN',
-    'checkpoints_of',
-    'named_paths',
-    'paths_of',
-    'remote_paths',
-    'step_named',
-    'step_path',
-]
-
 _NAMED = re.compile(r'(?P<run>.+)@(?P<step>\d+|latest|best(:(?P<metric>.+?)(:(?P<mode>min|max))?)?)', re.DOTALL)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import click
 
 from t5ckpt.catalog.pin_file import NO_REASON, pin_text
-from t5ckpt.cli.output import json_option, print_json, say, steps_option
+from t5ckpt.cli.output import json_option, print_json, print_line, steps_option
 from t5ckpt.cli.paths import CHECKPOINT, checkpoints_of
 from t5ckpt.cli.verb import Verb
 from t5ckpt.steps import pin_checkpoint
 from t5ckpt.storage import open_storage
-
-__all__ = ['command']
 
 
 @click.command('pin', cls=Verb)
@@ -43,4 +41,4 @@ def command(paths: tuple[str, ...], steps: tuple[int, ...], why: str, as_json: b
         print_json({'paths': places, 'why': reasons})
     else:
         for place, text in reasons.items():
-            say(f'pinned {place}: {text}' if text else f'pinned {place}')
+            print_line(f'pinned {place}: {text}' if text else f'pinned {place}')

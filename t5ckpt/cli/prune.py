@@ -19,8 +19,8 @@ from t5ckpt.cli.output import (
     moved_option,
     print_decisions,
     print_json,
+    print_line,
     run_at,
-    say,
 )
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.tiers import tier_option, tier_paths
@@ -43,8 +43,6 @@ from t5ckpt.policies import (
 )
 from t5ckpt.save.monitored import monitored_metrics
 from t5ckpt.storage import Storage
-
-__all__ = ['command']
 
 
 @click.command('prune', cls=Verb)
@@ -105,7 +103,7 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     others = [] if other_layouts else _others(storage)
     if not as_json:
         if told is not None:
-            say(told)
+            print_line(told)
         print_decisions(plan)
         _say_others(others)
     deleted: list[Decision] = []
@@ -128,16 +126,16 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
             }
         )
     elif deleted:
-        say(f'deleted: {", ".join(str(decision.step) for decision in deleted)}')
+        print_line(f'deleted: {", ".join(str(decision.step) for decision in deleted)}')
     if failed and not as_json:
-        say(f'not deleted: {", ".join(f"{step} ({reason})" for step, reason in failed.items())}', err=True)
+        print_line(f'not deleted: {", ".join(f"{step} ({reason})" for step, reason in failed.items())}', err=True)
     if failed:
         raise click.exceptions.Exit(Exit.NO if all(each.keep for each in left) else Exit.STORAGE)
 
 
 def _say_others(others: Sequence[int]) -> None:
     if others:
-        say(
+        print_line(
             f'not counted: {counted(len(others), "step")} of Orbax or Flax ({some_of(list(map(str, others)), 10)}). '
             '--other-layouts counts and deletes them, too.'
         )

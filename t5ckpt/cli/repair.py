@@ -6,15 +6,13 @@ from typing import Any
 
 import click
 
-from t5ckpt.cli.output import confirm, fields_of, json_option, print_json, progress, say, step_option
+from t5ckpt.cli.output import confirm, fields_of, json_option, print_json, print_line, progress, step_option
 from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.reports import words
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.text import counted, lines
 from t5ckpt.integrity.repair import RepairReport, repair
 from t5ckpt.integrity.repair_plan import RepairOptions
-
-__all__ = ['command']
 
 
 @click.command('repair', cls=Verb)
@@ -53,7 +51,7 @@ def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: b
     if as_json:
         print_json({'dry_run': dry_run, **fields_of(done)})
     else:
-        say(_text(done, dry_run))
+        print_line(_text(done, dry_run))
 
 
 def _text(done: RepairReport, dry_run: bool) -> str:

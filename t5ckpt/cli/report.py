@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from t5ckpt.catalog.locate import locate
-from t5ckpt.cli.output import json_option, print_json, progress, say, size_of, steps_option
+from t5ckpt.cli.output import json_option, print_json, print_line, progress, size_of, steps_option
 from t5ckpt.cli.paths import CHECKPOINT, PLACE
 from t5ckpt.cli.reports import words
 from t5ckpt.cli.verb import Verb
@@ -17,8 +17,6 @@ from t5ckpt.core.text import human_bytes
 from t5ckpt.inspection.report.write import SAMPLE_BYTES
 from t5ckpt.inspection.runs import Run
 from t5ckpt.inspection.view import open_checkpoint
-
-__all__ = ['command']
 
 
 def _sample(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
@@ -67,4 +65,4 @@ def command(path: str, output: str, steps: Sequence[int], sample: int | None, fo
     if as_json:
         print_json({'path': written, 'bytes': size, 'seconds': seconds})
     else:
-        say(f'wrote {written}: {human_bytes(size)}, {seconds:.1f} s')
+        print_line(f'wrote {written}: {human_bytes(size)}, {seconds:.1f} s')

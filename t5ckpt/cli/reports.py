@@ -7,12 +7,10 @@ from collections.abc import Generator, Sequence
 
 import click
 
-from t5ckpt.cli.output import fields_of, print_json, say
+from t5ckpt.cli.output import fields_of, print_json, print_line
 from t5ckpt.convert.export_options import ExportReport
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.errors import T5CkptError
-
-__all__ = ['print_report', 'words']
 
 _SHOWN = 5
 
@@ -42,9 +40,11 @@ def print_report(report: ExportReport, as_json: bool) -> None:
         else f'{counted(len(report.mapped), "array")}, {counted(tensors, "tensor")}'
     )
     files = f', {counted(len(report.files), "file")}' if len(report.files) > 1 else ''
-    say(f'{verb} {report.output}: {report.kind}, {arrays}, {human_bytes(report.bytes)}{files}, {report.seconds:.1f} s')
+    print_line(
+        f'{verb} {report.output}: {report.kind}, {arrays}, {human_bytes(report.bytes)}{files}, {report.seconds:.1f} s'
+    )
     if report.dropped:
-        say(f'left out {len(report.dropped)}: {_few(report.dropped)}')
+        print_line(f'left out {len(report.dropped)}: {_few(report.dropped)}')
 
 
 def _few(names: Sequence[str]) -> str:

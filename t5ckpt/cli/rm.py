@@ -13,7 +13,7 @@ import click
 from t5ckpt.catalog.layouts import inspect_name
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import open_run_storage
-from t5ckpt.cli.output import confirm, json_option, print_decisions, print_json, run_at, say, steps_option
+from t5ckpt.cli.output import confirm, json_option, print_decisions, print_json, print_line, run_at, steps_option
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.tiers import tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
@@ -23,8 +23,6 @@ from t5ckpt.errors import StepKeptError
 from t5ckpt.format.names import parse_step_dir
 from t5ckpt.policies import WAITS
 from t5ckpt.storage import Storage, open_storage, split_path
-
-__all__ = ['command']
 
 _TO_FORCE = ' To delete a step before its upload, pass --force.'
 _NUMBER = re.compile(r'-?[0-9]+')
@@ -86,11 +84,11 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     elif kept:
         cures = {'pinned': '' if how['pinned'] else ' To delete pinned steps, pass --pinned.', WAITS: _TO_FORCE}
         cure = ''.join(text for reason, text in cures.items() if any(each.reason.startswith(reason) for each in plan))
-        say(f'nothing was deleted: {", ".join(map(str, kept))} must stay.{cure}', err=True)
+        print_line(f'nothing was deleted: {", ".join(map(str, kept))} must stay.{cure}', err=True)
     elif deleted:
-        say(f'deleted: {", ".join(map(str, deleted))}')
+        print_line(f'deleted: {", ".join(map(str, deleted))}')
     for text in failed.values():
-        say(text, err=True)
+        print_line(text, err=True)
     return 1 if kept or failed else 0
 
 

@@ -13,8 +13,8 @@ from t5ckpt.cli.output import (
     follow_links_option,
     json_option,
     print_json,
+    print_line,
     print_table,
-    say,
     say_what_is_read,
     step_option,
 )
@@ -25,8 +25,6 @@ from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.inspection.leaf_tree import Group, LeafInfo, build_tree
 from t5ckpt.inspection.view import open_checkpoint
-
-__all__ = ['command']
 
 _COLUMNS = (
     Column('name'),
@@ -67,7 +65,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
     if pattern is not None and not infos:
         meant = meant_pattern(pattern, [info.name for info in view.infos()], anywhere=True)
-        say(f'--grep {pattern!r} matches no name in {view.path}.{meant}', err=True)
+        print_line(f'--grep {pattern!r} matches no name in {view.path}.{meant}', err=True)
     if how['sort'] != 'tree':
         infos.sort(key=lambda info: info.name if how['sort'] == 'name' else (-info.nbytes, info.name))
     unmatched = [pattern] if pattern is not None and not infos else []

@@ -11,9 +11,9 @@ from t5ckpt.cli.output import (
     follow_links_option,
     json_option,
     print_json,
+    print_line,
     print_table,
     progress,
-    say,
     say_what_is_read,
     step_option,
     without_nan,
@@ -22,8 +22,6 @@ from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.view import open_checkpoint
-
-__all__ = ['command']
 
 
 @click.command('stats', cls=Verb)
@@ -63,7 +61,7 @@ def command(
         say_what_is_read(view)
         print_table([Column(name, right=name != 'name') for name in stats.columns], stats.rows())
         if left_out:
-            say(f'left out, since they hold no numbers: {", ".join(left_out)}')
+            print_line(f'left out, since they hold no numbers: {", ".join(left_out)}')
     return 1 if bad and fail_on_nan else 0
 
 

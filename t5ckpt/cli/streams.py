@@ -11,8 +11,6 @@ import os
 import sys
 from typing import IO, Any
 
-__all__ = ['OutputError', 'ReaderGoneError', 'discard_output', 'open_streams']
-
 
 class OutputError(Exception):
     """Standard output cannot be written: its disk is full, or it is closed."""

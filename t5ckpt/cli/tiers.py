@@ -16,7 +16,6 @@ from t5ckpt.storage import open_storage, split_path
 if TYPE_CHECKING:
     from t5ckpt.tiers.local_dir import TierRecord
 
-__all__ = ['BOTH', 'LOCAL', 'PERSISTENT', 'record_in', 'recorded_run', 'tier_option', 'tier_paths']
 
 LOCAL, PERSISTENT, BOTH = 'local', 'persistent', 'all'
 

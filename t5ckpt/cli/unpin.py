@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import click
 
-from t5ckpt.cli.output import json_option, print_json, say, steps_option
+from t5ckpt.cli.output import json_option, print_json, print_line, steps_option
 from t5ckpt.cli.paths import CHECKPOINT, checkpoints_of
 from t5ckpt.cli.verb import Verb
 from t5ckpt.steps import is_pinned_checkpoint, unpin_checkpoint
-
-__all__ = ['command']
 
 
 @click.command('unpin', cls=Verb)
@@ -37,6 +35,6 @@ def command(paths: tuple[str, ...], steps: tuple[int, ...], as_json: bool) -> No
         print_json({'unpinned': were, 'not_pinned': others})
     else:
         for text in [f'unpinned {place}' for place in were] + [f'was not pinned: {place}' for place in others]:
-            say(text)
+            print_line(text)
     if others:
         raise click.exceptions.Exit(1)

@@ -31,8 +31,6 @@ from t5ckpt.errors import (
 )
 from t5ckpt.storage import option_values, storage_defaults
 
-__all__ = ['Exit', 'Interrupted', 'Verb', 'VerbGroup', 'code_of', 'fail']
-
 _LONGEST_SUMMARY = 300
 
 

@@ -14,8 +14,6 @@ from t5ckpt.cli.words import in_words
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.integrity.verify import verify
 
-__all__ = ['command']
-
 
 @click.command('verify', cls=Verb)
 @click.argument('path', type=CHECKPOINT)

@@ -12,8 +12,6 @@ import click
 
 from t5ckpt.core.text import printable
 
-__all__ = ['SILENT_SECONDS', 'Waiting', 'current_waiting']
-
 SILENT_SECONDS = 10.0
 
 

@@ -16,8 +16,6 @@ import click
 
 from t5ckpt.core.text import Lines
 
-__all__ = ['in_words']
-
 # From a pattern for Python's terms to the command line's, in order.
 _RULES = tuple(
     (re.compile(pattern), words)

@@ -15,8 +15,6 @@ from t5ckpt.commit.transaction import Transaction
 from t5ckpt.core.protocols import Clock
 from t5ckpt.storage import Storage
 
-__all__ = ['begin', 'kind_of', 'resume', 'unfinished']
-
 
 def kind_of(storage: Storage) -> type[RenameTransaction | ManifestTransaction]:
     """The commit of a storage: by a rename where directories can be renamed, else by the write of the manifest."""

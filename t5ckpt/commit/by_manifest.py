@@ -57,8 +57,6 @@ from t5ckpt.format.names import (
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.storage import Storage
 
-__all__ = ['ManifestTransaction']
-
 _log = logging.getLogger('t5ckpt')
 
 

@@ -27,8 +27,6 @@ from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.format.names import MANIFEST, SIDECAR, aside_dir, parse_leftover, step_dir
 from t5ckpt.storage import Storage
 
-__all__ = ['RenameTransaction']
-
 _log = logging.getLogger('t5ckpt')
 
 

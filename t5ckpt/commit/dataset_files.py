@@ -20,8 +20,6 @@ from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, T5CkptError
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, TRAIN_DS_PREFIX, step_dir
 from t5ckpt.storage import Storage
 
-__all__ = ['dataset_count', 'remove_old_datasets']
-
 _log = logging.getLogger('t5ckpt')
 
 

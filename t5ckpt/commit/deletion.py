@@ -31,8 +31,6 @@ from t5ckpt.format.names import MANIFEST, PINNED, aside_dir, parse_leftover, ste
 from t5ckpt.policies import HELD, WAITS, Decision
 from t5ckpt.storage import Storage
 
-__all__ = ['decide_deletion', 'delete_step', 'hide_checkpoint', 'remove_hidden', 'rename_damaged']
-
 _log = logging.getLogger('t5ckpt')
 
 

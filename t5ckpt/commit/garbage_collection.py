@@ -30,8 +30,6 @@ from t5ckpt.format.names import READ_LEASE_PREFIX, SIDECAR, Leftover, parse_left
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.storage import Storage
 
-__all__ = ['STALE_AFTER_SECONDS', 'collect', 'collect_leftovers', 'is_abandoned']
-
 STALE_AFTER_SECONDS = 3600.0
 _log = logging.getLogger('t5ckpt')
 

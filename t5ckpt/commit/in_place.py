@@ -24,8 +24,6 @@ from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageErr
 from t5ckpt.format.names import MANIFEST, PINNED, is_swap_sidecar, step_dir
 from t5ckpt.storage import Storage
 
-__all__ = ['Hidden', 'collect_in_place', 'hide_in_place', 'remove_in_place', 'remove_step']
-
 _log = logging.getLogger('t5ckpt')
 
 

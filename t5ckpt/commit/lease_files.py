@@ -27,17 +27,6 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.storage import Storage
 
-__all__ = [
-    'Leases',
-    'is_live',
-    'leased_directory',
-    'list_leases',
-    'live_steps',
-    'warn_of_lease',
-    'write_lease_key',
-    'write_leases_of',
-]
-
 # How long a lease may last of which nothing says it.
 _LONGEST_SECONDS = 30 * 86400
 

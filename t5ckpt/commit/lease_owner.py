@@ -14,23 +14,6 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError
 from t5ckpt.storage import Storage
 
-__all__ = [
-    'DELETE',
-    'EXPIRED',
-    'MEND',
-    'REPLACE',
-    'SAVE',
-    'UNKNOWN',
-    'Owner',
-    'dated',
-    'end_owner',
-    'has_ended',
-    'new_owner',
-    'parse_owner',
-    'process_facts',
-    'read_owner',
-]
-
 SAVE = 'save'
 """The owner writes the step."""
 DELETE = 'delete'

@@ -19,8 +19,6 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.format.names import READ_LEASE_PREFIX
 from t5ckpt.storage import Storage
 
-__all__ = ['CLOCK_SECONDS', 'TIME_PREFIX', 'lease_clock', 'warn_if_ahead']
-
 CLOCK_SECONDS = 600.0
 """The most by which the clocks of machines that share a run on an object store may differ."""
 TIME_PREFIX = f'{READ_LEASE_PREFIX}0.0.'

@@ -29,8 +29,6 @@ from t5ckpt.format.manifest import decode_manifest, is_of_others, is_whole
 from t5ckpt.format.names import MANIFEST, PINNED, parse_prefixed_step, sidecar_of, step_dir
 from t5ckpt.storage import Storage
 
-__all__ = ['check_room', 'listed_elsewhere', 'occupant']
-
 # The directory of a save, in the location of an array.
 _GENERATION = re.compile(rb'(t5ckpt-[0-9a-f]{16})/')
 

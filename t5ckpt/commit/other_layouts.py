@@ -32,8 +32,6 @@ from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.policies import StepInfo
 from t5ckpt.storage import Storage
 
-__all__ = ['check_prunes', 'hide_other', 'infos_of_others', 'reason_to_stay']
-
 _log = logging.getLogger('t5ckpt')
 
 _TREE_MARKS = (TREE_METADATA, OCDBT_MANIFEST)

@@ -20,8 +20,6 @@ from t5ckpt.errors import OutputExistsError, UnsupportedFormatError
 from t5ckpt.storage import foreign_errors, open_storage
 from t5ckpt.storage.durable import sync_dir
 
-__all__ = ['check_output', 'local_output', 'output']
-
 
 def local_output(path: str | os.PathLike[str]) -> str:
     """The absolute path of an output.

@@ -24,8 +24,6 @@ from t5ckpt.errors import CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import MANIFEST, PINNED, parse_step_dir
 from t5ckpt.storage import Storage
 
-__all__ = ['pin_in']
-
 
 def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
     """Pins the checkpoint in a directory.

@@ -21,8 +21,6 @@ from t5ckpt.format.names import MANIFEST, parse_prefixed_step, step_dir
 from t5ckpt.policies import Decision, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
-__all__ = ['PrunableSteps', 'StayLog', 'prunable_steps']
-
 _log = logging.getLogger('t5ckpt')
 
 

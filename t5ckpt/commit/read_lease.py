@@ -25,8 +25,6 @@ from t5ckpt.errors import AccessDeniedError
 from t5ckpt.format.names import read_lease_file
 from t5ckpt.storage import Storage
 
-__all__ = ['leased_steps', 'outlives_deleters', 'read_lease']
-
 # A deleter hides a step, or gives up, within a few requests.
 _DELETER_SECONDS = 5.0
 

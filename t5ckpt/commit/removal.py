@@ -49,23 +49,6 @@ from t5ckpt.format.sidecar import FORMAT, decode_sidecar, newer_format
 from t5ckpt.policies import HELD, WAITS
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = [
-    'check_known',
-    'check_not_kept',
-    'check_removable',
-    'foreign_files',
-    'is_pinned',
-    'kept_by',
-    'kept_error',
-    'keys_below',
-    'move_aside',
-    'remove_checkpoint',
-    'remove_own_keys',
-    'renamed',
-    'renamed_for_deletion',
-    'renamed_for_replacement',
-]
-
 _HEAD_BYTES = 4096
 _log = logging.getLogger('t5ckpt')
 

@@ -28,8 +28,6 @@ from t5ckpt.format.names import MANIFEST, Leftover, step_dir
 from t5ckpt.policies import HELD
 from t5ckpt.storage import Storage
 
-__all__ = ['NotPutBackError', 'is_still_kept', 'put_back', 'put_in_place']
-
 _log = logging.getLogger('t5ckpt')
 
 

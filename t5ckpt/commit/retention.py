@@ -40,8 +40,6 @@ from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.policies import HELD, WAITS, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
-__all__ = ['Retention', 'RunFacts']
-
 _log = logging.getLogger('t5ckpt')
 
 

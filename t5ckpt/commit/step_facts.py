@@ -15,8 +15,6 @@ from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar, newer_for
 from t5ckpt.policies import StepInfo
 from t5ckpt.storage import Storage
 
-__all__ = ['MetricCoverage', 'StepFacts', 'known_sidecar', 'missing_from_all', 'saved_facts']
-
 
 class StepFacts:
     """Reads the facts that a keep policy takes. They never change for a complete step, so each sidecar is read once."""

@@ -25,17 +25,6 @@ from t5ckpt.errors import CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import MANIFEST, WriteLeaseName, step_dir
 from t5ckpt.storage import Storage
 
-__all__ = [
-    'AlreadyCommittedError',
-    'BeingWrittenError',
-    'StepTakenError',
-    'acquire_lease',
-    'acquire_to_hide',
-    'actions_of_others',
-    'has_live_lease',
-    'is_being_deleted',
-]
-
 # How long to wait for another process that begins or hides the same step, and for one that steps back: a few requests.
 _RIVAL_SECONDS, _STEP_BACK_SECONDS = 5.0, 1.0
 

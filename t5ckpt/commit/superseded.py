@@ -21,8 +21,6 @@ from t5ckpt.reading.contents import listed_files
 from t5ckpt.reading.raw_files import is_sidecar_of, read_raw
 from t5ckpt.storage import Storage
 
-__all__ = ['check_replaceable', 'is_of_one_save', 'remove_superseded']
-
 
 def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
     """Checks that a complete step can be overwritten in place.

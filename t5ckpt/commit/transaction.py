@@ -32,8 +32,6 @@ from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.reading.contents import check_opens
 from t5ckpt.storage import Storage
 
-__all__ = ['CommittedCheckpoint', 'Transaction', 'resume_text', 'write_checksums', 'writer_facts']
-
 _log = logging.getLogger('t5ckpt')
 
 

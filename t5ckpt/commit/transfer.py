@@ -46,8 +46,6 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import sidecar_name
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['Transfer', 'TransferOptions', 'Transferred']
-
 _IN_FLIGHT_BYTES = 256 * 2**20
 # Reserved for a file whose size neither the listing nor a checksum has.
 _UNKNOWN_BYTES = 16 * 2**20

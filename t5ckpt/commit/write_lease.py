@@ -61,8 +61,6 @@ from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.storage import Storage
 
-__all__ = ['TAKE_OVER_SECONDS', 'WriteLease', 'sidecar_record', 'write_lingering']
-
 TAKE_OVER_SECONDS = 600.0
 _BEAT_SECONDS = 60.0
 SETTLED_SECONDS = 3600.0

@@ -28,8 +28,6 @@ from t5ckpt.storage import Storage, split_path
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import MAX_STEP
 
-__all__ = ['Conversion', 'ConvertOptions', 'Found', 'finish', 'warn_no_optimizer', 'write_import']
-
 
 @checks_options
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,6 @@ from t5ckpt.format.names import parse_step_dir, step_dir
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import split_path
 
-__all__ = ['CopyOptions', 'CopyReport', 'copy_checkpoint']
-
 
 @checks_options
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,6 @@ from t5ckpt.errors import OutputExistsError
 from t5ckpt.format.dtypes import Cast
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['LAYOUT_KEY', 'ExportOptions', 'ExportReport', 'ImportOptions', 'refuse_inside', 'refuse_options', 'stamp']
-
 LAYOUT_KEY = 't5ckpt'
 """The key in a Hugging Face file's metadata that describes T5X's layout of the arrays, for a later import."""
 

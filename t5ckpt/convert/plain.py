@@ -40,8 +40,6 @@ from t5ckpt.reading.npz import BITS, NpzArray, extended_dtype, is_extended, npz_
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 
-__all__ = ['export_npz', 'export_safetensors', 'import_npz', 'import_safetensors']
-
 _Piece = tuple[int, np.ndarray]
 _Item = tuple[TensorSpec, Iterator[_Piece]]
 

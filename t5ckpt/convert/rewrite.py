@@ -35,8 +35,6 @@ from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, open_storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested
 
-__all__ = ['Changes', 'rewrite_checkpoint']
-
 _PARAMETERS = ('target', 'params')
 
 

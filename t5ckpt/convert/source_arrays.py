@@ -23,8 +23,6 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.open_reader import lazy_leaf
 from t5ckpt.reading.raw_files import read_raw
 
-__all__ = ['Source', 'Sources', 'cast', 'open_sources', 'slices_of']
-
 
 @dataclasses.dataclass(frozen=True)
 class Source:

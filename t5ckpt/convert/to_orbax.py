@@ -34,8 +34,6 @@ from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import open_storage
 from t5ckpt.tree.leaf_table import Empty, unflatten
 
-__all__ = ['convert_to_orbax', 'convert_to_orbax_run', 'recorded_source', 'source_of']
-
 # The item of the tree in a step of CheckpointManager.
 _ITEM = 'default'
 

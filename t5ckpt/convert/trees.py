@@ -40,8 +40,6 @@ from t5ckpt.storage import Storage, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['TREE_FORMATS', 'convert_tree', 'log_left_out', 'open_tree', 'optimizer_leaves', 'stamp_of']
-
 _log = logging.getLogger('t5ckpt')
 
 TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax')

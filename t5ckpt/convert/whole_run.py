@@ -26,8 +26,6 @@ from t5ckpt.core.text import some_of
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from t5ckpt.storage import Storage
 
-__all__ = ['RUN_FORMATS', 'TO_ORBAX', 'RunConversion', 'convert_run']
-
 TO_ORBAX = 'to-orbax'
 _LAYOUTS = {'orbax': (ORBAX,), 'flax': (FLAX,), TO_ORBAX: (T5X, PADDED)}
 _CURE = 'Convert to another directory, or replace such steps (overwrite=True).'

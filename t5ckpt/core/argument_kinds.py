@@ -21,8 +21,6 @@ from t5ckpt.core.arguments import check_kind, check_path, check_patterns, given_
 from t5ckpt.core.text import shown
 from t5ckpt.core.unknown_arguments import explains_fields
 
-__all__ = ['checks_kinds', 'checks_options']
-
 _P = ParamSpec('_P')
 _R = TypeVar('_R')
 _C = TypeVar('_C', bound=type)

@@ -16,25 +16,6 @@ import numpy as np
 from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.core.text import did_you_mean, shown
 
-__all__ = [
-    'MAX',
-    'MODES',
-    'check_callables',
-    'check_flags',
-    'check_joined_policies',
-    'check_kind',
-    'check_path',
-    'check_patterns',
-    'check_word',
-    'given_step',
-    'given_steps',
-    'integer',
-    'is_doubtful',
-    'native_dtype',
-    'number',
-    'set_fields',
-]
-
 
 class _Default(str):
     """A default, which differs in type from the same value that a caller passes."""

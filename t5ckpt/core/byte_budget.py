@@ -12,8 +12,6 @@ import threading
 
 from t5ckpt.core.arguments import number
 
-__all__ = ['ByteBudget', 'bytes_of_gb']
-
 
 def bytes_of_gb(concurrent_gb: float, option: str = 'concurrent_gb') -> int:
     """Converts a budget from gigabytes of 10^9 bytes to bytes."""

@@ -13,8 +13,6 @@ import warnings
 from types import FrameType
 from typing import Any
 
-__all__ = ['CallSite', 'warn_caller']
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 

@@ -12,9 +12,6 @@ import gc
 import os
 from collections.abc import Generator
 
-__all__ = ['paused']
-
-
 _paused = {'by us': False}
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import queue
 
-__all__ = ['InterruptSafeEvent']
-
 
 class InterruptSafeEvent:
     """An event that is set once, by any thread."""

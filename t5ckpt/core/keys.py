@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ['is_inside', 'join', 'parents_of']
-
 
 def join(*parts: str) -> str:
     """Joins key components with '/', leaving out empty ones."""

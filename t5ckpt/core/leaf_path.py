@@ -6,9 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import TypeAlias
 
-__all__ = ['Path', 'leaf_name', 'path_of', 'root_names']
-
-
 Path: TypeAlias = tuple[str, ...]
 
 

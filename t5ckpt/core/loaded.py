@@ -6,8 +6,6 @@ import importlib
 import sys
 from typing import Any
 
-__all__ = ['loaded']
-
 
 def loaded(name: str) -> Any:
     """Returns a module that the program has imported, or None; imports nothing.

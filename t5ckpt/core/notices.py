@@ -6,8 +6,6 @@ from collections.abc import Hashable
 
 from t5ckpt.core.call_site import CallSite
 
-__all__ = ['Notices']
-
 
 class Notices:
     """Remembers the causes of which the user has been warned.

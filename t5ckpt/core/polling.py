@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from t5ckpt.core.protocols import Clock
 
-__all__ = ['attempts']
-
 _FIRST_SECONDS, _LAST_SECONDS = 0.005, 0.1
 
 

@@ -7,9 +7,6 @@ import os
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-__all__ = ['is_private', 'makes_private']
-
-
 # In these parts of JAX only computations make buffers. Other parts may have wrapped existing memory.
 _COMPUTING = tuple(os.path.join('_src', name, '') for name in ('image', 'lax', 'nn', 'numpy', 'random', 'scipy'))
 

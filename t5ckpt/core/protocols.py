@@ -10,21 +10,6 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from t5ckpt.core.text import corrected
 
-__all__ = [
-    'Clock',
-    'DataLayout',
-    'DatasetIterator',
-    'MetricSource',
-    'ParameterInfo',
-    'Partitioner',
-    'Progress',
-    'RestoreStateTransformationFn',
-    'SaveStateTransformationFn',
-    'TrainState',
-    'leaf_pattern',
-    'meant_pattern',
-]
-
 Clock: TypeAlias = Callable[[], float]
 Progress: TypeAlias = Callable[[int, int], None]
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from t5ckpt.core.loaded import loaded
 
-__all__ = ['READ_EVENT', 'WRITE_EVENT', 'record_duration']
-
-
 # T5X's names (t5x/checkpoints.py), so that dashboards made for T5X keep working.
 WRITE_EVENT = '/jax/checkpoint/write/durations_sec'
 

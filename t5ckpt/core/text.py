@@ -11,23 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = [
-    'Lines',
-    'aligned',
-    'corrected',
-    'counted',
-    'did_you_mean',
-    'human_age',
-    'human_bytes',
-    'lines',
-    'lines_of_error',
-    'listed',
-    'printable',
-    'short_repr',
-    'shown',
-    'some_of',
-]
-
 # Of a name or a pattern that is compared with others; the comparison is quadratic.
 _LONGEST = 300
 _LISTED = 20

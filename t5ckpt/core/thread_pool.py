@@ -15,8 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ['Pool', 'start_thread']
-
 _Result = TypeVar('_Result')
 _Given = ParamSpec('_Given')
 

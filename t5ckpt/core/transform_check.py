@@ -8,8 +8,6 @@ from typing import Any
 
 from t5ckpt.core.text import shown
 
-__all__ = ['check_transforms']
-
 
 def check_transforms(transforms: Any) -> None:
     """Raises ValueError unless the option is a list of functions."""

@@ -12,8 +12,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-__all__ = ['OF_ATTRIBUTES', 'OF_CONSTRUCTOR', 'OF_RESTORE', 'OF_SAVE', 'explains_fields', 'explains_names']
-
 _P = ParamSpec('_P')
 _R = TypeVar('_R')
 _C = TypeVar('_C', bound=type)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-__all__ = ['value_rule']
-
 _SUFFIX = '/value'
 
 

@@ -23,8 +23,6 @@ from t5ckpt.core.protocols import DatasetIterator
 from t5ckpt.datasets.state_file import decode_state, encode_state
 from t5ckpt.errors import DatasetStateError, UnsupportedLeafError
 
-__all__ = ['SUFFIX', 'StateIterator', 'TfDataIterator', 'as_dataset_iterator']
-
 SUFFIX = '.msgpack'
 # T5X's message (t5x/checkpoints.py), which users of tf.data search for.
 _STATELESS = (

@@ -18,8 +18,6 @@ from t5ckpt.errors import DatasetStateError, T5CkptError
 from t5ckpt.format.names import TRAIN_DS_PREFIX, dataset_prefix
 from t5ckpt.storage import Storage
 
-__all__ = ['DatasetState', 'warn_of_unused']
-
 _log = logging.getLogger('t5ckpt')
 # The item of a step that holds the iterator's state where T5X saves through Orbax.
 _ORBAX_ITEM = 'dataset'

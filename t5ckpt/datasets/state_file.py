@@ -19,8 +19,6 @@ from t5ckpt.core.loaded import loaded
 from t5ckpt.errors import CorruptCheckpointError, DatasetStateError, MissingDependencyError
 from t5ckpt.format.checksum import digest
 
-__all__ = ['FORMAT', 'decode_state', 'encode_state']
-
 FORMAT = 1
 # Extension codes of types that msgpack lacks.
 _TUPLE, _INTEGER, _ARRAY, _SCALAR, _TENSOR = range(1, 6)

@@ -7,8 +7,6 @@ from t5ckpt.distributed.rounds import Channel, CoordinationRound
 from t5ckpt.errors import UnsupportedTopologyError
 from t5ckpt.storage import Storage
 
-__all__ = ['Coordinator']
-
 
 class Coordinator:
     """Begins the coordination rounds of one checkpointer.

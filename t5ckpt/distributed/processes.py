@@ -23,8 +23,6 @@ from typing import Any
 from t5ckpt.core.loaded import loaded
 from t5ckpt.errors import T5CkptError
 
-__all__ = ['DEFAULT_TIMEOUT_SECONDS', 'Processes', 'ServiceError', 'Status', 'jax_processes', 'parse_status']
-
 DEFAULT_TIMEOUT_SECONDS = 1200.0
 
 # The answer of the service says more than a time-out, so the service may be so much later.

@@ -21,9 +21,6 @@ from t5ckpt.core.text import lines_of_error
 from t5ckpt.distributed.processes import Processes, ServiceError, Status
 from t5ckpt.errors import CoordinationError, ProcessMissingError, RemoteError, T5CkptError
 
-__all__ = ['Channel', 'CoordinationRound', 'Phase', 'coordination_error']
-
-
 # gRPC refuses messages above 4 MiB unless the limit was raised.
 _MESSAGE_BYTES = 2**20
 # How long the service may take to say who is missing.

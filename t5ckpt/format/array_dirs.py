@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX
 
-__all__ = ['array_dirs']
-
 # What other files of a step begin with.
 _OF_OURS = (TRAIN_DS_PREFIX, 'integrity.', 't5ckpt-', 't5ckpt.')
 # One component of a file key. Slashes, control characters and leading dots are not written to disk.

@@ -22,20 +22,6 @@ from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import dtype_from_name, dtype_from_typestr, name_of, zarr_typestr
 from t5ckpt.tree.leaf_table import MAX_RANK
 
-__all__ = [
-    'ArrayLayout',
-    'SpecDict',
-    'StoredArray',
-    'is_spec',
-    'parse_spec',
-    'shape_of',
-    'spec_of',
-    'typed_by_zarray',
-    'untyped_specs',
-    'zarray_bytes',
-    'zarray_of',
-]
-
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
 _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
     'assume_metadata',

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-__all__ = ['ALGORITHM', 'digest']
-
 ALGORITHM = 'xxh3_64'
 
 

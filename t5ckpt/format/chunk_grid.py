@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
-__all__ = ['Box', 'ChunkGrid', 'ChunkIndex', 'ceil_div', 'strides_of']
-
 ChunkIndex: TypeAlias = tuple[int, ...]
 """A chunk's position in its grid, one integer per dimension."""
 

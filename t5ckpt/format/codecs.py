@@ -13,20 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    'AUTO',
-    'BIT_LZ4',
-    'BIT_ZSTD',
-    'CODECS',
-    'ZSTD',
-    'codec_text',
-    'decode',
-    'encode',
-    'is_decoded_natively',
-    'is_native',
-]
-
-
 AUTO: dict[str, Any] = {'id': 'auto'}
 """Placeholder for a codec that is chosen during the save; never written."""
 

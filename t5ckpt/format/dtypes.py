@@ -23,24 +23,6 @@ from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import did_you_mean, shown
 from t5ckpt.errors import UnmatchedPattern
 
-__all__ = [
-    'STORED_AS',
-    'Cast',
-    'array_dtype',
-    'cast_dtype',
-    'check_cast',
-    'dtype_from_name',
-    'dtype_from_typestr',
-    'floating_dtype',
-    'from_stored',
-    'is_storable',
-    'kind',
-    'name_of',
-    'stored_dtype',
-    'to_stored',
-    'zarr_typestr',
-]
-
 # The dtypes that a misspelt cast may mean.
 _USUAL = ('bfloat16', 'float16', 'float32', 'float64')
 _EXTENDED = (

@@ -24,8 +24,6 @@ from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.names import is_file_checksums
 from t5ckpt.format.sidecar import Sidecar
 
-__all__ = ['FileChecksums', 'FileEntry', 'entry_of']
-
 FileEntry = tuple[int, str]
 """A file's bytes and the xxh3-64 of its contents, in hex."""
 

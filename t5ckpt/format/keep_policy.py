@@ -16,8 +16,6 @@ from t5ckpt.policies import (
     KeepSteps,
 )
 
-__all__ = ['fields_of', 'policy_of']
-
 _KINDS: Mapping[str, type[Any]] = {
     kind.__name__: kind for kind in (KeepAll, KeepLatest, KeepBest, KeepEvery, KeepEveryHours, KeepSteps)
 }

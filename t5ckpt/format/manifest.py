@@ -28,20 +28,6 @@ from t5ckpt.format.array_spec import SpecDict, is_spec
 from t5ckpt.format.dtypes import dtype_from_name, name_of
 from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK
 
-__all__ = [
-    'VERSION',
-    'Manifest',
-    'array_header',
-    'decode_ext',
-    'decode_manifest',
-    'encode_manifest',
-    'is_of_others',
-    'is_tensorflow_state',
-    'is_whole',
-    'manifest_of',
-    'version_of',
-]
-
 VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
 _CHUNKED = '__msgpack_chunked_array__'

@@ -17,8 +17,6 @@ from typing import Any
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.sidecar import Sidecar, as_number
 
-__all__ = ['orbax_object', 'orbax_sidecar']
-
 _MAX_DEPTH = 20
 _LATEST_UNIX = 10**11
 

@@ -7,24 +7,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    'COMMITTED',
-    'CONVERTED_FROM',
-    'LEGACY_RUN_METADATA',
-    'METRICS',
-    'OCDBT_MANIFEST',
-    'OCDBT_OF_PROCESS',
-    'RUN_METADATA',
-    'STEP_METADATA',
-    'STRINGS',
-    'TREE_METADATA',
-    'is_database_file',
-    'is_orbax_entry',
-    'is_orbax_key',
-    'may_be_orbax',
-    'orbax_array',
-]
-
 # Of a step. The last is written at the end where a store cannot rename.
 STEP_METADATA = '_CHECKPOINT_METADATA'
 METRICS = 'metrics/metrics'

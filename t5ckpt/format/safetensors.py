@@ -18,21 +18,6 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.dtypes import dtype_from_name
 
-__all__ = [
-    'DTYPE_NAMES',
-    'INDEX_SUFFIX',
-    'MAX_HEADER',
-    'METADATA',
-    'WHOLE_NAMES',
-    'Header',
-    'Tensor',
-    'data_bytes',
-    'header_bytes',
-    'is_npz',
-    'is_tensor_file',
-    'parse_header',
-]
-
 WHOLE_NAMES = ('model.safetensors.index.json', 'model.safetensors')
 """The files that make a directory a checkpoint in this format, in order of precedence."""
 INDEX_SUFFIX = '.safetensors.index.json'

@@ -30,17 +30,6 @@ from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.checksum import digest
 from t5ckpt.tree.leaf_table import MAX_DEPTH
 
-__all__ = [
-    'FORMAT',
-    'NO_SIDECAR',
-    'Sidecar',
-    'TreeFacts',
-    'as_number',
-    'decode_sidecar',
-    'encode_sidecar',
-    'newer_format',
-]
-
 FORMAT = 1
 _CONTAINERS = {'dict', 'list', 'tuple'}
 _NUMBERS = {'bool', 'complex', 'float', 'int'}

@@ -15,8 +15,6 @@ from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested
 
-__all__ = ['StoredLeaf', 'checkpoint_leaves']
-
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:

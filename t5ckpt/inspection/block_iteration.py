@@ -15,18 +15,6 @@ from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.reading.checkpoint_files import in_threads
 
-__all__ = [
-    'BLOCK_BYTES',
-    'Block',
-    'batches_of',
-    'blocks_in',
-    'blocks_of',
-    'bytes_in',
-    'pieces_of',
-    'reduce_blocks',
-    'sum_of_squares',
-]
-
 # Large enough that reading takes longer than its set-up, small enough to hold several blocks in memory.
 BLOCK_BYTES = 8 * 2**20
 # Larger chunks are divided, although each part decodes the chunk again.

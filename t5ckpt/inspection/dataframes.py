@@ -6,8 +6,6 @@ from typing import Any
 
 from t5ckpt.errors import MissingDependencyError
 
-__all__ = ['pandas']
-
 
 def pandas() -> Any:
     """Returns the module pandas; raises MissingDependencyError if it is not installed."""

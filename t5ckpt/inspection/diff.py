@@ -28,8 +28,6 @@ from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.plots import plot_layers
 from t5ckpt.progress import Meter
 
-__all__ = ['CheckpointDiff', 'LeafDiff', 'compare', 'diff']
-
 _COLUMNS = ('name', 'what', 'a', 'b', 'relative', 'largest')
 _WAYS = ('added', 'removed', 'shape', 'dtype', 'kind', 'values')
 _SHOWN = 60

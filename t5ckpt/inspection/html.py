@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from t5ckpt.core.text import counted, human_bytes, printable
 from t5ckpt.inspection.leaf_tree import Group, LeafInfo
 
-__all__ = ['table_html', 'tree_html']
-
 # More rows make browsers slow; for large trees, users select a part of the view.
 _MAX_ROWS = 2000
 _OPEN_ROWS = 30

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from t5ckpt.core.leaf_path import Path, leaf_name
 
-__all__ = ['layers_of']
-
 _NUMBERED = re.compile(r'(.*?)(\d+)')
 
 

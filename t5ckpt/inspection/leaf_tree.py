@@ -16,8 +16,6 @@ from t5ckpt.format.codecs import codec_text
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
-__all__ = ['Group', 'LeafInfo', 'build_tree', 'glob_regex', 'leaf_infos']
-
 _TEXT_SHOWN = 40
 # One character of a key in a name; a backslash and the character that it escapes count as one.
 _LETTER = r'(?:[^/\\]|\\[/\\])'

@@ -33,8 +33,6 @@ from t5ckpt.policies import KeepAll
 from t5ckpt.save.monitored import best_step_of, monitored_metrics
 from t5ckpt.storage import Storage
 
-__all__ = ['Run', 'Series', 'open_run']
-
 
 @checks_kinds
 def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Run:

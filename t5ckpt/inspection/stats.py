@@ -25,8 +25,6 @@ from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.progress import Meter
 
-__all__ = ['CheckpointStats', 'LeafStats', 'Viewed', 'checkpoint_stats']
-
 _COLUMNS = ('name', 'size', 'mean', 'std', 'min', 'max', 'norm', 'zeros', 'nan', 'inf')
 _SHOWN = 60
 

@@ -26,8 +26,6 @@ from t5ckpt.reading.contents import Contents
 from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
-__all__ = ['CheckpointView', 'open_checkpoint']
-
 _SHOWN = 60
 
 

@@ -10,8 +10,6 @@ from t5ckpt.integrity.implied_files import placed
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 
-__all__ = ['Findings']
-
 
 class Findings:
     """The damages that a verification has found so far.

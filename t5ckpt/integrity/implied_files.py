@@ -23,8 +23,6 @@ from t5ckpt.reading.size_limits import check_chunk
 from t5ckpt.reading.tensorstore_arrays import TensorStoreArrays
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['ArrayFiles', 'Implied', 'placed']
-
 _MAX_NAMED = 100
 _DECODED_BYTES = 2**30
 

@@ -33,8 +33,6 @@ from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.raw_files import sidecar_name
 
-__all__ = ['ZARRAY', 'RecoveryRecords', 'Source', 'below', 'files_of', 'is_own', 'source_of', 'unrecoverable_text']
-
 ZARRAY = '.zarray'
 _LOST_FACTS = (
     'the sidecar is lost: metrics and the keep policy are gone, empty containers, too, and what were Python numbers, strings, '

@@ -40,8 +40,6 @@ from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.contents import Contents
 from t5ckpt.tree.leaf_table import flatten_nested, unflatten
 
-__all__ = ['RepairOptions', 'RepairPlan', 'plan_repair', 'unrecoverable_error']
-
 
 @checks_options
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,6 @@ from t5ckpt.core.text import counted, lines, listed, printable
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box
 
-__all__ = ['Damage', 'VerifyReport']
-
 
 @dataclasses.dataclass(frozen=True)
 class Damage:

@@ -56,8 +56,6 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import RawFiles, find_sidecar
 from t5ckpt.storage import Entry, open_storage, split_path
 
-__all__ = ['locate_or_broken', 'verify', 'verify_located']
-
 _OWN = {SIDECAR, MANIFEST, PINNED, DATASET_REMOVED}
 
 

@@ -19,8 +19,6 @@ from t5ckpt.metrics.record_file import RecordScan
 from t5ckpt.metrics.tensorboard import is_event_file
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['Curve', 'curves']
-
 _log = logging.getLogger('t5ckpt')
 
 _MAX_BYTES = 64 * 2**20

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ['Scalar', 'all_scalars', 'scalars']
-
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
 # By DataType (types.proto): the NumPy dtype, and the field of values that are not in tensor_content.

@@ -14,8 +14,6 @@ import functools
 import struct
 from collections.abc import Callable, Iterator
 
-__all__ = ['RecordScan', 'masked_crc32c']
-
 _HEADER = struct.Struct('<QI')
 _CRC_BYTES = 4
 _MAX_RECORD = 2**20

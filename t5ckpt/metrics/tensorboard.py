@@ -19,8 +19,6 @@ from t5ckpt.metrics.event_protobuf import scalars
 from t5ckpt.metrics.record_file import RecordScan
 from t5ckpt.storage import Storage, foreign_errors, open_storage
 
-__all__ = ['TensorBoardMetrics', 'is_event_file']
-
 _log = logging.getLogger('t5ckpt')
 
 

@@ -20,8 +20,6 @@ from collections.abc import Sequence
 
 from t5ckpt.format.chunk_grid import ChunkGrid, ceil_div
 
-__all__ = ['DEFAULT_CHUNK_BYTES', 'choose_chunks', 'chunk_shape_for']
-
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _OVERSHOOT = 8
 _TRIAL_LIMIT = 2**20

@@ -9,8 +9,6 @@ from __future__ import annotations
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.tree.template import LeafTemplate
 
-__all__ = ['boxes_wanted', 'is_on_cpu']
-
 
 def boxes_wanted(target: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:
     """The distinct boxes that this process's devices hold, or the whole array for a host target."""

@@ -15,8 +15,6 @@ from t5ckpt.tree.leaf_table import Empty
 from t5ckpt.tree.leaf_values import base_number
 from t5ckpt.tree.template import LeafTemplate
 
-__all__ = ['as_leaf', 'both_python_ints', 'describe', 'first_in', 'held', 'is_empty', 'restricted']
-
 
 def as_leaf(path: Path, found: Any) -> Any:
     """A leaf of the checkpoint; a number that a transform returned is converted to numpy.

@@ -8,8 +8,6 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import lines
 from t5ckpt.tree.leaf_table import LeafTable
 
-__all__ = ['check_new_state']
-
 
 def check_new_state(fresh: LeafTable, model: LeafTable, needed: Sequence[Path]) -> None:
     """Raises where the state of ``init_fn`` is not one of the checkpointer's template.

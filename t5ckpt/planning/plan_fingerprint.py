@@ -11,8 +11,6 @@ from t5ckpt.errors import DisagreementError
 from t5ckpt.format.checksum import digest
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, SavePlan
 
-__all__ = ['difference', 'plan_text']
-
 _MAX_DIFF_LINES = 40
 
 

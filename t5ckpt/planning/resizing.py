@@ -17,8 +17,6 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.format.chunk_grid import Box
 
-__all__ = ['Patterns', 'Resize', 'clipped', 'resized']
-
 Patterns: TypeAlias = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
 """One regular expression or several, as text or compiled."""
 

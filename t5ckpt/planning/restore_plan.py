@@ -37,8 +37,6 @@ from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaf_values import as_instance
 from t5ckpt.tree.template import LeafTemplate, canonical_dtype
 
-__all__ = ['InlineRead', 'RestoreOptions', 'RestorePlan', 'StoredRead', 'plan_restore', 'strictness']
-
 # How closely the two must match: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
 # 'contains' also allows a checkpoint with more leaves than the template.
 _STRICTNESS = ('exact', 'up_to_dtype', 'contains')

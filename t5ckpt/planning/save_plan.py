@@ -39,9 +39,6 @@ from t5ckpt.planning.write_assignment import HeldShard, WriteAssignment
 from t5ckpt.tree.leaf_values import is_jax_array
 from t5ckpt.tree.leaves_to_save import LeafToSave
 
-__all__ = ['ArrayWrite', 'ChunkWrite', 'InlineWrite', 'SaveOptions', 'SavePlan', 'plan_save']
-
-
 _OPTIMIZER_STATE = ('state', 'param_states')
 _FACTORS = frozenset({'v_row', 'v_col'})
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from t5ckpt.tree.template import LeafTemplate
 
-__all__ = ['ShardingCheck']
-
 
 class ShardingCheck:
     """Checks whether arrays of a shape can be sharded as the template asks; once per pair of shape and sharding."""

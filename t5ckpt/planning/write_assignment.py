@@ -22,8 +22,6 @@ import numpy as np
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.planning.chunk_shape import chunk_shape_for
 
-__all__ = ['HeldShard', 'MeshLayout', 'WriteAssignment']
-
 
 @dataclasses.dataclass(frozen=True)
 class HeldShard:

@@ -9,8 +9,6 @@ import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError
 
-__all__ = ['aligned_empty']
-
 _ALIGNMENT = 64
 
 

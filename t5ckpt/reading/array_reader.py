@@ -39,8 +39,6 @@ from t5ckpt.reading.local.uncompressed import chunk_of_file, has_chunks_to_decod
 from t5ckpt.reading.open_array import FileArray, OpenArray, TensorStoreArray
 from t5ckpt.reading.tensorstore_arrays import TensorStoreArrays
 
-__all__ = ['ArrayReader']
-
 
 class ArrayReader:
     """Reads arrays of one checkpoint. Safe from any thread."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ['basic_index', 'relative_to_box']
-
 
 def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
     """Splits a numpy basic index into forward slices to read, one per dimension, and an index for numpy on the result.

@@ -20,8 +20,6 @@ from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, strides_of
 from t5ckpt.storage import Storage
 
-__all__ = ['RangeReader', 'read_range']
-
 _BLOCK_BYTES = 16 * 2**20
 # About the bytes that an object store transfers in the time to its first byte, a few milliseconds.
 _GAP_BYTES = 256 * 2**10

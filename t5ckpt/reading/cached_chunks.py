@@ -30,8 +30,6 @@ from t5ckpt.reading.size_limits import check_chunk, check_memory
 from t5ckpt.storage import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
 
-__all__ = ['CachedChunks']
-
 _THREADS = 16
 _Part = tuple[int, slice, slice]
 

@@ -29,8 +29,6 @@ from t5ckpt.reading.contained_open import ContainedDirectory, check_size
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.storage.memory_limit import check_whole_read
 
-__all__ = ['CheckpointFiles', 'in_threads']
-
 _BLOCK = 2**20
 _PAGE = 4096
 _MIN_THREADS = 8

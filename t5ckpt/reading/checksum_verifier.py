@@ -15,8 +15,6 @@ from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 
-__all__ = ['ChecksumVerifier']
-
 _CURE = (
     'Restore an older step, or copy the checkpoint again; "t5ckpt verify --full" lists all that is damaged, verify=\'quick\' '
     'reads it without the comparison.'

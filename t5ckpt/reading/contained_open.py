@@ -16,8 +16,6 @@ from typing import BinaryIO
 
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 
-__all__ = ['ContainedDirectory', 'check_size', 'open_source', 'read_source']
-
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 _MAX_DEPTH = 64

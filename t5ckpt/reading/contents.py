@@ -36,16 +36,6 @@ from t5ckpt.reading.safetensors import decode_tensors
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 
-__all__ = [
-    'Contents',
-    'check_opens',
-    'check_step',
-    'file_checksums_of',
-    'leaves_of',
-    'listed_files',
-    'read_contents',
-]
-
 _log = logging.getLogger('t5ckpt')
 _CURE = (
     'Restore an older step, or copy the checkpoint again. If it was edited on purpose, remove t5ckpt.json and '

@@ -15,8 +15,6 @@ from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Stora
 from t5ckpt.format.names import SIDECAR, is_sidecar
 from t5ckpt.format.safetensors import is_tensor_file
 
-__all__ = ['Identity']
-
 
 class ChangedMeanwhileError(CheckpointNotFoundError):
     """The opened checkpoint was deleted or overwritten; callers catch it as CheckpointNotFoundError."""

@@ -25,8 +25,6 @@ from t5ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedForma
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['BITS', 'NpzArray', 'extended_dtype', 'is_extended', 'npz_arrays', 'npz_errors', 'stored_range']
-
 BITS: Mapping[int, np.dtype] = {1: np.dtype('uint8'), 2: np.dtype('uint16')}
 """The dtype of the bits of an array whose dtype npz lacks, by itemsize."""
 

@@ -20,8 +20,6 @@ from t5ckpt.reading.basic_index import relative_to_box
 from t5ckpt.reading.size_limits import check_memory
 from t5ckpt.storage import TENSORSTORE_ERRORS, Storage, foreign_errors
 
-__all__ = ['FileArray', 'Filling', 'OpenArray', 'TensorStoreArray']
-
 Task = Callable[[], None]
 
 

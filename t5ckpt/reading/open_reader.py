@@ -19,8 +19,6 @@ from t5ckpt.reading.contents import Contents, check_step, read_contents
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
 
-__all__ = ['VERIFY_LEVELS', 'ReadOptions', 'lazy_leaf', 'open_contents', 'reader_of']
-
 
 def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:
     """A lazy array of a leaf, stored or inline, cast to ``dtype`` when it is read."""

@@ -33,8 +33,6 @@ from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, flatten_nested, unflatten
 
-__all__ = ['array_leaves', 'has_placeholders', 'log_items', 'read_orbax', 'resolve_placeholders']
-
 _log = logging.getLogger('t5ckpt')
 
 _PLACEHOLDER = 'PLACEHOLDER://'

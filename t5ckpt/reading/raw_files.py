@@ -25,8 +25,6 @@ from t5ckpt.format.sidecar import NO_SIDECAR, decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.safetensors import read_tensors
 
-__all__ = ['RawFiles', 'find_sidecar', 'is_sidecar_of', 'read_raw', 'sidecar_name']
-
 # The number of times that a step is read again if it is overwritten between the reads of its manifest and of its sidecar.
 _OVERWRITES = 3
 

@@ -28,8 +28,6 @@ from t5ckpt.reading.npz import NpzArray, npz_arrays, npz_errors, stored_range
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import unflatten
 
-__all__ = ['decode_tensors', 'read_tensors']
-
 
 def read_tensors(
     storage: Storage, directory: str, name: str, *, follow_links: bool = False

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from t5ckpt.errors import CorruptCheckpointError, NotEnoughMemoryError
 from t5ckpt.storage.memory_limit import memory_limit
 
-__all__ = ['check_chunk', 'check_count', 'check_memory']
-
 _NEEDS_NO_PROOF = 256 * 2**20
 _MAX_RATIO = 2**17
 _MANY = 2**14

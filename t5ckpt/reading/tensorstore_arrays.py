@@ -19,8 +19,6 @@ from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.size_limits import check_chunk, check_count
 from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
 
-__all__ = ['TensorStoreArrays']
-
 # Of a database's compressed index; far above any real one.
 _CHUNKS_PER_BYTE = 64
 # The size of a file if its storage does not report sizes; no check uses it.

@@ -14,8 +14,6 @@ from typing import Any
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.planning.restore_plan import StoredRead
 
-__all__ = ['completed', 'in_parts']
-
 # Smaller parts are not worth a collective.
 _MIN_BYTES = 2**20
 _AXIS = 'part'

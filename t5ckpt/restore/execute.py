@@ -41,8 +41,6 @@ from t5ckpt.tree.leaf_values import is_jax_array
 from t5ckpt.tree.template import LeafTemplate
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['run_restore']
-
 _log = logging.getLogger('t5ckpt')
 _PARAMETERS = ('target', 'params')
 

@@ -13,8 +13,6 @@ from t5ckpt.tree.leaf_table import LeafTable, lookup
 from t5ckpt.tree.template import LeafTemplate, axes_tree, leaf_template
 from t5ckpt.tree.train_state import StateView, flatten_state
 
-__all__ = ['fit_leaves', 'leaf_templates', 'place_leaves']
-
 
 def fit_leaves(
     leaves: LeafTable,

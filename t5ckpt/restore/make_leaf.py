@@ -28,8 +28,6 @@ from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.tree.leaf_values import as_instance, base_number
 from t5ckpt.tree.template import LeafTemplate, canonical_dtype
 
-__all__ = ['make_inline_leaf', 'make_leaf']
-
 _NARROW_BYTES = 4
 # Up to this size, a copy by JAX is faster than making an aligned buffer that JAX uses in place.
 _SMALL_BYTES = 64 * 1024

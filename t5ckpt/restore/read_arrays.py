@@ -33,8 +33,6 @@ from t5ckpt.reading.open_array import Filling, OpenArray
 from t5ckpt.reading.size_limits import check_memory
 from t5ckpt.restore.make_leaf import make_leaf
 
-__all__ = ['read_arrays']
-
 # Several reads in flight keep a disk busy, and copies from the page cache keep every core busy.
 _MIN_THREADS = 8
 _THREADS_PER_CORE = 2

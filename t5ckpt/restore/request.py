@@ -18,8 +18,6 @@ from t5ckpt.planning.resizing import Resize
 from t5ckpt.reading.open_reader import ReadOptions
 from t5ckpt.storage import Storage
 
-__all__ = ['RestoreCall', 'RestoreRequest', 'check_source']
-
 
 @dataclasses.dataclass(frozen=True)
 class RestoreCall:

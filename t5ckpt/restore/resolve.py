@@ -13,8 +13,6 @@ from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.storage import is_same_kind
 
-__all__ = []
-
 
 def _located(request: RestoreRequest) -> Located:
     path = None if request.call.path is None else os.fspath(request.call.path)

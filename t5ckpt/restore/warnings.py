@@ -13,8 +13,6 @@ from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaf_values import is_abstract
 from t5ckpt.tree.template import canonical_dtype, unsharded_warning
 
-__all__ = ['warn_if_local', 'warn_if_narrowed', 'warn_if_unsharded']
-
 _WIDE_BYTES = 8
 _SHOWN = 5
 

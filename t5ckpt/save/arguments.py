@@ -25,20 +25,6 @@ from t5ckpt.policies import KeepAll, KeepPolicy
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage
 
-__all__ = [
-    'LOCAL_KEEP',
-    'SaveCall',
-    'TierOptions',
-    'check_no_directory',
-    'check_policies',
-    'in_order',
-    'metric_numbers',
-    'plain_json',
-    'warn_of_gda',
-    'warn_of_idle',
-    'warn_of_missing_metrics',
-]
-
 LOCAL_KEEP = 2
 """The default of ``local_keep``."""
 _CONSTRUCTOR = 'Pass it as checkpoints_dir=: Checkpointer(train_state, checkpoints_dir=...).'

@@ -15,8 +15,6 @@ from t5ckpt.format.codecs import encode, is_native
 from t5ckpt.format.dtypes import name_of, zarr_typestr
 from t5ckpt.format.file_checksums import FileEntry
 
-__all__ = ['encode_chunk', 'plain_entry']
-
 # Dtypes whose elements have other bits on disk than in NumPy.
 _SUB_BYTE = frozenset({'float4_e2m1fn', 'int2', 'int4'})
 

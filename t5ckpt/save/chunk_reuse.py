@@ -46,8 +46,6 @@ from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_values import is_jax_array
 
-__all__ = ['PreviousCheckpoint', 'ReusedChunks', 'find_previous', 'leaves_of_writes']
-
 
 @dataclasses.dataclass(frozen=True)
 class PreviousCheckpoint:

@@ -31,8 +31,6 @@ from t5ckpt.format.codecs import BIT_LZ4, BIT_ZSTD, ZSTD
 from t5ckpt.save.chunk_encoding import encode_chunk
 from t5ckpt.storage import Storage
 
-__all__ = ['CodecSelection', 'beginning_of', 'compression_for']
-
 _CANDIDATES: tuple[dict[str, Any], ...] = (BIT_LZ4, BIT_ZSTD, ZSTD)
 _SAMPLE_BYTES = 256 * 1024
 _SLICES = 4

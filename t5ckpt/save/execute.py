@@ -37,8 +37,6 @@ from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.train_state import OWN_STEPS
 
-__all__ = ['run_save']
-
 _log = logging.getLogger('t5ckpt')
 
 

@@ -29,15 +29,6 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
 
-__all__ = [
-    'LinkedArray',
-    'SourceCheckpoint',
-    'chunks_of_array',
-    'link_or_copy_chunks',
-    'linkable_array',
-    'linked_leaves',
-]
-
 _CURE = 'Take another copy of the checkpoint.'
 _PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
 

@@ -11,8 +11,6 @@ from t5ckpt.core.arguments import MODES, check_kind, check_word
 from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
 
-__all__ = ['best_of', 'best_step_of', 'candidates', 'monitored_metrics']
-
 
 def monitored_metrics(keep: KeepPolicy, save: SavePolicy | None) -> tuple[tuple[str, str], ...]:
     """(metric, mode) of each policy that compares steps: those of the keep policy, or else of the save policy."""

@@ -24,8 +24,6 @@ from t5ckpt.errors import SaveFailedError
 from t5ckpt.save.execute import run_save
 from t5ckpt.save.prepare import PreparedSave
 
-__all__ = ['PendingSave']
-
 _log = logging.getLogger('t5ckpt')
 _WAIT_SECONDS = 0.5
 _START_SECONDS = 10.0

@@ -28,8 +28,6 @@ from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaf_values import is_jax_array, most_devices
 from t5ckpt.tree.leaves_to_save import leaves_to_save
 
-__all__ = ['PreparedSave', 'prepare_save']
-
 _log = logging.getLogger(__name__)
 
 

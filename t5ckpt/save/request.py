@@ -25,8 +25,6 @@ from t5ckpt.save.codec_selection import CodecSelection
 from t5ckpt.save.stage import StagingMode
 from t5ckpt.storage import Storage
 
-__all__ = ['Reuse', 'SaveRequest']
-
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:

@@ -31,8 +31,6 @@ from t5ckpt.save import Notices, metric_numbers
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save_policies import Moment, SaveOnPreemption, SavePolicy, parts_of
 
-__all__ = ['Environment', 'SaveSchedule']
-
 _CHECK_SECONDS = 1.0
 _MAX_GAP = 1000
 _PATIENT_CALLS = 1000

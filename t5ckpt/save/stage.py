@@ -31,8 +31,6 @@ from t5ckpt.save.staged_leaf import ChunkwiseLeaf, DeviceLeaf, HostLeaf, StagedL
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaf_values import is_jax_array
 
-__all__ = ['StagedWave', 'Staging', 'StagingMode']
-
 
 class StagingMode(enum.StrEnum):
     """How the caller wants jax.Arrays to be staged.

@@ -16,8 +16,6 @@ from t5ckpt.format.dtypes import to_stored
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 
-__all__ = ['ChunkwiseLeaf', 'DeviceLeaf', 'HostLeaf', 'StagedLeaf', 'ViewedLeaf', 'values_of']
-
 
 class StagedLeaf(abc.ABC):
     """The values of one stored leaf."""

@@ -22,8 +22,6 @@ from t5ckpt.tree.leaf_values import is_abstract, leaf_devices, most_devices
 from t5ckpt.tree.template import leaf_template, unsharded_warning
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['SavedLeaf', 'TemplateCheck']
-
 
 @dataclasses.dataclass(frozen=True)
 class SavedLeaf:

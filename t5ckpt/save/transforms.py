@@ -20,8 +20,6 @@ from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, lookup, unflatten
 from t5ckpt.tree.template import axes_tree
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['LeafAxes', 'Transformed', 'transformed']
-
 _UNKNOWN = object()
 
 

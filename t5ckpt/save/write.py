@@ -48,8 +48,6 @@ from t5ckpt.save.stage import StagedWave, Staging
 from t5ckpt.save.staged_leaf import DeviceLeaf, StagedLeaf
 from t5ckpt.storage import Storage, foreign_errors
 
-__all__ = ['WriteJob', 'WriteReport', 'write_arrays']
-
 # Chunks that are not contiguous in their shard are copied before they are written. A few of 64 MiB keep a disk busy.
 _COPIED_BYTES = 256 * 2**20
 _DIRECT_WRITERS = 4  # Two keep a disk busy.

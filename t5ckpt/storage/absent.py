@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 from t5ckpt.errors import InvalidPathError
 from t5ckpt.storage.base import Storage
 
-__all__ = ['AbsentStorage', 'require_directory']
-
 
 def require_directory(storage: Storage) -> None:
     """Raises InvalidPathError for a checkpointer without a directory."""

@@ -28,8 +28,6 @@ from t5ckpt.storage.key_reader import KeyReader
 from t5ckpt.storage.process_locks import ProcessLock
 from t5ckpt.storage.server_requests import ServerRequests
 
-__all__ = ['BucketStorage']
-
 # A key that is never written. Reading it shows whether the server answers and grants access.
 _PROBE = '.t5ckpt/probe'
 

@@ -10,8 +10,6 @@ import ctypes
 import errno
 import os
 
-__all__ = ['check_renamed', 'exchange', 'leads_to']
-
 _RENAME_EXCHANGE = 2
 # The kernel, the file system or the C library does not support the exchange.
 _ABSENT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}

@@ -16,8 +16,6 @@ from t5ckpt.errors import AccessDeniedError, StorageError
 from t5ckpt.storage.connection import Connection
 from t5ckpt.storage.error_mapping import bucket_errors
 
-__all__ = ['ABSENT', 'ConditionalWrites']
-
 ABSENT = b'\x02'
 """TensorStore's version of a key that does not exist."""
 # In TensorStore's error, of an answer to a header that the server does not know.

@@ -20,8 +20,6 @@ from t5ckpt.storage.forked import use_tensorstore
 from t5ckpt.storage.options import Retries, retries_within, stall_environment
 from t5ckpt.storage.outage import PROBE_RETRIES, Outage, probe
 
-__all__ = ['NOTHING', 'Connection', 'http_contexts']
-
 NOTHING = slice(0, 0)
 """The range of bytes of a read that only checks whether a key exists."""
 # TensorStore's counters by the method of the request. A deletion counts as a write.

@@ -20,8 +20,6 @@ import threading
 
 import numpy as np
 
-__all__ = ['write_direct']
-
 # A multiple of the block size of all disks (statx's dio_offset_align is 512 or 4096), and the size of a page.
 _ALIGN = 4096
 # Fits the processor's cache. With four threads or more, larger pieces are not faster.

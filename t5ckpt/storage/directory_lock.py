@@ -10,8 +10,6 @@ import os
 
 from t5ckpt.storage.checked_rename import leads_to
 
-__all__ = ['DirectoryLock', 'lock_directory']
-
 
 class DirectoryLock:
     """An open directory, and whether its flock is held; ``close`` releases it."""

@@ -10,8 +10,6 @@ import os
 
 from t5ckpt.storage.checked_rename import check_renamed, exchange, leads_to
 
-__all__ = ['exchange_durably', 'rename_durably', 'sync_dir', 'write_synced']
-
 _VISIBLE = 'the rename is visible, but may be gone after a power cut'
 
 

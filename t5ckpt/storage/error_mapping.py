@@ -24,16 +24,6 @@ from t5ckpt.errors import (
 
 _DAMAGED = {'DATA_LOSS', 'FAILED_PRECONDITION', 'INVALID_ARGUMENT', 'NOT_FOUND', 'OUT_OF_RANGE'}
 
-__all__ = [
-    'TENSORSTORE_ERRORS',
-    'UNMET_CONDITION',
-    'bucket_errors',
-    'foreign_errors',
-    'map_bucket_error',
-    'map_os_error',
-    'map_tensorstore_error',
-    'transient_answer',
-]
 
 # The errors of TensorStore's futures: NotImplementedError for UNIMPLEMENTED, such as an HTTP 501.
 TENSORSTORE_ERRORS = (ValueError, NotImplementedError)

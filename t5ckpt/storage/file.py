@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import numpy as np
     import tensorstore as ts
 
-__all__ = ['FileStorage', 'open_at']
 
 # The limit on TensorStore's open files: 32 keep a disk busy, far below ulimit -n.
 _IO_CONCURRENCY = 32

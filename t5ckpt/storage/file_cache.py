@@ -20,8 +20,6 @@ from collections.abc import Callable
 
 import xxhash
 
-__all__ = ['CachedFile', 'FileCache']
-
 _FULL, _AFTER = 1.0, 0.9
 _SUFFIX = '.chunk'
 # The names of entries and of their partial files; no other file is ever removed.

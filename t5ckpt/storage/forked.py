@@ -11,8 +11,6 @@ import os
 
 from t5ckpt.errors import UnsupportedTopologyError
 
-__all__ = ['use_tensorstore']
-
 _state = {'is used': False, 'is lost': False}
 
 

@@ -29,8 +29,6 @@ from t5ckpt.storage.options import (
 )
 from t5ckpt.storage.s3 import S3Storage
 
-__all__ = ['AnonymousGcsStorage', 'GcsStorage', 'open_at']
-
 _ENDPOINT = 'TENSORSTORE_GCS_HTTP_URL'
 # The most keys in one page of Google's listings.
 _PAGE_KEYS = 1000

@@ -17,8 +17,6 @@ from typing import Any
 
 from t5ckpt.storage.server_requests import ServerRequests, is_direct
 
-__all__ = ['gcs_requests']
-
 _SCOPE = 'https://www.googleapis.com/auth/devstorage.read_write'
 _METADATA = 'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token'
 # TensorStore reads the same variable.

@@ -14,8 +14,6 @@ from t5ckpt.errors import AccessDeniedError, T5CkptError
 from t5ckpt.storage.connection import NOTHING, Connection
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, bucket_errors, map_bucket_error
 
-__all__ = ['KeyListing', 'key_range']
-
 
 class KeyListing:
     """The listings of one bucket.

@@ -10,8 +10,6 @@ from t5ckpt.storage.connection import NOTHING, Connection
 from t5ckpt.storage.error_mapping import bucket_errors
 from t5ckpt.storage.file_cache import CachedFile, FileCache
 
-__all__ = ['KeyReader']
-
 # The status in TensorStore's error for a range of bytes beyond the end of the file.
 _BEYOND_THE_END = 'OUT_OF_RANGE'
 

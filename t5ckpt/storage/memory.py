@@ -17,8 +17,6 @@ from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.connection import Connection
 from t5ckpt.storage.options import MemoryOptions, parse_options
 
-__all__ = ['MemoryStorage', 'open_at']
-
 _contexts: dict[str, ts.Context] = {}
 _guard = threading.Lock()
 

@@ -6,8 +6,6 @@ import os
 
 from t5ckpt.errors import NotEnoughMemoryError
 
-__all__ = ['check_whole_read', 'memory_limit']
-
 _CGROUP = '/sys/fs/cgroup'
 _NEEDS_NO_PROOF = 256 * 2**20
 

@@ -15,8 +15,6 @@ from t5ckpt.errors import InvalidPathError, UnsupportedFormatError
 from t5ckpt.storage.absent import AbsentStorage
 from t5ckpt.storage.base import Storage
 
-__all__ = ['is_same_kind', 'open_storage', 'option_values', 'split_path']
-
 # The module of each scheme's backend. Its ``open_at`` makes the storage. It is imported when a path of the scheme is opened,
 # because TensorStore's import takes most of the time of `t5ckpt ls`.
 _BACKENDS = {

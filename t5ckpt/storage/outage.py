@@ -10,8 +10,6 @@ from typing import Any
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, transient_answer
 from t5ckpt.storage.options import Retries
 
-__all__ = ['PROBE_RETRIES', 'Outage', 'probe']
-
 # A probe repeats its request itself, so that it sees each answer.
 PROBE_RETRIES = Retries(1, 1, 0.001, 0.001)
 _FIRST_PROBE_SECONDS = 1.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ['ProcessLock']
-
 _locked_urls: set[str] = set()
 _guard = threading.Lock()
 

@@ -29,8 +29,6 @@ from t5ckpt.storage.options import (
 )
 from t5ckpt.storage.s3_requests import etag_version, s3_requests
 
-__all__ = ['S3Storage', 'open_at']
-
 _log = logging.getLogger('t5ckpt')
 
 # docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html

@@ -27,8 +27,6 @@ from xml.sax.saxutils import escape
 from t5ckpt.storage.options import S3Options, s3_credentials, s3_endpoint, s3_region
 from t5ckpt.storage.server_requests import RefusedError, ServerRequests, is_direct
 
-__all__ = ['AccessKeys', 'S3Requests', 'etag_version', 's3_requests']
-
 _BULK_KEYS = 1000
 _UPLOAD = re.compile(rb'<UploadId>(.+?)</UploadId>', re.DOTALL)
 _PART = re.compile(rb'<Part>.*?<ETag>(.+?)</ETag>', re.DOTALL)

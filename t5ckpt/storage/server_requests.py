@@ -22,8 +22,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-__all__ = ['RefusedError', 'ServerRequests', 'is_direct']
-
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 _CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 412: 'ABORTED'}
 _FIRST_DELAY, _LAST_DELAY = 0.2, 8.0

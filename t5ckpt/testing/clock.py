@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ['FakeClock']
-
 
 class FakeClock:
     """Returns the same unix time until it is advanced; pass it as ``clock=``."""

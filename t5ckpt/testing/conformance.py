@@ -17,8 +17,6 @@ import tensorstore as ts
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import Storage
 
-__all__ = ['StorageConformance']
-
 
 def _check(condition: bool, text: str) -> None:
     if not condition:

@@ -16,8 +16,6 @@ import tensorstore as ts
 from t5ckpt.errors import NoSpaceError, StorageError
 from t5ckpt.storage import Entry, Storage
 
-__all__ = ['FaultyStorage']
-
 
 class FaultyStorage(Storage):
     """Fails one operation, or that and all later ones.

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ['SimpleTrainState', 'mixed_state', 't5x_state']
-
 
 class SimpleTrainState:
     """T5X's train-state protocol over nested dicts."""

@@ -20,8 +20,6 @@ from t5ckpt.storage import Storage
 from t5ckpt.tiers.choose import Choice, choose
 from t5ckpt.tiers.local_dir import LocalDir
 
-__all__ = ['TierCatalog']
-
 _T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
 

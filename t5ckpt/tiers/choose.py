@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-__all__ = ['Choice', 'choose']
-
 
 @dataclasses.dataclass(frozen=True)
 class Choice:

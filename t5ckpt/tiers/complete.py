@@ -13,8 +13,6 @@ from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.upload import is_same_save
 
-__all__ = ['complete_from']
-
 _log = logging.getLogger('t5ckpt')
 
 

@@ -21,8 +21,6 @@ from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX, TO_PERSIST, to_persist_fi
 from t5ckpt.save_policies import Moment, SavePolicy
 from t5ckpt.storage import Storage
 
-__all__ = ['Intents', 'PersistSchedule']
-
 _TAKEN = f'{INDEX}/taken.json'
 
 

@@ -23,8 +23,6 @@ from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, StorageError
 from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
 from t5ckpt.storage import Storage, open_storage
 
-__all__ = ['LocalDir', 'TierRecord', 'open_local', 'read_record']
-
 _RUN_ID = f'{INDEX}/run_id'
 
 

@@ -15,8 +15,6 @@ from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.storage import Storage
 
-__all__ = ['OneTier', 'RunCatalog']
-
 
 class RunCatalog:
     """The complete steps of the run's storage."""

@@ -19,8 +19,6 @@ from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import LocalDirError, NotPersistedError, T5CkptError
 from t5ckpt.tiers.upload import NotUploadableError
 
-__all__ = ['UploadQueue', 'UploadStopped']
-
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _LOOK_SECONDS = 0.5
 _log = logging.getLogger('t5ckpt')

@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ['RateLimit']
-
 _LOOK_SECONDS = 0.2
 
 

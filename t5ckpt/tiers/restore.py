@@ -32,8 +32,6 @@ from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.complete import complete_from
 
-__all__ = ['Prefetch', 'restore_from_tiers']
-
 _log = logging.getLogger('t5ckpt')
 _DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, NotADirectoryStorageError)
 

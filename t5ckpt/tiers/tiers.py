@@ -21,8 +21,6 @@ from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.restore import Prefetch, restore_from_tiers
 from t5ckpt.tiers.uploads import Uploads
 
-__all__ = ['Tiers']
-
 
 class Tiers:
     """The local directory and the run's storage of a job of one process; :class:`OneTier` has the same methods.

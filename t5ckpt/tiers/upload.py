@@ -18,8 +18,6 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
 
-__all__ = ['NotUploadableError', 'is_same_save', 'upload']
-
 # An upload is not to take all connections, or the processor, from the training.
 _WORKERS = 4
 

@@ -19,8 +19,6 @@ from t5ckpt.tiers.queue import UploadQueue
 from t5ckpt.tiers.rate_limit import RateLimit
 from t5ckpt.tiers.upload import upload
 
-__all__ = ['Uploads']
-
 _log = logging.getLogger('t5ckpt')
 
 

@@ -10,8 +10,6 @@ import logging
 import re
 from typing import Any
 
-__all__ = ['peak_flops']
-
 _log = logging.getLogger('t5ckpt')
 
 _TERA = 1e12

@@ -11,8 +11,6 @@ from typing import Any
 from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.storage import open_storage
 
-__all__ = ['write_hlo']
-
 _log = logging.getLogger('t5ckpt')
 
 

@@ -21,8 +21,6 @@ from t5ckpt.storage import open_storage
 from t5ckpt.tree.leaf_table import Empty
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['MetricWriter']
-
 _log = logging.getLogger('t5ckpt')
 _BINS = 64
 

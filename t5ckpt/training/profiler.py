@@ -13,8 +13,6 @@ from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.errors import T5CkptError
 from t5ckpt.storage import open_storage
 
-__all__ = ['ProfilerWindow']
-
 _log = logging.getLogger('t5ckpt')
 
 

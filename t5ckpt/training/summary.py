@@ -13,8 +13,6 @@ from t5ckpt.storage import open_storage
 from t5ckpt.tree.leaf_table import Empty
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['FILE', 'state_summary', 'write_state_summary']
-
 FILE = 'trainer_state_tree.txt'
 # The scope of the weights in T5X and in Flax; without either, all arrays count as parameters.
 _WEIGHTS = ('target', 'params')

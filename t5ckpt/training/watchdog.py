@@ -11,8 +11,6 @@ import faulthandler
 import sys
 from typing import IO, Any, Self
 
-__all__ = ['Watchdog']
-
 
 class Watchdog:
     """Dumps the stack of every thread if no step ends for ``seconds``, and again every ``seconds`` from then on.

@@ -18,8 +18,6 @@ from t5ckpt.core.arguments import native_dtype
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 
-__all__ = ['as_instance', 'base_number', 'check_has_values', 'check_is_array', 'is_jax_array', 'is_key']
-
 # Libraries whose arrays have more than values, and the conversion that an error suggests.
 _OTHERS = {
     'pandas': 'x.to_numpy()',

@@ -20,8 +20,6 @@ from t5ckpt.tree.leaf_table import MAX_RANK, MAX_SAVED_DEPTH, Empty, LeafTable
 from t5ckpt.tree.leaf_values import base_number, check_has_values, check_is_array, is_abstract, is_jax_array
 from t5ckpt.tree.template import leaf_template
 
-__all__ = ['LeafToSave', 'leaves_to_save']
-
 _VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
 
 

@@ -16,8 +16,6 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 
-__all__ = ['BARE', 'is_bare_array', 'is_part', 'with_parts']
-
 BARE: Path = ('array',)
 """The path of a state that is an array."""
 

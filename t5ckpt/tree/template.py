@@ -16,9 +16,6 @@ from t5ckpt.tree.leaf_table import Empty
 from t5ckpt.tree.leaf_values import base_number, check_is_array, is_jax_array, is_key
 from t5ckpt.tree.parts import BARE
 
-__all__ = ['LeafTemplate', 'axes_tree', 'canonical_dtype', 'leaf_template', 'unsharded_warning']
-
-
 # From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
 _KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
 

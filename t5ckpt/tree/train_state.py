@@ -18,9 +18,6 @@ from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaf_values import check_has_values
 from t5ckpt.tree.parts import BARE, is_bare_array, with_parts
 
-__all__ = ['MAX_STEP', 'OWN_STEPS', 'StateView', 'flatten_state', 'step_to_save']
-
-
 MAX_STEP = 10**18
 # Deeper than a state that can be saved, and shallower than the stack of Python.
 _MOST_LEVELS = 400

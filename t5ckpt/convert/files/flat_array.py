@@ -12,8 +12,6 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box, strides_of
 
-__all__ = ['FlatArray', 'box_of', 'read_box']
-
 
 @dataclasses.dataclass(frozen=True)
 class FlatArray:

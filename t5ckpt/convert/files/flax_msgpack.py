@@ -29,8 +29,6 @@ from t5ckpt.reading.contents import Contents
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK
 
-__all__ = ['LARGE_BYTES', 'LargeFile', 'read_large']
-
 LARGE_BYTES = 64 * 2**20
 """Smaller files are decoded at once."""
 

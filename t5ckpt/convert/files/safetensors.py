@@ -24,8 +24,6 @@ from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.reading.contained_open import open_source
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['TensorReader', 'TensorSpec', 'TensorWriter', 'check_dtype', 'lazy_copy']
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:

@@ -31,8 +31,6 @@ from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contained_open import open_source, read_source
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['read_bundle']
-
 _FOOTER_BYTES, _TRAILER_BYTES = 48, 5
 _MAGIC = 0xDB4775248B80FB57
 _READ_BYTES = 8 * 2**20

@@ -27,16 +27,6 @@ from t5ckpt.core.text import lines
 from t5ckpt.errors import FormatError, UnsupportedFormatError
 from t5ckpt.reading.contained_open import read_source
 
-__all__ = [
-    'attention_of',
-    'check_config',
-    'config_of',
-    'logits_are_tied',
-    'needs_embed_tokens',
-    'needs_larger_norm',
-    'read_config',
-]
-
 _CLASSES = {
     't5': 'T5',
     'mt5': 'MT5',

@@ -40,8 +40,6 @@ from t5ckpt.progress import Meter
 from t5ckpt.storage import foreign_errors
 from t5ckpt.storage.durable import write_synced
 
-__all__ = ['export_hf']
-
 _WEIGHTS = 'model.safetensors'
 _INDEX = f'{_WEIGHTS}.index.json'
 _CONFIG = 'config.json'

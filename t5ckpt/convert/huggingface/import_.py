@@ -24,8 +24,6 @@ from t5ckpt.lazy import LazyArray
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import LeafTable
 
-__all__ = ['import_hf']
-
 _EMBEDDING, _HEAD = 'shared.weight', 'lm_head.weight'
 _DOUBLES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 # A tensor in files from before transformers 2, which transformers ignores, too.

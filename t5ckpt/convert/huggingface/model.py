@@ -17,8 +17,6 @@ from t5ckpt.convert.huggingface.names import LOCAL, SELF, TRANSIENT_GLOBAL, Layo
 from t5ckpt.core.text import counted, lines, listed, some_of
 from t5ckpt.errors import LeafProblem, TreeMismatchError, UnsupportedFormatError, near_names
 
-__all__ = ['Shapes', 'check_leaves', 'check_tensors', 'model_of_leaves', 'model_of_tensors']
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 _PREFIXES = ('target/', 'params/', 'target/params/', 'params/params/', '')

@@ -21,8 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-__all__ = ['LOCAL', 'SELF', 'TRANSIENT_GLOBAL', 'Layout', 'Pair', 'T5Model', 'known_leaf', 'pairs_of']
-
 SELF, LOCAL, TRANSIENT_GLOBAL = 'SelfAttention', 'LocalSelfAttention', 'TransientGlobalSelfAttention'
 
 

@@ -19,8 +19,6 @@ from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['convert_tf_to_model', 'restore_tf']
-
 _log = logging.getLogger('t5ckpt')
 
 

@@ -31,8 +31,6 @@ from t5ckpt.errors import MissingLeaves, UnsupportedFormatError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.translate import CheckpointTranslator, Rule, Translation
 
-__all__ = ['PARAM_STATES', 'STEP', 'T5_RULES', 'check_complete', 'with_all_slots', 'with_shared_relpos']
-
 STEP = 'state/step'
 PARAM_STATES = 'state/param_states/'
 _TARGET = 'target/'

@@ -16,8 +16,6 @@ from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.inspection.stats import LeafStats
 from t5ckpt.metrics.curves import Curve
 
-__all__ = ['BINS', 'Changed', 'change_facts', 'curve_facts', 'largest', 'leaf_facts', 'step_facts']
-
 BINS = 40
 # Browsers show larger trees slowly.
 _MAX_LEAVES = 20_000

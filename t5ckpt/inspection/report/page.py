@@ -19,8 +19,6 @@ from typing import Any
 from t5ckpt.core.text import printable
 from t5ckpt.errors import MissingDependencyError
 
-__all__ = ['check_plotly', 'page']
-
 
 def check_plotly() -> Any:
     """Returns the function that returns plotly.js; raises MissingDependencyError if plotly is not installed."""

@@ -19,8 +19,6 @@ from t5ckpt.inspection.report.page import check_plotly, page
 from t5ckpt.inspection.stats import Viewed, checkpoint_stats
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['SAMPLE_BYTES', 'Listed', 'checked_output', 'shared', 'step_report', 'write_report']
-
 SAMPLE_BYTES = 512_000_000
 
 

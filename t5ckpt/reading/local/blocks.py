@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.reading.local.uncompressed import PlainChunks
 
-__all__ = ['Blocks', 'Limits']
-
 
 @dataclasses.dataclass(frozen=True)
 class Limits:

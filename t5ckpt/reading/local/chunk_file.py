@@ -11,8 +11,6 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.reading.local.scatter_read import read_runs
 
-__all__ = ['ChunkFile']
-
 
 @dataclasses.dataclass(frozen=True)
 class ChunkFile:

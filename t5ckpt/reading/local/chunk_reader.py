@@ -29,8 +29,6 @@ from t5ckpt.reading.local.regions import ReadRequest, Region, shortest_run, take
 from t5ckpt.reading.local.scatter_read import can_scatter, runs_in
 from t5ckpt.reading.local.uncompressed import PlainChunks
 
-__all__ = ['ChunkPart', 'ChunkReader', 'chunk_reader']
-
 # Elements are copied as integers of the same size, since NumPy copies those faster than extension dtypes.
 _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 

@@ -23,8 +23,6 @@ from t5ckpt.reading.local.regions import ReadRequest
 from t5ckpt.reading.local.uncompressed import PlainChunks
 from t5ckpt.reading.size_limits import check_chunk
 
-__all__ = ['ChunkMemory', 'DecodingReader']
-
 # Blosc adds 16 bytes to values that it cannot compress.
 _OVERHEAD = 4096
 

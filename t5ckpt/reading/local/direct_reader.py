@@ -42,8 +42,6 @@ from t5ckpt.reading.local.uncompressed import (
 )
 from t5ckpt.storage import foreign_errors
 
-__all__ = ['DirectReader']
-
 # For more chunks the list of reads would be large; TensorStore iterates over such a grid.
 _MAX_CHUNKS = 2**14
 # The files of a task that are open at once; the kernel reads all but the first ahead.

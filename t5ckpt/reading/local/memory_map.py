@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ['Region', 'max_maps']
-
 _DEFAULT_MAX_MAPS = 65530
 _MAP_FIXED = 0x10
 _PROT_NONE = 0

@@ -33,8 +33,6 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.reading.local.memory_map import Region, max_maps
 from t5ckpt.reading.local.uncompressed import ChunkFiles, PlainChunks, has_plain_chunks, plain_chunks_of, range_of
 
-__all__ = ['ArrayMapper']
-
 _ALIGNMENT = 64
 
 

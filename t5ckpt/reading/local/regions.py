@@ -11,8 +11,6 @@ from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkIndex, strides_of
 from t5ckpt.reading.local.uncompressed import PlainChunks, range_of
 
-__all__ = ['ReadRequest', 'Region', 'regions_by_chunk', 'shortest_run', 'takes_whole_chunks']
-
 
 @dataclasses.dataclass(frozen=True)
 class ReadRequest:

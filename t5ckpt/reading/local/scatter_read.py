@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-__all__ = ['can_scatter', 'read_runs', 'runs_in']
-
 # IOV_MAX of Linux.
 _MAX_PLACES = 1024
 

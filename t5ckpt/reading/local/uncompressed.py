@@ -24,17 +24,6 @@ from t5ckpt.format.codecs import is_decoded_natively
 from t5ckpt.format.dtypes import dtype_from_name, zarr_typestr
 from t5ckpt.reading.contained_open import ContainedDirectory
 
-__all__ = [
-    'ChunkFiles',
-    'PlainChunks',
-    'chunk_of_file',
-    'chunks_to_decode',
-    'has_chunks_to_decode',
-    'has_plain_chunks',
-    'plain_chunks_of',
-    'range_of',
-]
-
 _MAX_ZARRAY_BYTES = 2**20
 _ALWAYS_BYTES = 256 * 2**20
 # The dtypes with whole bytes per element and the same bits in NumPy and TensorStore.

@@ -10,8 +10,6 @@ import tensorstore as ts
 from t5ckpt.testing.simulation import posix
 from t5ckpt.testing.simulation.scheduler import active
 
-__all__ = ['open_array']
-
 
 def open_array(spec: Mapping[str, Any], *, context: Any = None, **options: Any) -> Any:
     """``tensorstore.open``."""

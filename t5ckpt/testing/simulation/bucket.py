@@ -19,8 +19,6 @@ from t5ckpt.storage.connection import Connection
 from t5ckpt.storage.process_locks import ProcessLock
 from t5ckpt.testing.simulation.scheduler import Decision, active, current_task, wait_until
 
-__all__ = ['Bucket', 'SimulatedBucket', 'mount', 'open_at']
-
 _SCHEME = 'gs'
 _FAILED = 'UNAVAILABLE: injected: the server does not answer'
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ['OWN_SCENARIOS', 'Campaign', 'Failure', 'simulate']
-
 OWN_SCENARIOS = 't5ckpt.testing.simulation.scenarios'
 
 

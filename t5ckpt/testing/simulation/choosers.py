@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 
 from t5ckpt.testing.simulation.scheduler import Decision, Scheduler, Task
 
-__all__ = ['ByPriority', 'ByRandom', 'Replay', 'chooser_of']
-
 # How long a process or a request is stopped: for a moment, and beyond a rival's patience, a heartbeat, a write lease, and the
 # hour of garbage collection.
 _PAUSES = (2.0, 8.0, 90.0, 700.0, 4000.0)

@@ -14,8 +14,6 @@ from typing import Any
 from t5ckpt.distributed.processes import Processes, ServiceError, parse_status
 from t5ckpt.testing.simulation.scheduler import Process, active, current_task, wait_until
 
-__all__ = ['CoordinationService', 'SimulatedProcesses']
-
 HEARTBEAT_SECONDS = 100.0
 _GRACE_SECONDS = 5.0
 _GONE = 'UNAVAILABLE: failed to connect to all addresses'

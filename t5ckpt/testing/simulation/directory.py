@@ -11,8 +11,6 @@ from t5ckpt.storage import Storage
 from t5ckpt.storage.file import FileStorage
 from t5ckpt.testing.simulation import posix
 
-__all__ = ['SimulatedDirectory', 'open_at']
-
 
 class _WithPaths:
     """A storage as ``link_from`` needs it."""

@@ -14,8 +14,6 @@ import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ['Directory', 'Disk', 'File']
-
 
 class File:
     """An inode with bytes."""

@@ -13,8 +13,6 @@ from t5ckpt.testing.simulation.scenarios import Scenario
 from t5ckpt.testing.simulation.scheduler import Chooser, Decision, Killed, Scheduler, Task
 from t5ckpt.testing.simulation.world import World
 
-__all__ = ['Explorer', 'Outcome', 'Report']
-
 _LEFTOVER_SECONDS = 7200.0
 # What may remain after a save that had no faults: the steps, and the index of a bucket.
 _OWN = re.compile(r'checkpoint_([0-9]+)/|\.t5ckpt/(steps/([0-9]+)$|complete\.)')

@@ -18,8 +18,6 @@ from t5ckpt.testing.simulation.programs import OPTIONS
 from t5ckpt.testing.simulation.scheduler import Task, current_task, wait_until
 from t5ckpt.testing.simulation.world import World
 
-__all__ = ['Job']
-
 # Besides the wait for the others: the operations of a save, and what its own retries take.
 _OWN_SECONDS = 60.0
 # How many steps a process dispatches before it waits for the slowest one.

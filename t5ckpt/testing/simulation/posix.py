@@ -20,8 +20,6 @@ from typing import Any
 from t5ckpt.testing.simulation.disk import Directory, Disk, File
 from t5ckpt.testing.simulation.scheduler import Process, active, current_task, facade
 
-__all__ = ['CTYPES', 'FCNTL', 'MEMBERS', 'ROOT', 'SHUTIL', 'is_descriptor', 'mount', 'opened']
-
 ROOT = '/simulated'
 _FIRST_DESCRIPTOR = 10**6
 _mounted: list[Disk] = []

@@ -28,8 +28,6 @@ from t5ckpt.testing.simulation.scheduler import current_task, wait_until
 from t5ckpt.testing.simulation.virtual import clock
 from t5ckpt.testing.simulation.world import World, state_of
 
-__all__ = ['OPTIONS', 'after', 'finisher', 'in_turn', 'lister', 'pinner', 'reader', 'remover', 'saver']
-
 OPTIONS: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False}
 """Of each checkpointer: ``n`` of the state goes into the manifest, and ``w`` into files, which no other step has."""
 

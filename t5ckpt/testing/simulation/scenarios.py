@@ -11,8 +11,6 @@ from t5ckpt.testing.simulation.scheduler import Task
 from t5ckpt.testing.simulation.verbs import copier, pruner, repairer, restarter
 from t5ckpt.testing.simulation.world import World
 
-__all__ = ['SCENARIOS', 'Scenario']
-
 _BUCKET_FAULTS = ('crash', 'crash', 'pause', 'delay', 'error', 'lost', 'late')
 _DISK_FAULTS = ('crash', 'pause', 'delay', 'error', 'lost', 'power')
 

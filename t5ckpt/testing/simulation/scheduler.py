@@ -22,8 +22,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ['Chooser', 'Decision', 'Killed', 'Process', 'Scheduler', 'Task', 'active', 'current_task', 'wait_until']
-
 TICK = 0.002
 """Seconds of simulated time that one point takes."""
 EPOCH = 1_700_000_000.0

@@ -26,8 +26,6 @@ from t5ckpt.testing.simulation.programs import OPTIONS
 from t5ckpt.testing.simulation.virtual import clock
 from t5ckpt.testing.simulation.world import World, state_of
 
-__all__ = ['copier', 'pruner', 'repairer', 'restarter']
-
 # What the verbs answer where another program has changed the step meanwhile.
 _OVERTAKEN = (CheckpointExistsError, CheckpointNotFoundError, ChangedMeanwhileError, StepKeptError)
 

@@ -32,8 +32,6 @@ import tensorstore
 from t5ckpt.testing.simulation import arrays, posix, primitives
 from t5ckpt.testing.simulation.scheduler import active, current_task, facade, wait_until
 
-__all__ = ['clock', 'enter']
-
 _HERE = 't5ckpt.testing.simulation'
 _BACKENDS = {'t5ckpt.storage.file': f'{_HERE}.directory', 't5ckpt.storage.gcs': f'{_HERE}.bucket'}
 

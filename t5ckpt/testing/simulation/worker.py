@@ -14,8 +14,6 @@ from typing import Any
 
 from t5ckpt.testing.simulation import virtual
 
-__all__ = ['explore', 'main']
-
 
 def explore(job: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Explores one scenario; call it after ``virtual.enter``."""

@@ -20,8 +20,6 @@ from t5ckpt.testing.simulation.directory import SimulatedDirectory
 from t5ckpt.testing.simulation.disk import Disk
 from t5ckpt.testing.simulation.scheduler import Process, Scheduler, Task
 
-__all__ = ['Observer', 'World', 'state_of']
-
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]*)')
 
 

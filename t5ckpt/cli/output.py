@@ -1,4 +1,7 @@
-"""The output of verbs: tables, JSON, progress and questions; and the options that several verbs share."""
+"""The output of verbs: tables, JSON, progress and questions; and the options that several verbs share.
+
+docs/json.md has the JSON keys of all verbs; ``tests/cli/test_json.py`` compares them with what is printed.
+"""
 
 from __future__ import annotations
 

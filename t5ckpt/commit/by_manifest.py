@@ -18,8 +18,9 @@ An overwrite replaces the manifest in one write. The step is the old checkpoint 
 leases the step between the look at the leases and the write waits, as for a deleter. If another program has pinned the step in
 between, the old manifest is written back.
 
-A crash leaves files that the manifest does not name. Garbage collection removes them when the step has no read lease.
-``commit/write_lease.py`` documents the leases, and ``storage/conditional_writes.py`` which stores check the condition.
+A crash leaves files that the manifest does not name. Garbage collection removes them when the step has no read lease. A
+listing finds the step by its marker, or by its lease (``catalog/step_index.py``). ``commit/write_lease.py`` documents the
+leases, and ``storage/conditional_writes.py`` which stores check the condition.
 """
 
 from __future__ import annotations

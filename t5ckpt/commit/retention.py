@@ -1,4 +1,4 @@
-"""Deletes the steps that the keep policy does not keep, after each save.
+"""Deletes the steps that the keep policy does not keep, after each save or, with a local tier, after each upload.
 
 ``policies.retention_plan`` is a pure function from the facts of the steps to decisions. This module gathers the facts and
 carries the decisions out: it hides each step in one atomic operation, and removes its files in the background. A crash in

@@ -1,4 +1,4 @@
-"""Reads the facts of each step for retention: the time of its save, its metrics and its pin."""
+"""Reads the facts of each step for retention, ``best_step`` and ``metrics``: the time of its save, its metrics and its pin."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ While an owner lives, it ends its lease in one of four ways:
     way      the owner                                    the record
     release  has finished                                 is removed
     leave    has changed nothing                          is removed
-    linger   has failed: a request may still arrive       is that of nobody, for an hour
+    linger   has failed: a request may still arrive       is that of nobody, for 40 minutes
     close    cannot reach the storage, or lost the step   stays as it is, as after a crash
 
 On an object store, a request that a process has given up may arrive later. A record that lingers has no owner, so that another

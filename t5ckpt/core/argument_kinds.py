@@ -1,6 +1,7 @@
 """Checks the kinds of the arguments of public functions and option classes by their annotations, before anything is read.
 
-The annotations are the only list of what each parameter takes, so that no function repeats it. A parameter with an annotation
+The annotations are the only list of what each parameter takes, so that no function repeats it. ``Checkpointer`` is an
+exception: its arguments are checked in ``save/arguments.py`` and with ``core/arguments.py``. A parameter with an annotation
 that a value cannot be compared with, such as a state, a dtype or a protocol, is left to the function.
 """
 

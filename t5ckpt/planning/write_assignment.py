@@ -1,9 +1,10 @@
 """Assigns each chunk of a replicated shard to one of the processes that hold it.
 
-A shard that a single process holds is written by that process. A shard that is replicated over processes is cut into chunks.
-Each chunk is assigned to the holder with the fewest bytes so far, so that all holders write about the same number of bytes.
-The holders of a shard compute the same assignment without communication, because they see the same shards of the same leaves
-in the same order. A process needs to know only the shards that it holds, so the work does not grow with the job.
+A shard that a single process holds is written by that process, and a host array by process 0 (``planning/save_plan.py``). A
+shard that is replicated over processes is cut into chunks. Each chunk is assigned to the holder with the fewest bytes so far,
+so that all holders write about the same number of bytes. The holders of a shard compute the same assignment without
+communication, because they see the same shards of the same leaves in the same order. A process needs to know only the shards
+that it holds, so the work does not grow with the job.
 
 The chunk grid is the same for the whole array. It is a function of the array's shape, the shape of its shards and the number
 of replicas, which all processes know. No chunk overlaps two shards that different processes may write.

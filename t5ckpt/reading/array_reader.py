@@ -6,7 +6,7 @@
 2. memory-mapped (``reading/local/mmap_reader.py``), with ``mmap``;
 3. directly from its local files into buffers (``reading/local/direct_reader.py``), in a restore;
 4. as ranges of bytes of an object (``reading/byte_ranges.py``), for tensor files in a bucket;
-5. through TensorStore (``reading/tensorstore_arrays.py``), which reads every zarr array.
+5. through TensorStore (``reading/open_array.py``), which reads every zarr array.
 """
 
 from __future__ import annotations

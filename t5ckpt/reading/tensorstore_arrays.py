@@ -1,4 +1,4 @@
-"""Opens the zarr arrays of one checkpoint with TensorStore.
+"""Opens the zarr arrays of one checkpoint with TensorStore; ``reading/open_array.py`` reads them.
 
 The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found.
 A missing chunk is an error (``fill_missing_data_reads`` is off). A missing ``.zarray`` is replaced by the manifest's metadata.

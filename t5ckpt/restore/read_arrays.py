@@ -1,4 +1,6 @@
-"""Reads many stored leaves directly into the buffers of device shards, and casts those whose reads did not convert.
+"""Reads many stored leaves into the buffers of device shards, and casts those that were not cast while they were read.
+
+Local chunk files are cast while they are read (``reading/local/chunk_reader.py``), all others here.
 
 Buffers begin at a multiple of 64 bytes, so the CPU backend uses them without a copy. Each distinct shard box is read once
 per process, however many devices hold it, and each chunk once, however many boxes overlap it. Leaves and chunks are in

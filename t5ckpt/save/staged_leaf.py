@@ -1,4 +1,4 @@
-"""The values of one staged leaf, from which the writer (``save/write.py``) takes chunk after chunk.
+"""The values of one staged leaf, from which the writer (``save/write.py``) takes chunk after chunk, cast to the stored dtype.
 
 ``save/stage.py`` chooses the class by the leaf's memory.
 """

@@ -5,8 +5,8 @@ without a copy (``can_reference_source_data_indefinitely``). t5ckpt writes the `
 ``assume_metadata``, so opening costs no I/O and no processes race for one metadata file. Chunks equal to the fill value are
 written, too: a missing chunk is an error when it is read, never zeros.
 
-Every chunk file gets an xxh3-64 digest, which is computed from memory. Chunks with a codec, or at the end of an axis, are encoded
-in one thread per core (``save/chunk_encoding.py``) and written from there.
+Every chunk file gets an xxh3-64 digest, which is computed from memory (``save/chunk_encoding.py``). Chunks with a codec, or
+at the end of an axis, are encoded there, in one thread per core, and written from there.
 
 A save in the background writes large chunks with O_DIRECT (``storage/direct_io.py``). Chunks that the previous checkpoint holds
 already are linked or copied (``save/chunk_reuse.py``).

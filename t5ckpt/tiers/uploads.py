@@ -1,4 +1,4 @@
-"""The uploads of the local steps: which saves begin one, how it runs, and who waits for it."""
+"""The uploads of the local steps: begins those that ``tiers/intents.py`` chooses, runs them, and waits for them."""
 
 from __future__ import annotations
 

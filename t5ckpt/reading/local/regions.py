@@ -1,4 +1,4 @@
-"""Which elements of which chunk each buffer of a read takes."""
+"""Which elements, and so which bytes, of which chunk each buffer of a read takes."""
 
 from __future__ import annotations
 

@@ -125,10 +125,11 @@ def test_ctrl_c_ends_the_wait_of_close(gs, local):
     try:
         assert trainer.stdout.readline() == 'saved\n'
         assert held.reached.wait(60)
-        time.sleep(0.5)
+        # The program is in close() by then, and then has handled the signal.
+        time.sleep(2)
         trainer.send_signal(signal.SIGINT)
+        time.sleep(2)
         # The thread ends after the files that are on their way.
-        time.sleep(0.5)
         held.released.set()
         out, errors = trainer.communicate(timeout=120)
     finally:

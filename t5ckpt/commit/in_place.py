@@ -1,7 +1,8 @@
 """Deletion and garbage collection on object stores, which cannot rename.
 
 ``commit/write_lease.py`` documents the order of the requests. A write lease without an owner lists a step for garbage collection,
-also for files that arrive after their save has failed: without a manifest they are removed; with one, the step is complete.
+also for files that arrive after their save has failed: without a manifest they are removed, beside that of another save as well;
+with their own manifest, the step is complete.
 """
 
 from __future__ import annotations

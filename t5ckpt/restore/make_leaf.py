@@ -1,6 +1,6 @@
 """Converts host buffers to what the template asks for: a jax.Array of any sharding, a numpy array, or a number.
 
-A leaf that the manifest holds is cast here.
+``make_inline_leaf`` casts a leaf that the manifest holds.
 
 The CPU backend uses a buffer that begins at a multiple of 64 bytes without a copy. It treats the buffer as immutable: a step
 that donates such an array computes into new memory.

@@ -1,6 +1,7 @@
 """Applies the caller's save transforms to the state dict and its parameter infos.
 
-``LeafAxes.rule`` says which leaves T5X would write into the manifest: those whose mesh axes are None.
+``LeafAxes.rule`` says which leaves T5X would write into the manifest: those whose mesh axes are None. After the
+transforms it is computed from the parameter infos that they returned.
 """
 
 from __future__ import annotations

@@ -33,7 +33,10 @@ _PROBE = '.t5ckpt/probe'
 
 
 class BucketStorage(Storage):
-    """A prefix of a bucket."""
+    """A prefix of a bucket.
+
+    A subclass has ``url``, ``driver`` and a :class:`Connection`; ``open_at`` in its module is listed in ``storage/open.py``.
+    """
 
     commits_by_rename = False
     _compares_deletions = False

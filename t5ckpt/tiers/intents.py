@@ -62,7 +62,10 @@ class Intents:
 
 
 class PersistSchedule:
-    """Decides which saved steps are uploaded. Called in the thread of the save, so by one thread at a time."""
+    """Decides which saved steps wait for their upload; ``tiers/queue.py`` drops those that a newer one overtakes.
+
+    Called in the thread of the save, so by one thread at a time.
+    """
 
     def __init__(self, policy: SavePolicy | None, local: Storage, clock: Clock):
         """``policy`` None takes every step."""

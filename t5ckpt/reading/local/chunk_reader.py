@@ -1,4 +1,6 @@
-"""Reads an open chunk file into the regions that overlap it, in one of three ways, which :func:`chunk_reader` chooses.
+"""Reads an open chunk file into the regions that overlap it, cast to their dtype, in one of three ways.
+
+:func:`chunk_reader` chooses among them:
 
 - ``_VerifyingReader`` reads a whole chunk block by block, hashes each block while it is in the processor's cache, and copies it
   to the regions that it was not read into.

@@ -126,9 +126,9 @@ def _print_run(done: RunConversion, *, as_json: bool, dry_run: bool) -> None:
         print_line(f'deleted from the source meanwhile: {", ".join(map(str, done.gone))}')
     dropped = sorted({name for each in done.converted for name in each.dropped})
     if dropped:
-        _say_some(f'dropped {counted(len(dropped), "name")}', dropped)
-    _say_idle({name for each in done.converted for name in each.left_out}, 'left out: ')
-    _say_idle({option for each in done.converted for option in _idle(each)}, 'without effect: ')
+        _print_some(f'dropped {counted(len(dropped), "name")}', dropped)
+    _print_names({name for each in done.converted for name in each.left_out}, 'left out: ')
+    _print_names({option for each in done.converted for option in _idle(each)}, 'without effect: ')
 
 
 def _translator(path: str) -> CheckpointTranslator:
@@ -160,18 +160,18 @@ def print_conversion(done: Conversion, dry_run: bool) -> None:
     what = 'would be written' if dry_run else f'written: {human_bytes(done.nbytes)} in {done.seconds:.1f} s'
     print_line(f'{done.path} {what}')
     renamed = [f'{old} -> {new}' for old, new in done.mapped.items() if old != new]
-    _say_some(f'mapped {counted(len(done.mapped), "name")}, {len(renamed)} renamed', renamed)
-    _say_some(f'added {counted(len(done.added), "leaf", "leaves")}', done.added)
-    _say_some(f'dropped {counted(len(done.dropped), "name")}', done.dropped)
-    _say_idle(done.left_out, 'left out: ')
-    _say_idle(_idle(done), 'without effect: ')
+    _print_some(f'mapped {counted(len(done.mapped), "name")}, {len(renamed)} renamed', renamed)
+    _print_some(f'added {counted(len(done.added), "leaf", "leaves")}', done.added)
+    _print_some(f'dropped {counted(len(done.dropped), "name")}', done.dropped)
+    _print_names(done.left_out, 'left out: ')
+    _print_names(_idle(done), 'without effect: ')
 
 
-def _say_idle(names: Collection[str], head: str) -> None:
+def _print_names(names: Collection[str], head: str) -> None:
     if names:
         print_line(f'{head}{some_of(sorted(names), _SHOWN)}')
 
 
-def _say_some(head: str, names: Sequence[str]) -> None:
+def _print_some(head: str, names: Sequence[str]) -> None:
     more = [f'and {len(names) - _SHOWN} more (--json lists all)'] if names[_SHOWN:] else []
     print_line(lines(f'{head}:', *names[:_SHOWN], *more, between='\n  ') if names else head)

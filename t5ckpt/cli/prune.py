@@ -89,7 +89,7 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    mode, told = _mode(retention, keep['metric'], keep['mode'])
+    mode, note = _mode(retention, keep['metric'], keep['mode'])
     retention.policy = _policy({**keep, 'mode': mode})
     decided = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
     plan = [
@@ -102,10 +102,10 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     doomed = [decision.step for decision in plan if not decision.keep]
     others = [] if other_layouts else _others(storage)
     if not as_json:
-        if told is not None:
-            print_line(told)
+        if note is not None:
+            print_line(note)
         print_decisions(plan)
-        _say_others(others)
+        _print_others(others)
     deleted: list[Decision] = []
     if doomed and not dry_run:
         confirm(f'Delete {len(doomed)} of {counted(len(plan), "step")}?', yes)
@@ -133,7 +133,7 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
         raise click.exceptions.Exit(Exit.NO if all(each.keep for each in left) else Exit.STORAGE)
 
 
-def _say_others(others: Sequence[int]) -> None:
+def _print_others(others: Sequence[int]) -> None:
     if others:
         print_line(
             f'not counted: {counted(len(others), "step")} of Orbax or Flax ({some_of(list(map(str, others)), 10)}). '

@@ -113,7 +113,10 @@ def test_a_killed_upload_to_a_bucket_is_finished_by_the_next_start(bucket, local
 def test_ctrl_c_ends_the_wait_of_close(gs, local):
     run = gs.url()
     held = Held(gs, lambda kind, key: 'checkpoint_1' in key and kind == 'write')
+    # A shell that starts the tests in the background ignores SIGINT, and its children inherit that.
     lines = """
+    import signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ck.save(state(1))
     print('saved', flush=True)
     try:

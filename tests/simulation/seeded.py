@@ -14,7 +14,7 @@ from t5ckpt.testing.simulation.campaign import simulate
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / 't5ckpt'
 BUGS = tomllib.loads((HERE / 'bugs.toml').read_text(encoding='utf-8'))['bug']
-SCHEDULES = 3000
+SCHEDULES = 6000
 
 
 def plant(bug, root):

@@ -56,8 +56,19 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
     return Entry(item.name, is_dir, 0 if is_dir else info.st_size, info.st_mtime)
 
 
+def _leads_nowhere(path: str) -> bool:
+    """Whether no file is behind a name. ``os.path.exists`` says so, too, where the disk fails or access is denied."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return True
+        raise
+    return False
+
+
 def _is_broken(item: os.DirEntry[str]) -> bool:
-    return item.is_symlink() and not os.path.exists(item.path)
+    return item.is_symlink() and _leads_nowhere(item.path)
 
 
 def _broken_link(path: str) -> StorageError:
@@ -215,7 +226,7 @@ class FileStorage(Storage):
         path = self._root
         while not os.path.lexists(path):
             path = os.path.dirname(path)
-        if not os.path.exists(path):
+        if _leads_nowhere(path):
             raise _broken_link(path)
 
     def broken_links(self) -> dict[str, StorageError]:

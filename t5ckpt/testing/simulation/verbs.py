@@ -56,7 +56,7 @@ def repairer(world: World, step: int, *, source: str | None = None) -> Callable[
                 raise
             return
         if source is None:
-            world.observer.damaged.discard(step)
+            world.observer.damaged.pop(step, None)
         if done.changed and step not in world.observer.visible and not world.observer.is_deletable(step):
             world.scheduler.fail(f'step {step} was repaired, and is not there')
 

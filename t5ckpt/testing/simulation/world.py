@@ -63,7 +63,7 @@ class Observer:
       saved: the value of each save that has returned, by step, unless a process was meant to delete or replace the step since.
       pins: the steps that are pinned.
       least: how many complete steps a keep policy keeps.
-      damaged: the steps of which a file was lost by accident, until a repair of them has returned.
+      damaged: the value of each step of which a file was lost by accident, until a repair of it has returned.
       states: hashes of the sets of keys that the storage had.
     """
 
@@ -76,7 +76,7 @@ class Observer:
         self.leases: dict[tuple[str, int], float] = {}
         self.pins: set[int] = set()
         self.least = 0
-        self.damaged: set[int] = set()
+        self.damaged: dict[int, float] = {}
         self.states: set[int] = set()
         self.appeared: set[int] = set()
         self.disappeared: set[int] = set()
@@ -87,7 +87,7 @@ class Observer:
         """The same knowledge for another schedule."""
         other = Observer(read, scheduler)
         other.visible, other.saved, other.pins = dict(self.visible), dict(self.saved), set(self.pins)
-        other.damaged = set(self.damaged)
+        other.damaged = dict(self.damaged)
         return other
 
     # --- what processes say -----------------------------------------------------------------------------------------------
@@ -155,8 +155,9 @@ class Observer:
             raise
         for name, data in found.files:
             there = self._read(f'{directory}/{name}')
-            if there is None and step in self.damaged and before == found.value:
-                return
+            if there is None and self.damaged.get(step) == found.value:
+                # Also if a deletion that failed lists it again.
+                break
             if there is None:
                 self._scheduler.fail(f'step {step} is listed, and {directory}/{name} is missing')
             if data is not None and there != data:
@@ -270,7 +271,7 @@ class World:
             self.server.sync(self.server.parent(key)[0])
         self.server.changed = changed
         if run == 'run':
-            self.observer.damaged.add(step)
+            self.observer.damaged[step] = self.observer.visible[step]
 
     def start(
         self,

@@ -29,7 +29,7 @@ from t5ckpt.planning.plan_fingerprint import plan_text
 from t5ckpt.planning.save_plan import SaveOptions, SavePlan, plan_save
 from t5ckpt.planning.write_assignment import WriteAssignment
 from t5ckpt.tree.leaf_table import unflatten
-from t5ckpt.tree.leaves_to_save import leaves_to_save
+from t5ckpt.tree.leaves import leaves_to_save
 
 _AXES = ('data', 'fsdp', 'tensor')
 _DEVICES_PER_HOST = 8

@@ -15,7 +15,7 @@ from t5ckpt.resume import MODEL
 from t5ckpt.save.arguments import check_no_directory
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
-from t5ckpt.tree.leaf_values import is_key
+from t5ckpt.tree.leaves import is_key
 
 __all__ = ['export_weights']
 

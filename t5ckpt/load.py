@@ -26,7 +26,7 @@ from t5ckpt.reading.contents import leaves_of
 from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
-from t5ckpt.tree.template import LeafTemplate
+from t5ckpt.tree.leaves import LeafTemplate
 
 __all__ = ['load_t5x_checkpoint']
 

@@ -73,7 +73,6 @@ PUBLIC_IN_ROOMS = {
     'storage.base',
     'storage.options',
     'testing.simulation.primitives',
-    'tree.leaf_table',
 }
 
 HEAVY = ('flax', 'jax', 'jaxlib', 'optax', 'orbax', 'tensorboard', 'tensorflow', 'tensorstore', 'torch')

@@ -54,7 +54,7 @@ from t5ckpt.reading.open_reader import lazy_leaf
 from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.leaf_values import is_jax_array
+from t5ckpt.tree.leaves import is_jax_array
 from t5ckpt.tree.train_state import flatten_state
 
 __all__ = ['export_seqax', 'import_seqax', 'read_seqax', 'seqax_steps', 'write_seqax']

@@ -53,12 +53,6 @@ def is_doubtful(mode: str, metric: str) -> bool:
     return mode is MAX and bool(words & _LOW_IS_GOOD) and not words & _TURNS
 
 
-def native_dtype(dtype: Any) -> np.dtype:
-    """The numpy dtype in this machine's byte order."""
-    plain = np.dtype(dtype)
-    return plain.newbyteorder('=') if plain.byteorder in '<>' else plain
-
-
 def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None:
     """Raises ValueError for a pattern that is not a regular expression, with the position of the mistake."""
     for pattern in patterns:

@@ -7,7 +7,7 @@ bytes of their files.
 from __future__ import annotations
 
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.tree.template import LeafTemplate
+from t5ckpt.tree.leaves import LeafTemplate
 
 
 def boxes_wanted(target: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:

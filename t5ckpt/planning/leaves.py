@@ -12,8 +12,7 @@ from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
 from t5ckpt.tree.leaf_table import Empty
-from t5ckpt.tree.leaf_values import base_number
-from t5ckpt.tree.template import LeafTemplate
+from t5ckpt.tree.leaves import LeafTemplate, base_number
 
 
 def as_leaf(path: Path, found: Any) -> Any:

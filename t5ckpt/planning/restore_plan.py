@@ -34,8 +34,7 @@ from t5ckpt.planning.leaves import as_leaf, both_python_ints, describe, first_in
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.planning.sharding_check import ShardingCheck
 from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.leaf_values import as_instance
-from t5ckpt.tree.template import LeafTemplate, canonical_dtype
+from t5ckpt.tree.leaves import LeafTemplate, as_instance, canonical_dtype
 
 # How closely the two must match: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
 # 'contains' also allows a checkpoint with more leaves than the template.

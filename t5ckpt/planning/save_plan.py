@@ -36,8 +36,7 @@ from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES, chunk_shape_for
 from t5ckpt.planning.write_assignment import HeldShard, WriteAssignment
-from t5ckpt.tree.leaf_values import is_jax_array
-from t5ckpt.tree.leaves_to_save import LeafToSave
+from t5ckpt.tree.leaves import LeafToSave, is_jax_array
 
 _OPTIMIZER_STATE = ('state', 'param_states')
 _FACTORS = frozenset({'v_row', 'v_col'})

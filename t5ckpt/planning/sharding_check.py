@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from t5ckpt.tree.template import LeafTemplate
+from t5ckpt.tree.leaves import LeafTemplate
 
 
 class ShardingCheck:

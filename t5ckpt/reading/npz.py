@@ -20,10 +20,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from t5ckpt.core.arguments import native_dtype
 from t5ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.storage import foreign_errors
+from t5ckpt.tree.leaves import native_dtype
 
 BITS: Mapping[int, np.dtype] = {1: np.dtype('uint8'), 2: np.dtype('uint16')}
 """The dtype of the bits of an array whose dtype npz lacks, by itemsize."""

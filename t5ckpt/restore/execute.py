@@ -37,8 +37,7 @@ from t5ckpt.restore.resolve import find_checkpoint_to_restore
 from t5ckpt.restore.warnings import warn_if_local, warn_if_narrowed, warn_if_unsharded
 from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
-from t5ckpt.tree.leaf_values import is_jax_array
-from t5ckpt.tree.template import LeafTemplate
+from t5ckpt.tree.leaves import LeafTemplate, is_jax_array
 from t5ckpt.tree.train_state import flatten_state
 
 _log = logging.getLogger('t5ckpt')

@@ -10,8 +10,8 @@ from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_resto
 from t5ckpt.restore.make_leaf import make_inline_leaf
 from t5ckpt.restore.warnings import warn_if_narrowed
 from t5ckpt.tree.leaf_table import LeafTable, lookup
-from t5ckpt.tree.template import LeafTemplate, axes_tree, leaf_template
-from t5ckpt.tree.train_state import StateView, flatten_state
+from t5ckpt.tree.leaves import LeafTemplate, leaf_template
+from t5ckpt.tree.train_state import StateView, axes_tree, flatten_state
 
 
 def fit_leaves(

@@ -27,8 +27,7 @@ from t5ckpt.planning.device_boxes import boxes_wanted
 from t5ckpt.planning.resizing import resized
 from t5ckpt.planning.restore_plan import InlineRead
 from t5ckpt.reading.aligned_memory import aligned_empty
-from t5ckpt.tree.leaf_values import as_instance, base_number
-from t5ckpt.tree.template import LeafTemplate, canonical_dtype
+from t5ckpt.tree.leaves import LeafTemplate, as_instance, base_number, canonical_dtype
 
 _NARROW_BYTES = 4
 # Up to this size, a copy by JAX is faster than making an aligned buffer that JAX uses in place.

@@ -44,7 +44,7 @@ from t5ckpt.format.file_checksums import FileChecksums, FileEntry
 from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
-from t5ckpt.tree.leaf_values import is_jax_array
+from t5ckpt.tree.leaves import is_jax_array
 
 
 @dataclasses.dataclass(frozen=True)

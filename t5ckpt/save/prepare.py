@@ -25,8 +25,7 @@ from t5ckpt.save.codec_selection import CodecSelection, beginning_of
 from t5ckpt.save.stage import Staging
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.leaf_values import is_jax_array, most_devices
-from t5ckpt.tree.leaves_to_save import leaves_to_save
+from t5ckpt.tree.leaves import is_jax_array, leaves_to_save, most_devices
 
 _log = logging.getLogger(__name__)
 

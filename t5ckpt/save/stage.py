@@ -29,7 +29,7 @@ from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, SavePlan
 from t5ckpt.save.staged_leaf import ChunkwiseLeaf, DeviceLeaf, HostLeaf, StagedLeaf, ViewedLeaf, values_of
 from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.leaf_values import is_jax_array
+from t5ckpt.tree.leaves import is_jax_array
 
 
 class StagingMode(enum.StrEnum):

@@ -47,7 +47,7 @@ from t5ckpt.save.stage import Staging, StagingMode
 from t5ckpt.save.write import WriteJob, write_arrays
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
-from t5ckpt.tree.leaves_to_save import leaves_to_save
+from t5ckpt.tree.leaves import leaves_to_save
 
 __all__ = ['STREAM_BYTES', 'LinkedArray', 'StreamRequest', 'rehearse', 'write_stream']
 

@@ -17,19 +17,6 @@ import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
-from t5ckpt.tree.leaf_values import is_jax_array
-
-__all__ = [
-    'MAX_DEPTH',
-    'MAX_RANK',
-    'MAX_SAVED_DEPTH',
-    'Empty',
-    'LeafTable',
-    'flatten_nested',
-    'is_jax_array',
-    'lookup',
-    'unflatten',
-]
 
 # The levels of a tree that is read, those of one that is saved, and the dimensions of an array; a file with more is damaged.
 MAX_DEPTH = 250
@@ -121,6 +108,3 @@ def lookup(tree: Any, path: Path, default: Any = None) -> Any:
         if node is default:
             return default
     return node
-
-
-# --- leaves ----------------------------------------------------------------------------------------------------------

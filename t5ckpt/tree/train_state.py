@@ -1,4 +1,8 @@
-"""A train state as a flat table of leaves, and its step."""
+"""A train state as a flat table of leaves, and its step.
+
+An object with ``state_dict()`` and ``load_state_dict()`` as a leaf is a part (torch's Stateful). Its state dict is saved below
+its name. A restore loads it into the live object and returns that object in the result.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,18 @@ import numpy as np
 
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.protocols import TrainState
+from t5ckpt.core.protocols import Partitioner, TrainState
 from t5ckpt.core.text import shown
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.leaf_values import check_has_values
-from t5ckpt.tree.parts import BARE, is_bare_array, with_parts
+from t5ckpt.tree.leaves import check_has_values
 
 MAX_STEP = 10**18
 # Deeper than a state that can be saved, and shallower than the stack of Python.
 _MOST_LEVELS = 400
-
-
+# The path of a state that is an array.
+_BARE: Path = ('array',)
 # The paths of the step in states of T5X and Flax.
 OWN_STEPS: tuple[Path, ...] = (('state', 'step'), ('step',))
 
@@ -56,7 +59,7 @@ def _view_pytree(tree: Any) -> StateView:
     with paused():
         view = _flattened(tree)
     # Not in the pause, since a part's state_dict() is the user's code.
-    return with_parts(view, _view_pytree)
+    return _with_parts(view)
 
 
 def _flattened(tree: Any) -> StateView:
@@ -98,8 +101,8 @@ def _path_of_single(state: Any) -> Path:
     """
     if _empty_kind(state) is not None:
         raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
-    if is_bare_array(state):
-        return BARE
+    if _is_bare_array(state):
+        return _BARE
     if state is None:
         raise UnsupportedLeafError(
             'the state is None, and a checkpoint holds a tree. To look into a checkpoint without a template, call '
@@ -162,6 +165,64 @@ def _key_text(key: Any) -> str:
     return str(key).strip('.[]\'"')
 
 
+def _is_bare_array(state: Any) -> bool:
+    """Whether a state that is a single leaf is an array. A number or NumPy scalar is more likely a misplaced step."""
+    return hasattr(state, 'shape') and hasattr(state, 'dtype') and not isinstance(state, np.generic)
+
+
+def _is_part(leaf: Any) -> bool:
+    """Whether a leaf is an object with a state dict."""
+    return hasattr(type(leaf), 'load_state_dict') and hasattr(type(leaf), 'state_dict')
+
+
+def _with_parts(view: StateView) -> StateView:
+    """A view of a state in which each part is replaced by the result of its ``state_dict()``.
+
+    Raises:
+      UnsupportedLeafError: the state dict of a part is not a mapping, or is empty.
+    """
+    parts = {path: leaf for path, leaf in view.table.items() if _is_part(leaf)}
+    if not parts:
+        return view
+    inner = {path: _view_of_part(path, part) for path, part in parts.items()}
+    table: LeafTable = {}
+    for path, leaf in view.table.items():
+        below = inner[path].table if path in inner else {(): leaf}
+        table |= {(*path, *rest): value for rest, value in below.items()}
+
+    def rebuild(values: LeafTable) -> Any:
+        for path, part in parts.items():
+            of_part = inner[path]
+            state = of_part.rebuild({rest: _read(values[(*path, *rest)]) for rest in of_part.table})
+            try:
+                part.load_state_dict(state)
+            except Exception as error:
+                loaded = ', '.join(map(leaf_name, list(parts)[: list(parts).index(path)])) or 'nothing'
+                error.add_note(
+                    f'{leaf_name(path)}: load_state_dict() of {type(part).__name__} failed in a restore, which loaded '
+                    f'{loaded} before it. Correct it and restore again: the objects are not reset.'
+                )
+                raise
+        return view.rebuild({path: parts[path] if path in parts else values[path] for path in view.table})
+
+    return StateView(table, rebuild)
+
+
+def _read(value: Any) -> Any:
+    """The values of a LazyArray, since ``load_state_dict`` expects arrays."""
+    return value.get() if isinstance(value, LazyArray) else value
+
+
+def _view_of_part(path: Path, part: Any) -> StateView:
+    state = part.state_dict()
+    if not isinstance(state, Mapping) or not state:
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: state_dict() of {type(part).__name__} returned {state!r:.80}, expected a dict with at least '
+            'one entry. Leave the object out of the state.'
+        )
+    return _view_pytree(state)
+
+
 def step_to_save(state: Any, table: LeafTable, step: int | None) -> int:
     """The step of a save.
 
@@ -195,3 +256,13 @@ def _found_step(state: Any, table: LeafTable) -> Any:
     if own is not None and not callable(own):
         return own
     return next((table[path] for path in OWN_STEPS if path in table), None)
+
+
+def axes_tree(partitioner: Partitioner, state: Any) -> Any:
+    """The partitioner's PartitionSpecs, as nested dicts or a tree of the state's own types."""
+    from jax.sharding import PartitionSpec
+
+    axes = partitioner.get_mesh_axes(state)
+    if isinstance(axes, PartitionSpec):
+        return {_BARE[0]: axes}
+    return axes.state_dict() if hasattr(axes, 'state_dict') else axes

@@ -1,0 +1,395 @@
+"""Which values can be leaves, and what a save or a restore needs to know of each.
+
+jax.Arrays, numpy arrays and scalars, Python numbers, text and LazyArrays are leaves. A save reads a ``jax.Ref`` or an object with
+``__array__``. An object of any other type is an error that names it, before anything is planned.
+
+A subclass of a Python number, such as an IntEnum, is saved as the number (:func:`base_number`) and restored as the type of the
+template (:func:`as_instance`, called by ``restore/make_leaf.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.text import lines
+from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.lazy import LazyArray
+from t5ckpt.tree.leaf_table import MAX_RANK, MAX_SAVED_DEPTH, Empty, LeafTable
+
+# Libraries whose arrays have more than values, and the conversion that an error suggests.
+_OTHERS = {
+    'pandas': 'x.to_numpy()',
+    'scipy': 'x.toarray(), or its arrays in a dict,',
+    'tensorflow': 'x.numpy()',
+    'torch': 'x.detach().cpu().numpy()',
+    'xarray': 'x.to_numpy()',
+}
+
+
+def is_jax_array(leaf: Any) -> bool:
+    """Whether a leaf is a jax.Array; checks only the type, since the attributes of a donated array raise."""
+    return hasattr(type(leaf), 'addressable_shards')
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of JAX's typed keys; does not import jax."""
+    return not isinstance(dtype, np.dtype) and type(dtype).__name__ == 'KeyTy'
+
+
+def check_is_array(path: Path, leaf: Any) -> None:
+    """Checks that a leaf has the shape and the dtype of an array; not for Python numbers, text and containers.
+
+    Raises:
+      UnsupportedLeafError: it does not, or it has more than values, such as a mask or an index.
+    """
+    name, kind = leaf_name(path), f'{type(leaf).__module__}.{type(leaf).__qualname__}'.removeprefix('builtins.')
+    library = kind.partition('.')[0]
+    if library in _OTHERS:
+        raise UnsupportedLeafError(
+            f'{name}: {kind} is not saved, because it could not be restored as one. Give {_OTHERS[library]} instead.'
+        )
+    try:
+        is_array = isinstance(leaf.shape, tuple)
+        if not is_key(leaf.dtype):
+            # Raises if NumPy does not have the dtype.
+            native_dtype(leaf.dtype)
+    except Exception:  # noqa: BLE001 - the attributes may be properties of any class
+        is_array = False
+    if isinstance(leaf, np.ma.MaskedArray) or not is_array:
+        raise UnsupportedLeafError(
+            f'{name}: {kind} is neither an array nor a number. Give it as an array (numpy.asarray), or mark the field '
+            'static, so that it is not a leaf.'
+        )
+
+
+def check_has_values(path: Path, value: Any) -> None:
+    """Checks that a leaf has values.
+
+    Raises:
+      UnsupportedLeafError: it is a tracer, or its buffer was donated.
+    """
+    # First, since most attributes of a tracer raise.
+    if 'Tracer' in type(value).__name__:
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: is a tracer. Save outside of jit, with the arrays that the step returned.'
+        )
+    if callable(getattr(value, 'is_deleted', None)) and value.is_deleted():
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: its buffer is gone, it was donated to a jitted step. Save the state that the step returned.'
+        )
+
+
+def is_abstract(leaf: Any) -> bool:
+    """Whether a leaf is a ``jax.ShapeDtypeStruct``."""
+    return type(leaf).__name__ == 'ShapeDtypeStruct'
+
+
+def leaf_devices(leaf: Any) -> int:
+    """The number of devices of a leaf; 1 for a leaf that is not a jax.Array."""
+    # A tracer has no such attribute.
+    sharding = getattr(leaf, 'sharding', None) if is_jax_array(leaf) else None
+    return 1 if sharding is None else len(sharding.device_set)
+
+
+def most_devices(leaves: Iterable[Any]) -> int:
+    """The largest number of devices of any leaf."""
+    # Many leaves share few shardings, and each call of leaf_devices makes a set.
+    distinct = {id(getattr(leaf, 'sharding', None)): leaf for leaf in leaves if is_jax_array(leaf)}
+    return max(map(leaf_devices, distinct.values()), default=1)
+
+
+def base_number(python: type) -> type:
+    """The Python number that a subclass of it (IntEnum, IntFlag, a float with a unit) is saved as."""
+    return next(base for base in (bool, int, float, complex) if issubclass(python, base))
+
+
+def as_instance(python: type, value: Any) -> Any:
+    """Converts a number or text to the template's subclass, if that has exactly this value; else returns it unchanged."""
+    if type(value) is python:
+        return value
+    try:
+        made = python(value)
+        is_same = bool(made == value or (np.isnan(made) and np.isnan(value)))
+    except Exception:  # noqa: BLE001 - the user's class, such as an enum without this member
+        return value
+    return made if is_same else value
+
+
+# From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
+_KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafTemplate:
+    """The description of one leaf of a template.
+
+    Attributes:
+      kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none', 'empty', 'skip' (``...``, a
+        leaf that a restore leaves out) or 'unread' (a leaf that this restore does not return).
+      shape: of the array; of the key data for keys.
+      dtype: numpy dtype; uint32 for keys. None for text, none, empty and skip.
+      device: whether the result is a jax.Array.
+      sharding: of the result; None with ``device`` lets JAX choose the device (uncommitted).
+      python: the scalar's type, for 'scalar', which may be a subclass such as an IntEnum; ``np.generic`` if an array leaf
+        is a numpy scalar.
+      impl: the name of the PRNG implementation, for 'key'.
+      example: the leaf itself for 'none', 'empty' and 'text', which are returned unchanged.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype | None = None
+    device: bool = False
+    sharding: Any = None
+    python: type | None = None
+    impl: str = ''
+    example: Any = None
+
+    def left_out(self) -> LeafTemplate:
+        """The template of a leaf that is not read."""
+        return dataclasses.replace(self, kind='unread', sharding=None)
+
+
+def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -> LeafTemplate:
+    """Describes a template leaf.
+
+    Args:
+      path: of the leaf, for errors.
+      leaf: jax.Array, ShapeDtypeStruct, numpy array or scalar, Python number, LazyArray, typed key, None, Empty, str.
+      sharding: from a partitioner; overrides that of the leaf.
+      host: whether the result is a numpy array in any case.
+    """
+    if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
+        # First, because most leaves are jax.Arrays.
+        place = _own_sharding(leaf) if sharding is None else sharding
+        return LeafTemplate('array', leaf.shape, leaf.dtype, not host, None if host else place)
+    if leaf is None or leaf is ...:
+        return LeafTemplate('none' if leaf is None else 'skip')
+    if isinstance(leaf, (Empty, str)):
+        return LeafTemplate('text' if isinstance(leaf, str) else 'empty', example=leaf)
+    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
+        return LeafTemplate('scalar', (), np.asarray(base_number(type(leaf))(leaf)).dtype, python=type(leaf))
+    check_is_array(path, leaf)
+    if is_key(leaf.dtype):
+        return _key_target(leaf, sharding)
+    on_device = not isinstance(leaf, (np.ndarray, np.generic, LazyArray)) or sharding is not None
+    if sharding is None and on_device:
+        sharding = _own_sharding(leaf)
+    place = (on_device and not host, None if host else sharding)
+    return LeafTemplate(
+        'array',
+        tuple(leaf.shape),
+        native_dtype(leaf.dtype),
+        *place,
+        np.generic if isinstance(leaf, np.generic) else None,
+    )
+
+
+def _own_sharding(leaf: Any) -> Any:
+    sharding = getattr(leaf, 'sharding', None)
+    return sharding if getattr(leaf, 'committed', True) else None
+
+
+def _key_target(leaf: Any, sharding: Any) -> LeafTemplate:
+    import jax
+
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    if sharding is None:
+        sharding = _own_sharding(leaf)
+    # The dtype's name is 'key<fry>'; its implementation has no other public name for a ShapeDtypeStruct.
+    impl = str(_KEY_IMPLS.get(leaf.dtype.name[4:-1], leaf.dtype.name[4:-1]))
+    return LeafTemplate('key', tuple(data.shape), np.dtype(data.dtype), True, sharding, impl=impl)
+
+
+def canonical_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype on a device: JAX converts 64 bits to 32, unless ``jax_enable_x64`` is set."""
+    import jax
+
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+_VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
+
+
+class LeafToSave(NamedTuple):
+    """A leaf of a state to be saved.
+
+    A named tuple, since one is made per leaf, and a frozen dataclass takes three times as long to make.
+
+    Attributes:
+      path: of the leaf.
+      name: of the leaf.
+      value: a jax.Array, numpy array, Python number, LazyArray or None. Typed keys are their data, and a subclass of a Python
+        number is that number.
+      kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none' or 'empty'.
+      shape: of the array; of the key data for keys.
+      dtype: of the array; None for text, none and empty.
+      note: what the sidecar records of the kind: the name of the number's type, of the keys' implementation, or of the
+        empty container's type; the text itself.
+    """
+
+    path: Path
+    name: str
+    value: Any
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype | None = None
+    note: str = ''
+
+    @property
+    def is_global(self) -> bool:
+        """Whether every process holds the whole value, or can take it from process 0."""
+        value = self.value
+        return getattr(value, 'is_fully_addressable', True) or getattr(value, 'is_fully_replicated', False)
+
+
+def leaves_to_save(table: LeafTable, is_storable: Callable[[np.dtype], bool]) -> list[LeafToSave]:
+    """The leaves of a table, in its order.
+
+    Args:
+      table: path to leaf.
+      is_storable: whether the format has arrays of a dtype.
+
+    Raises:
+      UnsupportedLeafError: naming every leaf that cannot be saved.
+    """
+    leaves: list[LeafToSave] = []
+    problems: list[str] = []
+    for path, value in table.items():
+        try:
+            leaf = _leaf_to_save(path, value)
+            _check_format(leaf, is_storable)
+            leaves.append(leaf)
+        except UnsupportedLeafError as error:
+            problems.append(str(error))
+    problems += [f'{leaf_name(path)}: {text}' for path, text in _spec_lookalikes(table)]
+    if problems:
+        raise UnsupportedLeafError(lines('the state cannot be saved as it is:', *problems, between='\n  '))
+    return leaves
+
+
+def _leaf_to_save(path: Path, leaf: Any) -> LeafToSave:
+    """The record of one leaf.
+
+    Raises:
+      UnsupportedLeafError: the leaf has no values, or is not an array or a number.
+    """
+    name = leaf_name(path)
+    if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
+        # First, because most leaves are such.
+        check_has_values(path, leaf)
+        return LeafToSave(path, name, leaf, 'array', leaf.shape, leaf.dtype)
+    if isinstance(leaf, Empty):
+        return LeafToSave(path, name, leaf, 'empty', note=leaf.kind)
+    value = _valued(path, leaf)
+    template = leaf_template(path, value)
+    if template.kind == 'skip':
+        raise UnsupportedLeafError(
+            f'{name}: is ..., which stands for a leaf that a restore left out. Put its value there before you save.'
+        )
+    if template.dtype is not None and is_abstract(value):
+        raise UnsupportedLeafError(f'{name}: a ShapeDtypeStruct has no values to save. Pass the arrays themselves.')
+    note = ''
+    if template.kind == 'key':
+        import jax
+
+        value, note = jax.random.key_data(value), template.impl
+    elif template.kind == 'scalar':
+        number = base_number(type(value))
+        value, note = number(value), number.__name__
+    elif template.kind == 'text':
+        note = str.__str__(value)
+    return LeafToSave(path, name, value, template.kind, template.shape, template.dtype, note)
+
+
+def _valued(path: Path, leaf: Any) -> Any:
+    """The values of a leaf of a state to save.
+
+    Reads the current array of a ``jax.Ref``, and converts an object with ``__array__`` to numpy. Returns other leaves unchanged.
+
+    Raises:
+      UnsupportedLeafError: its values cannot be read, or it is a tracer or a donated array.
+    """
+    check_has_values(path, leaf)
+    if is_jax_array(leaf) or isinstance(leaf, _VALUED) or leaf is None or leaf is ...:
+        return leaf
+    check_is_array(path, leaf)
+    if is_abstract(leaf):
+        return leaf
+    name, kind = leaf_name(path), type(leaf).__qualname__
+    try:
+        if _is_ref(leaf):
+            return leaf[...]
+        values = np.asarray(leaf) if hasattr(type(leaf), '__array__') else None
+    except Exception as error:
+        raise UnsupportedLeafError(
+            f'{name}: the values of {kind} cannot be read ({error!s:.200}). Give a numpy array.'
+        ) from error
+    if values is None or (values.shape, values.dtype) != (leaf.shape, np.dtype(leaf.dtype)):
+        found = 'no array' if values is None else f'an array of {values.dtype} {values.shape}'
+        raise UnsupportedLeafError(
+            f'{name}: {kind} says that it is an array of {leaf.dtype} {leaf.shape} and gives {found}. Give a numpy array.'
+        )
+    return values
+
+
+def _is_ref(leaf: Any) -> bool:
+    """Whether a leaf is a mutable array of JAX (``jax.new_ref``)."""
+    if not type(leaf).__module__.startswith('jax.'):
+        return False
+    import jax
+
+    return isinstance(leaf, getattr(jax, 'Ref', ()))
+
+
+def _check_format(leaf: LeafToSave, is_storable: Callable[[np.dtype], bool]) -> None:
+    """Rejects leaves that could be written and never read again."""
+    path, name = leaf.path, leaf.name
+    if len(path) > MAX_SAVED_DEPTH or len(leaf.shape) > MAX_RANK:
+        raise UnsupportedLeafError(
+            f'{name[:200]}: nested {len(path)} deep with {len(leaf.shape)} dimensions, the format holds '
+            f'{MAX_SAVED_DEPTH} and {MAX_RANK}. Flatten the state.'
+        )
+    # Most names are ASCII, which is a fast check.
+    if not name.isascii():
+        _check_unicode(name)
+    if '__msgpack_chunked_array__' in path:
+        raise UnsupportedLeafError(f'{name}: Flax uses this key for split arrays. Rename it.')
+    if leaf.dtype is not None and not is_storable(leaf.dtype):
+        raise UnsupportedLeafError(
+            f'{name}: {type(leaf.value).__name__} of dtype {leaf.dtype} cannot be saved: a checkpoint holds bool, integers of 2 '
+            'to 64 bits, floats of 4 to 64 bits, complex64 and complex128. Convert it to one of these, or mark the field static.'
+        )
+
+
+def _check_unicode(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedLeafError(
+            f'{name!r}: the key is not valid Unicode text ({error.reason}). Rename it.'
+        ) from error
+
+
+def _spec_lookalikes(table: LeafTable) -> list[tuple[Path, str]]:
+    """Subtrees that every reader of the format would take for a stored array."""
+    children: dict[Path, set[str]] = {}
+    # Few states have such a key, and this check takes a fifth of the time.
+    if not any('kvstore' in path for path in table):
+        return []
+    for path in table:
+        for length in range(len(path)):
+            children.setdefault(path[:length], set()).add(path[length])
+    text = 'a subtree with the keys driver, kvstore and metadata reads as a stored array. Rename one of the keys.'
+    return [(path, text) for path, names in children.items() if names >= {'driver', 'kvstore', 'metadata'}]
+
+
+def native_dtype(dtype: Any) -> np.dtype:
+    """The numpy dtype in this machine's byte order."""
+    plain = np.dtype(dtype)
+    return plain.newbyteorder('=') if plain.byteorder in '<>' else plain

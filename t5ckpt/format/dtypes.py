@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +22,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name, root_names
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import did_you_mean, shown
 from t5ckpt.errors import UnmatchedPattern
+from t5ckpt.tree.leaves import LeafToSave
 
 # The dtypes that a misspelt cast may mean.
 _USUAL = ('bfloat16', 'float16', 'float32', 'float64')
@@ -215,6 +216,20 @@ def cast_dtype(path: Path, dtype: np.dtype, cast: Cast | None, template: np.dtyp
         return dtype
     wanted = template if cast.dtype is None else cast.dtype
     return dtype if wanted is None else wanted
+
+
+def cast_leaves(leaves: Sequence[LeafToSave], cast: Cast | None) -> Sequence[LeafToSave]:
+    """The leaves of a save, each with its dtype after the cast.
+
+    Raises:
+      UnmatchedPattern: the cast applies to no leaf.
+    """
+    if cast is None:
+        return leaves
+    check_cast(cast, {leaf.path: leaf.dtype for leaf in leaves})
+    return [
+        leaf if leaf.dtype is None else leaf._replace(dtype=cast_dtype(leaf.path, leaf.dtype, cast)) for leaf in leaves
+    ]
 
 
 @functools.cache

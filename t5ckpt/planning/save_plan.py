@@ -15,6 +15,7 @@ it is stored. With a partitioner, ``rule`` names these leaves. Without one, the 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -27,15 +28,15 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import ParameterInfo
 from t5ckpt.core.text import lines
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.errors import DisagreementError, UnsupportedLeafError
 from t5ckpt.format.array_dirs import array_dirs
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import CODECS
-from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, stored_dtype
+from t5ckpt.format.dtypes import Cast, cast_leaves, stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
-from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES, chunk_shape_for
-from t5ckpt.planning.write_assignment import HeldShard, WriteAssignment
+from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
+from t5ckpt.planning.write_assignment import ChunkWrite, WriteAssignment
 from t5ckpt.tree.leaves import LeafToSave, is_jax_array
 
 _OPTIMIZER_STATE = ('state', 'param_states')
@@ -70,21 +71,6 @@ class SaveOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkWrite:
-    """One chunk that this process writes.
-
-    Attributes:
-      box: in the array's coordinates; exactly one chunk of the grid.
-      shard: index into the leaf's addressable shards, or None for a host array.
-      box_in_shard: the same box in the shard's coordinates.
-    """
-
-    box: Box
-    shard: int | None
-    box_in_shard: Box
-
-
-@dataclasses.dataclass(frozen=True)
 class ArrayWrite:
     """One stored leaf. ``dtype`` is the leaf's after the cast, ``array.dtype`` the one on disk."""
 
@@ -105,11 +91,11 @@ class ArrayWrite:
         """The file of the array's metadata, relative to the checkpoint's directory."""
         return join(self.array.location, '.zarray')
 
-    def files(self, *, with_metadata: bool) -> list[str]:
-        """The files that this process writes, relative to the checkpoint's directory: the metadata first, then ``chunks``."""
+    @property
+    def chunk_files(self) -> list[str]:
+        """The files of ``chunks``, relative to the checkpoint's directory."""
         grid, location = self.array.grid, self.array.location
-        files = [join(location, grid.key(grid.index_of(chunk.box))) for chunk in self.chunks]
-        return [self.zarray, *files] if with_metadata else files
+        return [join(location, grid.key(grid.index_of(chunk.box))) for chunk in self.chunks]
 
 
 class InlineWrite(NamedTuple):
@@ -134,11 +120,10 @@ class SavePlan:
 
 
 class _Leaf(NamedTuple):
-    """A leaf and its place in the plan; ``dtype`` is the leaf's after the cast, None if it is not an array."""
+    """A leaf and its place in the plan."""
 
     path: Path
     given: LeafToSave
-    dtype: np.dtype | None
     array_name: str
     nbytes: int
 
@@ -164,9 +149,8 @@ def plan_save(
       UnmatchedPattern: the cast selects no leaf.
     """
     assignment = WriteAssignment() if assignment is None else assignment
-    if options.cast is not None:
-        check_cast(options.cast, {leaf.path: leaf.dtype for leaf in given})
-    leaves = [_sized(leaf, infos.get(leaf.path), options.cast) for leaf in given]
+    given = cast_leaves(given, options.cast)
+    leaves = [_sized(leaf, infos.get(leaf.path)) for leaf in given]
     if assignment.count > 1:
         _refuse_local(given, assignment.count)
         # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
@@ -177,19 +161,18 @@ def plan_save(
         _plan_array(leaf, directories[leaf.path], options, assignment) for leaf in leaves if leaf.path in stored
     )
     inline = tuple(
-        InlineWrite(leaf.path, leaf.given.name, leaf.given.value, leaf.dtype)
+        InlineWrite(leaf.path, leaf.given.name, leaf.given.value, leaf.given.dtype)
         for leaf in leaves
         if leaf.path not in stored and leaf.given.kind not in ('empty', 'text')
     )
     return SavePlan(writes, inline, _facts(given, writes))
 
 
-def _sized(leaf: LeafToSave, info: ParameterInfo | None, cast: Cast | None) -> _Leaf:
+def _sized(leaf: LeafToSave, info: ParameterInfo | None) -> _Leaf:
     if leaf.dtype is None:
-        return _Leaf(leaf.path, leaf, None, leaf.name, 0)
-    dtype = cast_dtype(leaf.path, leaf.dtype, cast)
+        return _Leaf(leaf.path, leaf, leaf.name, 0)
     array_name = info.array_name if info is not None and info.name else leaf.name
-    return _Leaf(leaf.path, leaf, dtype, array_name, math.prod(leaf.shape) * dtype.itemsize)
+    return _Leaf(leaf.path, leaf, array_name, math.prod(leaf.shape) * leaf.dtype.itemsize)
 
 
 def _stored_paths(
@@ -205,7 +188,7 @@ def _stored_paths(
     is_single = assignment.count == 1
     # Of equal size, the first of the table; in a job of several processes it is sorted by path.
     for leaf in sorted(leaves, key=operator.attrgetter('nbytes')):
-        if leaf.dtype is None:
+        if leaf.given.dtype is None:
             continue
         # A job of one process holds every value.
         at_hand = is_single or not is_jax_array(leaf.given.value) or assignment.on_leader(leaf.given.value)
@@ -261,26 +244,12 @@ def _refuse_local(leaves: Sequence[LeafToSave], count: int) -> None:
 
 
 def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
-    dtype = np.dtype(np.void) if leaf.dtype is None else leaf.dtype
+    dtype = np.dtype(np.void) if leaf.given.dtype is None else leaf.given.dtype
     on_disk = stored_dtype(dtype)
-    shape, value = leaf.given.shape, leaf.given.value
-    if is_jax_array(value):
-        chunk_shape = assignment.chunk_shape(value, on_disk.itemsize, options.chunk_bytes)
-        shards = assignment.shards_of(value)
-    else:
-        # Host arrays are written by process 0.
-        chunk_shape = chunk_shape_for(shape, shape, on_disk.itemsize, options.chunk_bytes, 1)
-        shards = [HeldShard(None, Box.whole(shape), (0,))]
+    chunk_shape, chunks = assignment.chunks_of(leaf.given, on_disk.itemsize, options.chunk_bytes)
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
-    array = StoredArray(directory, shape, on_disk, metadata=metadata)
-    grid = array.grid
-    chunks: list[ChunkWrite] = []
-    for shard in shards:
-        boxes = assignment.chunks_of_this_process(shard, grid, on_disk.itemsize)
-        # For a shard at the array's origin both boxes are one object, which halves memory and time.
-        is_shifted = any(shard.box.start)
-        chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
-    return ArrayWrite(leaf.path, leaf.given.name, value, dtype, array, tuple(chunks))
+    array = StoredArray(directory, leaf.given.shape, on_disk, metadata=metadata)
+    return ArrayWrite(leaf.path, leaf.given.name, leaf.given.value, dtype, array, chunks)
 
 
 def _facts(leaves: Sequence[LeafToSave], writes: Sequence[ArrayWrite]) -> TreeFacts:
@@ -290,3 +259,56 @@ def _facts(leaves: Sequence[LeafToSave], writes: Sequence[ArrayWrite]) -> TreeFa
             notes[leaf.kind][leaf.path] = leaf.note
     stored = {write.array.location: write.dtype.name for write in writes if write.dtype != write.array.dtype}
     return TreeFacts(notes['empty'], notes['scalar'], notes['key'], notes['text'], stored)
+
+
+_MAX_DIFF_LINES = 40
+
+
+def plan_text(plan: SavePlan, header: Sequence[str]) -> str:
+    """One line per leaf, after the header. Excludes the chunks of this process.
+
+    Python numbers and host arrays may differ between processes; those of process 0 are saved.
+    """
+    shardings: dict[int, str] = {}
+    leaves = [f'{write.name}: {_leaf_text(write, shardings)}' for write in (*plan.writes, *plan.inline)]
+    return '\n'.join([*header, *sorted(leaves)])
+
+
+def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> str:
+    leaf = write.leaf
+    if leaf is None:
+        return 'None'
+    sharding = getattr(leaf, 'sharding', None)
+    if sharding is None:
+        place = 'host'
+    else:
+        # Many leaves share few shardings, and formatting one is slow.
+        if id(sharding) not in shardings:
+            shardings[id(sharding)] = f'{sharding} on {_devices_text(sharding)}'
+        place = shardings[id(sharding)]
+    shape = tuple(getattr(leaf, 'shape', ()))
+    chunks = tuple(write.array.metadata['chunks']) if isinstance(write, ArrayWrite) else 'inline'
+    dtype = '' if write.dtype is None else write.dtype.name
+    return f'{dtype} {shape} in {chunks}, {place}'
+
+
+def _devices_text(sharding: Any) -> str:
+    """The devices in their order; the text of a mesh has only their number."""
+    mesh = getattr(sharding, 'mesh', None)
+    devices = sharding.device_set if mesh is None else mesh.devices.flat
+    ids = [device.id for device in devices]
+    return f'devices {digest(str(sorted(ids) if mesh is None else ids).encode())}'
+
+
+def difference(first: str, other: str, process: int) -> DisagreementError:
+    """The error for a process whose plan differs from that of process 0."""
+    changes = difflib.unified_diff(
+        first.splitlines(), other.splitlines(), 'process 0', f'process {process}', '', '', 0, ''
+    )
+    shown = [line for line in changes if not line.startswith('@@')]
+    more = [f'... and {len(shown) - _MAX_DIFF_LINES} more lines'] if len(shown) > _MAX_DIFF_LINES else []
+    head = 'the processes were asked to save different things; nothing was written:'
+    listed = lines(head, *shown[:_MAX_DIFF_LINES], *more, between='\n  ')
+    return DisagreementError(
+        lines(listed, 'Every process has to save the same tree, to the same directory, as the same step.')
+    )

@@ -1,6 +1,6 @@
 """Assigns each chunk of a replicated shard to one of the processes that hold it.
 
-A shard that a single process holds is written by that process, and a host array by process 0 (``planning/save_plan.py``). A
+A shard that a single process holds is written by that process, and a host array by process 0. A
 shard that is replicated over processes is cut into chunks. Each chunk is assigned to the holder with the fewest bytes so far,
 so that all holders write about the same number of bytes. The holders of a shard compute the same assignment without
 communication, because they see the same shards of the same leaves in the same order. A process needs to know only the shards
@@ -22,6 +22,22 @@ import numpy as np
 
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.planning.chunk_shape import chunk_shape_for
+from t5ckpt.tree.leaves import LeafToSave, is_jax_array
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkWrite:
+    """One chunk that this process writes.
+
+    Attributes:
+      box: in the array's coordinates; exactly one chunk of the grid.
+      shard: index into the leaf's addressable shards, or None for a host array.
+      box_in_shard: the same box in the shard's coordinates.
+    """
+
+    box: Box
+    shard: int | None
+    box_in_shard: Box
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +114,24 @@ class WriteAssignment:
             if process == self.index:
                 mine.append(chunk)
         return mine
+
+    def chunks_of(self, leaf: LeafToSave, itemsize: int, limit: int) -> tuple[tuple[int, ...], tuple[ChunkWrite, ...]]:
+        """The chunk shape of an array, and the chunks that this process writes; to be called for each array, in order."""
+        shape, value = leaf.shape, leaf.value
+        if is_jax_array(value):
+            chunk_shape, shards = self.chunk_shape(value, itemsize, limit), self.shards_of(value)
+        else:
+            # Host arrays are written by process 0.
+            chunk_shape = chunk_shape_for(shape, shape, itemsize, limit, 1)
+            shards = [HeldShard(None, Box.whole(shape), (0,))]
+        grid = ChunkGrid(shape, chunk_shape)
+        chunks: list[ChunkWrite] = []
+        for shard in shards:
+            boxes = self.chunks_of_this_process(shard, grid, itemsize)
+            # For a shard at the array's origin both boxes are one object, which halves memory and time.
+            is_shifted = any(shard.box.start)
+            chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
+        return chunk_shape, tuple(chunks)
 
     def shards_of(self, array: Any) -> list[HeldShard]:
         """The distinct shards of a jax.Array that this process holds, by box."""

@@ -22,18 +22,24 @@ import math
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.codecs import BIT_LZ4, BIT_ZSTD, ZSTD
+from t5ckpt.format.codecs import AUTO, BIT_LZ4, BIT_ZSTD, ZSTD
+from t5ckpt.lazy import LazyArray
+from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.save.chunk_encoding import encode_chunk
 from t5ckpt.storage import Storage
+from t5ckpt.tree.leaves import is_jax_array
 
 _CANDIDATES: tuple[dict[str, Any], ...] = (BIT_LZ4, BIT_ZSTD, ZSTD)
 _SAMPLE_BYTES = 256 * 1024
 _SLICES = 4
+# Of the samples of all leaves together: on the device of the first shard until the save has ended.
+_SAMPLES_BYTES = 64 * 2**20
 # The first turn loads the library and touches new memory; others are interrupted on a busy machine.
 _TURNS = 3
 _WORTH_IT = 0.05
@@ -82,6 +88,24 @@ class CodecSelection:
                 # The last saves count most.
                 self._bytes = self._bytes // 2 + nbytes
                 self._seconds = self._seconds / 2 + seconds
+
+    def samples(self, writes: Sequence[ArrayWrite]) -> dict[str, Any]:
+        """By array directory, a sample of process 0's values from which the codec is chosen; fetched in the background.
+
+        A leaf is sampled once in the life of a checkpointer: each sample is a computation on the device and takes memory there.
+        """
+        chosen = [
+            write
+            for write in writes
+            if write.array.metadata['compressor'] == AUTO and write.array.location not in self.agreed
+        ]
+        samples: dict[str, Any] = {}
+        for write in chosen:
+            shards = write.leaf.addressable_shards if is_jax_array(write.leaf) else None
+            data = write.leaf if shards is None else shards[0].data if shards else None
+            if data is not None and not isinstance(data, LazyArray):
+                samples[write.array.location] = beginning_of(data, _SAMPLES_BYTES // len(chosen)), write.dtype
+        return samples
 
     def choose(self, values: np.ndarray, last: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """The codec for an array.

@@ -28,7 +28,7 @@ from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
-from t5ckpt.planning.plan_fingerprint import difference
+from t5ckpt.planning.save_plan import difference
 from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.prepare import PreparedSave, is_free, is_replaced

@@ -147,7 +147,7 @@ def link_or_copy_chunks(leaf: LinkedArray, write: ArrayWrite, storage: Storage, 
     # A file that is verified by its checksum needs no check of the checkpoint's identity.
     identity = checkpoint.identity
     with identity.checked_on_failure() if checkpoint.checksums else identity.reading():
-        for name in write.files(with_metadata=True):
+        for name in [write.zarray, *write.chunk_files]:
             old = join(location, name.rpartition('/')[2])
             source, target = join(checkpoint.directory, old), join(directory, name)
             where = f'{write.name}: {checkpoint.storage.url(source)}'

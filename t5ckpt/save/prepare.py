@@ -5,33 +5,25 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.commit.occupancy import occupant
 from t5ckpt.commit.removal import check_removable
 from t5ckpt.core.gc_pause import paused
-from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.sidecar import TreeFacts
-from t5ckpt.lazy import LazyArray
-from t5ckpt.planning.plan_fingerprint import plan_text
-from t5ckpt.planning.save_plan import ArrayWrite, plan_save
+from t5ckpt.planning.save_plan import plan_save, plan_text
 from t5ckpt.planning.write_assignment import WriteAssignment
 from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, leaves_of_writes
-from t5ckpt.save.codec_selection import CodecSelection, beginning_of
 from t5ckpt.save.stage import Staging
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.leaves import is_jax_array, leaves_to_save, most_devices
+from t5ckpt.tree.leaves import leaves_to_save, most_devices
 
 _log = logging.getLogger(__name__)
-
-
-# Of all samples together: on the device of the first shard until the save has ended.
-_SAMPLES_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +68,14 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     # inside an object store may fail after the caller has donated the array, so the array is staged.
     skips = previous if request.storage.links and (is_single or request.options.codec != 'auto') else None
     unchanged = [] if skips is None else [w.path for w in plan.writes if skips.is_same(w, with_metadata=is_leader)]
+    known = leaves_of_writes(plan.writes)
     own = plan if is_leader else dataclasses.replace(plan, inline=())
     staging = Staging(
         own, request.staging, request.call.budget_bytes, private_host=request.in_background, unchanged=unchanged
     )
-    samples = _samples(plan.writes, request.selection) if is_leader and not is_single else {}
+    samples = request.selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():
         staging.start()
-    known = leaves_of_writes(plan.writes)
     return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices)
 
 
@@ -129,23 +121,3 @@ def _previous(request: SaveRequest) -> PreviousCheckpoint | None:
 def _header(request: SaveRequest) -> list[str]:
     """The first lines of the plan's text: what the processes must agree on besides the leaves."""
     return [f'step: {request.step}', f'directory: {request.storage.url()}', f'options: {request.options}']
-
-
-def _samples(writes: Sequence[ArrayWrite], selection: CodecSelection) -> dict[str, Any]:
-    """By array directory, a sample of process 0's values from which the codec is chosen; fetched in the background.
-
-    A leaf is sampled once in the life of a checkpointer: each sample is a computation on the device and takes memory there.
-    """
-    chosen = [
-        write
-        for write in writes
-        if write.array.metadata['compressor'] == AUTO and write.array.location not in selection.agreed
-    ]
-    samples: dict[str, Any] = {}
-    for write in chosen:
-        shards = write.leaf.addressable_shards if is_jax_array(write.leaf) else None
-        data = write.leaf if shards is None else shards[0].data if shards else None
-        if data is not None and not isinstance(data, LazyArray):
-            sample = beginning_of(data, _SAMPLES_BYTES // len(chosen))
-            samples[write.array.location] = sample, write.dtype
-    return samples

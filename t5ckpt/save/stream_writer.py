@@ -40,8 +40,7 @@ from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
-from t5ckpt.planning.plan_fingerprint import plan_text
-from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
+from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save, plan_text
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
 from t5ckpt.save.stage import Staging, StagingMode
 from t5ckpt.save.write import WriteJob, write_arrays
@@ -211,7 +210,7 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, 
 
 def _files_here(storage: Storage, directory: str, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
     """All files of a leaf with their digests, or None if one is missing."""
-    names = write.files(with_metadata=True)
+    names = [write.zarray, *write.chunk_files]
     sizes = {name: storage.size(join(directory, name)) for name in names}
     if any(size is None for size in sizes.values()):
         return None

@@ -198,7 +198,7 @@ class _Writer:
           StorageError: a file cannot be linked, and the array has been donated in the meantime.
         """
         previous = self._job.previous
-        for key in write.files(with_metadata=self._job.is_leader):
+        for key in [write.zarray, *write.chunk_files] if self._job.is_leader else write.chunk_files:
             entry = None if previous is None else previous.digests.get(key)
             if previous is None or entry is None or not self.reused.link(key, entry):
                 if write.leaf.is_deleted():
@@ -218,7 +218,7 @@ class _Writer:
     def write_array(self, write: ArrayWrite, source: StagedLeaf) -> None:
         """Starts the writes of all chunks of a leaf."""
         store: Any = None
-        files = write.files(with_metadata=False)
+        files = write.chunk_files
         for number, (chunk, key) in enumerate(zip(write.chunks, files, strict=True)):
             self.check_interrupt()
             self._admit(write.chunk_bytes)

@@ -25,8 +25,7 @@ import numpy as np
 from t5ckpt.format.array_spec import spec_of
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.manifest import encode_manifest
-from t5ckpt.planning.save_plan import plan_text
-from t5ckpt.planning.save_plan import SaveOptions, SavePlan, plan_save
+from t5ckpt.planning.save_plan import SaveOptions, SavePlan, plan_save, plan_text
 from t5ckpt.planning.write_assignment import WriteAssignment
 from t5ckpt.tree.leaf_table import unflatten
 from t5ckpt.tree.leaves import leaves_to_save

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from t5ckpt.core.call_site import CallSite
-from t5ckpt.errors import UnshardedTemplateWarning
 
 
 class Notices:
@@ -32,13 +31,3 @@ class Notices:
             return
         (CallSite.here() if site is None else site).warn(warning)
         self._given.add(cause)
-
-
-def unsharded_warning(text: str) -> UnshardedTemplateWarning:
-    """The warning of a template without shardings, with the code that attaches them."""
-    cure = (
-        'Attach shardings to the template: jax.eval_shape(jax.jit(init, out_shardings=...)), or '
-        'jax.ShapeDtypeStruct(shape, dtype, sharding=...). If one device is meant: '
-        'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]).'
-    )
-    return UnshardedTemplateWarning(f'{text} {cure}')

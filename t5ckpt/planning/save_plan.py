@@ -149,10 +149,11 @@ def plan_save(
       UnmatchedPattern: the cast selects no leaf.
     """
     assignment = WriteAssignment() if assignment is None else assignment
+    if assignment.count > 1:
+        _refuse_local(given, assignment.count)
     given = cast_leaves(given, options.cast)
     leaves = [_sized(leaf, infos.get(leaf.path)) for leaf in given]
     if assignment.count > 1:
-        _refuse_local(given, assignment.count)
         # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
         leaves.sort(key=lambda leaf: leaf.path)
     stored = _stored_paths(leaves, options, assignment, {} if rule is None else rule)

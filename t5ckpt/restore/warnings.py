@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from t5ckpt.core.call_site import warn_caller
-from t5ckpt.core.notices import Notices, unsharded_warning
+from t5ckpt.core.notices import Notices
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import NarrowedDtypeWarning, UnshardedTemplateWarning
 from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import canonical_dtype, is_abstract
+from t5ckpt.tree.train_state import unsharded_warning
 
 _WIDE_BYTES = 8
 _SHOWN = 5

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.notices import Notices, unsharded_warning
+from t5ckpt.core.notices import Notices
 from t5ckpt.core.text import counted, lines, listed, some_of
 from t5ckpt.errors import (
     LeafProblem,
@@ -19,7 +19,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import is_abstract, leaf_devices, leaf_template, most_devices
-from t5ckpt.tree.train_state import flatten_state
+from t5ckpt.tree.train_state import flatten_state, unsharded_warning
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Partitioner, TrainState
 from t5ckpt.core.text import shown
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.errors import UnshardedTemplateWarning, UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import check_has_values
@@ -266,3 +266,13 @@ def axes_tree(partitioner: Partitioner, state: Any) -> Any:
     if isinstance(axes, PartitionSpec):
         return {_BARE[0]: axes}
     return axes.state_dict() if hasattr(axes, 'state_dict') else axes
+
+
+def unsharded_warning(text: str) -> UnshardedTemplateWarning:
+    """The warning of a template without shardings, with the code that attaches them."""
+    cure = (
+        'Attach shardings to the template: jax.eval_shape(jax.jit(init, out_shardings=...)), or '
+        'jax.ShapeDtypeStruct(shape, dtype, sharding=...). If one device is meant: '
+        'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]).'
+    )
+    return UnshardedTemplateWarning(f'{text} {cure}')

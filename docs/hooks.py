@@ -37,7 +37,9 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called for each page before it is rendered."""
     part = page.ancestors[-1].title if page.ancestors else ''
-    page.meta.setdefault('search', {'boost': _BOOSTS.get(part, 1)})
+    # The tables of measurements have every word that a reader searches for.
+    measured = page.file.src_uri.startswith('performance/')
+    page.meta.setdefault('search', {'exclude': True} if measured else {'boost': _BOOSTS.get(part, 1)})
     # mkdocstrings shows the signatures itself.
     return _SIGNATURE.sub('', markdown).replace('.ipynb)', '.md)')
 
@@ -45,6 +47,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(content: str, page: Any, **_: Any) -> str:
     """Called for each page after it was rendered."""
     outputs = _OUTPUTS.get(page.file.src_uri, [])
+    # Spans of lines, which site.css indents. Their ids are not unique: signatures and examples count by themselves.
+    content = re.sub(r'<span id="__line-[\d-]+"', '<span', content)
     content = re.sub(r'<p>@output (\d+)</p>', lambda match: outputs[int(match[1])], content)
     if page.file.src_uri in ('api.md', 'errors.md'):
         # Docstrings and messages name the pages of a checkout, and other objects by Sphinx's roles.

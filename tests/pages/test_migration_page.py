@@ -170,7 +170,7 @@ class RestoreCheckpointConfig:
     fallback_to_scratch: bool = False
     state_transformation_fns: Any = ()
 """,
-    'train': 'def train(use_orbax=True):\n    return use_orbax\n',
+    'train': 'def train(use_orbax=True):\n    return use_orbax\n\n\ndef evaluate(use_orbax=True):\n    return use_orbax\n',
 }
 
 
@@ -192,8 +192,9 @@ def modules(tmp_path_factory):
 def configured(modules, here):
     """Parses a file of the page, by its number; the call that makes an object, and T5X's modules."""
     files = re.findall(r'^```gin\n(.*?)^```', PAGE, re.DOTALL | re.MULTILINE)
-    # In T5X, the program is train.py.
-    files = [text.replace('import __main__ as train_script', 'from t5x import train as train_script') for text in files]
+    # In T5X, the programs are train.py and eval.py.
+    files = [re.sub(r'import __main__ as (\w+)', r'from t5x import train as \1', text) for text in files]
+    assert len(files) == len(PROGRAMS)
 
     def parse(number: int):
         gin.clear_config()
@@ -206,10 +207,20 @@ def configured(modules, here):
     gin.clear_config()
 
 
+PROGRAMS = ('train', 'train', 'train', 'evaluate')
+
+
+@pytest.mark.parametrize(('number', 'program'), list(enumerate(PROGRAMS)))
+def test_each_gin_file_turns_orbax_off(configured, number, program):
+    """Each file works alone: with Orbax, T5X ignores checkpointer_cls without a message."""
+    get, utils, train = configured(number)
+    assert get(getattr(train, program))() is False
+    assert issubclass(get(utils.RestoreCheckpointConfig)().checkpointer_cls, t5ckpt.Checkpointer)
+
+
 def test_gin_takes_the_class(configured, here):
-    get, utils, train = configured(0)
+    get, utils, _ = configured(0)
     save = get(utils.SaveCheckpointConfig)
-    assert get(train.train)() is False
     with save().checkpointer_cls({'w': np.ones(2)}, None, here / 'run', keep=save().keep) as checkpointer:
         assert isinstance(checkpointer, t5ckpt.Checkpointer)
         assert checkpointer.keep == 3

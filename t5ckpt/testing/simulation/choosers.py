@@ -7,11 +7,13 @@ with a probability of at least 1 / (n k^d), for n tasks and k points.
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Iterable, Sequence
 
-from t5ckpt.testing.simulation.scheduler import Decision, Scheduler, Task
+from t5ckpt.testing.simulation.scheduler import Decision, Scheduler
+from t5ckpt.testing.simulation.tasks import Task
 
 # How long a process or a request is stopped: for a moment, and beyond a rival's patience, a heartbeat, a write lease, and the
 # hour of garbage collection.
@@ -47,14 +49,16 @@ class ByRandom(_WithFaults):
         super().__init__(choice, faults, length)
         self._switching = choice.choice((0.03, 0.1, 0.2, 0.5))
 
-    def choose(self, scheduler: Scheduler, task: Task, ready: Sequence[Task]) -> Decision | None:
-        found = self.fault(scheduler, task)
-        if found is not None:
-            return found
-        if task in ready and self._choice.random() >= self._switching:
+    def choose(self, scheduler: Scheduler, task: Task, *, goes_on: bool) -> Decision | None:
+        if scheduler.points in self._faults:
+            found = self.fault(scheduler, task)
+            if found is not None:
+                return found
+        if goes_on and self._choice.random() >= self._switching:
             return None
-        chosen = self._choice.choice(ready) if ready else task
-        is_default = chosen is (task if task in ready else ready[0])
+        ready = scheduler.ready()
+        chosen = self._choice.choice(ready)
+        is_default = chosen is (task if goes_on else ready[0])
         return None if is_default else Decision(task.name, task.points, 'run', chosen.name)
 
 
@@ -65,24 +69,33 @@ class ByPriority(_WithFaults):
         choice = random.Random(seed)
         super().__init__(choice, faults, length)
         self._seed = seed
-        self._lowered: dict[str, float] = {}
+        self._priorities: dict[str, float] = {}
         self._changes = {choice.randrange(1, max(2, length)) for _ in range(choice.choice((1, 2, 3)))}
 
     def _priority(self, task: Task) -> float:
-        return self._lowered.get(task.name, zlib.crc32(f'{self._seed} {task.name}'.encode()))
+        found = self._priorities.get(task.name)
+        if found is None:
+            found = self._priorities[task.name] = zlib.crc32(f'{self._seed} {task.name}'.encode())
+        return found
 
-    def choose(self, scheduler: Scheduler, task: Task, ready: Sequence[Task]) -> Decision | None:
-        found = self.fault(scheduler, task)
-        if found is not None:
-            return found
+    def choose(self, scheduler: Scheduler, task: Task, *, goes_on: bool) -> Decision | None:
+        if scheduler.points in self._faults:
+            found = self.fault(scheduler, task)
+            if found is not None:
+                return found
         if scheduler.points in self._changes:
             self._changes.discard(scheduler.points)
-            self._lowered[task.name] = -float(scheduler.points)
-        if not ready:
-            return None
-        chosen = max(ready, key=self._priority)
-        is_default = chosen is (task if task in ready else ready[0])
-        return None if is_default else Decision(task.name, task.points, 'run', chosen.name)
+            self._priorities[task.name] = -float(scheduler.points)
+        chosen, highest = (task, self._priority(task)) if goes_on else (None, -math.inf)
+        first, now = chosen, scheduler.now
+        # Whether a task can run takes longer to find out than its priority.
+        for each in scheduler.tasks:
+            priority = self._priority(each)
+            if (priority > highest or first is None) and each.can_run(now):
+                first = first or each
+                if priority > highest:
+                    chosen, highest = each, priority
+        return None if chosen is None or chosen is first else Decision(task.name, task.points, 'run', chosen.name)
 
 
 class Replay:
@@ -96,11 +109,11 @@ class Replay:
         self._left = {(each.task, each.index): each for each in decisions}
         self.alternatives: list[Decision] = []
 
-    def choose(self, scheduler: Scheduler, task: Task, ready: Sequence[Task]) -> Decision | None:
-        del scheduler
+    def choose(self, scheduler: Scheduler, task: Task, *, goes_on: bool) -> Decision | None:
         found = self._left.pop((task.name, task.points), None)
         if found is None and not self._left:
-            default = task if task in ready else ready[0]
+            ready = scheduler.ready()
+            default = task if goes_on else ready[0]
             self.alternatives += [
                 Decision(task.name, task.points, 'run', each.name) for each in ready if each is not default
             ]

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from t5ckpt.distributed.processes import Processes, ServiceError, parse_status
-from t5ckpt.testing.simulation.scheduler import Process, active, current_task, wait_until
+from t5ckpt.testing.simulation.scheduler import active, current_task, wait_until
+from t5ckpt.testing.simulation.tasks import Process
 
 HEARTBEAT_SECONDS = 100.0
 _GRACE_SECONDS = 5.0

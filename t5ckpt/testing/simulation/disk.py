@@ -8,6 +8,7 @@ directory is one change. A file that was written since its last ``fsync`` has th
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import random
 import stat
@@ -47,6 +48,33 @@ class Directory:
         self.mtime = now
 
 
+def _copied(inode: File | Directory, copies: dict[int, File | Directory]) -> File | Directory:
+    found = copies.get(inode.number)
+    if found is not None:
+        return found
+    if isinstance(inode, Directory):
+        return _copied_directory(inode, copies)
+    file = copies[inode.number] = File(inode.number, inode.mtime)
+    file.links, file.data, file.durable = inode.links, inode.data, inode.durable
+    return file
+
+
+def _copied_directory(inode: Directory, copies: dict[int, File | Directory]) -> Directory:
+    made = copies[inode.number] = Directory(inode.number, inode.mtime)
+    made.names = {name: _copied(each, copies) for name, each in inode.names.items()}
+    made.durable = {name: _copied(each, copies) for name, each in inode.durable.items()}
+    made.pending = [
+        {name: None if each is None else _copied(each, copies) for name, each in change.items()}
+        for change in inode.pending
+    ]
+    return made
+
+
+@functools.lru_cache(100_000)
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(part for part in path.split('/') if part)
+
+
 def _apply(names: dict[str, File | Directory], change: Mapping[str, File | Directory | None]) -> None:
     for name, inode in change.items():
         if inode is None:
@@ -75,15 +103,28 @@ class Disk:
     def find(self, path: str) -> File | Directory:
         """The inode at a path."""
         inode: File | Directory = self.root
-        for part in path.split('/'):
-            if not part:
-                continue
+        for part in _parts(path):
             if not isinstance(inode, Directory):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-            if part not in inode.names:
+            below = inode.names.get(part)
+            if below is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            inode = inode.names[part]
+            inode = below
         return inode
+
+    def read(self, path: str) -> bytes | None:
+        """The bytes of a file; None if there is no file."""
+        inode: File | Directory | None = self.root
+        for part in _parts(path):
+            inode = inode.names.get(part) if isinstance(inode, Directory) else None
+        return inode.data if isinstance(inode, File) else None
+
+    def copied(self, now: Callable[[], float]) -> Disk:
+        """A disk with the same inodes. No lock is held."""
+        other = Disk(now)
+        copies: dict[int, File | Directory] = {}
+        other.root, other.numbers = _copied_directory(self.root, copies), self.numbers
+        return other
 
     def parent(self, path: str) -> tuple[Directory, str]:
         """The directory of a path, and the last name."""
@@ -111,6 +152,19 @@ class Disk:
                     walk(inode, f'{prefix}{name}/')
                 else:
                     found[prefix + name] = inode.data
+
+        walk(self.root, '/')
+        return found
+
+    def paths(self) -> list[str]:
+        """All files and directories."""
+        found: list[str] = []
+
+        def walk(directory: Directory, prefix: str) -> None:
+            for name, inode in directory.names.items():
+                found.append(prefix + name)
+                if isinstance(inode, Directory):
+                    walk(inode, f'{prefix}{name}/')
 
         walk(self.root, '/')
         return found

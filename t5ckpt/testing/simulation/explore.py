@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from t5ckpt.errors import T5CkptError
 from t5ckpt.testing.simulation.choosers import Replay, chooser_of
 from t5ckpt.testing.simulation.scenarios import Scenario
-from t5ckpt.testing.simulation.scheduler import Chooser, Decision, Killed, Scheduler, Task
+from t5ckpt.testing.simulation.scheduler import Chooser, Decision, Killed, Scheduler
+from t5ckpt.testing.simulation.tasks import Task
 from t5ckpt.testing.simulation.world import World
 
 _LEFTOVER_SECONDS = 7200.0
 # What may remain after a save that had no faults: the steps, and the index of a bucket.
+_RANDOM = re.compile('[0-9a-f]{16}')
 _OWN = re.compile(r'checkpoint_([0-9]+)/|\.t5ckpt/(steps/([0-9]+)$|complete\.)')
 
 
@@ -59,6 +61,7 @@ class Explorer:
         if first:
             scheduler.run(first, quietly=True)
         self._broken = scheduler.failure or self._error(scheduler, first)
+        self._finished: set[object] = set()
         self.length = self.run(Replay(()), 0).points
 
     def run(self, chooser: Chooser, seed: int, *, keeps_trace: bool = False) -> Outcome:
@@ -97,10 +100,35 @@ class Explorer:
         return None
 
     def _finish(self, world: World) -> str | None:
-        scheduler = world.scheduler
         for step, value in world.observer.saved.items():
             if world.observer.visible.get(step) != value:
                 return f'step {step} was saved as {value:g}, and is {world.observer.visible.get(step)}'
+        left = None if self._leftover(world) else self._left(world)
+        # Not again from an equal storage, but a trace is the same each time.
+        if left in self._finished and world.scheduler.trace is None:
+            return None
+        failure = self._finish_anew(world)
+        if left is not None and failure is None:
+            self._finished.add(left)
+        return failure
+
+    @staticmethod
+    def _leftover(world: World) -> str | None:
+        for key in sorted(world.keys()):
+            found = _OWN.match(key)
+            step = None if found is None else found.group(1) or found.group(3)
+            if found is None or (step is not None and int(step) not in world.observer.visible):
+                return key
+        return None
+
+    @staticmethod
+    def _left(world: World) -> object:
+        """What the next save depends on where there are no leftovers: the names, without random parts, and the steps' values."""
+        names = sorted(_RANDOM.sub('', name) for name in world.names())
+        return (*names, *sorted(world.observer.visible.items()))
+
+    def _finish_anew(self, world: World) -> str | None:
+        scheduler = world.scheduler
         scheduler.now += _LEFTOVER_SECONDS
         task = world.start('finish', self.scenario.finish(world), machine='later')
         scheduler.run([task], quietly=True)
@@ -108,12 +136,8 @@ class Explorer:
             return scheduler.failure
         if task.error is not None:
             return f'the next save raised {type(task.error).__name__}: {task.error}'
-        for key in sorted(world.keys()):
-            found = _OWN.match(key)
-            step = None if found is None else found.group(1) or found.group(3)
-            if found is None or (step is not None and int(step) not in world.observer.visible):
-                return f'{key} is left over after the next save'
-        return None
+        left = self._leftover(world)
+        return None if left is None else f'{left} is left over after the next save'
 
     def seeds(self, first: int, count: int) -> Iterator[tuple[int, Outcome]]:
         """Runs the schedules of some seeds; ends after the first that fails."""

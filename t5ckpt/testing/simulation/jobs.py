@@ -15,7 +15,8 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.save_policies import SaveOnPreemption
 from t5ckpt.testing.simulation.coordination import CoordinationService, SimulatedProcesses
 from t5ckpt.testing.simulation.programs import OPTIONS
-from t5ckpt.testing.simulation.scheduler import Task, current_task, wait_until
+from t5ckpt.testing.simulation.scheduler import current_task, wait_until
+from t5ckpt.testing.simulation.tasks import Task
 from t5ckpt.testing.simulation.world import World
 
 # Besides the wait for the others: the operations of a save, and what its own retries take.

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import io
 import os
 import shutil
@@ -18,7 +19,8 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from t5ckpt.testing.simulation.disk import Directory, Disk, File
-from t5ckpt.testing.simulation.scheduler import Process, active, current_task, facade
+from t5ckpt.testing.simulation.scheduler import active, current_task, facade
+from t5ckpt.testing.simulation.tasks import Process
 
 ROOT = '/simulated'
 _FIRST_DESCRIPTOR = 10**6
@@ -62,6 +64,7 @@ def _is_ours(path: Any) -> bool:
     return isinstance(path, str) and path.startswith(ROOT)
 
 
+@functools.lru_cache(100_000)
 def _below(path: str) -> str:
     return os.path.normpath(path)[len(ROOT) :] or '/'
 
@@ -71,7 +74,7 @@ def _point(operation: str, *paths: str) -> bool:
     scheduler = active()
     if scheduler is None:
         return False
-    fault = scheduler.point(f'{operation} {" ".join(_below(path).lstrip("/") or "/" for path in paths)}')
+    fault = scheduler.point(lambda: f'{operation} {" ".join(_below(path).lstrip("/") or "/" for path in paths)}')
     if fault is None:
         return False
     if fault.action == 'lost':

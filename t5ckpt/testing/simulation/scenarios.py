@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from t5ckpt.testing.simulation.jobs import Job
 from t5ckpt.testing.simulation.programs import after, finisher, in_turn, lister, pinner, reader, remover, saver
-from t5ckpt.testing.simulation.scheduler import Task
+from t5ckpt.testing.simulation.tasks import Task
 from t5ckpt.testing.simulation.verbs import copier, pruner, repairer, restarter
 from t5ckpt.testing.simulation.world import World
 

@@ -22,6 +22,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from t5ckpt.testing.simulation.tasks import Process, Task
+
 TICK = 0.002
 """Seconds of simulated time that one point takes."""
 EPOCH = 1_700_000_000.0
@@ -53,56 +55,17 @@ class Decision:
 
 
 class Chooser(Protocol):
-    """Decides at each point. ``ready`` are the tasks that can run; a task that waits or has ended is not among them."""
+    """Decides at each point."""
 
-    def choose(self, scheduler: Scheduler, task: Task, ready: Sequence[Task]) -> Decision | None:
-        """Returns the decision; None lets the task go on, or the first of ``ready``."""
+    def choose(self, scheduler: Scheduler, task: Task, *, goes_on: bool) -> Decision | None:
+        """Returns the decision; None lets the task go on, or the first of ``scheduler.ready()``.
+
+        Args:
+          scheduler: of the schedule.
+          task: the one that runs, or ran last.
+          goes_on: whether it can go on: it neither waits nor has ended.
+        """
         ...
-
-
-class Process:
-    """A process: its tasks, its clock, and whether it lives."""
-
-    def __init__(self, name: str, pid: int, machine: str, ahead: float):
-        self.name, self.pid, self.machine, self.ahead = name, pid, machine, ahead
-        self.is_dead = False
-        self.is_daemon = False
-        self.has_faults = True
-        self.paused_until = -math.inf
-        self.tasks = 0
-        self.counters: dict[str, int] = {}
-        self.on_death: list[Callable[[], None]] = []
-
-
-class Task:
-    """A thread of a simulated process."""
-
-    def __init__(self, name: str, process: Process, function: Callable[[], object], label: str):
-        self.name, self.process, self.function, self.label = name, process, function, label
-        self.points = 0
-        self.delayed_until = -math.inf
-        self.is_wanted: Callable[[], bool] | None = None
-        self.deadline = math.inf
-        self.has_ended = False
-        self.is_main = False
-        self.error: BaseException | None = None
-        self.value: object = None
-        self.carrier: _Carrier | None = None
-
-    def can_run(self, now: float) -> bool:
-        """Whether it neither waits nor is stopped."""
-        if self.process.is_dead:
-            return True
-        if self.process.paused_until > now or self.delayed_until > now:
-            return False
-        return self.is_wanted is None or self.deadline <= now or self.is_wanted()
-
-    def wakes(self) -> float:
-        """When it can run at the latest, as far as it depends on time alone."""
-        stopped = max(self.process.paused_until, self.delayed_until)
-        if self.is_wanted is None or self.is_wanted():
-            return stopped
-        return max(stopped, self.deadline)
 
 
 class _Carrier:
@@ -194,8 +157,11 @@ class Scheduler:
 
     # --- called by the task that runs ------------------------------------------------------------------------------------
 
-    def point(self, operation: str) -> Decision | None:
-        """Comes before an operation that others can see; returns the fault that the operation has."""
+    def point(self, operation: str | Callable[[], str]) -> Decision | None:
+        """Comes before an operation that others can see; returns the fault that the operation has.
+
+        A function returns the operation's text, if that takes time; it is called for a trace alone.
+        """
         task = self.current
         assert task is not None
         if task.process.is_dead:
@@ -204,16 +170,17 @@ class Scheduler:
         self.points += 1
         task.points += 1
         if self.points > MAX_POINTS:
-            self.fail(f'{task.name} is still busy after {MAX_POINTS} operations; the last one is {operation}')
+            self.fail(f'{task.name} is still busy after {MAX_POINTS} operations; the last one is {_text(operation)}')
         if self._is_quiet:
             self._note(task, operation)
             return None
-        decision = self.chooser.choose(self, task, [each for each in self._tasks if each.can_run(self.now)])
+        decision = self.chooser.choose(self, task, goes_on=True)
         if decision is None:
-            self._note(task, operation)
+            if self.trace is not None:
+                self._note(task, operation)
             return None
         self.taken.append(decision)
-        return self._carry_out(task, decision, operation)
+        return self._carry_out(task, decision, _text(operation))
 
     def _carry_out(self, task: Task, decision: Decision, operation: str) -> Decision | None:
         match decision.action:
@@ -278,9 +245,9 @@ class Scheduler:
         if self.trace is not None and self.current is not None:
             self._note(self.current, text)
 
-    def _note(self, task: Task, text: str) -> None:
+    def _note(self, task: Task, text: str | Callable[[], str]) -> None:
         if self.trace is not None:
-            self.trace.append(f'{self.now - EPOCH:10.3f}  {task.name:<12} {task.label:<14} {text}')
+            self.trace.append(f'{self.now - EPOCH:10.3f}  {task.name:<12} {task.label:<14} {_text(text)}')
 
     def end(self, task: Task) -> None:
         """The task's function has returned."""
@@ -300,6 +267,16 @@ class Scheduler:
 
     # --- who is next -----------------------------------------------------------------------------------------------------
 
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """Those that have not ended, in the order of their starts."""
+        return self._tasks
+
+    def ready(self) -> list[Task]:
+        """The tasks that can run."""
+        now = self.now
+        return [each for each in self._tasks if each.can_run(now)]
+
     def _abort(self) -> None:
         self.is_ending = True
         for process in self.processes.values():
@@ -311,15 +288,15 @@ class Scheduler:
     def _next(self, task: Task | None) -> Task:
         """The next task where the one that ran cannot go on."""
         while True:
-            ready = [each for each in self._tasks if each.can_run(self.now)]
-            dying = next((each for each in ready if each.process.is_dead), None)
-            if dying is not None:
-                return dying
+            ready = self.ready()
+            for each in ready:
+                if each.process.is_dead:
+                    return each
             if ready:
                 if task is None or self._is_quiet:
                     return ready[0]
                 task.points += 1
-                decision = self.chooser.choose(self, task, ready)
+                decision = self.chooser.choose(self, task, goes_on=task in ready)
                 chosen = None if decision is None or decision.action != 'run' else self._named(decision.value)
                 if decision is not None and chosen is not None:
                     self.taken.append(decision)
@@ -359,6 +336,10 @@ class Scheduler:
         count = process.counters['token'] = process.counters.get('token', 0) + 1
         source = random.Random(zlib.crc32(f'{self.seed % 8} {process.name} {count}'.encode()))
         return f'{source.getrandbits(8 * nbytes):0{2 * nbytes}x}'
+
+
+def _text(operation: str | Callable[[], str]) -> str:
+    return operation if isinstance(operation, str) else operation()
 
 
 def active() -> Scheduler | None:

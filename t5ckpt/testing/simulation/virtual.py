@@ -149,7 +149,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def enter() -> None:
     """Forgets all modules of the package, and loads them anew, in the simulated world, when they are next imported."""
-    kept = {f'{_HERE}.{name}' for name in ('scheduler', 'primitives', 'arrays', 'posix', 'disk', 'virtual')}
+    kept = {f'{_HERE}.{name}' for name in ('scheduler', 'tasks', 'primitives', 'arrays', 'posix', 'disk', 'virtual')}
     for name in [name for name in sys.modules if name.partition('.')[0] == 't5ckpt' and name not in kept]:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder())

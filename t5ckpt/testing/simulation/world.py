@@ -18,7 +18,8 @@ from t5ckpt.testing.simulation import posix
 from t5ckpt.testing.simulation.bucket import Bucket, SimulatedBucket, mount
 from t5ckpt.testing.simulation.directory import SimulatedDirectory
 from t5ckpt.testing.simulation.disk import Disk
-from t5ckpt.testing.simulation.scheduler import Process, Scheduler, Task
+from t5ckpt.testing.simulation.scheduler import Scheduler
+from t5ckpt.testing.simulation.tasks import Process, Task
 
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]*)')
 
@@ -220,10 +221,9 @@ class World:
                 self.server.objects.update(before.server.objects)
                 self.server.generations = copy.copy(before.server.generations)
         else:
-            self.server = Disk(lambda: scheduler.now)
-            if before is not None and isinstance(before.server, Disk):
-                self.server.root = copy.deepcopy(before.server.root)
-                self.server.numbers = before.server.numbers
+            previous = None if before is None else before.server
+            now = lambda: scheduler.now  # noqa: E731
+            self.server = previous.copied(now) if isinstance(previous, Disk) else Disk(now)
             posix.mount(self.server)
         self.observer = (
             Observer(self.read, scheduler) if before is None else before.observer.copied(self.read, scheduler)
@@ -240,15 +240,16 @@ class World:
         if isinstance(self.server, Bucket):
             found = self.server.objects.get(f'run/{key}')
             return None if found is None else found[0]
-        try:
-            return getattr(self.server.find(f'/run/{key}'), 'data', None)
-        except OSError:
-            return None
+        return self.server.read(f'/run/{key}')
 
     def keys(self) -> set[str]:
         """The keys of all files of the run."""
         beginning = 'run/' if self.kind == 'bucket' else '/run/'
         return {key.removeprefix(beginning) for key in self.server.files() if key.startswith(beginning)}
+
+    def names(self) -> list[str]:
+        """The names of all files, and of the directories of a disk."""
+        return [*self.server.files()] if isinstance(self.server, Bucket) else self.server.paths()
 
     def storage(self, run: str = 'run') -> Storage:
         """A run, as one process opens it; the observer checks ``run``."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
 from t5ckpt.catalog.run_catalog import Index, RunCatalog
 from t5ckpt.errors import T5CkptError
-from t5ckpt.format.names import parse_prefixed_step, parse_step_dir, step_dir
+from t5ckpt.format.names import TO_PERSIST, parse_prefixed_step, parse_step_dir, step_dir
 from t5ckpt.storage import Entry
 
 
@@ -16,6 +16,7 @@ class DirectoryCatalog(RunCatalog):
 
     absence = 'there is no such directory'
     incomplete_state = 'broken'
+    lease_directory = ''
 
     def exists(self) -> bool:
         return self._storage.kind('') == 'dir'
@@ -60,6 +61,9 @@ class DirectoryCatalog(RunCatalog):
 
     def directories(self) -> list[str]:
         return [entry.name for entry in self._storage.entries() if entry.is_dir]
+
+    def waiting(self) -> set[int]:
+        return {int(entry.name) for entry in self._storage.entries(TO_PERSIST) if entry.name.isdecimal()}
 
     def incomplete(self) -> list[str]:
         names = [entry.name for entry in self._storage.entries() if parse_step_dir(entry.name) is not None]

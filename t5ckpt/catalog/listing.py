@@ -14,7 +14,6 @@ from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.format.names import (
     MANIFEST,
-    TO_PERSIST,
     TRAIN_DS_PREFIX,
     parse_padded_step,
     parse_step_dir,
@@ -70,8 +69,7 @@ def dataset_steps_in(storage: Storage) -> list[int]:
 
 def waiting_steps(storage: Storage) -> set[int]:
     """The steps of a local directory that wait for their upload, see ``tiers/intents.py``; no request in a bucket."""
-    entries = storage.entries(TO_PERSIST) if storage.commits_by_rename else ()
-    return {int(entry.name) for entry in entries if entry.name.isdecimal()}
+    return catalog_of(storage).waiting()
 
 
 def step_of(name: str) -> int | None:

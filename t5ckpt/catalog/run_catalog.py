@@ -42,6 +42,9 @@ class RunCatalog(ABC):
     incomplete_state: str
     """The state of a step without a manifest, see :class:`~t5ckpt.catalog.step_summaries.StepSummary`."""
 
+    lease_directory: str
+    """The directory of the leases."""
+
     def __init__(self, storage: Storage):
         """Takes the run."""
         self._storage = storage
@@ -77,6 +80,10 @@ class RunCatalog(ABC):
     @abstractmethod
     def directories(self) -> list[str]:
         """The directories in which states of data iterators are looked for."""
+
+    @abstractmethod
+    def waiting(self) -> set[int]:
+        """The steps of a local directory that wait for their upload, see ``tiers/intents.py``; no request in a bucket."""
 
     @abstractmethod
     def incomplete(self) -> list[str]:

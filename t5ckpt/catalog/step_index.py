@@ -168,6 +168,7 @@ class IndexCatalog(RunCatalog):
     absence = 'there is no run: no key begins with it'
     # A step without a manifest is found by its write lease alone.
     incomplete_state = 'unfinished'
+    lease_directory = INDEX
 
     def exists(self) -> bool:
         return self.newest() is not None or self._storage.kind('') is not None
@@ -202,6 +203,9 @@ class IndexCatalog(RunCatalog):
 
     def directories(self) -> list[str]:
         return [each.directory for each in self.listing().steps if each.directory]
+
+    def waiting(self) -> set[int]:
+        return set()
 
     def incomplete(self) -> list[str]:
         # Interrupted saves leave files under the name of the step, so files say nothing.

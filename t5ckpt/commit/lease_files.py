@@ -15,7 +15,6 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.format.names import (
     DELETING_PREFIX,
-    INDEX,
     PARTIAL_SUFFIX,
     READ_LEASE_PREFIX,
     ReadLease,
@@ -45,7 +44,7 @@ class Leases:
 
 def leased_directory(storage: Storage) -> str:
     """Returns the directory of the leases."""
-    return '' if storage.commits_by_rename else INDEX
+    return catalog_of(storage).lease_directory
 
 
 def list_leases(storage: Storage) -> Leases:

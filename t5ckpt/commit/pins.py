@@ -46,13 +46,11 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
         )
     if text == NO_REASON:
         text = pin_text(storage, directory) or text
-    if step is None or storage.commits_by_rename:
-        _pin(storage, directory, text, clock)
-        return
     # The step may be deleted meanwhile. Garbage collection then removes the file of a pin that was killed or arrived late.
-    record = write_lingering(storage, step, clock)
+    record = None if step is None else write_lingering(storage, step, clock)
     _pin(storage, directory, text, clock)
-    storage.delete_file(record)
+    if record is not None:
+        storage.delete_file(record)
 
 
 def _pin(storage: Storage, directory: str, text: str, clock: Clock) -> None:

@@ -75,8 +75,13 @@ def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[st
     return lambda owner: encode_sidecar(Sidecar(writer={**writer, **owner}, step=step))
 
 
-def write_lingering(storage: Storage, step: int, clock: Clock, *, replaces: bool = False) -> str:
-    """Writes a record that lingers on an object store, for a change of a step that needs no lease; returns its key."""
+def write_lingering(storage: Storage, step: int, clock: Clock, *, replaces: bool = False) -> str | None:
+    """Writes a record that lingers on an object store, for a change of a step that needs no lease; returns its key.
+
+    Writes nothing on a file system, where a request of a process that has ended cannot arrive later.
+    """
+    if storage.commits_by_rename:
+        return None
     key = write_lease_key(storage, step, secrets.token_hex(8))
     storage.write(key, _encode_record(dataclasses.asdict(dataclasses.replace(_lingering(clock), replaces=replaces))))
     return key

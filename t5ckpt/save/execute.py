@@ -213,12 +213,11 @@ def _note_files(request: SaveRequest) -> None:
     The leader's transaction does so for those that it waited for. If this process was stopped for an hour, garbage collection
     may have finished with the step before this process wrote its last file.
     """
-    if not request.storage.commits_by_rename:
-        try:
-            write_lingering(request.storage, request.step, request.clock, replaces=True)
-        except T5CkptError as error:
-            where = request.storage.url(step_dir(request.step))
-            _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)
+    try:
+        write_lingering(request.storage, request.step, request.clock, replaces=True)
+    except T5CkptError as error:
+        where = request.storage.url(step_dir(request.step))
+        _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)
 
 
 def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:

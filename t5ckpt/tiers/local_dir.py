@@ -73,7 +73,7 @@ def open_local(path: str | os.PathLike[str], run: Storage) -> Storage:
     """
     local = open_storage(path)
     where, other = local.local_path(''), run.local_path('')
-    if where is None or not local.commits_by_rename:
+    if where is None:
         raise ValueError(f'local_dir must be a directory of this machine, got {local.url()}.')
     if other is not None:
         paths = [os.path.join(os.path.realpath(each), '') for each in (where, other)]

@@ -53,6 +53,7 @@ def upload(
       StepTakenError: another process is writing the step.
       StorageError: the storage failed; the next call resumes the upload.
     """
+    replaces = overwrite and run.commits_by_rename
     try:
         located = locate_step(local, step)
         source = Identity.now(located)
@@ -62,10 +63,10 @@ def upload(
         if found is not None:
             if not (overwrite and found.is_t5x):
                 raise NotUploadableError(f'{run.url(found.name)} exists, of another save')
-            if not run.commits_by_rename:
+            if not replaces:
                 # No single write replaces files with the names of their source. The local step stays until the upload ends.
                 delete_step(run, step, clock)
-        options = TransferOptions(_WORKERS, overwrite and run.commits_by_rename, pace=pace)
+        options = TransferOptions(_WORKERS, replaces, pace=pace)
         with source.checked_on_failure('uploaded'):
             return Transfer(source, run, step, options).run(clock).nbytes
     except (FormatError, StepKeptError) as error:

@@ -1,6 +1,8 @@
 """The storage of checkpoints: one class per backend, behind one small interface.
 
-Only this package knows URL schemes and TensorStore drivers.
+Only this package knows URL schemes and TensorStore drivers. A new backend is a module here: a subclass of ``base.Storage``, or
+of ``bucket.BucketStorage`` for an object store, and a function ``open_at``. ``open.py`` lists the module by its scheme,
+``options.py`` has its options, and ``testing/conformance.py`` tests it.
 """
 
 from __future__ import annotations

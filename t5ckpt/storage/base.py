@@ -1,4 +1,4 @@
-"""The interface that every backend implements.
+"""The interface that every backend implements. ``storage/__init__.py`` says what else a new backend needs.
 
 Keys are '/'-separated and relative to the storage's root. Every backend guarantees:
 

@@ -1,1 +1,5 @@
-"""Where the steps of a run are: in its storage, or first in a local directory, from which uploads follow in the background."""
+"""Where the steps of a run are: in its storage, or first in a local directory, from which uploads follow in the background.
+
+``intents.py`` decides which steps are uploaded, ``queue.py`` when, ``upload.py`` copies one step, and ``choose.py`` decides which
+step a restore takes.
+"""

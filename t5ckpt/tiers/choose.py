@@ -1,4 +1,4 @@
-"""Chooses the step to restore, and the tier that it is read from. Pure."""
+"""Chooses the step to restore, and the tier that it is read from. Pure. ``tiers/intents.py`` chooses the steps to upload."""
 
 from __future__ import annotations
 

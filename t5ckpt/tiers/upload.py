@@ -1,5 +1,7 @@
 """One upload: copies a step from the local directory to the run's storage, with its checksums, and the manifest last.
 
+``tiers/intents.py`` decides which steps are uploaded, and ``tiers/queue.py`` when.
+
 The copy has the same bytes, so the manifest and the sidecar of both tiers are equal if and only if they are of one save.
 """
 
@@ -53,7 +55,6 @@ def upload(
       StepTakenError: another process is writing the step.
       StorageError: the storage failed; the next call resumes the upload.
     """
-    replaces = overwrite and run.commits_by_rename
     try:
         located = locate_step(local, step)
         source = Identity.now(located)
@@ -63,10 +64,10 @@ def upload(
         if found is not None:
             if not (overwrite and found.is_t5x):
                 raise NotUploadableError(f'{run.url(found.name)} exists, of another save')
-            if not replaces:
+            if not run.commits_by_rename:
                 # No single write replaces files with the names of their source. The local step stays until the upload ends.
                 delete_step(run, step, clock)
-        options = TransferOptions(_WORKERS, replaces, pace=pace)
+        options = TransferOptions(_WORKERS, overwrite and run.commits_by_rename, pace=pace)
         with source.checked_on_failure('uploaded'):
             return Transfer(source, run, step, options).run(clock).nbytes
     except (FormatError, StepKeptError) as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from t5ckpt._version import __version__
 
 if TYPE_CHECKING:
-    from t5ckpt.catalog.foreign_layouts import CheckpointTypes, detect_checkpoint_type
+    from t5ckpt.catalog.layouts import CheckpointTypes, detect_checkpoint_type
     from t5ckpt.catalog.listing import reindex_steps
     from t5ckpt.checkpointer import Checkpointer
     from t5ckpt.commit.transaction import CommittedCheckpoint
@@ -200,7 +200,7 @@ __all__ = [
 
 # The public names of each module.
 _NAMES = {
-    'catalog.foreign_layouts': 'CheckpointTypes detect_checkpoint_type',
+    'catalog.layouts': 'CheckpointTypes detect_checkpoint_type',
     'catalog.listing': 'reindex_steps',
     'checkpointer': 'Checkpointer',
     'commit.transaction': 'CommittedCheckpoint',

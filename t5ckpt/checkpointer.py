@@ -45,7 +45,7 @@ from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
-from t5ckpt.reading.open_reader import ReadOptions
+from t5ckpt.reading.array_reader import ReadOptions
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.fit import fit_leaves
 from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source

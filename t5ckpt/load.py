@@ -21,9 +21,8 @@ from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.planning.restore_plan import StoredRead
-from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import leaves_of
-from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import LeafTemplate

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.foreign_layouts import unread_contents
 from t5ckpt.catalog.listing import listing
+from t5ckpt.catalog.locate import unread_contents
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options

@@ -17,9 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import errno
+import logging
+import os
 from collections.abc import Mapping
+from typing import Any
 
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.errors import (
     AccessDeniedError,
@@ -41,8 +46,8 @@ from t5ckpt.format.names import (
     sidecar_of,
     step_dir,
 )
-from t5ckpt.format.orbax_names import COMMITTED, OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
-from t5ckpt.storage import Storage
+from t5ckpt.format.orbax import COMMITTED, OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
+from t5ckpt.storage import Storage, open_storage, split_path
 
 T5X, ORBAX, FLAX, PADDED = 't5x', 'orbax', 'flax', 't5x-padded'
 # Larger manifests count as complete without being read, because a listing must not read gigabytes.
@@ -256,3 +261,60 @@ def read_sidecar(storage: Storage, directory: str) -> bytes:
         own = sidecar_of(digest(storage.read(join(directory, MANIFEST))))
         names = [own] if own in names else [SIDECAR]
     return storage.read(join(directory, names[0] if names else SIDECAR))
+
+
+_log = logging.getLogger('t5ckpt')
+
+
+class CheckpointTypes(enum.Enum):
+    """T5X's names of checkpoint formats (t5x/checkpoint_utils.py)."""
+
+    ORBAX = 'ORBAX'
+    T5X = 'T5X'
+    T5X_TF = 'T5X_TF'
+
+
+@checks_kinds
+def detect_checkpoint_type(
+    checkpoint_path: str | os.PathLike[str],
+    expected: CheckpointTypes | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CheckpointTypes:
+    """The format of a checkpoint, by T5X's rules.
+
+    Args:
+      checkpoint_path: its file ``checkpoint``, or the directory of a step.
+      expected: another format than this one is logged as a warning.
+      storage_options: see docs/storage.md.
+
+    Returns:
+      ORBAX if the directory has a file ``_METADATA``, T5X_TF for the state file of a TensorFlow checkpoint, else T5X.
+
+    Raises:
+      CheckpointNotFoundError: there is no such file.
+      UnsupportedFormatError: the file is neither a state file of TensorFlow nor one complete msgpack map.
+    """
+    parent, name = split_path(checkpoint_path)
+    storage = open_storage(parent, storage_options)
+    if not storage.is_file(name):
+        storage, name = open_storage(checkpoint_path, storage_options), MANIFEST
+    found = _type_of(storage, name)
+    if expected is not None and found is not expected:
+        text = 'Expected the checkpoint at %s to be %s format, but the actual detected format was %s.'
+        _log.warning(text, storage.url(name), expected, found)
+    return found
+
+
+def _type_of(storage: Storage, name: str) -> CheckpointTypes:
+    if storage.is_file(TREE_METADATA):
+        return CheckpointTypes.ORBAX
+    data = storage.read(name)
+    if data.startswith(b'model_checkpoint_path'):
+        return CheckpointTypes.T5X_TF
+    if not is_whole(data):
+        raise UnsupportedFormatError(
+            f'{storage.url(name)} is neither one complete msgpack map nor the state file of a TensorFlow checkpoint, so its '
+            'format is unknown. Check the path, or copy the checkpoint again.'
+        )
+    return CheckpointTypes.T5X

@@ -1,27 +1,32 @@
-"""Finds the checkpoint that a path, or a step of a run, names: ``Located``. ``catalog/listing.py`` lists the steps."""
+"""Finds the checkpoint that a path, or a step of a run, names: ``Located``; or raises an error that describes what is there.
+
+``catalog/listing.py`` lists the steps.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.foreign_layouts import foreign_file, model_file, no_checkpoint, no_step, not_a_run
-from t5ckpt.catalog.layouts import is_orbax
+from t5ckpt.catalog.layouts import ListedStep, is_orbax
 from t5ckpt.catalog.listing import catalog_of, inspect_step, listing, newest, step_around, step_of
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
-from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, UnsupportedFormatError
+from t5ckpt.core.text import counted, some_of
+from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import (
     MANIFEST,
     parse_prefixed_step,
     parse_step_dir,
     step_dir,
 )
-from t5ckpt.format.safetensors import is_tensor_file
-from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
+from t5ckpt.format.safetensors import WHOLE_NAMES, is_tensor_file
+from t5ckpt.storage import AbsentStorage, Entry, Storage, open_storage, split_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,3 +215,146 @@ def refuse_within(target: Storage | None, located: Located) -> None:
 def _damaged_steps(storage: Storage) -> list[int]:
     steps = {parse_step_dir(entry.name): entry.name for entry in storage.entries() if entry.is_dir}
     return [step for step, name in steps.items() if step is not None and storage.is_file(join(name, MANIFEST))]
+
+
+# A listing for each is a request to a bucket.
+_MAX_RUNS = 20
+_STEP = re.compile(r'(?:step[_-])?([0-9]+)')
+# A directory is described by the first pattern that matches one of the names in it.
+_MARKS = (
+    (
+        r'\.metadata|.*\.distcp',
+        'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
+    ),
+    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which T5X converts with convert_from_tf_checkpoint'),
+    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
+    (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
+    (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
+)
+
+# The same for the directory of a step: the files that it contains, a description, and how to read it.
+_STEP_MARKS = (
+    (
+        {'.metadata'},
+        'a run of torchtitan, or another one that saves with torch.distributed.checkpoint (DCP)',
+        'Their metadata is a pickle and is not read: load them with PyTorch and save safetensors',
+    ),
+    ({'index', 'gda'}, 'a run of axlearn', "They are in axlearn's own layout and are not read: load them with axlearn"),
+    ({'.zattrs', '.zgroup'}, 'a run of seqax', 'import_seqax of t5ckpt.convert.seqax converts them'),
+)
+
+# A file is recognised by its name, because it may be too large to read.
+_FILES = (
+    (
+        ('.safetensors', '.safetensors.index.json'),
+        'a safetensors file',
+        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import safetensors makes a checkpoint of it',
+    ),
+    (
+        '.npz',
+        'an npz file',
+        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import npz makes a checkpoint of it',
+    ),
+    ('.npy', 'one array of numpy', 'numpy.load reads it'),
+    (
+        ('.bin', '.pt', '.pth'),
+        'a PyTorch file, which needs pickle and is not read',
+        'load it with PyTorch and save safetensors',
+    ),
+)
+
+
+def foreign_file(name: str) -> str | None:
+    """Describes a file of another program by its name, with a cure, to end a sentence; None for a possible manifest."""
+    return next((f'{what}, not a checkpoint: {cure}' for ends, what, cure in _FILES if name.endswith(ends)), None)
+
+
+def not_a_run(storage: Storage) -> T5CkptError:
+    """The error for a path that is not the directory of a run; for a file it says which program reads it."""
+    where = storage.url()
+    if storage.kind('') is None:
+        return CheckpointNotFoundError(f'{where}: {catalog_of(storage).absence}. Check the path.')
+    what = foreign_file(where)
+    if what is not None:
+        return UnsupportedFormatError(f'{where} is {what}.')
+    return CheckpointNotFoundError(f'{where} is a file, not the directory of a run. Check the path.')
+
+
+def foreign_layout(storage: Storage) -> str | None:
+    """Describes the layout of a storage's root, to end a sentence; None for an unknown layout.
+
+    Compares only names: those in the directory, and those in the latest directory that is named like a step.
+    """
+    entries = storage.entries()
+    steps = {entry.name: int(match[1]) for entry in entries if entry.is_dir and (match := _STEP.fullmatch(entry.name))}
+    if steps:
+        latest = max(steps, key=lambda name: steps[name])
+        names = {below.name for below in storage.entries(latest)}
+        for marks, what, cure in _STEP_MARKS:
+            if marks <= names:
+                shown = ', '.join(str(step) for step in sorted(steps.values())[-5:])
+                more = 'the last are ' if len(steps) > 5 else ''
+                return f'{what}, with {counted(len(steps), "step")}: {more}{shown}. {cure}; {storage.url(join(latest))} is one'
+    names = [entry.name for entry in entries]
+    return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
+
+
+def model_file(storage: Storage) -> str | None:
+    """The file with which the safetensors model in a directory is opened; None without a model."""
+    return next((name for name in WHOLE_NAMES if storage.is_file(name)), None)
+
+
+def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
+    """The error for a directory without a checkpoint; it lists the contents and names a file that can be read."""
+    model, runs = model_file(storage), runs_below(storage)
+    cure = 'Check the path.'
+    if model is not None:
+        cure = f'Give the path of the file: {storage.url(model)}'
+    elif runs:
+        cure = f'Give the path of one: {storage.url(runs[0])}'
+    held = f'it holds {counted(len(runs), "run")}: {some_of(runs, 5)}' if runs else _contents_text(storage)
+    return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {held}. {cure}')
+
+
+def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str) -> T5CkptError:
+    """The error for a step that a run lacks, with its complete steps and how to name one of them."""
+    if not steps and not catalog_of(storage).exists():
+        return not_a_run(storage)
+    where = f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are'
+    if not steps:
+        return CheckpointNotFoundError(f'{where}: none.')
+    return CheckpointNotFoundError(f'{where}: {", ".join(str(each.step) for each in steps[-10:])}. {cure}')
+
+
+def runs_below(storage: Storage) -> list[str]:
+    """The directories with steps in a directory that is not a run; at most so many are looked into."""
+    found: list[str] = []
+    for entry in storage.entries()[:_MAX_RUNS]:
+        with contextlib.suppress(T5CkptError):
+            if entry.is_dir and any(_is_step(below) for below in storage.entries(entry.name)):
+                found.append(entry.name)
+    return found
+
+
+def _is_step(entry: Entry) -> bool:
+    return entry.is_dir and (parse_step_dir(entry.name) is not None or entry.name.isdigit())
+
+
+def _contents_text(storage: Storage) -> str:
+    if storage.kind('') != 'dir':
+        return 'there is no such directory'
+    names = [entry.name for entry in storage.entries()]
+    if not names:
+        return 'the directory is empty'
+    known = foreign_layout(storage)
+    looks = '' if known is None else f'; it looks like {known}'
+    return f'it holds {counted(len(names), "entry", "entries")}: {some_of(names, 5)}{looks}'
+
+
+def unread_contents(storage: Storage) -> str | None:
+    """Describes the steps in a run that t5ckpt does not read, to end a sentence; None if there are none."""
+    known = foreign_layout(storage)
+    if known is not None:
+        return f'it looks like {known}'
+    holding = catalog_of(storage).incomplete()
+    return f'it holds {", ".join(holding[:5])}, none of which is a complete checkpoint' if holding else None

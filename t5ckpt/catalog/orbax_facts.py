@@ -10,8 +10,7 @@ from typing import Any
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import parse_prefixed_step
-from t5ckpt.format.orbax_metadata import orbax_object, orbax_sidecar
-from t5ckpt.format.orbax_names import LEGACY_RUN_METADATA, METRICS, RUN_METADATA, STEP_METADATA
+from t5ckpt.format.orbax import LEGACY_RUN_METADATA, METRICS, RUN_METADATA, STEP_METADATA, orbax_object, orbax_sidecar
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.storage import Storage
 

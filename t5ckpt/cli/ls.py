@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from t5ckpt.catalog.foreign_layouts import foreign_layout, no_checkpoint, runs_below
 from t5ckpt.catalog.layouts import is_orbax
-from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.catalog.locate import foreign_layout, no_checkpoint, open_run_storage, runs_below
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_line, print_table, run_at
 from t5ckpt.cli.paths import RUN

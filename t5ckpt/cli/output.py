@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from t5ckpt.catalog.foreign_layouts import not_a_run
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.catalog.locate import not_a_run, open_run_storage
 from t5ckpt.cli.verb import Exit, fail
 from t5ckpt.cli.waiting import Waiting, current_waiting
 from t5ckpt.core.protocols import Clock, Progress

@@ -6,9 +6,9 @@ import contextlib
 import functools
 import logging
 
-from t5ckpt.catalog.foreign_layouts import no_step
 from t5ckpt.catalog.layouts import inspect_name, other_layout
 from t5ckpt.catalog.listing import listing, waiting_steps
+from t5ckpt.catalog.locate import no_step
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.in_place import Hidden, hide_in_place, remove_in_place
 from t5ckpt.commit.read_lease import leased_steps

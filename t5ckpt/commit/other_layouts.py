@@ -27,7 +27,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.names import PINNED, aside_dir
-from t5ckpt.format.orbax_names import OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA, is_orbax_key, orbax_array
+from t5ckpt.format.orbax import OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA, is_orbax_key, orbax_array
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.policies import StepInfo
 from t5ckpt.storage import Storage

@@ -44,7 +44,7 @@ from t5ckpt.format.names import (
     parse_leftover,
     step_dir,
 )
-from t5ckpt.format.orbax_names import may_be_orbax
+from t5ckpt.format.orbax import may_be_orbax
 from t5ckpt.format.sidecar import FORMAT, decode_sidecar, newer_format
 from t5ckpt.policies import HELD, WAITS
 from t5ckpt.storage import Storage, foreign_errors

@@ -42,8 +42,8 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.contents import sidecar_name
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.raw_files import sidecar_name
 from t5ckpt.storage import Storage, foreign_errors
 
 _IN_FLIGHT_BYTES = 256 * 2**20

@@ -35,7 +35,7 @@ from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.dtypes import cast_dtype, check_cast
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.progress import Meter
-from t5ckpt.reading.contained_open import open_source
+from t5ckpt.reading.checkpoint_files import open_source
 from t5ckpt.reading.npz import BITS, NpzArray, extended_dtype, is_extended, npz_arrays, npz_errors
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import LeafTable, unflatten

@@ -48,9 +48,8 @@ from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.inspection.view import open_checkpoint
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.chunk_shape import choose_chunks
-from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.open_reader import lazy_leaf
 from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable

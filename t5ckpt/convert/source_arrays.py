@@ -17,11 +17,9 @@ from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.stored_leaf import StoredLeaf
-from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.contents import read_contents
+from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
+from t5ckpt.reading.contents import read_contents, read_raw
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.open_reader import lazy_leaf
-from t5ckpt.reading.raw_files import read_raw
 
 
 @dataclasses.dataclass(frozen=True)

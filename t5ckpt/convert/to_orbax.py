@@ -25,7 +25,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
 from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
-from t5ckpt.format.orbax_names import CONVERTED_FROM, is_orbax_entry
+from t5ckpt.format.orbax import CONVERTED_FROM, is_orbax_entry
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.progress import Meter

@@ -29,7 +29,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.orbax_names import STEP_METADATA, TREE_METADATA
+from t5ckpt.format.orbax import STEP_METADATA, TREE_METADATA
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.lazy import LazyArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles

@@ -11,10 +11,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.foreign_layouts import not_a_run
 from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ListedStep
 from t5ckpt.catalog.listing import inspect_step, listing
-from t5ckpt.catalog.locate import locate, open_run_storage
+from t5ckpt.catalog.locate import locate, not_a_run, open_run_storage
 from t5ckpt.commit.step_facts import known_sidecar
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
 from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of

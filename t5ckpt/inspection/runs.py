@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.foreign_layouts import not_a_run
-from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.catalog.locate import not_a_run, open_run_storage
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.argument_kinds import checks_kinds

@@ -21,9 +21,8 @@ from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, step_re
 from t5ckpt.inspection.stats import CheckpointStats, checkpoint_stats
 from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_heatmap
-from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import Contents
-from t5ckpt.reading.open_reader import ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 _SHOWN = 60

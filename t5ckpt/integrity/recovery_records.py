@@ -31,7 +31,7 @@ from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
-from t5ckpt.reading.raw_files import sidecar_name
+from t5ckpt.reading.contents import sidecar_name
 
 ZARRAY = '.zarray'
 _LOST_FACTS = (

@@ -43,7 +43,7 @@ from t5ckpt.format.names import (
     step_dir,
     superseded,
 )
-from t5ckpt.format.orbax_names import TREE_METADATA
+from t5ckpt.format.orbax import TREE_METADATA
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.findings import Findings
@@ -51,9 +51,8 @@ from t5ckpt.integrity.implied_files import ArrayFiles, Implied
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
-from t5ckpt.reading.contents import Contents, read_contents
+from t5ckpt.reading.contents import Contents, RawFiles, find_sidecar, read_contents
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.raw_files import RawFiles, find_sidecar
 from t5ckpt.storage import Entry, open_storage, split_path
 
 _OWN = {SIDECAR, MANIFEST, PINNED, DATASET_REMOVED}

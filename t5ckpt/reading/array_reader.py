@@ -1,8 +1,8 @@
-"""Reads stored arrays, by index or into the buffers of a restore.
+"""Opens a checkpoint to read its arrays, by index (lazily) or into the buffers of a restore.
 
 ``ArrayReader`` is the only place that chooses how an array is read. It takes the first way that the array supports:
 
-1. through a cache of chunks (``reading/cached_chunks.py``), for reads by index;
+1. through a cache of chunks (``reading/cached_chunks.py``), for reads by index in a bucket with ``cache_dir``;
 2. memory-mapped (``reading/local/mmap_reader.py``), with ``mmap``;
 3. directly from its local files into buffers (``reading/local/direct_reader.py``), in a restore;
 4. as ranges of bytes of an object (``reading/byte_ranges.py``), for tensor files in a bucket;
@@ -12,14 +12,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Self
 
 import numpy as np
 
-from t5ckpt.catalog.locate import Located
+from t5ckpt.catalog.locate import Located, locate, with_links
+from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
@@ -27,17 +30,19 @@ from t5ckpt.format.dtypes import from_stored
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import DATASET_REMOVED
 from t5ckpt.format.stored_leaf import StoredLeaf
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.basic_index import basic_index, relative_to_box
 from t5ckpt.reading.byte_ranges import RangeReader
 from t5ckpt.reading.cached_chunks import CachedChunks
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
+from t5ckpt.reading.contents import Contents, check_step, read_contents, read_raw
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
 from t5ckpt.reading.local.uncompressed import chunk_of_file, has_chunks_to_decode
-from t5ckpt.reading.open_array import FileArray, OpenArray, TensorStoreArray
-from t5ckpt.reading.tensorstore_arrays import TensorStoreArrays
+from t5ckpt.reading.open_array import FileArray, OpenArray, TensorStoreArray, TensorStoreArrays
+from t5ckpt.storage import Storage
 
 
 class ArrayReader:
@@ -216,3 +221,81 @@ class ArrayReader:
             return views[box]
         # A copy of the slice, since a view would keep the whole map alive.
         return views[box][relative_to_box(slices)].copy()
+
+
+def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:
+    """A lazy array of a leaf, stored or inline, cast to ``dtype`` when it is read."""
+    wanted = np.dtype(leaf.dtype) if dtype is None else dtype
+    if not isinstance(leaf, StoredLeaf):
+        value = np.asarray(leaf)
+        return LazyThreadPoolArray(value.shape, wanted, value.copy, lambda index: value[index].copy())
+    # Read in the calling thread, because pools and event loops do not work while the interpreter exits.
+    return LazyThreadPoolArray(
+        leaf.shape, wanted, lambda: reader.read(leaf, name), lambda index: reader.read(leaf, name, index)
+    )
+
+
+def open_contents(
+    path: str | os.PathLike[str],
+    step: int | None,
+    storage_options: Mapping[str, Any] | None,
+    reading: ReadOptions,
+    *,
+    lazy: bool,
+) -> Contents:
+    """Finds a checkpoint and decodes its manifest and sidecar; raises as ``locate`` and ``read_contents``."""
+    located = with_links(locate(path, step, storage_options, tensors=True), reading.follow_links)
+    checksums = reading.verifies_checksums(located.storage, lazy=lazy)
+    return read_contents(located, read_raw(located, checksums=checksums))
+
+
+def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
+    """A reader of an opened checkpoint's arrays, which verifies checksums if the checkpoint was opened with them.
+
+    Raises:
+      CorruptCheckpointError: with ``verify='full'``, the directory's name has another step than the checkpoint.
+    """
+    located = contents.located
+    check_step(contents, strictly=reading.verify == 'full')
+    if located.storage.caches:
+        checksums = contents.checksums if reading.verify == 'full' else None
+        return ArrayReader(located, checksums=checksums, identity=contents.identity, cache=CachedChunks(contents))
+    only_whole_chunks = reading.verify == 'auto'
+    return ArrayReader(
+        located,
+        reading.mmap,
+        checksums=contents.checksums,
+        only_whole_chunks=only_whole_chunks,
+        identity=contents.identity,
+    )
+
+
+VERIFY_LEVELS = ('auto', 'full', 'quick')
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOptions:
+    """How a checkpoint is read; see ``Checkpointer`` for each field.
+
+    Raises:
+      ValueError: ``verify`` is none of ``VERIFY_LEVELS``.
+    """
+
+    mmap: bool = False
+    verify: str = 'auto'
+    follow_links: bool = False
+    share_replicated: bool = False
+    budget_bytes: int = 4 * 10**9
+
+    def __post_init__(self) -> None:
+        check_word('verify', self.verify, VERIFY_LEVELS)
+
+    def verifies_checksums(self, storage: Storage, *, lazy: bool, by_index: bool = True) -> bool:
+        """Whether checksums are verified: always, never, or with 'auto' only for files that are read whole.
+
+        On storage without local files, verification would fetch each file twice, except through a cache, which serves
+        reads ``by_index`` (``ArrayReader.read``).
+        """
+        reads_whole_chunks = storage.local_path('') is not None and not self.mmap and not lazy
+        is_cached = storage.caches and by_index
+        return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or is_cached))

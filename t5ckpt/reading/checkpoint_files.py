@@ -1,4 +1,8 @@
-"""Reads many files whole and computes their checksums.
+"""Reads the files of a checkpoint such that nothing outside its directory is read, and computes their checksums.
+
+Names from a manifest are checked when they are parsed. Symbolic links and special files are checked here: each component is
+opened with ``O_NOFOLLOW``. A link whose target is inside the checkpoint is followed; a link out of it is refused, unless the
+caller asks to follow links. Only regular files are read, since a FIFO would block the reader and a device might never end.
 
 On a local file system, a thread reads a file in blocks that fit the processor's cache and hashes each block there. On other
 storage, a file is read in one request. Reading and hashing both release the GIL, so the threads are as fast as the disk or,
@@ -13,10 +17,12 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import errno
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -24,10 +30,190 @@ import xxhash
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import T5CkptError
-from t5ckpt.reading.contained_open import ContainedDirectory, check_size
+from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.storage.memory_limit import check_whole_read
+
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
+_MAX_DEPTH = 64
+# That of an array with 32 dimensions has less than a kilobyte.
+_MAX_ZARRAY_BYTES = 2**20
+
+
+def open_source(path: str) -> BinaryIO:
+    """Opens a file that the user named, or a file of another program's checkpoint; follows links.
+
+    Raises:
+      UnsupportedFormatError: it is not a regular file. A FIFO would block the reader, a device may never end.
+      OSError: it cannot be opened.
+    """
+    # Non-blocking, since opening a FIFO waits for its writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(fd, 'rb')
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise UnsupportedFormatError(f'{path} is not a regular file (mode {stat.filemode(mode)}). Copy it to one first.')
+
+
+def read_source(path: str, limit: int) -> bytes:
+    """Reads a small file whole, such as an index.
+
+    Raises:
+      CorruptCheckpointError: the file has more than ``limit`` bytes; nothing was read.
+      UnsupportedFormatError, OSError: as for :func:`open_source`.
+    """
+    with open_source(path) as file:
+        check_size(os.fstat(file.fileno()).st_size, limit, path)
+        return file.read(limit)
+
+
+def check_size(size: int, limit: int, where: str) -> None:
+    """Rejects a file that is too large for its kind."""
+    if size > limit:
+        raise CorruptCheckpointError(f'{where} has {size:,} bytes, expected at most {limit:,}. Copy it again.')
+
+
+class ContainedDirectory:
+    """Opens the files of one checkpoint's directory. Safe from any thread."""
+
+    def __init__(self, root: str, *, follow_links: bool = False):
+        """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
+        self._root = root
+        self._follow = follow_links
+
+    def open_dir(self, name: str, leaf: str) -> int:
+        """A descriptor of a directory below the root, which the caller closes.
+
+        Raises:
+          UnsafeSpecError: a symbolic link leads out of the checkpoint.
+          OSError: it cannot be opened.
+        """
+        fd = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        try:
+            return self._below(fd, '', name, leaf, _DIRECTORY) if name else os.dup(fd)
+        finally:
+            os.close(fd)
+
+    def open(self, name: str, leaf: str) -> tuple[int, int]:
+        """As :meth:`open_file`, for a name below the root."""
+        directory = self.open_dir('', leaf)
+        try:
+            return self.open_file(directory, '', name, leaf)
+        finally:
+            os.close(directory)
+
+    def open_file(self, directory: int, above: str, name: str, leaf: str) -> tuple[int, int]:
+        """A descriptor of a file, which the caller closes, and the file's size.
+
+        Args:
+          directory: a descriptor of an open directory.
+          above: the directory's name below the root.
+          name: relative to that directory.
+          leaf: for messages.
+
+        Raises:
+          CorruptCheckpointError: it is not a regular file.
+          UnsafeSpecError: a symbolic link leads out of the checkpoint.
+          OSError: it cannot be opened.
+        """
+        fd = self._below(directory, above, name, leaf, _FILE)
+        try:
+            info = os.fstat(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        if stat.S_ISREG(info.st_mode):
+            return fd, info.st_size
+        os.close(fd)
+        raise self._irregular(leaf, self._path(above, name))
+
+    def check(self, name: str, leaf: str) -> None:
+        """Checks a name and everything below it for links out of the checkpoint, before another library opens it.
+
+        Raises:
+          CorruptCheckpointError: an entry is neither a file nor a directory.
+          UnsafeSpecError: a symbolic link leads out of the checkpoint.
+          OSError: a directory cannot be read; a missing one is not an error.
+        """
+        parts = name.split('/') if name else []
+        for length in range(1, len(parts)):
+            self._check_link('/'.join(parts[:length]), leaf)
+        for each in self._tree(name):
+            mode = self._check_link(each, leaf)
+            if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise self._irregular(leaf, self._path(each))
+        # TensorStore allocates what the file claims to have, and ends the process where this fails.
+        metadata = os.path.join(self._path(name), '.zarray')
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            check_size(os.stat(metadata).st_size, _MAX_ZARRAY_BYTES, f'{leaf}: {metadata}')
+
+    @staticmethod
+    def _irregular(leaf: str, path: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f'{leaf}: {path} is not a regular file. Restore an older step, or copy the checkpoint again.'
+        )
+
+    def _tree(self, name: str, depth: int = 0) -> Iterator[str]:
+        yield name
+        try:
+            with os.scandir(self._path(name)) as scan:
+                # A fast path for regular files, which most entries are.
+                others = (item for item in scan if not item.is_file(follow_symlinks=False))
+                found = [(item.name, item.is_dir(follow_symlinks=False)) for item in others]
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry, is_dir in found:
+            below = os.path.join(name, entry)
+            if is_dir and depth < _MAX_DEPTH:
+                yield from self._tree(below, depth + 1)
+            else:
+                yield below
+
+    def _check_link(self, name: str, leaf: str) -> int | None:
+        """The mode of the file with a name; None if there is none."""
+        path = self._path(name)
+        try:
+            if stat.S_ISLNK(os.lstat(path).st_mode):
+                path = self._resolved(name, leaf)
+            return os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _path(self, *names: str) -> str:
+        return os.path.join(self._root, *(name for name in names if name))
+
+    def _below(self, fd: int, above: str, name: str, leaf: str, flags: int) -> int:
+        *parents, last = name.split('/')
+        opened = [fd]
+        try:
+            for parent in parents:
+                opened.append(os.open(parent, _DIRECTORY, dir_fd=opened[-1]))
+            return os.open(last, flags, dir_fd=opened[-1])
+        except OSError as error:
+            # A link itself gives ELOOP, or ENOTDIR where a directory was asked for.
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            return os.open(self._resolved(f'{above}/{name}' if above else name, leaf), flags)
+        finally:
+            for each in opened[1:]:
+                os.close(each)
+
+    def _resolved(self, name: str, leaf: str) -> str:
+        """The target of a link, if it is inside the checkpoint or links may be followed."""
+        root = os.path.realpath(self._root)
+        path = os.path.join(root, name)
+        real = os.path.realpath(path)
+        if not self._follow and os.path.commonpath([root, real]) != root:
+            raise UnsafeSpecError(
+                f'{leaf}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file here, or, '
+                'if you trust who made the link, pass follow_links=True.'
+            )
+        return real
+
 
 _BLOCK = 2**20
 _PAGE = 4096
@@ -66,7 +252,7 @@ class CheckpointFiles:
         """All bytes of a small file.
 
         Raises:
-          CheckpointNotFoundError, StorageError, FormatError: from the storage or from ``reading/contained_open.py``.
+          CheckpointNotFoundError, StorageError, FormatError: from the storage or from ``reading/checkpoint_files.py``.
           CorruptCheckpointError: the file has more than ``limit`` bytes. In a bucket its size is known only after the read.
           NotEnoughMemoryError: it does not fit in memory.
         """

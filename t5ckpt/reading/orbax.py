@@ -28,7 +28,7 @@ from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFo
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.orbax_names import METRICS, OCDBT_MANIFEST, STRINGS, TREE_METADATA
+from t5ckpt.format.orbax import METRICS, OCDBT_MANIFEST, STRINGS, TREE_METADATA
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, flatten_nested, unflatten

@@ -25,9 +25,8 @@ from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.leaves import restricted
 from t5ckpt.planning.resizing import resized
 from t5ckpt.planning.restore_plan import InlineRead, RestoreOptions, RestorePlan, StoredRead, plan_restore
-from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf, reader_of
 from t5ckpt.reading.contents import leaves_of, read_contents
-from t5ckpt.reading.open_reader import lazy_leaf, reader_of
 from t5ckpt.restore.all_gather import completed, in_parts
 from t5ckpt.restore.fit import leaf_templates
 from t5ckpt.restore.make_leaf import make_inline_leaf

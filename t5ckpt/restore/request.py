@@ -15,7 +15,7 @@ from t5ckpt.core.text import shown
 from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.format.dtypes import Cast
 from t5ckpt.planning.resizing import Resize
-from t5ckpt.reading.open_reader import ReadOptions
+from t5ckpt.reading.array_reader import ReadOptions
 from t5ckpt.storage import Storage
 
 

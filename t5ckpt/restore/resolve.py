@@ -9,7 +9,7 @@ import os
 from t5ckpt.catalog.locate import Located, locate, locate_step
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.errors import DisagreementError, RemoteError
-from t5ckpt.reading.raw_files import RawFiles, read_raw
+from t5ckpt.reading.contents import RawFiles, read_raw
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.storage import is_same_kind
 

@@ -12,7 +12,7 @@ from orbax.checkpoint.experimental import v1
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.cli.app import app
-from t5ckpt.format.orbax_metadata import orbax_object, orbax_sidecar
+from t5ckpt.format.orbax import orbax_object, orbax_sidecar
 from t5ckpt.metrics import TensorBoardMetrics
 
 LOSSES = {1: 0.5, 2: 0.2, 3: 0.4}

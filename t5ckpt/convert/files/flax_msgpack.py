@@ -24,7 +24,7 @@ from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.manifest import array_header, decode_ext, manifest_of
 from t5ckpt.format.sidecar import NO_SIDECAR
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.reading.contained_open import open_source
+from t5ckpt.reading.checkpoint_files import open_source
 from t5ckpt.reading.contents import Contents
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK

@@ -21,7 +21,7 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from t5ckpt.format.safetensors import DTYPE_NAMES, MAX_HEADER, METADATA, header_bytes, parse_header
 from t5ckpt.lazy import LazyThreadPoolArray
-from t5ckpt.reading.contained_open import open_source
+from t5ckpt.reading.checkpoint_files import open_source
 from t5ckpt.storage import foreign_errors
 
 

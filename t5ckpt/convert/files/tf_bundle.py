@@ -28,7 +28,7 @@ from t5ckpt.convert.files.flat_array import FlatArray
 from t5ckpt.errors import CorruptCheckpointError, MissingDependencyError, UnsupportedFormatError
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.reading.contained_open import open_source, read_source
+from t5ckpt.reading.checkpoint_files import open_source, read_source
 from t5ckpt.storage import foreign_errors
 
 _FOOTER_BYTES, _TRAILER_BYTES = 48, 5

@@ -25,7 +25,7 @@ from typing import Any
 from t5ckpt.convert.huggingface.names import LOCAL, SELF, TRANSIENT_GLOBAL, T5Model
 from t5ckpt.core.text import lines
 from t5ckpt.errors import FormatError, UnsupportedFormatError
-from t5ckpt.reading.contained_open import read_source
+from t5ckpt.reading.checkpoint_files import read_source
 
 _CLASSES = {
     't5': 'T5',

@@ -36,7 +36,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.names import MANIFEST
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.reading.contained_open import read_source
+from t5ckpt.reading.checkpoint_files import read_source
 from t5ckpt.reading.contents import read_contents
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.translate import CheckpointTranslator

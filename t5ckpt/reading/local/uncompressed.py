@@ -4,7 +4,7 @@ The file of a zarr chunk without codec and filters, in native byte order, has th
 ``reading/local/mmap_reader.py`` maps such files, and ``reading/local/direct_reader.py`` reads them into buffers; it also decodes
 chunks of blosc. TensorStore reads all others.
 
-Files are opened by ``reading/contained_open.py``, so a symbolic link out of the checkpoint is followed only on request.
+Files are opened by ``reading/checkpoint_files.py``, so a symbolic link out of the checkpoint is followed only on request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from t5ckpt.format.array_spec import ArrayLayout, StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex
 from t5ckpt.format.codecs import is_decoded_natively
 from t5ckpt.format.dtypes import dtype_from_name, zarr_typestr
-from t5ckpt.reading.contained_open import ContainedDirectory
+from t5ckpt.reading.checkpoint_files import ContainedDirectory
 
 _MAX_ZARRAY_BYTES = 2**20
 _ALWAYS_BYTES = 256 * 2**20

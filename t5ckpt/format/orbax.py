@@ -1,11 +1,17 @@
-"""The names of the files that Orbax writes into a step: trees, the other items, and arrays of zarr 2 and 3 outside OCDBT.
+"""The names of the files that Orbax writes into a step, and the metadata in them, as a sidecar.
 
 ``commit/other_layouts.py`` cites the modules of Orbax that define them.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
+
+from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.sidecar import Sidecar, as_number
 
 # Of a step. The last is written at the end where a store cannot rename.
 STEP_METADATA = '_CHECKPOINT_METADATA'
@@ -69,3 +75,55 @@ def may_be_orbax(key: str) -> bool:
     below = key.partition('/')[2]
     known = orbax_array(key) or is_orbax_key(key, in_item=False)
     return bool(known or (below and (orbax_array(below) or is_orbax_key(below, in_item=True))))
+
+
+_MAX_DEPTH = 20
+_LATEST_UNIX = 10**11
+
+
+def orbax_object(data: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      CorruptCheckpointError: it does not decode.
+    """
+    try:
+        found: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}).') from error
+    if not isinstance(found, dict):
+        raise CorruptCheckpointError(f'{where} does not decode: expected an object, got {type(found).__name__}.')
+    return found
+
+
+def orbax_sidecar(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: Mapping[str, Any]) -> Sidecar:
+    """The contents of these files as a sidecar of format 0, which no file holds.
+
+    Args:
+      metadata: of the step.
+      metrics: those of the item; numbers in nested objects are named ``outer/inner``.
+      run: the custom metadata of the run, which that of the step overrides key by key.
+    """
+    nanoseconds = (metadata.get(f'{name}_timestamp_nsecs') for name in ('commit', 'init'))
+    times = [each / 10**9 for each in nanoseconds if isinstance(each, int) and 0 < each < _LATEST_UNIX * 10**9]
+    return Sidecar(
+        format=0,
+        created_unix=round(times[0], 3) if times else None,
+        metrics=_numbers(_object(metadata, 'metrics')) | _numbers(metrics),
+        custom_metadata={**run, **_object(metadata, 'custom_metadata')},
+    )
+
+
+def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _numbers(tree: Mapping[str, Any], depth: int = _MAX_DEPTH) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and depth:
+            found |= {f'{name}/{below}': number for below, number in _numbers(value, depth - 1).items()}
+        elif (number := as_number(value)) is not None:
+            found[name] = number
+    return found

@@ -25,13 +25,12 @@ from t5ckpt.convert.files.flax_msgpack import read_large
 from t5ckpt.convert.files.tf_bundle import _MAGIC, _masked, read_bundle
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.array_dirs import array_dirs
-from t5ckpt.format.array_spec import StoredArray, parse_spec, spec_of
+from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves, parse_spec, spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import decode_manifest, encode_manifest, is_whole
 from t5ckpt.format.names import parse_leftover, parse_step_dir
 from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar, encode_sidecar
-from t5ckpt.format.stored_leaf import checkpoint_leaves
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.record_file import masked_crc32c
 from t5ckpt.reading.local.blocks import Blocks, Limits

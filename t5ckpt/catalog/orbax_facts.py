@@ -5,8 +5,6 @@ Notes: reads two small files of a step, and at most two of its run. Does not loa
 
 from __future__ import annotations
 
-from typing import Any
-
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import parse_prefixed_step
@@ -32,23 +30,22 @@ def read_orbax_facts(storage: Storage, directory: str, *, of_run: bool = False) 
     step = directory
     if directory and parse_prefixed_step(directory.rpartition('/')[2]) is None:
         step = directory.rpartition('/')[0]
-    metadata = _object(storage, join(step, STEP_METADATA))
-    metrics = _object(storage, join(step, METRICS))
-    return orbax_sidecar(metadata or {}, metrics or {}, _of_run(storage, step) if of_run and step else {})
+    files = [_read(storage, join(step, name)) for name in (STEP_METADATA, METRICS)]
+    run = legacy = None
+    if of_run and step:
+        above = step.rpartition('/')[0]
+        run = _read(storage, join(above, RUN_METADATA))
+        legacy = _read(storage, join(above, LEGACY_RUN_METADATA)) if run is None else None
+    metadata, metrics = ({} if file is None else orbax_object(*file) for file in files)
+    custom = {} if legacy is None else orbax_object(*legacy)
+    if run is not None:
+        custom = orbax_object(*run).get('custom_metadata')
+    return orbax_sidecar(metadata, metrics, custom if isinstance(custom, dict) else {})
 
 
-def _of_run(storage: Storage, step: str) -> dict[str, Any]:
-    run = step.rpartition('/')[0]
-    found = _object(storage, join(run, RUN_METADATA))
-    if found is None:
-        return _object(storage, join(run, LEGACY_RUN_METADATA)) or {}
-    custom = found.get('custom_metadata')
-    return custom if isinstance(custom, dict) else {}
-
-
-def _object(storage: Storage, key: str) -> dict[str, Any] | None:
+def _read(storage: Storage, key: str) -> tuple[bytes, str] | None:
+    """A file, and its URL for messages."""
     try:
-        data = storage.read_range(key, 0, _MAX_BYTES)
+        return storage.read_range(key, 0, _MAX_BYTES), storage.url(key)
     except CheckpointNotFoundError:
         return None
-    return orbax_object(data, storage.url(key))

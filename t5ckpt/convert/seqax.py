@@ -41,10 +41,9 @@ from t5ckpt.errors import (
     UnsupportedLeafError,
     UnsupportedTopologyError,
 )
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import dtype_from_typestr
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.inspection.view import open_checkpoint
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.chunk_shape import choose_chunks

@@ -15,8 +15,8 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
+from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.dtypes import kind
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.contents import read_contents, read_raw
 from t5ckpt.reading.identity import Identity

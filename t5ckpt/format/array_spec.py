@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.keys import is_inside
-from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.dtypes import dtype_from_name, dtype_from_typestr, name_of, zarr_typestr
-from t5ckpt.tree.leaf_table import MAX_RANK
+from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, dtype_from_typestr, name_of, stored_dtype, zarr_typestr
+from t5ckpt.format.sidecar import TreeFacts
+from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable, flatten_nested
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
 _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
@@ -192,10 +193,10 @@ def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
         raise CorruptCheckpointError(f'{leaf}: spec metadata is {type(metadata).__name__}, expected a map.')
     shape = shape_of(metadata.get('shape'), leaf)
     _check_transform(spec.get('transform'), shape, leaf)
-    dtype = _spec_dtype(spec.get('dtype'), metadata.get('dtype'), leaf)
-    bits_of = dtype_from_name('bfloat16') if version in (1, 2) and dtype == np.uint16 else None
     kept = {key: metadata[key] for key in _KEPT_METADATA if key in metadata}
     _check_metadata(kept, shape, leaf)
+    dtype = _spec_dtype(spec.get('dtype'), metadata.get('dtype'), leaf)
+    bits_of = dtype_from_name('bfloat16') if version in (1, 2) and dtype == np.uint16 else None
     return StoredArray(location, shape, dtype, bits_of, kept)
 
 
@@ -327,3 +328,67 @@ def zarray_of(array: StoredArray) -> dict[str, Any]:
 def zarray_bytes(array: StoredArray) -> bytes:
     """The ``.zarray`` of an array."""
     return json.dumps(zarray_of(array), separators=(',', ':'), sort_keys=True).encode()
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """A stored leaf of a checkpoint; ``dtype`` is the dtype after reading, ``array.dtype`` the dtype on disk."""
+
+    array: StoredArray
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape."""
+        return self.array.shape
+
+
+def checkpoint_leaves(state: Mapping[str, Any], version: int, facts: TreeFacts) -> LeafTable:
+    """Parses a (possibly transformed) manifest state into a table.
+
+    Args:
+      state: nested dicts with specs, arrays, scalars, None and empty dicts.
+      version: the manifest's.
+      facts: the sidecar's.
+
+    Returns:
+      A table with values of type StoredLeaf, array, None, Empty and str.
+
+    Raises:
+      FormatError: a spec that is not accepted, see ``parse_spec``.
+    """
+    table = flatten_nested(state, is_spec)
+    for path, value in table.items():
+        if not isinstance(value, np.ndarray) and is_spec(value):
+            table[path] = stored_leaf(value, version, facts, path)
+    return with_facts(table, facts)
+
+
+def with_facts(table: LeafTable, facts: TreeFacts) -> LeafTable:
+    """Adds the strings and the empty containers in the sidecar to a table."""
+    full: LeafTable = {**facts.text, **table} if facts.text else table
+    if not facts.empty:
+        return full
+    occupied = {path[:length] for path in full for length in range(1, len(path) + 1)}
+    empties = {path: Empty(kind) for path, kind in facts.empty.items() if path not in occupied}
+    return full | empties
+
+
+def stored_leaf(spec: Mapping[str, Any], version: int, facts: TreeFacts, path: Path) -> StoredLeaf:
+    """Parses one spec and determines the dtype after reading."""
+    array = parse_spec(spec, version, leaf_name(path))
+    if array.bits_of is not None:
+        return StoredLeaf(array, array.bits_of)
+    name = facts.stored.get(array.location)
+    if name is None:
+        return StoredLeaf(array, array.dtype)
+    try:
+        dtype = dtype_from_name(name)
+    except KeyError:
+        dtype = np.dtype(np.void)
+    if dtype.name not in STORED_AS or stored_dtype(dtype) != array.dtype:
+        raise CorruptCheckpointError(
+            f'{leaf_name(path)}: its dtype in the sidecar is {name!r:.40}, which is never stored as {array.dtype.name}. '
+            'Remove t5ckpt.json to read it as T5X does.'
+        )
+    return StoredLeaf(array, dtype)

@@ -12,8 +12,8 @@ import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.codecs import codec_text
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 _TEXT_SHOWN = 40

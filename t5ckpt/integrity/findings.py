@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError, UnsafeSpecError
+from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.implied_files import placed
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles

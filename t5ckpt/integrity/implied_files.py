@@ -13,9 +13,9 @@ from typing import Any
 
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
+from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.format.orbax import is_database_file
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of

@@ -14,7 +14,7 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.text import Lines, lines, listed, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
-from t5ckpt.format.array_spec import StoredArray, zarray_bytes
+from t5ckpt.format.array_spec import StoredArray, StoredLeaf, zarray_bytes
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
 from t5ckpt.format.names import (
@@ -28,7 +28,6 @@ from t5ckpt.format.names import (
     superseded,
 )
 from t5ckpt.format.sidecar import decode_sidecar
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.contents import sidecar_name

@@ -21,12 +21,11 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Clock, leaf_pattern
 from t5ckpt.core.text import lines, some_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_names
-from t5ckpt.format.array_spec import is_spec
+from t5ckpt.format.array_spec import StoredLeaf, is_spec
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import VERSION, Manifest, encode_manifest
 from t5ckpt.format.names import SIDECAR, TRAIN_DS_PREFIX, file_checksums_name
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.recovery_records import (
     ZARRAY,
     RecoveryRecords,

@@ -31,6 +31,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsafeSpecError,
 )
+from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import (
     DATASET_REMOVED,
@@ -45,7 +46,6 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.format.orbax import TREE_METADATA
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.integrity.findings import Findings
 from t5ckpt.integrity.implied_files import ArrayFiles, Implied
 from t5ckpt.integrity.report import VerifyReport

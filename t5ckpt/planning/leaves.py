@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set as AbstractSet
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.text import some_of
-from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
+from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
 from t5ckpt.tree.leaf_table import Empty
 from t5ckpt.tree.leaves import LeafTemplate, base_number
@@ -66,18 +65,3 @@ def is_empty(leaf: Any) -> bool:
 def first_in(path: Path, places: Collection[Path]) -> Path | None:
     """The path, or its ancestor nearest to the root, that is one of these; None if there is none."""
     return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in places), None)
-
-
-def restricted(targets: Mapping[Path, LeafTemplate], only: AbstractSet[Path]) -> dict[Path, LeafTemplate]:
-    """The template with all leaves skipped except some.
-
-    Raises:
-      UnmatchedPattern: the template lacks one of these leaves.
-    """
-    unknown = sorted(leaf_name(path) for path in only - targets.keys())
-    if unknown:
-        raise UnmatchedPattern(
-            f'leaves: the template has no {some_of(unknown, 5, ", ")}. A leaf is named by its path, such as '
-            f'{next(iter(targets), ())!r}.'
-        )
-    return {path: target if path in only else target.left_out() for path, target in targets.items()}

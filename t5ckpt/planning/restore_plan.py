@@ -1,6 +1,6 @@
 """Plans a restore: matches the leaves of a checkpoint with those of a template, before anything is read.
 
-``plan_restore`` matches the leaves that ``format/stored_leaf.py`` parsed with the template. It either returns a plan or raises
+``plan_restore`` matches the leaves that ``format/array_spec.py`` parsed with the template. It either returns a plan or raises
 one error that lists all differences.
 
 Rules that T5X leaves open, or that differ from T5X:
@@ -26,9 +26,9 @@ from t5ckpt.core.arguments import check_word
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import LeafProblem, mismatch_error, near_names
+from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, kind
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.planning.device_boxes import boxes_wanted, is_on_cpu
 from t5ckpt.planning.leaves import as_leaf, both_python_ints, describe, first_in, held, is_empty
 from t5ckpt.planning.resizing import Resize
@@ -101,6 +101,11 @@ class InlineRead:
     dtype: np.dtype
     resizes: bool = False
 
+    @property
+    def boxes(self) -> list[Box]:
+        """The distinct boxes of the restored leaf that this process's devices hold."""
+        return boxes_wanted(self.target, self.target.shape)
+
 
 @dataclasses.dataclass(frozen=True)
 class RestoreOptions:
@@ -134,7 +139,7 @@ class RestorePlan:
       stored: arrays to read from storage.
       inline: leaves whose values are in the manifest.
       kept: leaves that are taken from the template: None, ``...``, empty containers, text.
-      fallback: paths that are taken from ``fallback_state``.
+      fallback: leaves that are taken from ``fallback_state``.
       ignored: leaves of the checkpoint that the template lacks.
       skipped: leaves of the checkpoint where the template has ``...``, or below.
       notes: differences of dtype within a dtype class, for the log.
@@ -144,7 +149,7 @@ class RestorePlan:
     stored: tuple[StoredRead, ...]
     inline: tuple[InlineRead, ...]
     kept: LeafTable
-    fallback: tuple[Path, ...]
+    fallback: tuple[InlineRead, ...]
     ignored: tuple[Path, ...]
     skipped: tuple[Path, ...]
     notes: tuple[str, ...]
@@ -218,7 +223,7 @@ class _Matcher:
         self.stored: list[StoredRead] = []
         self.inline: list[InlineRead] = []
         self.kept: LeafTable = {}
-        self.taken: list[Path] = []
+        self.taken: list[InlineRead] = []
         self.ignored: list[Path] = []
         self.skipped: list[Path] = []
         self.notes: list[str] = []
@@ -271,11 +276,12 @@ class _Matcher:
 
     def _fall_back(self, pair: _Pair, value: Any) -> None:
         """Takes a leaf from ``fallback_state``, with the same checks as for a leaf of the checkpoint."""
-        if pair.target.kind != 'key' or isinstance(getattr(value, 'dtype', None), np.dtype):
-            value = value if hasattr(value, 'dtype') else np.asarray(value)
-            if self._dtype_if_it_fits(pair._replace(found=value, source='fallback_state ')) is None:
-                return
-        self.taken.append(pair.path)
+        value = value if hasattr(value, 'dtype') else np.asarray(value)
+        dtype: Any = value.dtype
+        if pair.target.kind != 'key' or isinstance(dtype, np.dtype):
+            dtype = self._dtype_if_it_fits(pair._replace(found=value, source='fallback_state '))
+        if dtype is not None:
+            self.taken.append(InlineRead(pair.path, pair.name, value, pair.target, dtype))
 
     def _near(self, named: tuple[str, Any], there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
         """Close names of leaves on the other side with the same shape and kind of dtype that match no leaf on this side.

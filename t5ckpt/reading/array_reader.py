@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -24,25 +25,27 @@ import numpy as np
 from t5ckpt.catalog.locate import Located, locate, with_links
 from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import from_stored
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import DATASET_REMOVED
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.basic_index import basic_index, relative_to_box
 from t5ckpt.reading.byte_ranges import RangeReader
 from t5ckpt.reading.cached_chunks import CachedChunks
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
-from t5ckpt.reading.contents import Contents, check_step, read_contents, read_raw
+from t5ckpt.reading.contents import Contents, read_contents, read_raw
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
 from t5ckpt.reading.local.uncompressed import chunk_of_file, has_chunks_to_decode
 from t5ckpt.reading.open_array import FileArray, OpenArray, TensorStoreArray, TensorStoreArrays
 from t5ckpt.storage import Storage
+
+_log = logging.getLogger('t5ckpt')
 
 
 class ArrayReader:
@@ -256,18 +259,31 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
       CorruptCheckpointError: with ``verify='full'``, the directory's name has another step than the checkpoint.
     """
     located = contents.located
-    check_step(contents, strictly=reading.verify == 'full')
-    if located.storage.caches:
-        checksums = contents.checksums if reading.verify == 'full' else None
-        return ArrayReader(located, checksums=checksums, identity=contents.identity, cache=CachedChunks(contents))
-    only_whole_chunks = reading.verify == 'auto'
+    _check_step(contents, strictly=reading.verify == 'full')
+    cache = CachedChunks(contents) if located.storage.caches else None
     return ArrayReader(
         located,
         reading.mmap,
-        checksums=contents.checksums,
-        only_whole_chunks=only_whole_chunks,
+        checksums=contents.checksums if cache is None or reading.verify == 'full' else None,
+        only_whole_chunks=reading.verify == 'auto',
         identity=contents.identity,
+        cache=cache,
     )
+
+
+def _check_step(contents: Contents, *, strictly: bool) -> None:
+    """Checks that the directory's name has the step that was saved; a renamed or copied directory may have another.
+
+    Raises:
+      CorruptCheckpointError: with ``strictly``, the name has another step; otherwise a warning is logged.
+    """
+    written, step = contents.sidecar.recorded('step'), contents.located.step
+    if written is None or step is None or written == step:
+        return
+    text = f'{contents.located.url} was saved as step {written!r:.40}: its directory was renamed, or is a copy'
+    if strictly:
+        raise CorruptCheckpointError(f"{text}. Rename it, or pass verify='auto'.")
+    _log.warning('t5ckpt: %s.', text)
 
 
 VERIFY_LEVELS = ('auto', 'full', 'quick')

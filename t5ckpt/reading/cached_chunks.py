@@ -19,10 +19,9 @@ import tensorstore as ts
 
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
-from t5ckpt.format.array_spec import ArrayLayout, StoredArray
+from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex, ceil_div
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.checkpoint_files import in_threads
 from t5ckpt.reading.contents import Contents

@@ -30,7 +30,13 @@ import xxhash
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError, UnsupportedFormatError
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    T5CkptError,
+    UnsafeSpecError,
+    UnsupportedFormatError,
+)
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.storage.memory_limit import check_whole_read
 
@@ -271,6 +277,17 @@ class CheckpointFiles:
             return self.storage.read_with_version(key)
         version = self.storage.version(key)
         return self.read(file), version
+
+    def read_if_there(self, file: str) -> tuple[bytes, Any] | None:
+        """As :meth:`read_with_version`; None if there is no such file."""
+        # In a bucket the read itself reports a missing file. In a directory it reports one that was deleted since.
+        if self.storage.commits_by_rename:
+            is_there = self.storage.is_file(join(self.directory, file))
+            return self.read_with_version(file) if is_there else None
+        try:
+            return self.read_with_version(file)
+        except CheckpointNotFoundError:
+            return None
 
     def digest(self, file: str) -> tuple[int, str]:
         """A file's length and its xxh3-64."""

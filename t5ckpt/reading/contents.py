@@ -29,17 +29,16 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.array_spec import is_spec, typed_by_zarray, untyped_specs
+from t5ckpt.format.array_spec import checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
 from t5ckpt.format.names import MANIFEST, SIDECAR, is_file_checksums, is_sidecar, parse_step_dir, sidecar_of
 from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar
-from t5ckpt.format.stored_leaf import checkpoint_leaves, with_facts
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.orbax import has_placeholders, log_items, read_orbax, resolve_placeholders
+from t5ckpt.reading.orbax import read_orbax, resolve_placeholders
 from t5ckpt.reading.safetensors import decode_tensors, read_tensors
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
@@ -97,7 +96,7 @@ def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
     versions, other = {located.manifest: version}, None
     own = sidecar_of(digest(manifest))
     for name in (SIDECAR, own) if storage.commits_by_rename else (own, SIDECAR):
-        found = _sidecar_if_there(files, name)
+        found = files.read_if_there(name)
         if found is not None and is_sidecar_of(manifest, found[0]):
             return RawFiles(manifest, found[0], None, {**versions, name: found[1]})
         if found is not None:
@@ -105,24 +104,13 @@ def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
     if other is None:
         # If the manifest is damaged, its sidecar has the checksum that it had.
         for name in sidecars_in(storage, located.directory):
-            found = _sidecar_if_there(files, name)
+            found = files.read_if_there(name)
             other = None if found is None else (name, *found)
     return (
         RawFiles(manifest, None, None, versions)
         if other is None
         else RawFiles(manifest, other[1], None, {**versions, other[0]: other[2]})
     )
-
-
-def _sidecar_if_there(files: CheckpointFiles, name: str) -> tuple[bytes, Any] | None:
-    # In a bucket the read itself reports a missing file. In a directory it reports one that was deleted since.
-    if files.storage.commits_by_rename:
-        is_there = files.storage.is_file(join(files.directory, name))
-        return files.read_with_version(name) if is_there else None
-    try:
-        return files.read_with_version(name)
-    except CheckpointNotFoundError:
-        return None
 
 
 def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None) -> dict[str, bytes]:
@@ -218,23 +206,30 @@ def read_contents(located: Located, raw: RawFiles | None = None, *, logs_items: 
 
 
 def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Contents:
-    storage, directory = located.storage, located.directory
+    files = CheckpointFiles.of(located)
     if raw.manifest is None:
-        manifest, left_out = read_orbax(storage, directory, follow_links=located.follow_links)
-        if logs_items:
-            log_items(storage, directory, left_out)
+        manifest, left_out = read_orbax(files, logs_items=logs_items)
         return Contents(located, manifest, _orbax_facts(located), left_out=left_out)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
     sidecar, recorded = _recorded(located, raw)
     recorded.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
-    manifest = _decoded_manifest(located, raw.manifest)
-    if has_placeholders(manifest.state):
-        resolved = resolve_placeholders(storage, directory, manifest.state, follow_links=located.follow_links)
+    try:
+        manifest = decode_manifest(raw.manifest, located.url)
+    except CorruptCheckpointError as error:
+        if located.manifest == MANIFEST or parse_step_dir(located.manifest) is not None:
+            raise
+        # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
+        raise UnsupportedFormatError(f'{located.url} is not a checkpoint. Check the path.') from error
+    resolved = resolve_placeholders(files, manifest.state)
+    if resolved is not None:
         return Contents(
             located, dataclasses.replace(manifest, state=resolved), _orbax_facts(located), None, raw.versions
         )
-    _type_specs(located, manifest)
+    # Specs without a dtype are rare.
+    for path, spec in untyped_specs(manifest.state):
+        with contextlib.suppress(CheckpointNotFoundError):
+            typed_by_zarray(spec, leaf_name(path), files.read)
     return Contents(located, manifest, sidecar, _file_checksums(located, raw, recorded), raw.versions)
 
 
@@ -252,25 +247,6 @@ def _recorded(located: Located, raw: RawFiles) -> tuple[Sidecar, FileChecksums]:
     where = located.storage.url(join(located.directory, SIDECAR))
     sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
     return sidecar, FileChecksums.recorded_by(sidecar, where)
-
-
-def _decoded_manifest(located: Located, data: bytes) -> Manifest:
-    try:
-        return decode_manifest(data, located.url)
-    except CorruptCheckpointError as error:
-        if located.manifest == MANIFEST or parse_step_dir(located.manifest) is not None:
-            raise
-        # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
-        raise UnsupportedFormatError(f'{located.url} is not a checkpoint. Check the path.') from error
-
-
-def _type_specs(located: Located, manifest: Manifest) -> None:
-    """Adds the dtype of the ``.zarray`` to specs without one, which are rare."""
-    files: CheckpointFiles | None = None
-    for path, spec in untyped_specs(manifest.state):
-        files = files or CheckpointFiles.of(located)
-        with contextlib.suppress(CheckpointNotFoundError):
-            typed_by_zarray(spec, leaf_name(path), files.read)
 
 
 def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: bytes | None) -> None:
@@ -325,21 +301,6 @@ def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
     """
     _, recorded = _recorded(located, raw)
     return recorded.merged(_file_checksums(located, raw, recorded) or {})
-
-
-def check_step(contents: Contents, *, strictly: bool) -> None:
-    """Checks that the directory's name has the step that was saved; a renamed or copied directory may have another.
-
-    Raises:
-      CorruptCheckpointError: with ``strictly``, the name has another step; otherwise a warning is logged.
-    """
-    written, step = contents.sidecar.recorded('step'), contents.located.step
-    if written is None or step is None or written == step:
-        return
-    text = f'{contents.located.url} was saved as step {written!r:.40}: its directory was renamed, or is a copy'
-    if strictly:
-        raise CorruptCheckpointError(f"{text}. Rename it, or pass verify='auto'.")
-    _log.warning('t5ckpt: %s.', text)
 
 
 def leaves_of(

@@ -18,10 +18,9 @@ import tensorstore as ts
 
 from t5ckpt.core.keys import join
 from t5ckpt.errors import T5CkptError
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.format.dtypes import zarr_typestr
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.basic_index import relative_to_box
 from t5ckpt.reading.checkpoint_files import CheckpointFiles

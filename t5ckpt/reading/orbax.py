@@ -42,27 +42,33 @@ _STRINGS = ('str', 'string')
 _NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
 
 
-def read_orbax(storage: Storage, directory: str, *, follow_links: bool = False) -> tuple[Manifest, tuple[str, ...]]:
+def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> tuple[Manifest, tuple[str, ...]]:
     """Reads the tree of an Orbax directory, without reading arrays, and names the items of a step that are not read.
+
+    With ``logs_items`` it logs them, too.
 
     Raises:
       UnsupportedFormatError: the layout is unknown; the message describes it.
     """
+    trees = _trees(files.storage, files.directory)
+    left_out = () if trees == [''] else _items(files.storage, files.directory, trees)
+    if logs_items:
+        _log_items(files.storage, files.directory, left_out)
+    read = {item: _read_tree(files, item) for item in trees}
+    return Manifest(3, read if len(trees) > 1 else read[trees[0]]), left_out
+
+
+def _trees(storage: Storage, directory: str) -> list[str]:
+    """The items whose trees are read, or '' for a tree in the directory itself."""
     for item in _ITEMS:
-        base = join(directory, item)
-        if storage.is_file(join(base, TREE_METADATA)):
-            left_out = _items(storage, directory, {item}) if item else ()
-            return _read_tree(CheckpointFiles(storage, directory, follow_links=follow_links), item), left_out
+        if storage.is_file(join(directory, item, TREE_METADATA)):
+            return [item]
     items = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir)
     trees = [name for name in items if storage.is_file(join(directory, name, TREE_METADATA))]
     if not trees:
         where = storage.url(directory)
         raise UnsupportedFormatError(f'{where} is an Orbax checkpoint without a tree; it has {some_of(items, 8)}.')
-    files = CheckpointFiles(storage, directory, follow_links=follow_links)
-    left_out = _items(storage, directory, {*trees})
-    if len(trees) == 1:
-        return _read_tree(files, trees[0]), left_out
-    return Manifest(3, {name: dict(_read_tree(files, name).state) for name in trees}), left_out
+    return trees
 
 
 def _items(storage: Storage, directory: str, read: Collection[str]) -> tuple[str, ...]:
@@ -71,7 +77,7 @@ def _items(storage: Storage, directory: str, read: Collection[str]) -> tuple[str
     return tuple(sorted(name for name in found if name not in read and name != METRICS.partition('/')[0]))
 
 
-def log_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
+def _log_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
     """Logs the items of a step that are not read: a warning if one of them is a tree of arrays."""
     trees = [name for name in names if storage.is_file(join(directory, name, TREE_METADATA))]
     if trees:
@@ -90,21 +96,23 @@ def log_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
         _log.info('t5ckpt: %s', printable(text))
 
 
-def _read_tree(files: CheckpointFiles, item: str) -> Manifest:
+def _read_tree(files: CheckpointFiles, item: str) -> dict[str, Any]:
     storage, base = files.storage, join(files.directory, item)
     where = storage.url(join(base, TREE_METADATA))
+    data = files.read(join(item, TREE_METADATA))
+    texts = files.read(join(item, STRINGS)) if storage.is_file(join(base, STRINGS)) else b'{}'
     try:
-        metadata = json.loads(files.read(join(item, TREE_METADATA)))
+        metadata = json.loads(data)
         tree = metadata['tree_metadata']
         leaves = [(_keys_of(entry), str(entry['value_metadata']['value_type'])) for entry in tree.values()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
-    strings = _strings(files, item, storage.is_file(join(base, STRINGS)))
+    strings = _strings(texts, join(item, STRINGS))
     table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
     names = {path: '.'.join(path) for path, _ in leaves if path not in table}
     found = array_leaves(files, item, names, zarr3=bool(metadata.get('use_zarr3')))
-    return Manifest(3, unflatten({path: found.get(path, table.get(path)) for path, _ in leaves}))
+    return unflatten({path: found.get(path, table.get(path)) for path, _ in leaves})
 
 
 def _keys_of(entry: Mapping[str, Any]) -> Path:
@@ -114,37 +122,33 @@ def _keys_of(entry: Mapping[str, Any]) -> Path:
     return path
 
 
-def _strings(files: CheckpointFiles, item: str, is_there: bool) -> Mapping[str, str]:
-    if not is_there:
-        return {}
-    key = join(item, STRINGS)
+def _strings(data: bytes, key: str) -> Mapping[str, str]:
     try:
-        return {str(name): str(text) for name, text in json.loads(files.read(key)).items()}
+        return {str(name): str(text) for name, text in json.loads(data).items()}
     except (ValueError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{key} does not decode ({error!s:.120}).') from error
 
 
-def has_placeholders(state: Mapping[str, Any]) -> bool:
+def _has_placeholders(state: Mapping[str, Any]) -> bool:
     """Whether any leaf is a placeholder for an array of Orbax's older layout."""
     for value in state.values():
         if isinstance(value, dict):
             # A spec is a leaf, and most manifests have thousands.
-            if not isinstance(value, SpecDict) and has_placeholders(value):
+            if not isinstance(value, SpecDict) and _has_placeholders(value):
                 return True
         elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
             return True
     return False
 
 
-def resolve_placeholders(
-    storage: Storage, directory: str, state: Mapping[str, Any], *, follow_links: bool = False
-) -> dict[str, Any]:
-    """Replaces each ``PLACEHOLDER://<name>`` by the spec of its array."""
+def resolve_placeholders(files: CheckpointFiles, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A state with the spec of its array for each ``PLACEHOLDER://<name>``; None if there is no placeholder."""
+    if not _has_placeholders(state):
+        return None
     table = flatten_nested(state, is_spec)
     placeholders = {
         path: leaf for path, leaf in table.items() if isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER)
     }
-    files = CheckpointFiles(storage, directory, follow_links=follow_links)
     names = {path: leaf.removeprefix(_PLACEHOLDER) for path, leaf in placeholders.items()}
     return unflatten(table | array_leaves(files, '', names, zarr3=False))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any
 
-from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Partitioner
+from t5ckpt.core.text import some_of
+from t5ckpt.errors import UnmatchedPattern
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.restore.make_leaf import make_inline_leaf
-from t5ckpt.restore.warnings import warn_if_narrowed
+from t5ckpt.restore.report import warn_if_narrowed
 from t5ckpt.tree.leaf_table import LeafTable, lookup
 from t5ckpt.tree.leaves import LeafTemplate, leaf_template
 from t5ckpt.tree.train_state import StateView, axes_tree, flatten_state
@@ -36,8 +39,29 @@ def place_leaves(plan: RestorePlan, state: Any) -> Any:
     return flatten_state(state).rebuild(plan.kept | {read.path: make_inline_leaf(read) for read in plan.inline})
 
 
-def leaf_templates(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
-    """The template of each leaf: with the sharding of the partitioner's mesh and axes, or else the leaf's own."""
+def leaf_templates(
+    view: StateView, state: Any, partitioner: Partitioner | None, only: AbstractSet[Path] | None = None
+) -> dict[Path, LeafTemplate]:
+    """The template of each leaf: with the sharding of the partitioner's mesh and axes, or else the leaf's own.
+
+    With ``only``, all other leaves are left out.
+
+    Raises:
+      UnmatchedPattern: the template lacks one of ``only``.
+    """
+    targets = _targets(view, state, partitioner)
+    if only is None:
+        return targets
+    unknown = sorted(leaf_name(path) for path in only - targets.keys())
+    if unknown:
+        raise UnmatchedPattern(
+            f'leaves: the template has no {some_of(unknown, 5, ", ")}. A leaf is named by its path, such as '
+            f'{next(iter(targets), ())!r}.'
+        )
+    return {path: target if path in only else target.left_out() for path, target in targets.items()}
+
+
+def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
     if partitioner is None:
         return {path: leaf_template(path, leaf) for path, leaf in view.table.items()}
     if not getattr(partitioner, 'params_on_devices', True):

@@ -23,11 +23,11 @@ import numpy as np
 from t5ckpt.core.private_memory import makes_private
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.planning.device_boxes import boxes_wanted
+from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.resizing import resized
 from t5ckpt.planning.restore_plan import InlineRead
 from t5ckpt.reading.aligned_memory import aligned_empty
-from t5ckpt.tree.leaves import LeafTemplate, as_instance, base_number, canonical_dtype
+from t5ckpt.tree.leaves import LeafTemplate, as_instance, base_number, canonical_dtype, is_jax_array
 
 _NARROW_BYTES = 4
 # Up to this size, a copy by JAX is faster than making an aligned buffer that JAX uses in place.
@@ -73,7 +73,7 @@ def make_leaf(
       DtypeMismatch: an integer does not fit the dtype that JAX would give it.
     """
     if not target.device:
-        whole = hosts[Box.whole(shape)]
+        (whole,) = hosts.values()
         if target.python is None:
             return whole
         if target.python is np.generic:
@@ -84,7 +84,7 @@ def make_leaf(
     for values in hosts.values():
         _check_narrowed(values, name)
     if target.sharding is None:
-        array = jax.device_put(hosts[Box.whole(shape)], may_alias=True)
+        array = jax.device_put(next(iter(hosts.values())), may_alias=True)
     elif not hosts:
         array = jax.make_array_from_single_device_arrays(shape, target.sharding, [], dtype=dtype)
     else:
@@ -97,7 +97,7 @@ def make_leaf(
 @makes_private
 def make_inline_leaf(read: InlineRead) -> Any:
     """Makes an inline leaf as its template asks; each device gets only its part."""
-    value = np.asarray(read.value)
+    value = np.asarray(read.value.get() if isinstance(read.value, LazyArray) else read.value)
     if value.dtype != read.dtype:
         value = value.astype(read.dtype)
     if read.resizes:
@@ -114,9 +114,15 @@ def make_inline_leaf(read: InlineRead) -> Any:
         _check_narrowed(value, read.name)
         whole = value.copy()
         return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[(..., *(index or ()))])
-    wanted = boxes_wanted(target, value.shape)
-    hosts = {box: _own_copy(value[box.slices]) for box in wanted}
+    hosts = {box: _own_copy(value[box.slices]) for box in read.boxes}
     return make_leaf(hosts, target, value.shape, value.dtype, read.name)
+
+
+def make_fallback_leaf(read: InlineRead) -> Any:
+    """Makes a leaf from a value of ``fallback_state``; jax.Arrays stay on their devices."""
+    if is_jax_array(read.value):
+        return read.value if read.value.dtype == read.dtype else read.value.astype(read.dtype)
+    return make_inline_leaf(read)
 
 
 def _own_copy(values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Reads many stored leaves into the buffers of device shards, and casts those that were not cast while they were read.
+"""Reads the leaves of a plan: the stored ones into the buffers of device shards, where they are cast unless the read did it.
 
 Local chunk files are cast while they are read (``reading/local/chunk_reader.py``), all others here.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,18 +27,50 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import from_stored
-from t5ckpt.planning.resizing import clipped
-from t5ckpt.planning.restore_plan import StoredRead
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.resizing import clipped, resized
+from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
 from t5ckpt.progress import Meter
 from t5ckpt.reading.aligned_memory import aligned_empty
-from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.open_array import Filling, OpenArray
 from t5ckpt.reading.size_limits import check_memory
-from t5ckpt.restore.make_leaf import make_leaf
+from t5ckpt.restore.all_gather import in_parts
+from t5ckpt.restore.make_leaf import make_inline_leaf, make_leaf
+from t5ckpt.restore.request import RestoreRequest
+from t5ckpt.tree.leaf_table import LeafTable
 
+_log = logging.getLogger('t5ckpt')
 # Several reads in flight keep a disk busy, and copies from the page cache keep every core busy.
 _MIN_THREADS = 8
 _THREADS_PER_CORE = 2
+
+
+def read_leaves(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest) -> tuple[LeafTable, dict[Path, Any]]:
+    """Reads the leaves of a plan; returns their values, and the final shardings of those that remain to be gathered."""
+    values: LeafTable = {read.path: make_inline_leaf(read) for read in plan.inline}
+    reads, final_shardings = in_parts(
+        plan.stored, request.round.processes.count if request.reading.share_replicated else 1
+    )
+    budget = ByteBudget(request.reading.budget_bytes)
+    values |= read_arrays(reader, reads, budget, request.progress)
+    _log.info('t5ckpt: read %d arrays, at most %d bytes of them in flight at once', len(reads), budget.peak)
+    return values, final_shardings
+
+
+def lazy_leaves(reader: ArrayReader, plan: RestorePlan) -> tuple[LeafTable, dict[Path, Any]]:
+    """The leaves of a plan as LazyArrays, except for Python numbers; returned as by :func:`read_leaves`."""
+    values: LeafTable = {
+        read.path: make_inline_leaf(read) if read.target.kind == 'scalar' else _lazy(reader, read, read.value)
+        for read in plan.inline
+    }
+    return values | {read.path: _lazy(reader, read, read.leaf) for read in plan.stored}, {}
+
+
+def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> LazyArray:
+    found = lazy_leaf(reader, leaf, read.name, read.dtype)
+    shape = read.target.shape
+    return LazyThreadPoolArray(shape, read.dtype, lambda: resized(found.get(), shape)) if read.resizes else found
 
 
 def read_arrays(

@@ -25,37 +25,42 @@ def _elsewhere(request: RestoreRequest, url: str) -> Located:
     return locate(url, None, options, tensors=True)
 
 
-def _verifies_checksums(request: RestoreRequest, located: Located) -> bool:
-    # Only LazyArrays are read by index.
-    lazy = request.call.lazy
-    return request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
-
-
 def _requested(request: RestoreRequest) -> str:
     if request.call.path is not None:
         return os.fspath(request.call.path)
     return f'{"the latest step" if request.call.step is None else f"step {int(request.call.step)}"} of {request.storage.url()}'
 
 
+def _found(request: RestoreRequest) -> tuple[Located, RawFiles]:
+    located, lazy = _located(request), request.call.lazy
+    # Only LazyArrays are read by index.
+    checksums = request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
+    return located, read_raw(located, checksums=checksums)
+
+
 def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFiles]:
     """Finds the checkpoint and reads its manifest and sidecar on process 0, which shares them with all processes."""
     if request.round.is_single_process:
-        located = _located(request)
-        return located, read_raw(located, checksums=_verifies_checksums(request, located))
-    if request.round.is_leader:
-        try:
-            located = _located(request)
-            raw = read_raw(located, checksums=_verifies_checksums(request, located))
-            files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.checksum_lists or {})}
-            held = [[name, len(data)] for name, data in files.items() if data is not None]
-            place = [located.directory, located.manifest, located.step]
-            head = {'url': located.url, 'place': place, 'held': held, 'requested': _requested(request)}
-        except Exception as error:
-            request.round.share('found', json.dumps({'error': lines_of_error(error)}).encode())
-            raise
-        request.round.share('found', json.dumps(head).encode())
-        request.round.share('files', b''.join(data for data in files.values() if data is not None))
-        return located, raw
+        return _found(request)
+    return _shared(request) if request.round.is_leader else _received(request)
+
+
+def _shared(request: RestoreRequest) -> tuple[Located, RawFiles]:
+    try:
+        located, raw = _found(request)
+        files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.checksum_lists or {})}
+        held = [[name, len(data)] for name, data in files.items() if data is not None]
+        place = [located.directory, located.manifest, located.step]
+        head = {'url': located.url, 'place': place, 'held': held, 'requested': _requested(request)}
+    except Exception as error:
+        request.round.share('found', json.dumps({'error': lines_of_error(error)}).encode())
+        raise
+    request.round.share('found', json.dumps(head).encode())
+    request.round.share('files', b''.join(data for data in files.values() if data is not None))
+    return located, raw
+
+
+def _received(request: RestoreRequest) -> tuple[Located, RawFiles]:
     head = json.loads(request.round.share('found', None))
     if 'error' in head:
         raise RemoteError(f'process 0 found no checkpoint to restore: {head["error"]}', (0,))
@@ -73,4 +78,6 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
     )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
-    return located, dataclasses.replace(raw, checksum_lists=shared if _verifies_checksums(request, located) else None)
+    lazy = request.call.lazy
+    checksums = request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
+    return located, dataclasses.replace(raw, checksum_lists=shared if checksums else None)

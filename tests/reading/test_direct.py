@@ -22,10 +22,9 @@ from support.bits import assert_same, random_bits
 
 import t5ckpt
 from t5ckpt import errors, steps
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import zarr_typestr
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.blocks import Limits
 from t5ckpt.reading.local.chunk_file import ChunkFile

@@ -23,10 +23,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box, ChunkIndex
 from t5ckpt.format.file_checksums import entry_of
-from t5ckpt.format.stored_leaf import StoredLeaf
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.local.blocks import Limits
 from t5ckpt.reading.local.chunk_file import ChunkFile

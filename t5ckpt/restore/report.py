@@ -1,0 +1,172 @@
+"""Reports what a restore does with the leaves, before it reads them: in the log, and as warnings at the caller's line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from t5ckpt.catalog.locate import Located, no_links_text
+from t5ckpt.core.call_site import warn_caller
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.notices import Notices
+from t5ckpt.core.text import some_of
+from t5ckpt.errors import NarrowedDtypeWarning, NoEffectWarning, UnshardedTemplateWarning
+from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
+from t5ckpt.reading.contents import Contents
+from t5ckpt.restore.request import RestoreRequest
+from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.tree.leaves import canonical_dtype, is_abstract, is_jax_array
+from t5ckpt.tree.train_state import unsharded_warning
+
+_WIDE_BYTES = 8
+_SHOWN = 5
+_PARAMETERS = ('target', 'params')
+_log = logging.getLogger('t5ckpt')
+
+
+def report_plan(
+    plan: RestorePlan, request: RestoreRequest, contents: Contents, template: LeafTable, fallback: LeafTable
+) -> None:
+    """Logs and warns of what the caller may not expect.
+
+    Args:
+      plan: of the restore.
+      request: what the caller asked for.
+      contents: of the checkpoint.
+      template: the template's leaves.
+      fallback: those of ``fallback_state``.
+    """
+    _log_plan(plan, request)
+    if request.round.is_leader:
+        for text in _unused_options(request, contents.located, template, fallback):
+            warn_caller(NoEffectWarning(text))
+    warn_if_narrowed(plan)
+    if request.round.is_single_process and not request.call.lazy:
+        _warn_if_unsharded(plan, template, contents.sidecar.devices, request.notices)
+    elif not request.call.lazy:
+        _warn_if_local(plan)
+
+
+def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
+    """Logs the leaves that differ from the checkpoint: not cast, resized, or left out."""
+    if plan.notes:
+        how = (
+            ' (restore_dtype casts)'
+            if request.cast is None
+            else ', since restore_dtype and cast_leaves do not change them'
+        )
+        _log.warning('t5ckpt: restored as in the checkpoint%s: %s', how, some_of(plan.notes, 5, '; '))
+    if plan.resized:
+        _log.warning('t5ckpt: padded with zeros or truncated: %s', some_of(plan.resized, 20, '; '))
+    elif request.call.resize:
+        _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.call.resize.patterns)
+    if plan.ignored:
+        # A template for inference omits the optimizer state on purpose. Omitted parameters are worth a warning.
+        named = sorted(plan.ignored, key=lambda path: path[0] not in _PARAMETERS)
+        log = _log.warning if named[0][0] in _PARAMETERS else _log.info
+        log('t5ckpt: %d leaves that the template does not have were left out: %s', len(named), _listed(named))
+    if plan.skipped and request.call.only is None:
+        _log.info('t5ckpt: left out, the template has ... there: %s', _listed(plan.skipped))
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    """Names of leaves for the log, shortened to one line."""
+    return some_of([leaf_name(path) for path in paths], 20, ', ')
+
+
+def _unused_options(request: RestoreRequest, located: Located, template: LeafTable, fallback: LeafTable) -> list[str]:
+    """Describes the options that have no effect in this restore, for warnings."""
+    texts: list[str] = []
+    unknown = [path for path in fallback if path not in template]
+    if unknown:
+        roots = some_of(list(dict.fromkeys(path[0] for path in template)), 8)
+        texts.append(
+            f'fallback_state holds leaves that the template lacks: {_listed(unknown)}. Correct their names; the template '
+            f'begins with {roots}.'
+        )
+    if request.call.donate and not any(is_jax_array(leaf) for leaf in template.values()):
+        texts.append('donate has no effect: the template holds no jax.Array. Leave it out.')
+    if located.storage.local_path('') is None:
+        where = located.storage.url()
+        if request.reading.mmap:
+            texts.append(
+                f'mmap has no effect: {where} is not on a local file system, so its files are read. Leave it out.'
+            )
+        if request.reading.follow_links:
+            texts.append(no_links_text(located))
+    return texts
+
+
+def warn_if_narrowed(plan: RestorePlan) -> None:
+    """Warns of 64-bit leaves that JAX narrows to 32 bits on a device, which JAX itself does silently."""
+    wide = [read for read in (*plan.stored, *plan.inline) if read.target.device and read.dtype.itemsize >= _WIDE_BYTES]
+    if not wide:
+        return
+    names = [f'{r.name} ({r.dtype.name})' for r in wide if not _fits(r, canonical_dtype(r.dtype))]
+    if names:
+        warn_caller(
+            NarrowedDtypeWarning(
+                f'{some_of(names, _SHOWN)}: JAX narrows these to 32 bits on a device. Set jax_enable_x64, or restore to numpy, '
+                'to keep all bits.'
+            )
+        )
+
+
+def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
+    """Whether ``dtype`` holds the value exactly; the values of inline leaves, such as a step, are known here."""
+    if read.dtype == dtype or not isinstance(read, InlineRead):
+        return read.dtype == dtype
+    value = np.asarray(read.value)
+    return value.size == 0 or (read.dtype.kind in 'iu' and bool((value.astype(dtype) == value).all()))
+
+
+def _warn_if_local(plan: RestorePlan) -> None:
+    """Warns of leaves that each process of a job restores separately, since their sharding does not cover all processes."""
+    reads = [read for read in (*plan.stored, *plan.inline) if read.target.device]
+    local = [read.name for read in reads if read.target.sharding is None or read.target.sharding.is_fully_addressable]
+    if local:
+        warn_caller(
+            UnshardedTemplateWarning(
+                f'{some_of(local, _SHOWN)}: the template gives no sharding over the devices of all processes, so each process '
+                'gets a separate array, which the next save refuses. Give the leaves of the template global shardings: '
+                'jax.ShapeDtypeStruct(shape, dtype, sharding=...).'
+            )
+        )
+
+
+def _warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: int | None, notices: Notices) -> None:
+    """Warns once of abstract leaves without a sharding, if the checkpoint was saved from several devices.
+
+    A scalar needs no sharding, since JAX moves it to the devices of the computation. A NumPy array in the template asks for
+    an array on the host.
+
+    Args:
+      plan: of a restore in a job of one process.
+      template: the template's leaves.
+      saved_over: the sidecar's ``devices``.
+      notices: of the checkpointer.
+    """
+    if saved_over is None or saved_over < 2:
+        return
+    names = [
+        read.name
+        for read in (*plan.stored, *plan.inline)
+        if read.target.device
+        and read.target.sharding is None
+        and read.target.shape
+        and is_abstract(template[read.path])
+    ]
+    if names and _device_count() > 1:
+        warning = unsharded_warning(
+            f'{some_of(names, _SHOWN)}: the template names no sharding, so each is restored to one device; the checkpoint was '
+            f'saved from {saved_over} devices.'
+        )
+        notices.warn('unsharded', warning)
+
+
+def _device_count() -> int:
+    import jax
+
+    return jax.device_count()

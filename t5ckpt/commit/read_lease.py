@@ -17,9 +17,8 @@ from collections.abc import Generator
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.commit.lease_files import leased_directory, list_leases, live_steps
 from t5ckpt.commit.lease_time import lease_clock
-from t5ckpt.commit.step_lease import is_being_deleted
+from t5ckpt.commit.step_lease import attempts, is_being_deleted
 from t5ckpt.core.keys import join
-from t5ckpt.core.polling import attempts
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError
 from t5ckpt.format.names import read_lease_file

@@ -11,7 +11,8 @@ has removed its record. A reader and a deleter exclude each other in the same wa
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.lease_files import list_leases, live_steps, write_lease_key, write_leases_of
@@ -19,7 +20,6 @@ from t5ckpt.commit.lease_owner import DELETE, MEND, REPLACE, SAVE, UNKNOWN, Owne
 from t5ckpt.commit.lease_time import lease_clock, warn_if_ahead
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
-from t5ckpt.core.polling import attempts
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import MANIFEST, WriteLeaseName, step_dir
@@ -185,3 +185,21 @@ def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:
         f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that process is dead, '
         f'its write lease expires {TAKE_OVER_SECONDS / 60:g} minutes after its last heartbeat'
     )
+
+
+_FIRST_SECONDS, _LAST_SECONDS = 0.005, 0.1
+
+
+def attempts(seconds: float, clock: Clock) -> Iterator[bool]:
+    """Yields at once and then after growing pauses: True while there is time for another attempt, and False at the last one.
+
+    The time is over after ``seconds`` of the clock or of pauses, whichever comes first. A clock that stands still leaves the
+    pauses, so the number of attempts does not depend on how fast the machine is.
+    """
+    start, paused, pause = clock(), 0.0, _FIRST_SECONDS
+    while (left := seconds - max(paused, clock() - start)) > 0:
+        yield True
+        time.sleep(min(pause, left))
+        paused += min(pause, left)
+        pause = min(2 * pause, _LAST_SECONDS)
+    yield False

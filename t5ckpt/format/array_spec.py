@@ -21,7 +21,7 @@ from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFo
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, dtype_from_typestr, name_of, stored_dtype, zarr_typestr
 from t5ckpt.format.sidecar import TreeFacts
-from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable, flatten_nested
+from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
 _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
@@ -343,11 +343,11 @@ class StoredLeaf:
         return self.array.shape
 
 
-def checkpoint_leaves(state: Mapping[str, Any], version: int, facts: TreeFacts) -> LeafTable:
-    """Parses a (possibly transformed) manifest state into a table.
+def checkpoint_leaves(table: LeafTable, version: int, facts: TreeFacts) -> LeafTable:
+    """Parses the leaves of a (possibly transformed) manifest.
 
     Args:
-      state: nested dicts with specs, arrays, scalars, None and empty dicts.
+      table: with specs, arrays, scalars, None and ``Empty``.
       version: the manifest's.
       facts: the sidecar's.
 
@@ -357,11 +357,13 @@ def checkpoint_leaves(state: Mapping[str, Any], version: int, facts: TreeFacts) 
     Raises:
       FormatError: a spec that is not accepted, see ``parse_spec``.
     """
-    table = flatten_nested(state, is_spec)
-    for path, value in table.items():
-        if not isinstance(value, np.ndarray) and is_spec(value):
-            table[path] = stored_leaf(value, version, facts, path)
-    return with_facts(table, facts)
+    leaves = {
+        path: stored_leaf(value, version, facts, path)
+        if not isinstance(value, np.ndarray) and is_spec(value)
+        else value
+        for path, value in table.items()
+    }
+    return with_facts(leaves, facts)
 
 
 def with_facts(table: LeafTable, facts: TreeFacts) -> LeafTable:

@@ -1,10 +1,16 @@
-"""Computes the parts of an array that this process's devices hold.
+"""Computes the parts of an array that this process's devices hold, and finds shardings that do not fit their leaves.
 
 A part is a ``Box``. ``restore/read_arrays.py`` reads it, and ``reading/local/regions.py`` or TensorStore maps it to chunks and to
 bytes of their files.
+
+JAX raises ``IndivisibleError`` or ``ValueError`` for the first array whose sharding does not fit its shape or names no devices,
+without the array's name. A restore reports all of them before it reads.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.tree.leaves import LeafTemplate
@@ -30,3 +36,54 @@ def is_on_cpu(target: LeafTemplate) -> bool:
     if device is None or device.platform != 'cpu':
         return False
     return target.sharding.memory_kind in (None, device.default_memory().kind)
+
+
+class ShardingCheck:
+    """Checks whether arrays of a shape can be sharded as the template asks; once per pair of shape and sharding."""
+
+    def __init__(self) -> None:
+        # A sharding lives as long as the template that holds it.
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
+
+    def problem(self, target: LeafTemplate) -> tuple[str, str]:
+        """The kind and the description of the problem; both are empty if there is none."""
+        key = (id(target.sharding), target.shape)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = _problem(target.sharding, target.shape)
+        return found
+
+
+def _problem(sharding: Any, shape: tuple[int, ...]) -> tuple[str, str]:
+    mesh: Any = getattr(sharding, 'mesh', None)
+    if type(mesh).__name__ == 'AbstractMesh':
+        return 'mesh', f'{sharding.spec} over an AbstractMesh {dict(mesh.shape)}, which names no devices'
+    text = _division_problem(sharding, shape)
+    return ('sharding', text) if text else ('', '')
+
+
+def _division_problem(sharding: Any, shape: tuple[int, ...]) -> str:
+    spec = getattr(sharding, 'spec', None)
+    if spec is not None and len(spec) > len(shape):
+        return f'{spec} has {len(spec)} entries, the leaf has {len(shape)} dimensions {shape}'
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        mesh = getattr(sharding, 'mesh', None)
+        if spec is None or mesh is None:
+            return f'{shape} cannot be sharded as {sharding} ({error!s:.200})'
+        parts = [
+            f'dimension {axis} of {shape} does not divide by the {count} devices of mesh axis {_axes_text(names)}'
+            for axis, names in enumerate(spec)
+            if (count := math.prod(mesh.shape[name] for name in _axes_of(names))) and shape[axis] % count
+        ]
+        return f'{"; ".join(parts) or str(error)[:200]} in {spec}'
+    return ''
+
+
+def _axes_of(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names) if isinstance(names, tuple) else ()
+
+
+def _axes_text(names: Any) -> str:
+    return ' and '.join(repr(name) for name in _axes_of(names))

@@ -5,8 +5,8 @@
 1. through a cache of chunks (``reading/cached_chunks.py``), for reads by index in a bucket with ``cache_dir``;
 2. memory-mapped (``reading/local/mmap_reader.py``), with ``mmap``;
 3. directly from its local files into buffers (``reading/local/direct_reader.py``), in a restore;
-4. as ranges of bytes of an object (``reading/byte_ranges.py``), for tensor files in a bucket;
-5. through TensorStore (``reading/open_array.py``), which reads every zarr array.
+4. as ranges of bytes of an object, for tensor files in a bucket, or
+5. through TensorStore, which reads every zarr array (both: ``reading/open_array.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import DATASET_REMOVED
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.basic_index import basic_index, relative_to_box
-from t5ckpt.reading.byte_ranges import RangeReader
 from t5ckpt.reading.cached_chunks import CachedChunks
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
@@ -42,7 +41,7 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
 from t5ckpt.reading.local.uncompressed import chunk_of_file, has_chunks_to_decode
-from t5ckpt.reading.open_array import FileArray, OpenArray, TensorStoreArray, TensorStoreArrays
+from t5ckpt.reading.open_array import FileArray, OpenArray, RangeReader, TensorStoreArray, TensorStoreArrays
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')

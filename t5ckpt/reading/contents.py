@@ -185,7 +185,8 @@ class Contents:
 
     def leaves(self) -> LeafTable:
         """The leaves; raises FormatError for a spec that is not accepted."""
-        return checkpoint_leaves(self.manifest.state, self.manifest.version, self.sidecar.tree)
+        table = flatten_nested(self.manifest.state, is_spec)
+        return checkpoint_leaves(table, self.manifest.version, self.sidecar.tree)
 
 
 def read_contents(located: Located, raw: RawFiles | None = None, *, logs_items: bool = True) -> Contents:
@@ -326,10 +327,11 @@ def leaves_of(
             raise UnsupportedFormatError(
                 f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'
             )
+    table = flatten_nested(state, is_spec)
     origin = {id(leaf): path for path, leaf in before.items()}
-    came_from = {path: origin[id(leaf)] for path, leaf in flatten_nested(state, is_spec).items() if id(leaf) in origin}
+    came_from = {path: origin[id(leaf)] for path, leaf in table.items() if id(leaf) in origin}
     moved = TreeFacts(python=_moved(facts.python, came_from), keys=_moved(facts.keys, came_from), stored=facts.stored)
-    return checkpoint_leaves(state, manifest.version, moved), moved
+    return checkpoint_leaves(table, manifest.version, moved), moved
 
 
 def _moved(facts: Mapping[Path, str], came_from: Mapping[Path, Path]) -> dict[Path, str]:

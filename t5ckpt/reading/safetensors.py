@@ -22,9 +22,9 @@ from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, Header, data_bytes, header_bytes, is_npz, parse_header
-from t5ckpt.reading.byte_ranges import read_range
 from t5ckpt.reading.checkpoint_files import ContainedDirectory, check_size
 from t5ckpt.reading.npz import NpzArray, npz_arrays, npz_errors, stored_range
+from t5ckpt.reading.open_array import read_range
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import unflatten
 

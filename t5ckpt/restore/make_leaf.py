@@ -72,6 +72,8 @@ def make_leaf(
     Raises:
       DtypeMismatch: an integer does not fit the dtype that JAX would give it.
     """
+    for values in hosts.values() if target.device else ():
+        _check_narrowed(values, name)
     if not target.device:
         (whole,) = hosts.values()
         if target.python is None:
@@ -81,8 +83,6 @@ def make_leaf(
         return as_instance(target.python, base_number(target.python)(whole[()]))
     import jax
 
-    for values in hosts.values():
-        _check_narrowed(values, name)
     if target.sharding is None:
         array = jax.device_put(next(iter(hosts.values())), may_alias=True)
     elif not hosts:

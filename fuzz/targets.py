@@ -33,7 +33,7 @@ from t5ckpt.format.names import parse_leftover, parse_step_dir
 from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar, encode_sidecar
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.record_file import masked_crc32c
-from t5ckpt.reading.local.blocks import Blocks, Limits
+from t5ckpt.reading.local.chunk_file import Blocks, Limits
 from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
 from t5ckpt.reading.orbax import read_orbax
 from t5ckpt.storage import open_storage

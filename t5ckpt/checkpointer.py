@@ -19,7 +19,7 @@ from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.commit.dataset_files import dataset_count
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer, number
+from t5ckpt.core.arguments import check_callables, check_flags, check_kind, check_transforms, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite
 from t5ckpt.core.leaf_path import Path
@@ -32,7 +32,6 @@ from t5ckpt.core.protocols import (
     SaveStateTransformationFn,
     TrainState,
 )
-from t5ckpt.core.transform_check import check_transforms
 from t5ckpt.core.unknown_arguments import OF_ATTRIBUTES, OF_CONSTRUCTOR, OF_RESTORE, OF_SAVE, explains_names
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.coordinator import Coordinator

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.argument_kinds import checks_kinds
+from t5ckpt.core.arguments import check_transforms
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.core.transform_check import check_transforms
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast

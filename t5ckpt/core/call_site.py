@@ -1,7 +1,8 @@
 """Finds the line of the user's program that called the package, so that warnings point at it.
 
 The ``stacklevel`` of a warning counts frames of one thread. In the thread of a save, or in a callback from another library, it
-would point at a line outside the user's program. So the line is recorded in the caller's thread.
+would point at a line outside the user's program. So the line is recorded in the caller's thread. ``Notices`` gives each warning
+of a checkpointer once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import os
 import sys
 import warnings
+from collections.abc import Hashable
 from types import FrameType
 from typing import Any
 
@@ -52,3 +54,29 @@ def _is_ours(frame: FrameType) -> bool:
     return name.startswith(_PACKAGE) or (
         name == '<string>' and str(frame.f_globals.get('__name__')).startswith('t5ckpt.')
     )
+
+
+class Notices:
+    """Remembers the causes of which the user has been warned.
+
+    Notes: if a filter turns the warning into an error, it is raised every time. A warning may be given in the thread of a
+      save, which then fails before its commit.
+    """
+
+    def __init__(self) -> None:
+        self._given: set[Hashable] = set()
+
+    def is_new(self, cause: Hashable) -> bool:
+        """Whether no warning has been given for this cause."""
+        return cause not in self._given
+
+    def add(self, cause: Hashable) -> None:
+        """Records a cause that another warning has covered."""
+        self._given.add(cause)
+
+    def warn(self, cause: Hashable, warning: Warning, site: CallSite | None = None) -> None:
+        """Warns once per cause. Outside the caller's thread, ``site`` is the line of the caller that is reported."""
+        if cause in self._given:
+            return
+        (CallSite.here() if site is None else site).warn(warning)
+        self._given.add(cause)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from t5ckpt.catalog.locate import Located, no_links_text
-from t5ckpt.core.call_site import warn_caller
+from t5ckpt.core.call_site import Notices, warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.notices import Notices
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import NarrowedDtypeWarning, NoEffectWarning, UnshardedTemplateWarning
 from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead

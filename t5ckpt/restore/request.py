@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.core.arguments import given_step
+from t5ckpt.core.call_site import Notices
 from t5ckpt.core.leaf_path import Path
-from t5ckpt.core.notices import Notices
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import shown
 from t5ckpt.distributed.rounds import CoordinationRound

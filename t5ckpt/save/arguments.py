@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.arguments import check_flags, check_kind, integer, number
+from t5ckpt.core.arguments import check_flags, check_kind, check_transforms, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
-from t5ckpt.core.call_site import warn_caller
-from t5ckpt.core.notices import Notices
+from t5ckpt.core.call_site import Notices, warn_caller
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import shown
-from t5ckpt.core.transform_check import check_transforms
 from t5ckpt.errors import MissingMetricWarning, NoEffectWarning, ObsoleteArgumentWarning
 from t5ckpt.policies import KeepAll, KeepPolicy
 from t5ckpt.save_policies import SavePolicy

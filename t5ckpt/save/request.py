@@ -10,9 +10,8 @@ from collections.abc import Callable
 from t5ckpt.commit.begin import kind_of
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
-from t5ckpt.core.call_site import CallSite
+from t5ckpt.core.call_site import CallSite, Notices
 from t5ckpt.core.keys import join
-from t5ckpt.core.notices import Notices
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.core.call_site import Notices
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.notices import Notices
 from t5ckpt.core.text import counted, lines, listed, some_of
 from t5ckpt.errors import (
     LeafProblem,

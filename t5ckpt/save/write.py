@@ -5,7 +5,7 @@ without a copy (``can_reference_source_data_indefinitely``). t5ckpt writes the `
 ``assume_metadata``, so opening costs no I/O and no processes race for one metadata file. Chunks equal to the fill value are
 written, too: a missing chunk is an error when it is read, never zeros.
 
-Every chunk file gets an xxh3-64 digest, which is computed from memory (``save/chunk_encoding.py``). Chunks with a codec, or
+Every chunk file gets an xxh3-64 digest, which is computed from memory (``save/codec_selection.py``). Chunks with a codec, or
 at the end of an axis, are encoded there, in one thread per core, and written from there.
 
 A save in the background writes large chunks with O_DIRECT (``storage/direct_io.py``). Chunks that the previous checkpoint holds
@@ -41,9 +41,8 @@ from t5ckpt.format.array_spec import StoredArray, zarray_bytes, zarray_of
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.planning.save_plan import ArrayWrite
-from t5ckpt.save.chunk_encoding import encode_chunk, plain_entry
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, ReusedChunks
-from t5ckpt.save.codec_selection import CodecSelection
+from t5ckpt.save.codec_selection import CodecSelection, encode_chunk, plain_entry
 from t5ckpt.save.stage import StagedWave, Staging
 from t5ckpt.save.staged_leaf import DeviceLeaf, StagedLeaf
 from t5ckpt.storage import Storage, foreign_errors

@@ -8,7 +8,7 @@ from typing import Any
 from t5ckpt.catalog.listing import dataset_steps_in, listing, newest, steps_in
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention
-from t5ckpt.core.notices import Notices
+from t5ckpt.core.call_site import Notices
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.restore.request import RestoreRequest

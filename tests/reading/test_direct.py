@@ -26,10 +26,8 @@ from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import zarr_typestr
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.local.blocks import Limits
-from t5ckpt.reading.local.chunk_file import ChunkFile
+from t5ckpt.reading.local.chunk_file import ChunkFile, Limits, read_runs
 from t5ckpt.reading.local.direct_reader import DirectReader
-from t5ckpt.reading.local.scatter_read import read_runs
 
 DTYPES = ('float32', 'uint8', 'complex128', 'bool', 'bfloat16', 'float8_e4m3fn', 'int64')
 

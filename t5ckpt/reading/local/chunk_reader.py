@@ -4,7 +4,7 @@
 
 - ``_VerifyingReader`` reads a whole chunk block by block, hashes each block while it is in the processor's cache, and copies it
   to the regions that it was not read into.
-- ``_ScatteringReader`` reads many rows with one system call, each into its buffer (``reading/local/scatter_read.py``).
+- ``_ScatteringReader`` reads many rows with one system call, each into its buffer (``reading/local/chunk_file.py``).
 - ``_CopyingReader`` reads block by block into a scratch of 1 MiB that fits the processor's cache, from which each region copies
   its elements.
 
@@ -25,10 +25,8 @@ import xxhash
 from t5ckpt.format.chunk_grid import Box, ChunkIndex, strides_of
 from t5ckpt.format.dtypes import from_stored
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
-from t5ckpt.reading.local.blocks import Blocks, Limits
-from t5ckpt.reading.local.chunk_file import ChunkFile
+from t5ckpt.reading.local.chunk_file import Blocks, ChunkFile, Limits, can_scatter, runs_in
 from t5ckpt.reading.local.regions import ReadRequest, Region, shortest_run, takes_whole_chunks
-from t5ckpt.reading.local.scatter_read import can_scatter, runs_in
 from t5ckpt.reading.local.uncompressed import PlainChunks
 
 # Elements are copied as integers of the same size, since NumPy copies those faster than extension dtypes.

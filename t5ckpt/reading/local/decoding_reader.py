@@ -16,8 +16,7 @@ from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.codecs import decode
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
-from t5ckpt.reading.local.blocks import Blocks, Limits
-from t5ckpt.reading.local.chunk_file import ChunkFile
+from t5ckpt.reading.local.chunk_file import Blocks, ChunkFile, Limits
 from t5ckpt.reading.local.chunk_reader import ChunkPart, ChunkReader
 from t5ckpt.reading.local.regions import ReadRequest
 from t5ckpt.reading.local.uncompressed import PlainChunks

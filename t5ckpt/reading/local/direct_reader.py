@@ -27,8 +27,7 @@ from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box, ChunkIndex
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
-from t5ckpt.reading.local.blocks import Limits
-from t5ckpt.reading.local.chunk_file import ChunkFile
+from t5ckpt.reading.local.chunk_file import ChunkFile, Limits
 from t5ckpt.reading.local.chunk_reader import ChunkPart, ChunkReader, chunk_reader
 from t5ckpt.reading.local.decoding_reader import ChunkMemory, DecodingReader
 from t5ckpt.reading.local.regions import ReadRequest, Region, regions_by_chunk

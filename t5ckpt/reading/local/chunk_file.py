@@ -191,7 +191,7 @@ class ChunkFile:
             offset, into = offset + count, into[count:]
 
     def read_runs(self, offset: int, places: np.ndarray, lengths: np.ndarray) -> None:
-        """Fills several buffers with consecutive bytes of the file; see ``scatter_read.read_runs``. Raises as ``read``."""
+        """Fills several buffers with consecutive bytes of the file; see :func:`read_runs`. Raises as ``read``."""
         try:
             read_runs(self.fd, self.base + offset, places, lengths)
         except EOFError as error:

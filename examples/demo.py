@@ -86,7 +86,7 @@ def plot(run_dir: Path, before: list[tuple[int, str]], after: list[tuple[int, st
         curves.plot([step for step, _ in losses], [float.fromhex(loss) for _, loss in losses], label=label, **style)
     curves.axvline(before[-1][0], color='#c1121f', linestyle='--', label='SIGKILL')
     curves.axvline(after[0][0], color='#6c757d', linestyle=':', label='restored checkpoint')
-    curves.set(title='The loss over the kill', xlabel='step', ylabel='loss in nats per token')
+    curves.set(title='Loss of the killed and of the resumed run', xlabel='step', ylabel='loss in nats per token')
     curves.legend()
 
     first, *_, last = t5ckpt.all_steps(run_dir)

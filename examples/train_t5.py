@@ -328,13 +328,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for step in range(start, args.steps):
                 state, loss = program.train(state, program.put(next(batches)))
                 metrics = None
-                if (step + 1) % args.eval_every == 0:
+                if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
                     losses = [float(program.evaluate(state, batch)) for batch in held_out]
                     metrics = {'eval/loss': sum(losses) / len(losses)}
                     eval_metrics.write(step + 1, {'loss': metrics['eval/loss']})
-                # Returns immediately: the state may be donated to the next step while it is being written.
-                checkpointer.maybe_save(step + 1, state, metrics=metrics)
                 train_metrics.write(step, {'loss': loss})
+                # Returns immediately: the state may be donated to the next step while it is being written.
+                if checkpointer.maybe_save(step + 1, state, metrics=metrics) is not None:
+                    # A run that is killed resumes here, and writes no event of an earlier step again.
+                    train_metrics.flush()
+                    eval_metrics.flush()
                 print(json.dumps({'step': step, 'loss': float(loss).hex()}), file=log, flush=True)
                 if step % 10 == 0:
                     print(f'step {step:4}  loss {float(loss):.4f}', flush=True)

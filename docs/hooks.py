@@ -18,6 +18,8 @@ _BOOSTS = {'Tutorials': 2, 'How-to guides': 2, 'Explanation': 1, 'Reference': 0.
 
 # The signature of a name in api.md, for readers of the file.
 _SIGNATURE = re.compile(r'^```py\n.*?^```\n\n(?=::: )', re.DOTALL | re.MULTILINE)
+# A line of code, and the spaces at its beginning. The ids are not unique: each docstring counts its lines.
+_LINE = re.compile(r'<span id="__line-[\d-]+">((?:<span class="w">)?)( *)')
 _PAGE = re.compile(r'docs/([a-z0-9-]+)\.md')
 _ROLE = re.compile(r':(?:attr|class|func|meth|mod):(?=<code>)')
 
@@ -47,8 +49,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(content: str, page: Any, **_: Any) -> str:
     """Called for each page after it was rendered."""
     outputs = _OUTPUTS.get(page.file.src_uri, [])
-    # Spans of lines, which site.css indents. Their ids are not unique: signatures and examples count by themselves.
-    content = re.sub(r'<span id="__line-[\d-]+"', '<span', content)
+    content = _LINE.sub(lambda match: f'<span style="--indent: {len(match[2])}ch">{match[1]}{match[2]}', content)
     content = re.sub(r'<p>@output (\d+)</p>', lambda match: outputs[int(match[1])], content)
     if page.file.src_uri in ('api.md', 'errors.md'):
         # Docstrings and messages name the pages of a checkout, and other objects by Sphinx's roles.

@@ -46,6 +46,18 @@ def test_no_line_of_code_is_cut(site, tmp_path, width):
             assert page.run(cut) == [], name
 
 
+def test_a_phone_shows_both_columns_of_a_table_of_calls(site, tmp_path):
+    need_chromium()
+    beside = """[...document.querySelectorAll('th:nth-child(2)')].filter((cell) => cell.innerText === 't5ckpt')
+        .map((cell) => cell.getBoundingClientRect().right <= innerWidth)"""
+    with chromium(tmp_path) as page:
+        page.size(390, 900)
+        page.open(site / 'migration.html', 'document.readyState === "complete"')
+        tables = page.run(beside)
+    assert len(tables) == 7
+    assert all(tables)
+
+
 def test_every_page_is_in_the_navigation_once():
     text = (ROOT / 'mkdocs.yml').read_text(encoding='utf-8')
     listed = re.findall(r'^ +- (?:Overview: )?([\w/-]+\.md)$', text, re.MULTILINE)

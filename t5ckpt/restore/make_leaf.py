@@ -91,7 +91,22 @@ def make_leaf(
         array = jax.make_array_from_callback(
             shape, target.sharding, lambda index: hosts[Box.from_slices(index or (), shape)]
         )
+    if target.python not in (None, np.generic) and not shape and array.is_fully_addressable:
+        return _weakly_typed(array, target.python, target.sharding)
     return jax.random.wrap_key_data(array, impl=target.impl) if target.kind == 'key' else array
+
+
+def _weakly_typed(strong: Any, number: type, sharding: Any) -> Any:
+    """Makes a scalar weakly typed, as ``jnp.asarray(1.0)`` is; unchanged if JAX would give the number other bits.
+
+    The product of a weakly typed float32 and a bfloat16 is a bfloat16, that of a strongly typed one is a float32.
+    """
+    import jax
+
+    weak = jax.numpy.asarray(number(strong.item()))
+    if weak.dtype != strong.dtype or np.asarray(weak).tobytes() != np.asarray(strong).tobytes():
+        return strong
+    return weak if sharding is None else jax.device_put(weak, sharding)
 
 
 @makes_private
@@ -106,7 +121,7 @@ def make_inline_leaf(read: InlineRead) -> Any:
         raise CorruptCheckpointError(f'{read.name}: holds {value.shape}, says {read.target.shape}.')
     target = read.target
     sharding = target.sharding
-    is_small = target.device and target.kind == 'array' and value.nbytes <= _SMALL_BYTES
+    is_small = target.device and target.kind == 'array' and target.python is None and value.nbytes <= _SMALL_BYTES
     if is_small and sharding is not None and sharding.addressable_devices:
         # Most leaves of a very large tree take this branch. JAX cuts the part of each device.
         import jax

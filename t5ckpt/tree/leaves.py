@@ -29,6 +29,7 @@ _OTHERS = {
     'torch': 'x.detach().cpu().numpy()',
     'xarray': 'x.to_numpy()',
 }
+_AS_ARRAY = 'Give it as an array (numpy.asarray)'
 
 
 def is_jax_array(leaf: Any) -> bool:
@@ -61,9 +62,9 @@ def check_is_array(path: Path, leaf: Any) -> None:
     except Exception:  # noqa: BLE001 - the attributes may be properties of any class
         is_array = False
     if isinstance(leaf, np.ma.MaskedArray) or not is_array:
+        cure = 'Leave functions out (equinox.filter(model, equinox.is_array))' if callable(leaf) else _AS_ARRAY
         raise UnsupportedLeafError(
-            f'{name}: {kind} is neither an array nor a number. Give it as an array (numpy.asarray), or mark the field '
-            'static, so that it is not a leaf.'
+            f'{name}: {kind} is neither an array nor a number. {cure}, or mark the field static, so that it is not a leaf.'
         )
 
 
@@ -136,7 +137,7 @@ class LeafTemplate:
       device: whether the result is a jax.Array.
       sharding: of the result; None with ``device`` lets JAX choose the device (uncommitted).
       python: the scalar's type, for 'scalar', which may be a subclass such as an IntEnum; ``np.generic`` if an array leaf
-        is a numpy scalar.
+        is a numpy scalar; with ``device``, the number that a weakly typed jax.Array promotes as.
       impl: the name of the PRNG implementation, for 'key'.
       example: the leaf itself for 'none', 'empty' and 'text', which are returned unchanged.
     """
@@ -167,7 +168,9 @@ def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = Fals
     if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
         # First, because most leaves are jax.Arrays.
         place = _own_sharding(leaf) if sharding is None else sharding
-        return LeafTemplate('array', leaf.shape, leaf.dtype, not host, None if host else place)
+        return LeafTemplate(
+            'array', leaf.shape, leaf.dtype, not host, *((None, None) if host else (place, _weak(leaf)))
+        )
     if leaf is None or leaf is ...:
         return LeafTemplate('none' if leaf is None else 'skip')
     if isinstance(leaf, (Empty, str)):
@@ -180,14 +183,14 @@ def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = Fals
     on_device = not isinstance(leaf, (np.ndarray, np.generic, LazyArray)) or sharding is not None
     if sharding is None and on_device:
         sharding = _own_sharding(leaf)
-    place = (on_device and not host, None if host else sharding)
-    return LeafTemplate(
-        'array',
-        tuple(leaf.shape),
-        native_dtype(leaf.dtype),
-        *place,
-        np.generic if isinstance(leaf, np.generic) else None,
-    )
+    number = np.generic if isinstance(leaf, np.generic) else None if host else _weak(leaf)
+    place = (on_device and not host, None if host else sharding, number)
+    return LeafTemplate('array', tuple(leaf.shape), native_dtype(leaf.dtype), *place)
+
+
+def _weak(leaf: Any) -> type | None:
+    """The Python number that a weakly typed array promotes as; None for other leaves."""
+    return type(leaf.dtype.type(0).item()) if getattr(leaf, 'weak_type', False) else None
 
 
 def _own_sharding(leaf: Any) -> Any:

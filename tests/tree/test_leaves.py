@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from support.libraries import needs
 
 import t5ckpt
@@ -390,3 +391,32 @@ def test_a_leaf_with_the_name_of_a_file_of_ours_is_no_such_file(tmp_path, key):
     assert t5ckpt.all_dataset_checkpoint_steps(tmp_path) == []
     for step in range(3):
         np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path, step)[key], np.ones(20_000))
+
+
+WEAK = {'float': jnp.asarray(0.1), 'int': jnp.asarray(3), 'nan': jnp.asarray(float('nan')), 'complex': jnp.asarray(1j)}
+
+
+@pytest.mark.parametrize('template', ['arrays', 'abstract', 'replicated'])
+@pytest.mark.parametrize('inline', [True, False])
+def test_a_weakly_typed_scalar_stays_weakly_typed(tmp_path, template, inline):
+    """A strongly typed one would turn the bfloat16 weights that it is multiplied with into float32 after a resume."""
+    everywhere = NamedSharding(jax.make_mesh((jax.device_count(),), ('all',)), PartitionSpec())
+    state = jax.device_put(WEAK, everywhere) if template == 'replicated' else WEAK
+    given = jax.eval_shape(lambda: WEAK) if template == 'abstract' else state
+    options = {} if inline else {'inline_bytes': 0}
+    with t5ckpt.Checkpointer(given, checkpoints_dir=tmp_path, **options) as checkpointer:
+        checkpointer.save(state, step=1)
+        restored = checkpointer.restore()
+    for name, leaf in restored.items():
+        assert leaf.weak_type, name
+        assert np.asarray(leaf).tobytes() == np.asarray(WEAK[name]).tobytes(), name
+        assert leaf.sharding == state[name].sharding, name
+    assert (restored['float'] * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_a_number_whose_bits_weak_typing_would_change_stays_strong(tmp_path):
+    nan = np.uint32(0x7FA00001).view(np.float32)
+    with t5ckpt.Checkpointer({'x': jnp.asarray(0.0)}, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save({'x': nan}, step=1)
+        restored = checkpointer.restore()
+    assert np.asarray(restored['x']).tobytes() == nan.tobytes()

@@ -15,7 +15,8 @@ from t5ckpt import errors
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock
 
-OPTIONS = {'retry_seconds': 1.0}
+# For an operation that meets a fault. What goes before and behind it waits as long as users do, also on a busy machine.
+IMPATIENT = {'retry_seconds': 1.0}
 # Answers of a server that say nothing of the bytes that it stores.
 REFUSALS = (
     '400',
@@ -42,7 +43,7 @@ def state(seed):
 
 
 def checkpointer(url, **options):
-    options = {'chunk_bytes': 2**14, 'inline_bytes': 64, 'storage_options': OPTIONS, 'clock': FakeClock()} | options
+    options = {'chunk_bytes': 2**14, 'inline_bytes': 64, 'clock': FakeClock()} | options
     return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, **options)
 
 
@@ -51,54 +52,54 @@ def same(found, seed):
         assert np.array_equal(found[name], values), (seed, name)
 
 
-def save(url, _):
-    return checkpointer(url).save(state(2), step=2) and 2
+def save(url, _, options):
+    return checkpointer(url, storage_options=options).save(state(2), step=2) and 2
 
 
-def restore(url, _):
-    same(checkpointer(url).restore(step=1), 1)
+def restore(url, _, options):
+    same(checkpointer(url, storage_options=options).restore(step=1), 1)
 
 
-def load(url, _):
-    same(t5ckpt.load_t5x_checkpoint(url, 1, storage_options=OPTIONS), 1)
+def load(url, _, options):
+    same(t5ckpt.load_t5x_checkpoint(url, 1, storage_options=options), 1)
 
 
-def read_slice(url, _):
-    view = t5ckpt.open_checkpoint(url, 1, storage_options=OPTIONS)
+def read_slice(url, _, options):
+    view = t5ckpt.open_checkpoint(url, 1, storage_options=options)
     assert np.array_equal(view['w'][3:40, 5:9], state(1)['w'][3:40, 5:9])
 
 
-def read_through_a_cache(url, directory):
-    view = t5ckpt.open_checkpoint(url, 1, storage_options=OPTIONS | {'cache_dir': directory / 'cache'})
+def read_through_a_cache(url, directory, options):
+    view = t5ckpt.open_checkpoint(url, 1, storage_options=options | {'cache_dir': directory / 'cache'})
     assert np.array_equal(view['w'][3:40, 5:9], state(1)['w'][3:40, 5:9])
 
 
-def copy_in(url, directory):
-    t5ckpt.copy_checkpoint(directory / 'local', url, 2, options=t5ckpt.CopyOptions(target_options=OPTIONS))
+def copy_in(url, directory, options):
+    t5ckpt.copy_checkpoint(directory / 'local', url, 2, options=t5ckpt.CopyOptions(target_options=options))
     return 2
 
 
-def copy_out(url, directory):
+def copy_out(url, directory, options):
     target = directory / f'copy{len(list(directory.iterdir()))}'
-    t5ckpt.copy_checkpoint(url, target, 1, options=t5ckpt.CopyOptions(source_options=OPTIONS))
+    t5ckpt.copy_checkpoint(url, target, 1, options=t5ckpt.CopyOptions(source_options=options))
     same(t5ckpt.load_t5x_checkpoint(target, 1), 1)
 
 
-def list_steps(url, _):
-    assert t5ckpt.all_steps(url, storage_options=OPTIONS) == [1]
+def list_steps(url, _, options):
+    assert t5ckpt.all_steps(url, storage_options=options) == [1]
 
 
-def verify(url, _):
-    assert t5ckpt.verify(f'{url}/checkpoint_1', full=True, storage_options=OPTIONS).ok
+def verify(url, _, options):
+    assert t5ckpt.verify(f'{url}/checkpoint_1', full=True, storage_options=options).ok
 
 
-def retain(url, _):
-    with checkpointer(url, keep=1) as ck:
+def retain(url, _, options):
+    with checkpointer(url, keep=1, storage_options=options) as ck:
         return ck.save(state(2), step=2) and 2
 
 
-def delete(url, _):
-    checkpointer(url).delete(1)
+def delete(url, _, options):
+    checkpointer(url, storage_options=options).delete(1)
     return -1
 
 
@@ -115,10 +116,10 @@ class Case:
         self.operation = operation
         self.directory = directory
         if not (directory / 'local').exists():
-            checkpointer(directory / 'local', storage_options={}).save(state(2), step=2)
+            checkpointer(directory / 'local').save(state(2), step=2)
         self.url = self.new_run()
         bucket.proxy.clear()
-        operation(self.url, directory)
+        operation(self.url, directory, {})
         self.kinds = [request.kind for request in bucket.proxy.clear()]
         if operation in WRITING:
             self.url = self.new_run()
@@ -136,7 +137,7 @@ class Case:
         self.bucket.proxy.choose = lambda kind, key: fault if next(seen) == number else None
         done = None
         try:
-            done = self.operation(self.url, self.directory)
+            done = self.operation(self.url, self.directory, IMPATIENT)
         except errors.T5CkptError as error:
             self.check_error(error, fault)
         finally:
@@ -192,7 +193,7 @@ def test_a_fault_at_each_kind_of_request(bucket, operation, faults, tmp_path):
 @pytest.mark.parametrize('refused', ['401', '404', '412'])
 def test_a_listing_of_which_a_page_is_refused(bucket, refused):
     """TensorStore takes such a page of Google's for an empty last one."""
-    storage = open_storage(bucket.url(), OPTIONS)
+    storage = open_storage(bucket.url())
     directory = storage.open_kvstore('many')
     for future in [directory.write(f'{number:04}', b'') for number in range(1001)]:
         storage.wait(future)

@@ -344,10 +344,10 @@ class StoredLeaf:
 
 
 def checkpoint_leaves(table: LeafTable, version: int, facts: TreeFacts) -> LeafTable:
-    """Parses the leaves of a (possibly transformed) manifest.
+    """Parses the specs of a (possibly transformed) manifest.
 
     Args:
-      table: with specs, arrays, scalars, None and ``Empty``.
+      table: with specs, arrays, scalars, None, ``Empty`` and text, see :func:`with_facts`.
       version: the manifest's.
       facts: the sidecar's.
 
@@ -357,13 +357,12 @@ def checkpoint_leaves(table: LeafTable, version: int, facts: TreeFacts) -> LeafT
     Raises:
       FormatError: a spec that is not accepted, see ``parse_spec``.
     """
-    leaves = {
+    return {
         path: stored_leaf(value, version, facts, path)
         if not isinstance(value, np.ndarray) and is_spec(value)
         else value
         for path, value in table.items()
     }
-    return with_facts(leaves, facts)
 
 
 def with_facts(table: LeafTable, facts: TreeFacts) -> LeafTable:

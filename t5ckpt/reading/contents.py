@@ -185,8 +185,7 @@ class Contents:
 
     def leaves(self) -> LeafTable:
         """The leaves; raises FormatError for a spec that is not accepted."""
-        table = flatten_nested(self.manifest.state, is_spec)
-        return checkpoint_leaves(table, self.manifest.version, self.sidecar.tree)
+        return leaves_of(self, (), {})[0]
 
 
 def read_contents(located: Located, raw: RawFiles | None = None, *, logs_items: bool = True) -> Contents:
@@ -317,9 +316,9 @@ def leaves_of(
       FormatError: a spec is not accepted.
     """
     manifest, facts = contents.manifest, contents.sidecar.tree
-    if not transforms:
-        return contents.leaves(), facts
     before = with_facts(flatten_nested(manifest.state, is_spec), facts)
+    if not transforms:
+        return checkpoint_leaves(before, manifest.version, facts), facts
     state: Any = unflatten(before)
     for fn in transforms:
         state = fn(state, target)

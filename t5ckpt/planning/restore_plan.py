@@ -30,7 +30,7 @@ from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, kind
 from t5ckpt.planning.device_boxes import ShardingCheck, boxes_wanted, is_on_cpu
-from t5ckpt.planning.leaves import as_leaf, both_python_ints, describe, first_in, held, is_empty
+from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, describe, first_in, held, is_empty
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import LeafTemplate, as_instance, canonical_dtype

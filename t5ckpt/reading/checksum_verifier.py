@@ -1,7 +1,7 @@
 """Compares the checksums of chunk files with the recorded ones (``format/file_checksums.py``) while a checkpoint is read.
 
 Bytes that are read directly into buffers are hashed on the way (``reading/local/chunk_reader.py``, and
-``reading/local/decoding_reader.py`` for blosc). A file that another reader opens (TensorStore for another codec, the kernel for a
+``reading/local/direct_reader.py`` for blosc). A file that another reader opens (TensorStore for another codec, the kernel for a
 mapped array) is read and hashed once before it is used.
 """
 

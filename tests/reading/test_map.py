@@ -24,8 +24,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
-from t5ckpt.reading.local import memory_map
-from t5ckpt.reading.local.mmap_reader import ArrayMapper
+from t5ckpt.reading.local.mmap_reader import ArrayMapper, Region, max_maps
 
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='looks into /proc')
 
@@ -362,7 +361,7 @@ def test_other_storages():
 
 def test_when_too_many_maps_are_taken(run_dir):
     save(run_dir, {'w': TALL}, chunk_bytes=64 * 1024)
-    taken = memory_map.Region(1, memory_map.max_maps() - 7)
+    taken = Region(1, max_maps() - 7)
     restored = restore(run_dir, {'w': TALL * 0})['w']
     assert not is_mapped(restored)
     assert_same(restored, TALL)

@@ -6,7 +6,7 @@ array is read in three stages:
 1. ``reading/local/regions.py`` says which elements of which chunk each buffer takes.
 2. ``DirectReader.tasks`` divides the chunks into tasks of at least 8 MiB, each for one thread, which opens the files.
 3. ``reading/local/chunk_reader.py`` reads an open file into the regions: verified, scattered, or through a scratch.
-   ``reading/local/decoding_reader.py`` decodes chunks of blosc into them.
+   A chunk of blosc is decoded into a buffer in which it is contiguous, or into memory from which each region copies its elements.
 
 Each byte is read once, even if several devices need parts of its chunk, and no memory except the buffers and the scratch is
 used; for blosc, also that of one chunk per core. The kernel is asked to read a few files ahead (``posix_fadvise``), which keeps
@@ -16,20 +16,22 @@ the disk busy when nothing is cached.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box, ChunkIndex
+from t5ckpt.format.codecs import decode
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
-from t5ckpt.reading.local.chunk_file import ChunkFile, Limits
+from t5ckpt.reading.local.chunk_file import Blocks, ChunkFile, Limits
 from t5ckpt.reading.local.chunk_reader import ChunkPart, ChunkReader, chunk_reader
-from t5ckpt.reading.local.decoding_reader import ChunkMemory, DecodingReader
 from t5ckpt.reading.local.regions import ReadRequest, Region, regions_by_chunk
 from t5ckpt.reading.local.uncompressed import (
     ChunkFiles,
@@ -38,7 +40,94 @@ from t5ckpt.reading.local.uncompressed import (
     chunks_to_decode,
     has_chunks_to_decode,
 )
+from t5ckpt.reading.size_limits import check_chunk
 from t5ckpt.storage import foreign_errors
+
+# Blosc adds 16 bytes to values that it cannot compress.
+_OVERHEAD = 4096
+
+
+class ChunkMemory:
+    """Memory for as many chunks as there are cores, used again and again, because the first access to memory is slow."""
+
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(os.cpu_count() or 1)
+        self._spare: list[_Pair] = []
+
+    @contextlib.contextmanager
+    def reserved(self) -> Generator[_Pair]:
+        """Memory for one chunk; waits for another thread if all is in use."""
+        with self._free:
+            pair = self._spare.pop() if self._spare else _Pair()
+            try:
+                yield pair
+            finally:
+                self._spare.append(pair)
+
+
+class _Pair:
+    """Memory for the encoded and the decoded bytes of a chunk."""
+
+    def __init__(self) -> None:
+        self._encoded = self._decoded = np.empty(0, np.uint8)
+
+    def encoded(self, size: int) -> memoryview:
+        """The first ``size`` bytes of the memory for encoded bytes."""
+        if self._encoded.size < size:
+            self._encoded = np.empty(size, np.uint8)
+        return self._encoded[:size].data
+
+    def decoded(self, size: int) -> memoryview:
+        """The first ``size`` bytes of the memory for decoded bytes."""
+        if self._decoded.size < size:
+            self._decoded = np.empty(size, np.uint8)
+        return self._decoded[:size].data
+
+
+class DecodingReader(ChunkReader):
+    """Reads and decodes whole chunks."""
+
+    reads_whole_chunks = True
+
+    def __init__(
+        self,
+        request: ReadRequest,
+        chunks: PlainChunks,
+        limits: Limits,
+        memory: ChunkMemory,
+        checks: ChecksumVerifier | None,
+    ):
+        super().__init__(request, chunks, Blocks(chunks, max(1, chunks.chunk_bytes)), limits)
+        self._memory = memory
+        self._checks = checks
+
+    def read(self, file: ChunkFile, part: ChunkPart) -> None:
+        """See ``ChunkReader``."""
+        size, chunk_bytes = file.size(), self._chunks.chunk_bytes
+        if size > chunk_bytes + _OVERHEAD:
+            raise CorruptCheckpointError(
+                f'{self._leaf}: {file.path} has {size:,} bytes, its chunk {chunk_bytes:,}. It is damaged; restore an older '
+                'step, or copy the checkpoint again.'
+            )
+        check_chunk(chunk_bytes, lambda: size, f'{self._leaf} ({file.path})')
+        with self._memory.reserved() as memory:
+            encoded = memory.encoded(size)
+            file.read(encoded, 0)
+            if self._checks is not None:
+                self._checks.compare(f'{self._array.location}/{part.name}', self._leaf, entry_of(encoded))
+            straight = ((region, region.straight_bytes(0, chunk_bytes)) for region in part.regions)
+            filled, into = next(((region, into) for region, into in straight if into is not None), (None, None))
+            if into is None:
+                into = memory.decoded(chunk_bytes)
+            try:
+                decode(encoded, into)
+            except ValueError as error:
+                raise CorruptCheckpointError(
+                    f'{self._leaf}: {file.path} cannot be decoded: {error}. It is damaged; restore an older step, or copy the '
+                    'checkpoint again.'
+                ) from error
+            self._copy(into, self._block(0, [region for region in part.regions if region is not filled]))
+
 
 # For more chunks the list of reads would be large; TensorStore iterates over such a grid.
 _MAX_CHUNKS = 2**14

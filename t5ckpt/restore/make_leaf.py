@@ -23,7 +23,6 @@ import numpy as np
 from t5ckpt.core.private_memory import makes_private
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.resizing import resized
 from t5ckpt.planning.restore_plan import InlineRead
 from t5ckpt.reading.aligned_memory import aligned_empty
@@ -112,7 +111,7 @@ def _weakly_typed(strong: Any, number: type, sharding: Any) -> Any:
 @makes_private
 def make_inline_leaf(read: InlineRead) -> Any:
     """Makes an inline leaf as its template asks; each device gets only its part."""
-    value = np.asarray(read.value.get() if isinstance(read.value, LazyArray) else read.value)
+    value = np.asarray(read.value)
     if value.dtype != read.dtype:
         value = value.astype(read.dtype)
     if read.resizes:

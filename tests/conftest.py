@@ -76,7 +76,7 @@ class Bucket:
     """A bucket of a real server, as the test's user sees it.
 
     Attributes:
-      scheme: 'gs' or 's3'.
+      scheme: 'az', 'gs' or 's3'.
       proxy: what all requests of the test pass through; see ``support/proxy.py``.
       server: the address behind it, for who looks from outside.
     """
@@ -91,6 +91,14 @@ class Bucket:
 
     def environment(self) -> dict[str, str]:
         """The variables that a user of it sets."""
+        if self.scheme == 'az':
+            from support import servers
+
+            text = f'AccountName={servers.AZURE_ACCOUNT};AccountKey={servers.AZURE_KEY}'
+            return {
+                'AZURE_STORAGE_CONNECTION_STRING': text,
+                'AZURE_STORAGE_ENDPOINT': f'{self.proxy.url}/{servers.AZURE_ACCOUNT}',
+            }
         if self.scheme == 'gs':
             return {'TENSORSTORE_GCS_HTTP_URL': self.proxy.url, 'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'token'}
         keys = {'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test', 'AWS_REGION': 'us-east-1'}
@@ -98,23 +106,24 @@ class Bucket:
 
     @contextlib.contextmanager
     def served_by(self, address: str) -> Generator[None]:
-        """Has TensorStore ask another server."""
+        """Has the requests sent to another server."""
+        names = {'az': 'AZURE_STORAGE_ENDPOINT', 'gs': 'TENSORSTORE_GCS_HTTP_URL', 's3': 'AWS_ENDPOINT_URL_S3'}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv('TENSORSTORE_GCS_HTTP_URL' if self.scheme == 'gs' else 'AWS_ENDPOINT_URL_S3', address)
+            patch.setenv(names[self.scheme], f'{address}/devstoreaccount1' if self.scheme == 'az' else address)
             yield
 
     def put(self, url: str, data: bytes) -> None:
         """Writes an object, by plain HTTP."""
         from support import servers
 
-        put = {'gs': servers.put_gcs_object, 's3': servers.put_s3_object}[self.scheme]
+        put = {'az': servers.put_azure_blob, 'gs': servers.put_gcs_object, 's3': servers.put_s3_object}[self.scheme]
         put(self.server, 'test-bucket', url.removeprefix(f'{self.scheme}://test-bucket/'), data)
 
     def raw(self, url: str) -> bytes | None:
         """An object's bytes, by plain HTTP."""
         from support import servers
 
-        path = {'gs': servers.gcs_path, 's3': servers.s3_path}[self.scheme]
+        path = {'az': servers.azure_path, 'gs': servers.gcs_path, 's3': servers.s3_path}[self.scheme]
         key = url.removeprefix(f'{self.scheme}://test-bucket/')
         status, data = servers.ask(self.server, 'GET', path('test-bucket', key))
         assert status in (200, 404)
@@ -125,6 +134,7 @@ def _bucket(scheme: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[
     from support import proxy, servers
 
     start, make = {
+        'az': (servers.azure_server, servers.make_azure_container),
         'gs': (servers.gcs_server, servers.make_gcs_bucket),
         's3': (servers.s3_server, servers.make_s3_bucket),
     }[scheme]
@@ -136,6 +146,11 @@ def _bucket(scheme: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[
 
 
 @pytest.fixture(scope='session')
+def _az(tmp_path_factory: pytest.TempPathFactory) -> Generator[Bucket]:
+    yield from _bucket('az', tmp_path_factory)
+
+
+@pytest.fixture(scope='session')
 def _gs(tmp_path_factory: pytest.TempPathFactory) -> Generator[Bucket]:
     yield from _bucket('gs', tmp_path_factory)
 
@@ -143,6 +158,15 @@ def _gs(tmp_path_factory: pytest.TempPathFactory) -> Generator[Bucket]:
 @pytest.fixture(scope='session')
 def _s3(tmp_path_factory: pytest.TempPathFactory) -> Generator[Bucket]:
     yield from _bucket('s3', tmp_path_factory)
+
+
+@pytest.fixture
+def az(_az: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """Azure's store, with the variables that a user of it sets."""
+    for name, value in _az.environment().items():
+        monkeypatch.setenv(name, value)
+    _az.proxy.reset()
+    return _az
 
 
 @pytest.fixture
@@ -163,7 +187,7 @@ def s3(_s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     return _s3
 
 
-@pytest.fixture(params=['gs', 's3'])
+@pytest.fixture(params=['az', 'gs', 's3'])
 def bucket(request: pytest.FixtureRequest) -> Bucket:
-    """Each of the two in turn."""
+    """Each of them in turn."""
     return request.getfixturevalue(request.param)

@@ -68,9 +68,9 @@ _CHANGES = (
 def command(source: str, target: str, step: int | None, as_json: bool, **words: Any) -> None:
     """Copies the checkpoint at SOURCE into the run at TARGET: byte for byte, or with changes.
 
-    Both may be on any storage: a path, gs://bucket/run, s3://bucket/run. Files are compared with their checksums on the
-    way, and the copy is visible once it is complete. To resume a copy that was stopped, run the same command again. With
-    changes it is one pass in bounded memory, and unchanged files are hard-linked on the same file system.
+    Both may be on any storage: a path, gs://bucket/run, s3://bucket/run, az://container/run. Files are compared with their
+    checksums on the way, and the copy is visible once it is complete. To resume a copy that was stopped, run the same command
+    again. With changes it is one pass in bounded memory, and unchanged files are hard-linked on the same file system.
 
     \b
     Examples:

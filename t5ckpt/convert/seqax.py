@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from t5ckpt.catalog.locate import Located, open_run_storage
 from t5ckpt.commit.transaction import CommittedCheckpoint
@@ -342,28 +341,28 @@ def _write_array(storage: Storage, key: str, array: Any) -> None:
     shard = array.sharding.shard_shape(shape) if is_jax_array(array) else shape
     # zarr needs chunks of at least one element, even in an empty array.
     chunks = [max(1, size) for size in choose_chunks(shard, array.dtype.itemsize)]
-    spec = {
-        'driver': 'zarr',
-        'kvstore': storage.array_kvstore(key),
-        'metadata': {
-            'shape': list(shape),
-            'chunks': chunks,
-            'dtype': np.dtype(array.dtype).str,
-            'compressor': None,
-            'fill_value': None,
-            'dimension_separator': '.',
-        },
-        'store_data_equal_to_fill_value': True,
+    metadata = {
+        'zarr_format': 2,
+        'shape': list(shape),
+        'chunks': chunks,
+        'dtype': np.dtype(array.dtype).str,
+        'compressor': None,
+        'fill_value': None,
+        'filters': None,
+        'order': 'C',
+        'dimension_separator': '.',
     }
     values = np.asarray(array) if is_jax_array(array) else array
-    under_way: list[Any] = []
     with foreign_errors(storage.url(key)):
-        target = ts.open(spec, create=True, context=storage.context()).result()
+        target = storage.open_kvstore(key)
+        under_way = [target.write('.zarray', json.dumps(metadata).encode())]
         grid = ChunkGrid(tuple(shape), tuple(chunks))
         for chunk_index in grid:
-            index = grid.box(chunk_index).slices
-            under_way.append(target[index].write(np.asarray(values[index])))
+            # A chunk at the end of an axis is stored in full.
+            chunk, box = np.zeros(chunks, array.dtype), grid.box(chunk_index)
+            chunk[tuple(slice(0, stop - start) for start, stop in box)] = values[box.slices]
+            under_way.append(target.write(grid.key(chunk_index), chunk.tobytes()))
             if len(under_way) > _CHUNKS_UNDER_WAY:
-                under_way.pop(0).result()
+                storage.wait(under_way.pop(0))
         for write in under_way:
-            write.result()
+            storage.wait(write)

@@ -272,7 +272,7 @@ class Storage(ABC):
 
     @abstractmethod
     def array_kvstore(self, key: str) -> dict[str, Any]:
-        """The absolute TensorStore kvstore spec of the directory ``key``."""
+        """The absolute TensorStore kvstore spec of the directory ``key``, for reads; ``azure`` has none for writes."""
 
     @abstractmethod
     def context(self) -> ts.Context:
@@ -282,8 +282,8 @@ class Storage(ABC):
         """How many requests of each method this process has sent to servers of this kind; empty without a server."""
         return {}
 
-    def open_kvstore(self, key: str) -> ts.KvStore:
-        """The TensorStore kvstore of the directory ``key``, for many small concurrent writes."""
+    def open_kvstore(self, key: str) -> Any:
+        """The TensorStore kvstore of the directory ``key``, or one with the same ``write``, for many concurrent writes."""
         import tensorstore as ts
 
         with foreign_errors(self.url(key)):

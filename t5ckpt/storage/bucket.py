@@ -184,7 +184,10 @@ class BucketStorage(Storage):
     def kind(self, key: str) -> str | None:
         if self._key(key) and self.is_file(key):
             return 'file'
-        return 'dir' if self._keys(key) else None
+        return 'dir' if self._has_keys(key) else None
+
+    def _has_keys(self, key: str) -> bool:
+        return bool(self._keys(key))
 
     def root_kind(self) -> str | None:
         return 'dir'
@@ -192,7 +195,7 @@ class BucketStorage(Storage):
     def check_reachable(self, key: str) -> None:
         # For a missing bucket, a server answers the read of a key as for a missing key, but it refuses a listing.
         if not self._listing.is_found:
-            self._keys(key)
+            self._has_keys(key)
 
     def size(self, key: str) -> int | None:
         try:
@@ -230,7 +233,7 @@ class BucketStorage(Storage):
             yield below, self._size_of(below)
 
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
-        return not (exclusive and self._keys(key))
+        return not (exclusive and self._has_keys(key))
 
     def try_lock(self, key: str) -> Any:
         return ProcessLock.take(self.url(key))
@@ -266,7 +269,7 @@ class BucketStorage(Storage):
     def context(self) -> ts.Context:
         return self._connection.context()
 
-    def open_kvstore(self, key: str) -> ts.KvStore:
+    def open_kvstore(self, key: str) -> Any:
         with bucket_errors(self.url(key)):
             return super().open_kvstore(key)
 

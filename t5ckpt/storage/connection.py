@@ -93,8 +93,13 @@ class Connection:
         with self._lock:
             if self._kv is None:
                 with bucket_errors(self.url):
-                    self._kv = ts.KvStore.open(self.spec, context=context).result()
+                    self._kv = self._open(context)
             return self._kv
+
+    def _open(self, context: ts.Context, *, is_probe: bool = False) -> Any:
+        """The kvstore of the bucket's root; that of the probes repeats no request."""
+        del is_probe
+        return ts.KvStore.open(self.spec, context=context).result()
 
     def delete(self, key: str, **condition: Any) -> Any:
         """Starts to delete a key; returns the future."""
@@ -157,8 +162,7 @@ class Connection:
         """Sends a probe; ``since`` is the start of the last wait without an answer."""
         with self._lock:
             if self._probe_kv is None:
-                context = self._new_context(PROBE_RETRIES)
-                self._probe_kv = ts.KvStore.open(self.spec, context=context).result()
+                self._probe_kv = self._open(self._new_context(PROBE_RETRIES), is_probe=True)
             kv = self._probe_kv
         failure = probe(lambda: kv.read(self.probe_key, byte_range=NOTHING), seconds)
         if failure is None:

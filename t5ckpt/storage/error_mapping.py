@@ -49,7 +49,9 @@ _RETRIED = 'retry attempts failed'
 _LAST_ATTEMPT = re.compile(rf'{_RETRIED}: (?:Unknown ?)?(.*)', re.DOTALL)
 # The HTTP codes that describe the key. All others do not depend on its contents.
 _OF_THE_KEY = {'404', '416'}
-_HTTP_CODE = re.compile(r" ?\[http_response_code='(\d+)'\]")
+_HTTP_CODE = re.compile(r" ?\[(?:http_response_code='|HTTP code )(\d+)'?\]")
+# The query of Azure's signed URLs, which gives access to whoever reads the error.
+_SIGNATURE = re.compile(r'\?[^\s"\'\]]*\bsig=[^\s"\'\]:]*')
 _BUCKET_NAME = re.compile(r'Invalid \w+ bucket name: (".*")')
 _NO_BUCKET = "The server's answer is not that of a bucket: check the bucket's name, the endpoint and the network."
 # The answer to a HEAD has no text.
@@ -105,7 +107,7 @@ def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5Ckpt
 
 def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False) -> T5CkptError:
     """The error of t5ckpt for an error of TensorStore in a read or, with ``writing``, a write of ``where``."""
-    text = _SPEC.sub('', str(error))
+    text = _SIGNATURE.sub('', _SPEC.sub('', str(error)))
     lowered = text.lower()
     system = _OS_CODE.search(text)
     if system is not None and int(system.group(1)) in _SYSTEM.keys() - _OF_THE_FILE:
@@ -114,7 +116,7 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
         return NoSpaceError(errno.ENOSPC, f'{where}: {text}. {_NO_SPACE}')
     is_expired = _EXPIRED.search(text) is not None
     if is_expired or 'permission denied' in lowered or 'read-only file system' in lowered or text.startswith(_REFUSALS):
-        cure = _RENEW if is_expired else _REFUSED if 'http_response_code' in text else _DENIED
+        cure = _RENEW if is_expired else _REFUSED if _HTTP_CODE.search(text) else _DENIED
         return AccessDeniedError(errno.EACCES, f'{where}: {text}. {cure}')
     if 'not a directory' in lowered or 'is a directory' in lowered:
         return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move the file that stands there away.')
@@ -152,12 +154,17 @@ def map_bucket_error(error: Exception, where: str) -> T5CkptError:
 
 def transient_answer(error: Exception) -> str | None:
     """The server's answer to the last attempt at a request; None if another attempt would not help."""
-    text = _SPEC.sub('', f' {error}')
+    text = _SIGNATURE.sub('', _SPEC.sub('', f' {error}'))
     match = _LAST_ATTEMPT.search(text)
     if match is None:
         return None
     code, message = _HTTP_CODE.search(text), _HTTP_CODE.sub('', match[1]).strip()
     return ' '.join(part for part in (f'HTTP {code[1]}' if code else '', message.rstrip('.')) if part)
+
+
+def _shown_cause(error: Exception) -> Exception | None:
+    """The error, for tracebacks; None if it has a signature in it."""
+    return None if _SIGNATURE.search(str(error)) else error
 
 
 @contextlib.contextmanager
@@ -170,7 +177,7 @@ def bucket_errors(where: str) -> Generator[None]:
     except OSError as error:
         raise map_os_error(error, where, writing=True) from error
     except TENSORSTORE_ERRORS as error:
-        raise map_bucket_error(error, where) from error
+        raise map_bucket_error(error, where) from _shown_cause(error)
 
 
 @contextlib.contextmanager
@@ -183,4 +190,4 @@ def foreign_errors(where: str, *, writing: bool = False) -> Generator[None]:
     except OSError as error:
         raise map_os_error(error, where, writing=writing) from error
     except (*TENSORSTORE_ERRORS, TimeoutError) as error:
-        raise map_tensorstore_error(error, where, writing=writing) from error
+        raise map_tensorstore_error(error, where, writing=writing) from _shown_cause(error)

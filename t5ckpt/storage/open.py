@@ -18,11 +18,14 @@ from t5ckpt.storage.base import Storage
 # The module of each scheme's backend. Its ``open_at`` makes the storage. It is imported when a path of the scheme is opened,
 # because TensorStore's import takes most of the time of `t5ckpt ls`.
 _BACKENDS = {
+    'az': 't5ckpt.storage.azure',
     'file': 't5ckpt.storage.file',
     'gs': 't5ckpt.storage.gcs',
     'memory': 't5ckpt.storage.memory',
     's3': 't5ckpt.storage.s3',
 }
+# What Hadoop, adlfs and others call az://.
+_AZURE = ('abfs', 'abfss', 'azure', 'wasb', 'wasbs')
 _BUCKETS = sorted(_BACKENDS.keys() - {'file'})
 _URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
 # 'gs:x' and 'gs:/x': the user forgot a slash, or pathlib removed one. A directory of that name is './gs:x'.
@@ -177,8 +180,8 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
     """Opens the storage whose root is ``path``, without creating anything or sending a request.
 
     Args:
-      path: a directory, a ``file:`` URL, ``gs://bucket/prefix``, ``s3://bucket/prefix`` or ``memory://name/...``; a
-        Storage is returned unchanged.
+      path: a directory, a ``file:`` URL, ``gs://bucket/prefix``, ``s3://bucket/prefix``, ``az://container/prefix`` or
+        ``memory://name/...``; a Storage is returned unchanged.
       storage_options: see docs/storage.md; not for a Storage.
 
     Raises:
@@ -192,11 +195,27 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
         return path
     found = _parse(path)
     if found.scheme not in _BACKENDS:
+        _refuse_spelling(found)
         raise UnsupportedFormatError(
             f'{found.scheme}://{found.bucket}/{found.path}: {found.scheme!r} is not served, only {sorted(_BACKENDS)}. Copy the '
             'checkpoint to a disk first.'
         )
     return importlib.import_module(_BACKENDS[found.scheme]).open_at(found.bucket, found.path, storage_options)
+
+
+def _refuse_spelling(found: _Location) -> None:
+    """Refuses the URLs of other tools for a container of Azure's."""
+    container, _, host = found.bucket.partition('@')
+    path = found.path
+    if found.scheme in ('http', 'https') and '.blob.' in found.bucket:
+        host = found.bucket
+        container, _, path = path.partition('/')
+    elif found.scheme not in _AZURE:
+        return
+    account = f", with storage_options={{'account': {host.partition('.')[0]!r}}}" if host else ''
+    raise UnsupportedFormatError(
+        f'{found.scheme}://{found.bucket}/{found.path}: write az://{container}/{path.partition("?")[0]}{account}.'
+    )
 
 
 def option_values(texts: Mapping[str, str], paths: Sequence[str]) -> dict[str, Any]:

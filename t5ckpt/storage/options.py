@@ -19,6 +19,7 @@ from t5ckpt.storage.file_cache import FileCache
 
 __all__ = [
     'BY_SCHEME',
+    'AzureOptions',
     'FileOptions',
     'GcsOptions',
     'MemoryOptions',
@@ -106,7 +107,24 @@ class S3Options(_BucketOptions):
     requester_pays: bool = False
 
 
-BY_SCHEME: Mapping[str, type[Any]] = {'file': FileOptions, 'gs': GcsOptions, 'memory': MemoryOptions, 's3': S3Options}
+@dataclasses.dataclass(frozen=True)
+class AzureOptions(_BucketOptions):
+    """The options of Azure Blob Storage.
+
+    Attributes:
+      account: the storage account.
+    """
+
+    account: str | None = None
+
+
+BY_SCHEME: Mapping[str, type[Any]] = {
+    'az': AzureOptions,
+    'file': FileOptions,
+    'gs': GcsOptions,
+    'memory': MemoryOptions,
+    's3': S3Options,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,12 +20,14 @@ import urllib.parse
 import urllib.request
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
-_CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 412: 'ABORTED'}
+_CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 412: 'ABORTED', 416: 'OUT_OF_RANGE'}
 _FIRST_DELAY, _LAST_DELAY = 0.2, 8.0
 _log = logging.getLogger('t5ckpt')
+_Answer = TypeVar('_Answer')
 
 
 class RefusedError(ValueError):
@@ -34,6 +36,14 @@ class RefusedError(ValueError):
     def __init__(self, status: int, text: str):
         super().__init__(text)
         self.status = status
+        self.code = ''
+
+    @classmethod
+    def of(cls, status: int, text: str) -> RefusedError:
+        """The error of one attempt; a status of 0 is a connection that failed."""
+        shown = f"{text} [http_response_code='{status}']" if status else text
+        transient = not status or status in _TRANSIENT
+        return cls(status, shown if transient else f'{_CODES.get(status, "INVALID_ARGUMENT")}: {shown}')
 
     @property
     def is_transient(self) -> bool:
@@ -44,6 +54,28 @@ class RefusedError(ValueError):
     def is_of_object(self) -> bool:
         """Whether the object is gone or another one, which is not a failure of the server."""
         return self.status in (404, 412)
+
+
+def retried(attempt: Callable[[], _Answer], patience: float) -> _Answer:
+    """Calls ``attempt`` with growing, random delays until it succeeds or is refused, for ``patience`` seconds.
+
+    Raises:
+      RefusedError: the last one of the attempts.
+    """
+    deadline, delay, attempts = time.monotonic() + patience, _FIRST_DELAY, 0
+    while True:
+        attempts += 1
+        try:
+            return attempt()
+        except RefusedError as error:
+            if not error.is_transient:
+                raise
+            pause = random.uniform(delay / 2, delay)  # noqa: S311 - no secret
+            if time.monotonic() + pause > deadline:
+                text = f'UNAVAILABLE: All {attempts} retry attempts failed: {error}'
+                raise RefusedError(error.status, text) from error
+        time.sleep(pause)
+        delay = min(2 * delay, _LAST_DELAY)
 
 
 class ServerRequests(ABC):
@@ -100,24 +132,18 @@ class ServerRequests(ABC):
         Raises:
           RefusedError: the server refused it, or failed each attempt.
         """
-        deadline, delay, attempts = time.monotonic() + self._patience, _FIRST_DELAY, 0
-        while True:
+
+        def attempt() -> bytes:
             self.sent[kind] += 1
-            attempts += 1
             try:
                 status, data = self._exchange(method, target, self.signed(method, target, headers, body), body)
-                if 200 <= status < 300:
-                    return data
-                text = f"{data[:300].decode(errors='replace')} [http_response_code='{status}']"
             except (OSError, http.client.HTTPException) as error:
-                status, text = 0, f'{type(error).__name__}: {error}'
-            if status and status not in _TRANSIENT:
-                raise RefusedError(status, f'{_CODES.get(status, "INVALID_ARGUMENT")}: {text}')
-            pause = random.uniform(delay / 2, delay)  # noqa: S311 - no secret
-            if time.monotonic() + pause > deadline:
-                raise RefusedError(status, f'UNAVAILABLE: All {attempts} retry attempts failed: {text}')
-            time.sleep(pause)
-            delay = min(2 * delay, _LAST_DELAY)
+                raise RefusedError.of(0, f'{type(error).__name__}: {error}') from error
+            if 200 <= status < 300:
+                return data
+            raise RefusedError.of(status, data[:300].decode(errors='replace'))
+
+        return retried(attempt, self._patience)
 
     def _exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
         try:

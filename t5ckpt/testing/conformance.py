@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
 from t5ckpt.errors import CheckpointNotFoundError
@@ -164,22 +166,21 @@ class StorageConformance:
             raise AssertionError('publish took a name that was taken')
 
     def test_tensorstore_sees_the_same_place(self, tmp_path: pathlib.Path) -> None:
-        """The storage lists and reads the files that TensorStore writes below a key."""
+        """The storage reads what was written through ``open_kvstore``, and TensorStore what the storage has written."""
         storage = self.make(tmp_path)
         storage.make_dir('arrays')
         store = storage.open_kvstore('arrays')
         store.write('w/0.0', b'chunk').result()
         _check(storage.read('arrays/w/0.0') == b'chunk' == self.raw(storage, 'arrays/w/0.0'), 'places differ')
-        spec = {
-            'driver': 'zarr',
-            'kvstore': storage.array_kvstore('arrays/z'),
-            'metadata': {'shape': [4], 'dtype': '<i4'},
-        }
-        ts.open(spec, create=True, context=storage.context()).result().write([1, 2, 3, 4]).result()
-        _check(
-            {name for name, _ in storage.walk('arrays/z')} == {'arrays/z/.zarray', 'arrays/z/0'},
-            'zarr files are elsewhere',
-        )
+        _check({name for name, _ in storage.walk('arrays')} == {'arrays/w/0.0'}, 'a listing has something else')
+        metadata = {'zarr_format': 2, 'shape': [4], 'chunks': [4], 'dtype': '<i4', 'order': 'C'}
+        metadata |= {'compressor': None, 'fill_value': None, 'filters': None}
+        storage.make_dir('arrays/z')
+        storage.write('arrays/z/.zarray', json.dumps(metadata).encode())
+        storage.write('arrays/z/0', np.array([1, 2, 3, 4], np.int32).tobytes())
+        spec = {'driver': 'zarr', 'kvstore': storage.array_kvstore('arrays/z')}
+        found = storage.wait(ts.open(spec, open=True, context=storage.context())).read().result()
+        _check(found.tolist() == [1, 2, 3, 4], 'zarr files are elsewhere')
 
     def test_link(self, tmp_path: pathlib.Path) -> None:
         """A link is a second name, which survives the deletion of the first, or it is refused."""

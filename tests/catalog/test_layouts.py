@@ -333,8 +333,8 @@ def test_a_step_that_orbax_still_writes_is_not_listed(bucket, tmp_path, make, st
         bucket.put(f'{url}/{key}', files[key])
         # While it is written under another name.
         bucket.put(f'{url}/{key.replace(step, f"{step}.orbax-checkpoint-tmp-9", 1)}', files[key])
-    # Orbax renames on S3, and writes in place on Google's storage alone.
-    assert t5ckpt.all_steps(url) == ([5] if bucket.scheme == 's3' else [])
+    # Orbax renames on S3 and Azure, and writes in place on Google's storage alone.
+    assert t5ckpt.all_steps(url) == ([] if bucket.scheme == 'gs' else [5])
     with open_ck(url) as ck:
         if step == 'checkpoint_5':
             assert ck.save(state(5), step=5) is None

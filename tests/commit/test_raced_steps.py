@@ -63,10 +63,10 @@ with t5ckpt.Checkpointer(state, checkpoints_dir=storage, inline_bytes=64, clock=
 # Seconds of the trainers in one of ours: the lease, of ten minutes in a bucket and an hour for a directory, lasts two seconds and
 # one. If a clock runs much faster, the waits of a second for another writer are over before a busy machine has run it, and now
 # and then both give the step up.
-_SPEED = {'files': 3600.0, 'gs': 300.0, 's3': 300.0}
-_LEASE = {'files': 3600.0, 'gs': 600.0, 's3': 600.0}
+_SPEED = {'files': 3600.0, 'az': 300.0, 'gs': 300.0, 's3': 300.0}
+_LEASE = {'files': 3600.0, 'az': 600.0, 'gs': 600.0, 's3': 600.0}
 # Of these leases. Up to an hour, after which garbage collection, too, takes what a writer in a bucket has left.
-_STOPS = {'files': (0, 1.3, 1.3, 1.3, 1.6), 'gs': (0, 1.3, 1.3, 1.3, 7), 's3': (0, 1.3, 1.3, 1.3, 7)}
+_STOPS = dict.fromkeys(_SPEED, (0, 1.3, 1.3, 1.3, 7)) | {'files': (0, 1.3, 1.3, 1.3, 1.6)}
 
 
 def race(url, kind, rounds, seed):
@@ -113,7 +113,7 @@ def _step(trainers, step, stops, rng):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize('kind', ['files', 'gs', 's3'])
+@pytest.mark.parametrize('kind', ['files', 'az', 'gs', 's3'])
 def test_two_trainers_race_for_each_step(kind, tmp_path, request):
     """Each step has the values of one of them, whole, and this one alone was told that it has saved.
 

@@ -32,6 +32,12 @@ class TestGcs(StorageConformance):
         return self.bucket.raw(storage.url(key))
 
 
+class TestAzure(TestGcs):
+    @pytest.fixture(autouse=True)
+    def _server(self, az):
+        self.bucket = az
+
+
 class TestS3(TestGcs):
     @pytest.fixture(autouse=True)
     def _server(self, s3):
@@ -268,12 +274,12 @@ def test_listing_asks_for_markers_not_for_chunks(bucket):
         bucket.proxy.clear()
         assert ck.all_steps() == [0, 1, 2, 3, 4]
     passed = counts(bucket)
-    # Markers, five manifests; Google's also the gaps between the steps.
-    assert passed.pop('list') == (1 if bucket.scheme == 's3' else 7)
+    # Markers, five manifests; Azure's also the names of the directories, Google's the gaps between the steps.
+    assert passed.pop('list') == {'az': 2, 'gs': 7, 's3': 1}[bucket.scheme]
     assert sum(passed.values()) == 5
     assert t5ckpt.latest_step(url) == 4
     # The newest manifest alone.
-    assert sum(counts(bucket).values()) == (2 if bucket.scheme == 's3' else 8)
+    assert sum(counts(bucket).values()) == {'az': 3, 'gs': 8, 's3': 2}[bucket.scheme]
 
 
 def test_a_run_without_markers_is_listed_and_the_next_save_marks_it(bucket, caplog):
@@ -317,7 +323,7 @@ def test_steps_that_others_add_and_take_away(bucket):
     for key, _ in storage.walk('checkpoint_1'):
         storage.write(key.replace('checkpoint_1/', 'checkpoint_100/'), storage.read(key))
     found = t5ckpt.all_steps(url)
-    assert found == ([1, 30, 100] if bucket.scheme == 'gs' else [1, 30])
+    assert found == ([1, 30] if bucket.scheme == 's3' else [1, 30, 100])
     assert np.array_equal(checkpointer(url).restore(step=100)['bias'], state()['bias'])
     assert t5ckpt.reindex_steps(url) == [100]
     assert t5ckpt.all_steps(url) == [1, 30, 100]
@@ -417,6 +423,11 @@ def test_damage_is_an_error(bucket):
 
 # What docs/storage.md says: requests of a save of two chunks, of one that also deletes a step, and of a restore of one of three.
 REQUESTS = {
+    'az': [
+        {'write': 8, 'read': 1, 'list': 3, 'delete': 1},
+        {'write': 9, 'read': 3, 'list': 6, 'head': 4, 'delete': 5},
+        {'read': 5, 'list': 3, 'head': 2},
+    ],
     's3': [
         {'write': 8, 'read': 1, 'list': 3, 'delete': 1},
         {'write': 9, 'read': 3, 'list': 5, 'head': 4, 'delete': 5},
@@ -480,8 +491,9 @@ def test_the_requests_of_a_save_and_a_restore(bucket):
     page = pathlib.Path(__file__).parents[2].joinpath('docs', 'storage.md').read_text()
     for what, requests in zip(('a save of two chunks', 'and a step that is deleted', 'a restore'), found, strict=True):
         row = next(line for line in page.splitlines() if line.startswith(f'| {what}'))
-        assert str(sum(requests.values())) in row.split('|')[2 if bucket.scheme == 's3' else 4]
-        kinds = row.split('|')[3 if bucket.scheme == 's3' else 5]
+        column = {'s3': 2, 'gs': 4, 'az': 6}[bucket.scheme]
+        assert str(sum(requests.values())) in row.split('|')[column]
+        kinds = row.split('|')[column + 1]
         names = {'write': 'PUT', 'read': 'GET', 'list': 'LIST', 'head': 'HEAD', 'delete': 'DELETE'}
         shown = ', '.join(f'{requests[kind]} {name}' for kind, name in names.items() if kind in requests)
         assert kinds.strip() == shown

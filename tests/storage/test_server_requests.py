@@ -206,6 +206,7 @@ def test_keys_of_a_profile_sign_and_no_keys_do_not(s3, monkeypatch, tmp_path):
     assert not open_storage(s3.url(), {'profile': 'none'}).copies
 
 
+@pytest.mark.parametrize('bucket', ['gs', 's3'], indirect=True)
 def test_through_an_http_proxy_nothing_is_copied(bucket, monkeypatch):
     monkeypatch.setenv('http_proxy', 'http://127.0.0.1:9')
     monkeypatch.setenv('no_proxy', '')

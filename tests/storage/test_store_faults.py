@@ -372,6 +372,11 @@ def test_a_server_that_refuses_conditions_or_a_proxy_that_strips_them(bucket, ac
         return action if condition in (asked, 'both') else None
 
     bucket.proxy.conditions = conditions
+    if bucket.scheme == 'az' and action == 'strip':
+        # Azure's signature contains the conditions.
+        with checkpointer(url, clock) as ck, pytest.raises(errors.AccessDeniedError):
+            _ = [ck.save(state(1), step=501, overwrite=overwrite) for overwrite in (False, True)]
+        return
     with checkpointer(url, clock) as ck:
         ck.save(state(1), step=501)
         ck.save(state(2), step=501, overwrite=True)

@@ -636,6 +636,11 @@ OUTPUTS: dict[str, Callable[[Scene, str], Any]] = {
     'rewrite_checkpoint': lambda s, _: t5ckpt.rewrite_checkpoint(s.run, s.run),
 }
 
+_OF_S3 = [
+    ('region', {'region': 1}),
+    ('requester_pays', {'requester_pays': 'yes'}),
+    ('profile', {'profile': 'p', 'anonymous': True}),
+]
 FUNCTIONS: list[Case] = [
     (
         'Changes',
@@ -1117,22 +1122,18 @@ FUNCTIONS: list[Case] = [
             name,
             lambda s, _, url=url, o=options: open_storage(url, o),
         )
-        for owner, url in (('GcsOptions', 'gs://bucket/run'), ('S3Options', 's3://bucket/run'))
+        for owner, url, own in (
+            ('AzureOptions', 'az://bucket/run', [('account', {'account': 1})]),
+            ('GcsOptions', 'gs://bucket/run', [('user_project', {'user_project': 1})]),
+            ('S3Options', 's3://bucket/run', _OF_S3),
+        )
         for name, options in (
             ('endpoint', {'endpoint': 1}),
             ('anonymous', {'anonymous': 'yes'}),
             ('concurrency', {'concurrency': 0}),
             ('retry_seconds', {'retry_seconds': 0}),
             ('cache_gb', {'cache_gb': 1}),
-            *(
-                [('user_project', {'user_project': 1})]
-                if owner == 'GcsOptions'
-                else [
-                    ('region', {'region': 1}),
-                    ('requester_pays', {'requester_pays': 'yes'}),
-                    ('profile', {'profile': 'p', 'anonymous': True}),
-                ]
-            ),
+            *own,
         )
     ),
     (

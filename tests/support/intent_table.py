@@ -301,6 +301,11 @@ follow_links | warning | not on a local file system
 locking direct_io | error | unknown word
 direct_bytes | error | with direct_io='never'
 """,
+    'storage.options.AzureOptions': """
+account endpoint anonymous concurrency retry_seconds | error | of another type; what they are for may not come
+cache_dir | hint | what is read once is kept for nobody
+cache_gb | error | without cache_dir
+""",
     'storage.options.GcsOptions': """
 endpoint anonymous user_project concurrency retry_seconds | error | of another type; what they are for may not come
 cache_dir | hint | what is read once is kept for nobody

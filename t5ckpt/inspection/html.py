@@ -23,7 +23,8 @@ _STYLE = r"""<style>
 .t5ckpt summary::before{content:'\25B8'}
 .t5ckpt details[open]>summary::before{content:'\25BE'}
 .t5ckpt .in{margin-left:1.4em}
-.t5ckpt .row{display:inline-grid;grid-template-columns:minmax(9em,1fr) 8em 11em 9em 6em 8em;gap:.8em;width:calc(100% - 1.3em)}
+.t5ckpt .row{display:inline-grid;grid-template-columns:minmax(5em,1fr) 8em 11em 9em 6em 8em;gap:.8em;width:calc(100% - 1.3em)}
+.t5ckpt .row>:first-child{overflow-wrap:anywhere}
 .t5ckpt .n{text-align:right}
 .t5ckpt .dim{opacity:.65}
 .t5ckpt .bar{align-self:center;height:.55em;background:rgba(128,128,128,.22);border-radius:2px}
@@ -34,6 +35,7 @@ _STYLE = r"""<style>
 .t5ckpt th{position:sticky;top:0;background:var(--jp-layout-color0,var(--vscode-editor-background,Canvas))}
 .t5ckpt .hist{display:block;width:80px;height:18px;background:#4878d0}
 .t5ckpt td:first-child,.t5ckpt th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere;max-width:34em}
+.t5ckpt .long{min-width:18em}
 </style>"""
 
 
@@ -113,7 +115,7 @@ def table_html(
     head = ''.join(f'<th>{_text(column)}</th>' for column in titles)
     drawn = [''] * len(rows) if pictures is None else [f'<td>{_histogram(counts)}</td>' for counts in pictures]
     body = ''.join(
-        f'<tr>{_cell(row[0])}{picture}{"".join(map(_cell, row[1:]))}</tr>'
+        f'<tr>{_name(row[0])}{picture}{"".join(map(_cell, row[1:]))}</tr>'
         for row, picture in zip(rows[:_MAX_ROWS], drawn, strict=False)
     )
     hidden = len(rows) - _MAX_ROWS
@@ -122,6 +124,12 @@ def table_html(
         f'{_STYLE}<div class="t5ckpt"><b>{_text(title)}</b><div class="scroll"><table><thead><tr>{head}</tr></thead>'
         f'<tbody>{body}</tbody></table></div>{more}</div>'
     )
+
+
+def _name(text: str) -> str:
+    # Wraps after a slash first, and not to a column of single letters.
+    long = ' class="long"' if len(text) > 18 else ''
+    return f'<td{long}>{_text(text).replace("/", "/<wbr>")}</td>'
 
 
 def _cell(text: str) -> str:

@@ -107,7 +107,7 @@ def _info(path: Path, leaf: Any) -> LeafInfo:
 
 
 def build_tree(infos: Iterable[LeafInfo], name: str = '') -> Group:
-    """Builds the tree, with groups and leaves in the order of their first leaf."""
+    """Builds the tree, with groups and leaves in the order of their first leaf, and the items of a sequence in theirs."""
     root: dict[str, Any] = {}
     for info in infos:
         node = root
@@ -118,8 +118,11 @@ def build_tree(infos: Iterable[LeafInfo], name: str = '') -> Group:
 
 
 def _group(name: str, path: Path, node: dict[str, Any]) -> Group:
+    # Empty containers are listed last. Numbers may have thousands of digits, which int refuses.
+    is_sequence = all(key.isascii() and key.isdigit() for key in node)
+    keys = sorted(node, key=lambda key: (len(key), key)) if is_sequence else [*node]
     children: dict[str, Group | LeafInfo] = {
-        key: child if isinstance(child, LeafInfo) else _group(key, (*path, key), child) for key, child in node.items()
+        key: node[key] if isinstance(node[key], LeafInfo) else _group(key, (*path, key), node[key]) for key in keys
     }
     below = list(children.values())
     leaves = sum(1 if isinstance(child, LeafInfo) else child.leaves for child in below)

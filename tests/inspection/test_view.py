@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import operator
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.chromium import chromium, need_chromium
 from support.programs import need
 
 import t5ckpt
@@ -195,6 +197,14 @@ def test_the_html_tree_is_well_formed_and_escaped(view):
     assert all(word in tags.text for word in ('layers_0', '(48, 64)', 'float32', 'step 7'))
 
 
+def test_the_items_of_a_sequence_are_in_order_the_empty_ones_too(tmp_path):
+    state = {'opt_state': [np.ones(2), (), *(np.ones(1) for _ in range(10))]}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+    names = re.findall(r'<span class="row"><span>(\d+)', t5ckpt.open_checkpoint(tmp_path)._repr_html_())
+    assert names == [str(item) for item in range(12)]
+
+
 def test_a_huge_tree_shows_a_part(tmp_path):
     state = {f'group_{i}': {f'leaf_{j}': np.float32(j) for j in range(100)} for i in range(30)}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
@@ -244,6 +254,30 @@ def test_a_browser_shows_the_tree(view, tmp_path):
         [program, *options, '--dump-dom', page.as_uri()], check=True, capture_output=True, text=True, timeout=120
     ).stdout
     assert 'title="target/encoder/layers_0/mlp/kernel: stored in chunks of (48, 64)"' in opened
+
+
+def test_in_a_narrow_notebook_columns_stay_aligned_and_names_are_legible(tmp_path):
+    need_chromium()
+    name = 'params/decoder/layers_0/encoder_decoder_attention/query/kernel'
+    with t5ckpt.Checkpointer({name: KERNEL}, checkpoints_dir=tmp_path / 'flat') as checkpointer:
+        checkpointer.save({name: KERNEL}, step=1)
+    tree = {}
+    for key in reversed(name.split('/')):
+        tree = {key: tree or KERNEL}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=tmp_path / 'nested') as checkpointer:
+        checkpointer.save(tree, step=1)
+    page = tmp_path / 'page.html'
+    shown = [
+        t5ckpt.open_checkpoint(tmp_path / 'nested')._repr_html_(),
+        t5ckpt.open_checkpoint(tmp_path / 'flat').stats()._repr_html_(),
+    ]
+    page.write_text(f'<!doctype html><meta charset="utf-8"><body>{"".join(shown)}</body>')
+    with chromium(tmp_path) as browser:
+        browser.size(750, 700)
+        browser.open(page, 'document.readyState === "complete"')
+        right = '[...document.querySelectorAll(".bar")].map((bar) => Math.round(bar.getBoundingClientRect().right))'
+        assert len({*browser.run(right)}) == 1, 'the deepest row is wider than the page'
+        assert browser.run('document.querySelector("td").getBoundingClientRect().width') > 200
 
 
 def test_a_lazy_array_iterates_and_contains_as_numpy_does(tmp_path):

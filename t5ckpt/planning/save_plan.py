@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5ckpt.core.arguments import check_word, integer
-from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import ParameterInfo
 from t5ckpt.core.text import lines
@@ -89,13 +88,13 @@ class ArrayWrite:
     @property
     def zarray(self) -> str:
         """The file of the array's metadata, relative to the checkpoint's directory."""
-        return join(self.array.location, '.zarray')
+        return f'{self.array.location}/.zarray'
 
     @property
     def chunk_files(self) -> list[str]:
         """The files of ``chunks``, relative to the checkpoint's directory."""
         grid, location = self.array.grid, self.array.location
-        return [join(location, grid.key(grid.index_of(chunk.box))) for chunk in self.chunks]
+        return [f'{location}/{grid.key(grid.index_of(chunk.box))}' for chunk in self.chunks]
 
 
 class InlineWrite(NamedTuple):

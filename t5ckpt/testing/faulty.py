@@ -198,6 +198,10 @@ class FaultyStorage(Storage):
         self._count('delete_tree', key)
         self._inner.delete_tree(key)
 
+    def open_kvstore(self, key: str) -> Any:
+        self._count('open_kvstore', key)
+        return self._inner.open_kvstore(key)
+
     def array_kvstore(self, key: str) -> dict[str, Any]:
         self._count('array_kvstore', key)
         return self._inner.array_kvstore(key)
